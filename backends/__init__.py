@@ -1,0 +1,1 @@
+"""Effects: where bytes, ranks and time are. Interpreters of plans, and storage formats."""

@@ -1,0 +1,1 @@
+"""Pure functions and frozen values: no files, clocks, ranks, environment or global randomness."""

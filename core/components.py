@@ -1,0 +1,124 @@
+"""Components: the named parts of a state, and the selection of some of them."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from trainfold.core.errors import InvalidArgument, UnknownComponent
+from trainfold.core.state import TrainState
+
+BUILTIN_COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng")
+
+
+def components_of(state: TrainState) -> dict[str, Any]:
+    """The components that a state has, by name, built-in ones first.
+
+    Examples:
+        >>> from trainfold.core.state import Progress
+        >>> list(components_of(TrainState(trainer=Progress(), extra={"ema": {}})))
+        ['trainer', 'ema']
+    """
+    found = {name: getattr(state, name) for name in BUILTIN_COMPONENTS if getattr(state, name) is not None}
+    for name, component in state.extra.items():
+        _check_extra_name(name)
+        found[name] = component
+    return found
+
+
+def state_of(components: Mapping[str, Any]) -> TrainState:
+    """The inverse of `components_of`: a state from named components.
+
+    Examples:
+        >>> state_of({"ema": 1}).extra
+        {'ema': 1}
+    """
+    builtin = {name: value for name, value in components.items() if name in BUILTIN_COMPONENTS}
+    extra = {name: value for name, value in components.items() if name not in BUILTIN_COMPONENTS}
+    return TrainState(**builtin, extra=extra)
+
+
+def validate_components(names: Iterable[str] | None, *, declared: Collection[str] = ()) -> tuple[str, ...] | None:
+    """Check a selection when it is configured, before any state exists (B02).
+
+    Args:
+        names: component names, or None for all of them.
+        declared: the names of the user's own components.
+
+    Returns:
+        The names, each once, in the order given; None for all.
+
+    Raises:
+        UnknownComponent: naming every unknown one and the known ones.
+
+    Examples:
+        >>> validate_components(["model", "ema"], declared=["ema"])
+        ('model', 'ema')
+        >>> validate_components(["data_loader"])
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.UnknownComponent: components: expected names among ['model', 'optimizer', 'scheduler', \
+'trainer', 'dataset', 'rng'], found ['data_loader']; correct the name, or declare the component under `extra`
+    """
+    if names is None:
+        return None
+    if isinstance(names, str):
+        names = (names,)
+    chosen = tuple(dict.fromkeys(names))
+    known = [*BUILTIN_COMPONENTS, *declared]
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise UnknownComponent(
+            "components",
+            expected=f"names among {known}",
+            found=unknown,
+            mend="correct the name, or declare the component under `extra`",
+        )
+    return chosen
+
+
+def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
+    """The part of a state that has only these components (B01).
+
+    Law: ``merge(select(s, A), select(s, not A)) == s``.
+
+    Args:
+        state: the whole.
+        components: names; None for all. An empty selection is legal. A known component that this state does not have
+            is ignored (B02).
+
+    Returns:
+        A state whose other components are absent; its leaves are those of ``state``, not copies.
+
+    Raises:
+        UnknownComponent: for a name that no state has and this one does not declare.
+
+    Examples:
+        >>> from trainfold.core.state import Progress
+        >>> s = TrainState(trainer=Progress(step=1), extra={"ema": 2})
+        >>> select(s, ["ema"])
+        TrainState(model=None, optimizer=None, scheduler=None, trainer=None, dataset=None, rng=None, extra={'ema': 2})
+    """
+    chosen = validate_components(components, declared=tuple(state.extra))
+    if chosen is None:
+        return state
+    return state_of({name: part for name, part in components_of(state).items() if name in chosen})
+
+
+def merge(base: TrainState, part: TrainState) -> TrainState:
+    """A state with the components of ``part``, and those of ``base`` where ``part`` has none.
+
+    Examples:
+        >>> from trainfold.core.state import Progress
+        >>> merge(TrainState(trainer=Progress(step=1), rng=7), TrainState(trainer=Progress(step=2))).trainer.step
+        2
+    """
+    return state_of({**components_of(base), **components_of(part)})
+
+
+def _check_extra_name(name: object) -> None:
+    if not isinstance(name, str) or not name.isidentifier() or name in {*BUILTIN_COMPONENTS, "extra", "manifest"}:
+        raise InvalidArgument(
+            f"state.extra[{name!r}]",
+            expected="an identifier that is not a built-in component's name",
+            found=repr(name),
+            mend="rename the component: it becomes a file name and a stable key (B15)",
+        )

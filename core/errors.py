@@ -1,0 +1,250 @@
+"""Every error of trainfold: what it concerns, what was expected, what was found and the next move."""
+
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from trainfold.core.resume_plan import Refusal
+    from trainfold.core.spec import Difference
+
+
+class TrainfoldError(Exception):
+    """The base of all errors here; its fields are for programs, its text is for people.
+
+    Args:
+        where: what it concerns: a leaf path, a file, a run, an argument.
+        expected: what was promised or asked for.
+        found: what is there instead.
+        mend: the next move, in words.
+
+    Examples:
+        >>> print(InvalidState("state.trainer.step", expected=">= 0", found=-1, mend="start at step 0"))
+        state.trainer.step: expected >= 0, found -1; start at step 0
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, where: str, *, expected: object, found: object, mend: str) -> None:
+        super().__init__(where, expected, found, mend)
+        self.where = where
+        self.expected = expected
+        self.found = found
+        self.mend = mend
+
+    def __str__(self) -> str:
+        return f"{self.where}: expected {self.expected}, found {self.found}; {self.mend}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.where, self.expected, self.found, self.mend))
+
+
+def _rebuild(cls: type[TrainfoldError], where: str, expected: object, found: object, mend: str) -> TrainfoldError:
+    return cls(where, expected=expected, found=found, mend=mend)
+
+
+# --- values that cannot be -------------------------------------------------------------------------------------------
+
+
+class InvalidState(TrainfoldError):
+    """A state, or a part of one, breaks a rule of its own."""
+
+
+class InvalidArgument(TrainfoldError, ValueError):
+    """An argument has a value that can never work; raised before anything is touched."""
+
+
+class InvalidBatch(InvalidArgument):
+    """A batch is empty, ragged in dimension 0, or has fewer samples than microbatches."""
+
+
+class BatchNotDivisible(InvalidArgument):
+    """A number of samples or tokens does not divide into the microbatches asked for (A12)."""
+
+
+class IncompleteWindow(TrainfoldError):
+    """The stream ended inside an accumulation window, and the policy is to raise (A07)."""
+
+
+class InvalidSchedule(InvalidArgument):
+    """A schedule's arguments contradict each other, such as a decay of zero steps that is not disabled."""
+
+
+class HorizonUnknown(InvalidArgument):
+    """Nothing says how long the run is: no total, no maximum of steps, no length of the data (A13)."""
+
+
+class ScheduleMismatch(TrainfoldError):
+    """The schedule that the step was made with is not the one that the state was trained with (A13)."""
+
+
+class UnknownComponent(InvalidArgument):
+    """A component name that no state has; the known names are listed (B02)."""
+
+
+class UnsupportedLeaf(TrainfoldError, TypeError):
+    """A leaf of a type that the format cannot hold without pickle (U01)."""
+
+
+class UnsupportedOptimizer(InvalidArgument):
+    """An optimizer that cannot be a pure function of gradients, such as one that needs a closure."""
+
+
+# --- donation --------------------------------------------------------------------------------------------------------
+
+
+class StateDonated(TrainfoldError):
+    """A leaf of a state that a donating step has consumed; the new state has its storage."""
+
+
+class SharedStorage(TrainfoldError):
+    """Two leaves of a state to be donated share storage, so that an update of one would change the other."""
+
+
+class NonFinite(TrainfoldError, ArithmeticError):
+    """The loss or the gradient norm is not finite; nothing was updated (A09).
+
+    Attributes:
+        skipped: the state with this batch's samples counted and nothing else changed: go on from it to skip the batch.
+    """
+
+    skipped: object = None
+
+
+# --- trees that differ -----------------------------------------------------------------------------------------------
+
+
+class SpecMismatch(TrainfoldError):
+    """Two trees differ; all the differences are listed at once.
+
+    Attributes:
+        differences: every one of them, in tree order.
+    """
+
+    def __init__(self, where: str, differences: "tuple[Difference, ...]") -> None:
+        shown = "\n".join(f"  {difference}" for difference in differences)
+        super().__init__(
+            where,
+            expected="the same leaves, shapes and dtypes",
+            found=f"{len(differences)} differences:\n{shown}\n",
+            mend="build the state as it was built when it was saved, or name a policy for each kind",
+        )
+        self.differences = differences
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.where, self.differences))
+
+
+# --- checkpoints that cannot be used ---------------------------------------------------------------------------------
+
+
+class CheckpointError(TrainfoldError):
+    """The base of everything that can be wrong with a checkpoint or a run on a store."""
+
+    exit_code = 10
+
+
+class CheckpointMissing(CheckpointError):
+    """There is no such run, or no such step in it."""
+
+    exit_code = 11
+
+
+class RunEmpty(CheckpointMissing):
+    """The run is there and holds no complete checkpoint."""
+
+    exit_code = 12
+
+
+class CheckpointTorn(CheckpointError):
+    """Files of a checkpoint are missing or have another size than the manifest says."""
+
+    exit_code = 13
+
+
+class CheckpointDamaged(CheckpointError):
+    """Bytes of a checkpoint are not the ones that were written: a digest differs."""
+
+    exit_code = 14
+
+
+class CheckpointForeign(CheckpointError):
+    """A directory or file that trainfold did not write, or that belongs to another run."""
+
+    exit_code = 15
+
+
+class FutureVersion(CheckpointError):
+    """A checkpoint written by a newer trainfold, in a schema that this one does not know."""
+
+    exit_code = 16
+
+
+class CheckpointHostile(CheckpointError):
+    """Contents that no trainfold writes and that could harm a reader: escapes, links, overlaps, absurd sizes (U04, U05)."""
+
+    exit_code = 17
+
+
+class ResumeRefused(CheckpointError):
+    """A plan to resume was refused; every reason is listed.
+
+    Attributes:
+        refusal: the `Refusal`, with each reason as a value.
+    """
+
+    exit_code = 20
+
+    def __init__(self, where: str, refusal: "Refusal") -> None:
+        super().__init__(
+            where,
+            expected="a checkpoint that continues this run exactly",
+            found=f"{len(refusal.reasons)} reasons against it:\n{refusal}\n",
+            mend="mend what differs, or name a policy for it",
+        )
+        self.refusal = refusal
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.where, self.refusal))
+
+
+# --- saves that fail -------------------------------------------------------------------------------------------------
+
+
+class SaveFailed(CheckpointError):
+    """A save did not become a checkpoint; the earlier ones are untouched."""
+
+    exit_code = 30
+
+
+class NoSpace(SaveFailed):
+    """The filesystem has not enough room for the planned bytes; nothing was written."""
+
+    exit_code = 31
+
+
+class NotWritable(SaveFailed):
+    """The run's directory cannot be written."""
+
+    exit_code = 32
+
+
+class RunLocked(SaveFailed):
+    """Another process is saving into this run."""
+
+    exit_code = 33
+
+
+class CommitConflict(SaveFailed):
+    """Somebody else committed this name in the meantime."""
+
+    exit_code = 34
+
+
+# --- worlds ----------------------------------------------------------------------------------------------------------
+
+
+class RankFailed(TrainfoldError):
+    """A rank failed, and so every rank raises this, naming it (C07)."""
+
+
+class RanksDisagree(TrainfoldError):
+    """Ranks computed different plans or see different checkpoints (V05)."""

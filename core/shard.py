@@ -1,0 +1,47 @@
+"""`Shard`: a leaf that is one rank's slice of a global tensor."""
+
+from typing import final
+
+import attrs
+import torch
+
+from trainfold.core.errors import InvalidState
+
+
+@final
+@attrs.frozen(eq=False)
+class Shard:
+    """A slice of a global tensor, as a leaf. Make it with `make_shard`.
+
+    Attributes:
+        tensor: the values that are present here.
+        shape: the shape of the global tensor.
+        starts: where the slice begins in each dimension; it ends at ``starts[i] + tensor.shape[i]``.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+
+
+def make_shard(tensor: torch.Tensor, *, shape: tuple[int, ...], starts: tuple[int, ...]) -> Shard:
+    """Return a checked shard.
+
+    Raises:
+        InvalidState: if the slice does not lie inside the global shape.
+
+    Examples:
+        >>> make_shard(torch.zeros(2, 3), shape=(4, 3), starts=(2, 0)).starts
+        (2, 0)
+    """
+    inside = len(shape) == len(starts) == tensor.dim() and all(
+        0 <= start and start + size <= whole for start, size, whole in zip(starts, tensor.shape, shape, strict=True)
+    )
+    if not inside:
+        raise InvalidState(
+            "shard",
+            expected=f"a slice of the global shape {shape}",
+            found=f"starts {starts} with sizes {tuple(tensor.shape)}",
+            mend="give one start for each dimension, inside the global shape",
+        )
+    return Shard(tensor, tuple(shape), tuple(starts))

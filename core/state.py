@@ -1,0 +1,150 @@
+"""`TrainState`: a training run as one frozen value, made of components."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias, final
+
+import attrs
+import torch
+
+from trainfold.core import tree
+from trainfold.core.errors import InvalidState
+from trainfold.core.leaves import Leaves
+
+Scalar: TypeAlias = int | float | bool | str | bytes | None
+_STATIC = {"pytree_node": False}
+
+
+@final
+@tree.register_node(namespace=tree.NAMESPACE)
+@attrs.frozen
+class Progress:
+    """The trainer component: how far the run is, in exact Python ints (B14).
+
+    Attributes:
+        step: optimizer steps done; the next step has this index.
+        epoch: epochs of data finished.
+        samples: samples consumed, over all ranks.
+        tokens: the sum of the loss weights (valid tokens), over all ranks.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+@final
+@tree.register_node(namespace=tree.NAMESPACE)
+@attrs.frozen
+class ModelState:
+    """The model component: parameters and persistent buffers by canonical FQN.
+
+    Attributes:
+        params: FQN -> tensor, each tied parameter once, under its first name.
+        buffers: FQN -> tensor; non-persistent buffers are never in here (B17).
+        ties: (alias, FQN) pairs of parameters that are the same tensor (B19).
+    """
+
+    params: Leaves[torch.Tensor]
+    buffers: Leaves[torch.Tensor]
+    ties: tuple[tuple[str, str], ...] = attrs.field(default=(), metadata=_STATIC)
+
+
+@final
+@tree.register_node(namespace=tree.NAMESPACE)
+@attrs.frozen
+class ParamGroup:
+    """One param group of an optimizer.
+
+    Attributes:
+        hyper: hyperparameter -> value, such as ``{"lr": 3e-4, "betas": (0.9, 0.999)}``.
+        params: the FQNs of the group, in the optimizer's order.
+    """
+
+    hyper: Mapping[str, Any]
+    params: tuple[str, ...] = attrs.field(metadata=_STATIC)
+
+
+@final
+@tree.register_node(namespace=tree.NAMESPACE)
+@attrs.frozen
+class OptimizerState:
+    """The optimizer component, keyed by FQN, so that it survives reordering (B10).
+
+    Attributes:
+        kind: the optimizer's class, ``"torch.optim.adamw.AdamW"``.
+        slots: FQN -> slot -> leaf, such as ``slots["h.0.w"]["exp_avg"]``; a parameter that never had a gradient has
+            no entry, as in torch.
+        groups: the param groups, with their hyperparameters.
+        masters: FQN -> fp32 master copy of a low-precision parameter (B08), or None where there are none.
+    """
+
+    kind: str
+    slots: Leaves[Mapping[str, Any]]
+    groups: tuple[ParamGroup, ...]
+    masters: Leaves[torch.Tensor] | None = None
+
+
+@final
+@tree.register_node(namespace=tree.NAMESPACE)
+@attrs.frozen
+class Opaque:
+    """A subtree whose structure belongs to somebody else, such as a loader's ``state_dict()``.
+
+    It is saved and restored as a whole and not compared leaf by leaf; its owner checks it.
+    """
+
+    value: Any
+
+
+@final
+@tree.register_node(namespace=tree.NAMESPACE)
+@attrs.frozen
+class TrainState:
+    """A training run as a value. A component that is None is absent.
+
+    Attributes:
+        model: parameters and buffers.
+        optimizer: the optimizer's slots and hyperparameters, or any tree of a user's own optimizer.
+        scheduler: the schedule's description, or a stateful scheduler's state.
+        trainer: the counters.
+        dataset: the data position, a `DataCursor` or any tree of the user's.
+        rng: the random key, or the captured streams of a mutable loop.
+        extra: user-declared components by name, such as ``{"ema": ...}``.
+    """
+
+    model: ModelState | None = None
+    optimizer: Any = None
+    scheduler: Any = None
+    trainer: Progress | None = None
+    dataset: Any = None
+    rng: Any = None
+    extra: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def evolve(self, **changes: Any) -> "TrainState":
+        """Return this state with some components replaced.
+
+        Examples:
+            >>> TrainState(trainer=Progress(step=3)).evolve(trainer=Progress(step=4)).trainer.step
+            4
+        """
+        return attrs.evolve(self, **changes)
+
+
+def make_progress(*, step: int = 0, epoch: int = 0, samples: int = 0, tokens: int = 0) -> Progress:
+    """Return checked counters.
+
+    Raises:
+        InvalidState: if one is negative or not an int.
+
+    Examples:
+        >>> make_progress(step=2, samples=64)
+        Progress(step=2, epoch=0, samples=64, tokens=0)
+    """
+    counters = {"step": step, "epoch": epoch, "samples": samples, "tokens": tokens}
+    for name, value in counters.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise InvalidState(
+                f"state.trainer.{name}", expected="an int >= 0", found=repr(value), mend="count in whole units from 0"
+            )
+    return Progress(**counters)

@@ -1,0 +1,1 @@
+"""Hypothesis strategies, laws and contracts, for this project's tests and for users' own."""

@@ -1,0 +1,3 @@
+"""trainfold."""
+
+__version__ = "0.1.0"
