@@ -88,6 +88,10 @@ class UnsupportedOptimizer(InvalidArgument):
     """An optimizer that cannot be a pure function of gradients, such as one that needs a closure."""
 
 
+class DataPositionMismatch(TrainfoldError):
+    """A data position that the dataset or the loader at hand cannot take: another length, batch size or kind (G02)."""
+
+
 # --- donation --------------------------------------------------------------------------------------------------------
 
 
