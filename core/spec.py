@@ -1,5 +1,6 @@
 """Leaf specs: what a tree holds without its values, and all the differences between two of them."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, final
 
@@ -105,8 +106,8 @@ def leaf_spec(leaf: Any, path: str) -> AnySpec:
         return LeafSpec(str(leaf.dtype), tuple(leaf.shape))
     if isinstance(leaf, np.generic):
         return ScalarSpec(f"numpy.{leaf.dtype}")
-    if leaf is None or type(leaf) in (bool, int, float, str, bytes):
-        return ScalarSpec("none" if leaf is None else type(leaf).__name__)
+    if leaf is None or type(leaf) in (bool, int, float, str, bytes, Counter):
+        return ScalarSpec("none" if leaf is None else type(leaf).__name__.lower())
     if isinstance(leaf, LeafSpec | ScalarSpec):
         return leaf
     raise UnsupportedLeaf(

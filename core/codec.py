@@ -1,0 +1,183 @@
+"""The codec between a tensor leaf and its bytes: dtype names, sizes, contiguous little-endian memory, digests.
+
+Every dtype that a safetensors reader for torch opens is stored under its own safetensors name. The few that such
+readers lack are stored as an equally sized view (``STORED``): the manifest keeps the real dtype.
+"""
+
+import sys
+from typing import Any, final
+
+import attrs
+import numpy as np
+import torch
+import xxhash
+
+from trainfold.core.errors import UnsupportedLeaf
+from trainfold.core.scalars import canonical_json, encode_scalar
+from trainfold.core.shard import Shard
+from trainfold.core.spec import dtype_name
+
+DIGEST_PREFIX = "xxh3:"
+
+
+@final
+@attrs.frozen
+class StoredAs:
+    """How a torch dtype lies in a safetensors file.
+
+    Attributes:
+        name: the safetensors dtype.
+        itemsize: bytes of one element of the torch dtype.
+        parts: elements of the stored dtype in one of the torch dtype; 2 adds a last dimension of 2.
+    """
+
+    name: str
+    itemsize: int
+    parts: int = 1
+
+
+STORED: dict[str, StoredAs] = {
+    "bool": StoredAs("BOOL", 1),
+    "uint8": StoredAs("U8", 1),
+    "int8": StoredAs("I8", 1),
+    "uint16": StoredAs("U16", 2),
+    "int16": StoredAs("I16", 2),
+    "uint32": StoredAs("U32", 4),
+    "int32": StoredAs("I32", 4),
+    "uint64": StoredAs("U64", 8),
+    "int64": StoredAs("I64", 8),
+    "float8_e4m3fn": StoredAs("F8_E4M3", 1),
+    "float8_e5m2": StoredAs("F8_E5M2", 1),
+    "float8_e4m3fnuz": StoredAs("F8_E4M3FNUZ", 1),
+    "float8_e5m2fnuz": StoredAs("F8_E5M2FNUZ", 1),
+    "float8_e8m0fnu": StoredAs("U8", 1),
+    "float4_e2m1fn_x2": StoredAs("U8", 1),
+    "float16": StoredAs("F16", 2),
+    "bfloat16": StoredAs("BF16", 2),
+    "float32": StoredAs("F32", 4),
+    "float64": StoredAs("F64", 8),
+    "complex32": StoredAs("F16", 4, parts=2),
+    "complex64": StoredAs("C64", 8),
+    "complex128": StoredAs("F64", 16, parts=2),
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`, for the dtypes in ``STORED`` only.
+
+    Examples:
+        >>> torch_dtype("bfloat16")
+        torch.bfloat16
+    """
+    found = getattr(torch, name) if name in STORED else None
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedLeaf(name, expected=f"one of {sorted(STORED)}", found=name, mend="convert the leaf first")
+    return found
+
+
+def is_tensor_leaf(leaf: Any) -> bool:
+    """Whether a leaf is stored as a tensor: a torch tensor, a `Shard` or a numpy array."""
+    return isinstance(leaf, torch.Tensor | Shard | np.ndarray)
+
+
+def as_tensor(leaf: Any, path: str) -> torch.Tensor:
+    """The dense tensor behind a tensor leaf, detached; no copy where none is needed.
+
+    Args:
+        leaf: a tensor, a `Shard` (its local part) or a numpy array.
+        path: the leaf path, for the error.
+
+    Raises:
+        UnsupportedLeaf: for sparse, quantized, meta and nested tensors, and dtypes outside ``STORED``.
+
+    Examples:
+        >>> as_tensor(np.float32([1, 2]), "x")
+        tensor([1., 2.])
+    """
+    if isinstance(leaf, Shard):
+        leaf = leaf.tensor
+    if isinstance(leaf, np.ndarray):
+        if leaf.dtype.hasobject or leaf.dtype.name not in STORED or not leaf.dtype.isnative:
+            raise _unsupported(path, f"a numpy array of dtype {leaf.dtype}")
+        return torch.from_numpy(leaf if leaf.flags.writeable and leaf.flags.c_contiguous else leaf.copy(order="C"))
+    found: torch.Tensor = leaf.detach()
+    if found.layout is not torch.strided or found.is_quantized or found.is_nested:
+        raise _unsupported(path, f"a {found.layout} tensor" if not found.is_quantized else "a quantized tensor")
+    if dtype_name(found.dtype) not in STORED:
+        raise _unsupported(path, f"a tensor of dtype {found.dtype}")
+    if found.is_meta:
+        raise _unsupported(path, "a tensor on the meta device, which has no values")
+    return found
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, contiguous, row-major and little-endian, without a copy where it lies so on a CPU.
+
+    Args:
+        tensor: any shape, any dtype of ``STORED``, on any device.
+
+    Returns:
+        A one-dimensional view of unsigned bytes; it keeps the memory alive.
+
+    Examples:
+        >>> bytes(tensor_bytes(torch.tensor([1, -1], dtype=torch.int16))).hex()
+        '0100ffff'
+    """
+    if sys.byteorder != "little":
+        raise UnsupportedLeaf("sys.byteorder", expected="little", found=sys.byteorder, mend="use a little-endian host")
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """The XXH3-128 digest of bytes, as text.
+
+    Examples:
+        >>> digest_of(b"")
+        'xxh3:99aa06d3014798d86001c324468d497f'
+    """
+    return DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(data)
+
+
+def leaf_digest(leaf: Any, path: str = "leaf") -> str:
+    """The digest of a leaf: of a tensor's bytes, or of a scalar's canonical JSON.
+
+    Examples:
+        >>> leaf_digest(torch.zeros(0)) == digest_of(b"")
+        True
+    """
+    if is_tensor_leaf(leaf):
+        return digest_of(tensor_bytes(as_tensor(leaf, path)))
+    return digest_of(canonical_json(encode_scalar(leaf, path)))
+
+
+def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape under which a safetensors file lists a tensor.
+
+    Examples:
+        >>> stored_shape("complex128", (3,)), stored_shape("float32", ())
+        ((3, 2), ())
+    """
+    return (*shape, 2) if STORED[dtype].parts == 2 else shape
+
+
+def size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """How many bytes a tensor has, as an exact int whatever the shape says.
+
+    Examples:
+        >>> size_bytes("bfloat16", (3, 5)), size_bytes("int64", ())
+        (30, 8)
+    """
+    total = STORED[dtype].itemsize
+    for size in shape:
+        total *= size
+    return total
+
+
+def _unsupported(path: str, found: str) -> UnsupportedLeaf:
+    return UnsupportedLeaf(
+        path,
+        expected=f"a dense tensor with values, of a dtype among {sorted(STORED)}",
+        found=found,
+        mend="store a dense equivalent (values and indices, int_repr and scale, ...)",
+    )
