@@ -1,0 +1,62 @@
+"""Names in a store: what may be one (U04)."""
+
+import re
+from typing import Final
+
+from trainfold.core.errors import CheckpointHostile
+
+MANIFEST: Final = "manifest.json"
+_COMPONENT: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")  # 255 bytes: what filesystems hold
+_DEPTH_LIMIT: Final = 2
+
+
+def is_component(text: str) -> bool:
+    """Whether a text can be one component of a name: nothing in it that a filesystem, a shell or a URL would read.
+
+    Examples:
+        >>> is_component("step-00000120"), is_component(".."), is_component("a/b"), is_component(".tmp")
+        (True, False, False, False)
+    """
+    return _COMPONENT.fullmatch(text) is not None
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split a file's name into its directory ("" at the top) and its last component (U04).
+
+    Raises:
+        CheckpointHostile: for anything that is not one or two components.
+
+    Examples:
+        >>> split_name("step-00000120/manifest.json"), split_name("run.json")
+        (('step-00000120', 'manifest.json'), ('', 'run.json'))
+    """
+    components = name.split("/")
+    if not 1 <= len(components) <= _DEPTH_LIMIT or not all(map(is_component, components)):
+        raise hostile_name(name)
+    return ("", name) if len(components) == 1 else (components[0], components[1])
+
+
+def directory_of(prefix: str) -> str:
+    """The directory that a prefix names: "" for the top, ``step-00000120`` or ``step-00000120/`` for one below.
+
+    Raises:
+        CheckpointHostile: for anything else.
+
+    Examples:
+        >>> directory_of("step-00000120/"), directory_of("")
+        ('step-00000120', '')
+    """
+    directory = prefix.removesuffix("/")
+    if directory and not is_component(directory):
+        raise hostile_name(prefix)
+    return directory
+
+
+def hostile_name(name: str) -> CheckpointHostile:
+    """The refusal of a name that no trainfold writes."""
+    return CheckpointHostile(
+        repr(name[:200]),
+        expected="one or two components of A-Z a-z 0-9 . _ -, not starting with a dot",
+        found=f"a name of {len(name)} characters that is none",
+        mend="do not trust this checkpoint; where the name is your own, rename it",
+    )

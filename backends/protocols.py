@@ -1,0 +1,116 @@
+"""`Store`: the few verbs over string names that a place for checkpoints must have. See `contracts.check_store`."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from trainfold.core.world import Collectives
+
+__all__ = ["Buffer", "Collectives", "Store"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Where the bytes of one run are: a directory, a prefix in an object store, a dict.
+
+    Names are relative: ``file`` or ``directory/file``, each component one or more of ``A-Z a-z 0-9 . _ -`` and not
+    starting with a dot. Any other name, and a link or special file anywhere on the way, raises `CheckpointHostile`.
+    Directories are not made or removed by anyone: one is there while a name below it is.
+
+    Every method may be called from several threads at once; writers of different names do not disturb each other.
+    Only `commit` makes a promise about who wins. A method that raises has not changed what was there before.
+
+    Over an object store, `write` is a (multipart) put, `commit` is a put with ``If-None-Match: *`` or
+    ``If-Match: <etag>``, and a lease object serves as the lock.
+    """
+
+    @property
+    def url(self) -> str:
+        """What messages call this place, such as a path or ``s3://bucket/run``."""
+
+    def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
+        """Write a file whose contents are durable on return; its directory entry is durable after the next `commit` in it.
+
+        A file of that name is replaced at the end of the write, and not at all if the write fails. No reader may
+        rely on a written file: it belongs to a checkpoint only once a commit says so.
+
+        Args:
+            name: the file.
+            parts: its bytes in order; each part is used before the next one is asked for, so one buffer can serve.
+            size_bytes: how many bytes the parts have in all.
+
+        Raises:
+            NoSpace: when the place is full; nothing of this write is left.
+            NotWritable: when it may not be written.
+            SaveFailed: when the device failed, or the parts have another size; nothing of this write is left.
+        """
+
+    def read(self, name: str, *, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes ``[start, stop)``, like a slice: fewer where the file ends before ``stop``.
+
+        Raises:
+            CheckpointMissing: when there is no such file.
+        """
+
+    def read_into(self, name: str, buffer: memoryview, *, start: int = 0) -> None:
+        """Fill ``buffer`` with the bytes from ``start`` on.
+
+        Raises:
+            CheckpointMissing: when there is no such file.
+            CheckpointTorn: when the file ends before the buffer is full.
+        """
+
+    def size(self, name: str) -> int | None:
+        """The size of a file in bytes; None where there is none, or where ``name`` is a directory."""
+
+    def list(self, prefix: str = "") -> list[str]:
+        """The names one level below ``prefix`` (a directory, or "" for the top), sorted, without the prefix.
+
+        Temporary files, locks and the hints made by `point` are left out. An absent directory has no names.
+        """
+
+    def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
+        """Make ``name`` appear with ``data`` in one atomic step, durably; put-if-absent, or compare-and-swap.
+
+        Before the name becomes visible, everything written in the same directory and the directory itself are
+        durable. When this returns, the name is durable too.
+
+        Args:
+            name: the commit record, such as ``step-00000120/manifest.json``.
+            data: its contents.
+            replaces: None: the name must be absent. A digest (`trainfold.core.codec.digest_of`) of the contents that must be there now:
+                they are replaced, and a crash at any point leaves either the old or the new contents.
+
+        Raises:
+            CommitConflict: when the name is there (or, with ``replaces``, has other contents); nothing changed.
+            RunLocked: with ``replaces``, when another writer holds the lock.
+            NoSpace, NotWritable, SaveFailed: as for `write`.
+        """
+
+    def delete(self, name: str) -> None:
+        """Remove a file, or ``directory/`` with all that is below; what is absent is fine.
+
+        Of a directory, ``manifest.json`` goes first and durably, so that no crash leaves a committed half.
+        """
+
+    def point(self, name: str, target: str) -> None:
+        """Replace the hint ``name`` (such as ``latest``) by one to ``target``; best effort, for people, never authority."""
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Hold the right to commit into this run; freed by ``with`` and by the death of the process.
+
+        Entering collects what dead writers left behind.
+
+        Raises:
+            RunLocked: at once, naming the holder, when another writer (also another store object of this process) has it.
+        """
+
+    def reserve(self, size_bytes: int) -> None:
+        """Check, before anything is written, that so many bytes can be.
+
+        Raises:
+            NoSpace: with the bytes needed and free.
+            NotWritable: when the place may not be written.
+        """
