@@ -1,0 +1,67 @@
+# Two commands are enough: `make demo` and `make test`. Both make .venv and install what they need, once.
+PYTHON ?= $(firstword $(foreach name,python3 python,$(if $(shell command -v $(name)),$(name))))
+BIN := .venv/bin
+DEMO := .venv/demo.stamp
+DEV := .venv/dev.stamp
+PYTEST := $(BIN)/python -m pytest -q
+export PYTHONDONTWRITEBYTECODE = 1
+
+.PHONY: help demo test check format docs bench laws soak constraints clean
+.NOTPARALLEL:
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/make \1	\2/' | expand -t 20
+
+demo: $(DEMO)  ## train, kill, resume, compare (about a minute)
+	$(BIN)/trainfold demo
+
+test: check docs  ## every gate and every test
+	$(PYTEST) -n 2 --dist loadfile
+
+check: $(DEV)  ## the static gates (seconds)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+
+format: $(DEV)  ## let ruff write
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(DEV)  ## the documentation, strictly, into docs/_build/html
+	$(BIN)/python -m sphinx -q -W -n --keep-going -b html docs docs/_build/html
+
+bench: $(DEV)  ## what it costs: benchmarks/
+	@for program in benchmarks/*.py; do echo "== $$program"; $(BIN)/python $$program || exit 1; done
+
+laws: $(DEV)  ## the laws with many more examples (minutes)
+	HYPOTHESIS_PROFILE=laws $(PYTEST) -n 2 --dist loadfile tests
+
+soak: $(DEV)  ## the laws for hours, with new examples each time
+	HYPOTHESIS_PROFILE=soak $(PYTEST) -n 2 --dist loadfile --timeout 0 tests
+
+constraints: $(DEV)  ## write constraints.txt from what is installed
+	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//' | grep -v '^#' | sort -f; } \
+		> constraints.new && mv constraints.new constraints.txt
+
+clean:  ## remove .venv and everything that was built
+	rm -rf .venv docs/_build docs/reference/generated build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+# --- set-up -----------------------------------------------------------------------------------------------------------
+
+# A Python without ensurepip (Debian without python3-venv) has an outer pip that can install into the environment.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+		echo "trainfold needs Python 3.11, 3.12 or 3.13; found: $$($(PYTHON) --version 2>&1). Say: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv .venv || $(PYTHON) -m venv --clear --without-pip .venv
+
+PIP = $(if $(shell $(BIN)/python -c 'import pip' 2>/dev/null && echo yes),$(BIN)/python -m pip,$(PYTHON) -m pip --python $(BIN)/python)
+
+$(DEMO): $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
+	@touch $@
+
+$(DEV): $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(DEMO)

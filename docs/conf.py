@@ -1,0 +1,116 @@
+"""Sphinx: MyST pages by hand, the reference from docstrings; built with -W -n, so that a broken link fails."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+import types
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+import trainfold
+
+project = "trainfold"
+author = "the trainfold authors"
+copyright = "the trainfold authors"
+release = version = trainfold.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"trainfold {version}"
+default_role = "code"
+
+napoleon_use_ivar = True
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!trainfold\.).*"),  # other projects are not linked: the build needs no network
+    (r"py:.*", r"trainfold\.(\w+\.)*_?[A-Z]\w?"),  # type variables
+]
+
+GENERATED = Path(__file__).parent / "reference" / "generated"
+GROUPS = {
+    "core": "Pure functions and frozen values.",
+    "backends": "Effects: where bytes, ranks and time are.",
+    "adapters": "Mutable torch objects and the command line.",
+    "properties": "Laws, contracts and strategies for your own tests.",
+}
+
+
+def modules_of(package: str) -> list[str]:
+    """The public modules of one of the four packages, the package itself first."""
+    root = importlib.import_module(f"trainfold.{package}")
+    walked = pkgutil.walk_packages(root.__path__, f"{root.__name__}.")
+    return [root.__name__, *sorted(found.name for found in walked if not re.search(r"\._", found.name))]
+
+
+def first_line(value: object) -> str:
+    """The one line that a docstring starts with."""
+    return (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ")
+
+
+def write_reference(_app: Sphinx) -> None:
+    """Write one page for each module, one for each package and one for the names of the facade."""
+    pages: dict[str, str] = {}
+    for package, says in GROUPS.items():
+        names = modules_of(package)
+        for name in names[1:]:
+            pages[name] = f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n   :members:\n"
+        title = f"trainfold.{package}"
+        listed = "\n".join(f"   {name}" for name in names[1:])
+        pages[package] = f"{title}\n{'=' * len(title)}\n\n{says}\n\n.. toctree::\n   :maxdepth: 1\n\n{listed}\n"
+    rows = []
+    for name in sorted(set(trainfold.__all__) - {"__version__"}, key=str.lower):
+        value = getattr(trainfold, name)
+        home = trainfold._MODULE_OF[name]  # noqa: SLF001 the table is the source of the page
+        role = "mod" if isinstance(value, types.ModuleType) else "obj"
+        target = f"{home}.{name}"
+        rows.append(f"   * - :py:{role}:`{name} <{target}>`\n     - {first_line(value)}")
+    pages["facade"] = (
+        "The names of ``trainfold``\n==========================\n\n"
+        ".. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows) + "\n"
+    )
+    GENERATED.mkdir(parents=True, exist_ok=True)
+    for old in GENERATED.glob("*.rst"):
+        if old.stem not in pages:
+            old.unlink()
+    for name, text in pages.items():
+        page = GENERATED / f"{name}.rst"
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
+
+
+def link_names(_app: Sphinx, _what: str, name: str, _obj: object, _options: object, lines: list[str]) -> None:
+    """Turn `Name` in a docstring into a link where it is a name of the facade or of the same module."""
+    module = sys_module_of(name)
+
+    def link(found: re.Match[str]) -> str:
+        word = found[1]
+        if word in trainfold._MODULE_OF:  # noqa: SLF001
+            return f":py:obj:`{word} <{trainfold._MODULE_OF[word]}.{word}>`"  # noqa: SLF001
+        if module is not None and getattr(getattr(module, word, None), "__module__", None) == module.__name__:
+            return f":py:obj:`{word} <{module.__name__}.{word}>`"
+        return found[0]
+
+    lines[:] = [re.sub(r"(?<![:`\w])`(\w+)`(?!`)", link, line) for line in lines]
+
+
+def sys_module_of(name: str) -> types.ModuleType | None:
+    """The module that a documented name is in."""
+    while name:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            name = name.rpartition(".")[0]
+    return None
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the two functions above."""
+    app.connect("builder-inited", write_reference)
+    app.connect("autodoc-process-docstring", link_names, priority=400)

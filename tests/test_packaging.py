@@ -1,0 +1,189 @@
+"""One package, one copy: links, wheel, version, constraints, facade."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import trainfold
+
+PACKAGES = ("core", "backends", "adapters", "properties")
+PYTHON = sys.executable
+
+
+def run_python(code: str, *flags: str) -> str:
+    """What a fresh interpreter prints for this code."""
+    done = subprocess.run([PYTHON, *flags, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def modules_of(tree: Path) -> set[str]:
+    """The path of every module in a tree, as it is in the wheel."""
+    return {
+        f"trainfold/{path.relative_to(tree).as_posix()}"
+        for package in PACKAGES
+        for path in (tree / package).rglob("*.py")
+    }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_link_points_home(root, package):
+    link = root / "src" / "trainfold" / package
+    assert link.is_symlink()
+    assert link.readlink() == Path("..", "..", package)
+    assert link.resolve() == root / package
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_is_imported_under_a_second_name(package):
+    """A second copy (`core.state` beside `trainfold.core.state`) would make two `TrainState` classes."""
+    assert not [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(copy_of_tree, tmp_path):
+    done = subprocess.run(
+        [PYTHON, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")],
+        cwd=copy_of_tree,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    own = {"trainfold/__init__.py", "trainfold/__main__.py", "trainfold/py.typed"}
+    expected = modules_of(copy_of_tree) | own
+    assert {name for name in names if name.endswith((".py", ".typed"))} == expected
+    assert not {name for name in names if not name.startswith("trainfold/")}
+
+
+def test_a_wheel_in_use_is_this_package(copy_of_tree, tmp_path):
+    """The wheel, not the tree, is what a user has: it imports from another folder."""
+    subprocess.run(
+        [PYTHON, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")],
+        cwd=copy_of_tree,
+        capture_output=True,
+        check=True,
+    )
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    installed = tmp_path / "installed"
+    zipfile.ZipFile(wheel).extractall(installed)
+    code = f"import sys; sys.path.insert(0, {str(installed)!r}); import trainfold.core.state as s; print(s.__file__)"
+    assert run_python(code, "-P") == str(installed / "trainfold" / "core" / "state.py")
+
+
+def test_the_version_has_one_source(root):
+    assert importlib.metadata.version("trainfold") == trainfold.__version__
+    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["dynamic"] == ["version"]
+    changelog = (root / "CHANGELOG.md").read_text()
+    assert f"## [{trainfold.__version__}]" in changelog
+
+
+def test_the_command_is_installed():
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="trainfold")
+    assert script.value == "trainfold.adapters.cli:main"
+    assert callable(script.load())
+
+
+def test_every_package_that_is_needed_is_pinned(root):
+    """What a newcomer installs is what the tests ran on, dependencies of dependencies included."""
+    pins = {
+        canonicalize_name(line.partition("==")[0]): line.partition("==")[2].strip()
+        for line in (root / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    }
+    assert all(pins.values())
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    wanted = {Requirement(text) for text in project["dependencies"]}
+    wanted |= {Requirement(text) for extra in project["optional-dependencies"].values() for text in extra}
+    seen: set[str] = set()
+    while wanted:
+        requirement = wanted.pop()
+        name = canonicalize_name(requirement.name)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if name in seen | {"trainfold"}:
+            continue
+        seen.add(name)
+        assert name in pins, f"{name} is needed and not pinned: make constraints"
+        installed = importlib.metadata.version(name).partition("+")[0]
+        assert pins[name] == installed, f"{name}: pinned {pins[name]}, installed {installed}: make constraints"
+        assert requirement.specifier.contains(installed, prereleases=True), f"{requirement} does not admit {installed}"
+        wanted |= {Requirement(text) for text in importlib.metadata.requires(name) or ()}
+
+
+# --- the facade -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(set(trainfold.__all__) - {"__version__"}))
+def test_every_name_of_the_facade_is_there(name):
+    value = getattr(trainfold, name)
+    assert name in dir(trainfold)
+    if hasattr(value, "__module__") and not isinstance(value, type(sys)):
+        assert value.__module__.startswith("trainfold."), f"{name} comes from {value.__module__}"
+
+
+def test_the_type_checker_sees_the_names_that_there_are(root):
+    """The lazy table and the block under TYPE_CHECKING say the same, or an editor would believe in a name that is not."""
+    source = (root / "src" / "trainfold" / "__init__.py").read_text()
+    block = source.partition("if TYPE_CHECKING:")[2].partition("\n\n\n")[0]
+    typed = {
+        name: module
+        for module, names in re.findall(r"from ([\w.]+) import (\([^)]*\)|[^\n]+)", block)
+        for name in re.findall(r"(\w+) as \1\b", names)
+    }
+    assert typed == trainfold._MODULE_OF
+    assert set(trainfold.__all__) == {*typed, "__version__"}
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'trainfold' has no attribute 'nothing_like_it'"):
+        trainfold.nothing_like_it  # noqa: B018
+
+
+def test_importing_the_facade_imports_nothing_heavy():
+    """Neither torch nor any other third party: a name brings its module when it is first used."""
+    code = "import sys, trainfold; print(sorted({name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names))"
+    heavy = run_python(f"import sys; sys.path[:0] = {sys.path!r}; {code}", "-I", "-S")
+    assert heavy == "['__main__', 'trainfold']" or heavy == "['trainfold']", heavy
+
+
+def test_importing_every_module_changes_nothing_global():
+    """STYLE 14: no default generator moved, no thread or process started, no process group made."""
+    code = """
+import importlib, pkgutil, threading, multiprocessing, random, warnings
+import numpy, torch, torch.distributed
+random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+before = random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
+threads, filters = threading.active_count(), list(warnings.filters)
+import trainfold
+for module in pkgutil.walk_packages(trainfold.__path__, "trainfold."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+after = random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
+assert before == after
+assert threading.active_count() == threads and not multiprocessing.active_children()
+assert not torch.distributed.is_initialized()
+assert warnings.filters == filters, set(map(str, warnings.filters)) ^ set(map(str, filters))
+print("quiet")
+"""
+    assert run_python(code).endswith("quiet")
+
+
+def test_no_module_of_the_package_can_unpickle(root):
+    """No pickle, torch.load, eval or exec is anywhere in the package."""
+    importing = re.compile(r"^\s*(import|from)\s+(pickle|dill|cloudpickle|marshal|shelve)\b", re.MULTILINE)
+    calling = re.compile(r"\btorch\.(load|save)\(|(?<![\w.\"'`])(eval|exec)\(|pickle\.(loads?|Unpickler)\(")
+    for package in PACKAGES:
+        for path in (root / package).rglob("*.py"):
+            text = path.read_text()
+            assert not importing.search(text), path
+            assert not calling.search(text), path
