@@ -1,0 +1,138 @@
+"""Names: canonical FQNs, and the named tensors of a module, each once and with its ties (B11, B17, B19)."""
+
+from typing import Any, final
+
+import attrs
+import torch
+
+from trainfold.core.errors import InvalidState
+
+_WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+@final
+@attrs.frozen(eq=False)
+class BufferSlot:
+    """The place of a buffer in a module, which a forward may write to or replace.
+
+    Attributes:
+        owner: the dict of the submodule that holds the buffer.
+        key: its key there.
+        name: the canonical FQN, of the first place where the tensor is registered twice.
+        persistent: whether it is part of a state (B17).
+    """
+
+    owner: dict[str, torch.Tensor | None]
+    key: str
+    name: str
+    persistent: bool
+
+
+@final
+@attrs.frozen(eq=False)
+class NamedTensors:
+    """What a module holds, under canonical names.
+
+    Attributes:
+        params: FQN -> parameter, each once, under its first name.
+        buffers: FQN -> persistent buffer, each once.
+        ties: (alias, FQN) pairs of names that are the same tensor.
+        slots: every place of a buffer, persistent or not.
+    """
+
+    params: dict[str, torch.nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    ties: tuple[tuple[str, str], ...]
+    slots: tuple[BufferSlot, ...]
+
+
+def canonical_name(name: str) -> str:
+    """Strip the prefixes of wrappers (DDP, compile, activation checkpointing, FSDP) at any depth.
+
+    Law: it is idempotent, and the last part of the name is kept whatever it is.
+
+    Examples:
+        >>> canonical_name("module._orig_mod.h.0._checkpoint_wrapped_module.attn.weight")
+        'h.0.attn.weight'
+        >>> canonical_name("head.module")
+        'head.module'
+    """
+    *path, leaf = name.split(".")
+    return ".".join([*(part for part in path if part not in _WRAPPERS), leaf])
+
+
+def named_tensors(module: torch.nn.Module) -> NamedTensors:
+    """Name the parameters and buffers of a module; nothing is copied.
+
+    Raises:
+        InvalidState: if two tensors have the same name once the wrappers are stripped.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        >>> found = named_tensors(model)
+        >>> list(found.params), list(found.buffers)
+        (['0.weight', '0.bias', '1.weight', '1.bias'], ['1.running_mean', '1.running_var', '1.num_batches_tracked'])
+    """
+    params, param_ties = _each_once(
+        [(canonical_name(name), value) for name, value in module.named_parameters(remove_duplicate=False)]
+    )
+    places = _buffer_places(module)
+    buffers, buffer_ties = _each_once([(name, value) for _, _, name, value in places if value is not None])
+    first = {id(value): name for name, value in buffers.items()}
+    persistent_ids = {
+        id(value)
+        for (owner, key, _, value) in places
+        if key not in owner._non_persistent_buffers_set  # noqa: SLF001
+    }  # torch has no public name for it
+    slots = tuple(
+        BufferSlot(
+            owner._buffers,  # noqa: SLF001 (named_buffers gives the tensors and not their places)
+            key,
+            first.get(id(value), name),
+            persistent=value is not None and id(value) in persistent_ids,
+        )
+        for owner, key, name, value in places
+    )
+    kept = {slot.name for slot in slots if slot.persistent}
+    clashes = kept & params.keys()
+    if clashes:
+        raise _clash(min(clashes))
+    return NamedTensors(
+        params=params,
+        buffers={name: value for name, value in buffers.items() if name in kept},
+        ties=(*param_ties, *((alias, name) for alias, name in buffer_ties if name in kept)),
+        slots=slots,
+    )
+
+
+def _buffer_places(module: torch.nn.Module) -> list[tuple[Any, str, str, torch.Tensor | None]]:
+    return [
+        (owner, key, canonical_name(f"{prefix}.{key}" if prefix else key), value)
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for key, value in owner._buffers.items()  # noqa: SLF001 (buffers that are None have no public iterator)
+    ]
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    found: dict[str, Any] = {}
+    first: dict[int, str] = {}
+    ties: list[tuple[str, str]] = []
+    for name, value in pairs:
+        if id(value) in first:
+            if name != first[id(value)]:
+                ties.append((name, first[id(value)]))
+        elif name in found:
+            raise _clash(name)
+        else:
+            first[id(value)] = name
+            found[name] = value
+    return found, ties
+
+
+def _clash(name: str) -> InvalidState:
+    return InvalidState(
+        f"model[{name!r}]",
+        expected="one tensor for each name",
+        found="two whose names are equal without the wrappers' prefixes",
+        mend="rename one of the submodules",
+    )
