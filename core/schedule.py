@@ -1,0 +1,254 @@
+"""Schedules: pure functions from a step to the multiplier of each group's learning rate, and the horizon's owner (A13)."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias, final
+
+import attrs
+
+from trainfold.core.errors import HorizonUnknown, InvalidSchedule, ScheduleMismatch
+from trainfold.core.state import Scalar
+
+Decay: TypeAlias = Literal["linear", "cosine", "1-sqrt", "none"]
+ScheduleFunction: TypeAlias = Callable[[int], float]
+
+_SHAPES: dict[str, Callable[[float], float]] = {  # done (0 to 1) -> what is left (1 to 0)
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "1-sqrt": lambda done: 1.0 - math.sqrt(done),
+}
+
+
+@final
+@attrs.frozen
+class Schedule:
+    """A warm-up, a plateau and a decay; make one with `constant`, `linear`, `cosine` or `wsd`.
+
+    It is called with the index of the step to come and returns a factor: ``lr = base_lr * schedule(step)``, which are
+    the bits of torch's ``LambdaLR``. It has no state, so that a resume cannot count a step twice (B12).
+
+    Attributes:
+        kind: the constructor's name.
+        total_steps: the horizon; None where the schedule does not need one.
+        warmup_steps: the factor rises in equal parts and is 1 at the last of these steps.
+        decay_steps: how many steps before the horizon the factor falls in.
+        decay: the shape of the fall, or ``"none"``.
+        floor: the factor at the horizon and after it.
+    """
+
+    kind: str
+    total_steps: int | None = None
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    decay: Decay = "none"
+    floor: float = 0.0
+
+    def __call__(self, step: int) -> float:
+        """The factor for the step with this index, counted from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay == "none" or self.total_steps is None:
+            return 1.0
+        begin = self.total_steps - self.decay_steps
+        if step < begin:
+            return 1.0
+        done = min(1.0, (step - begin) / self.decay_steps)
+        return self.floor + (1.0 - self.floor) * _SHAPES[self.decay](done)
+
+    def describe(self) -> dict[str, Scalar]:
+        """What the ``scheduler`` component of a state holds, so that the horizon is persisted and compared."""
+        return attrs.asdict(self)
+
+
+def constant(*, warmup_steps: int = 0) -> Schedule:
+    """The base learning rate, after a warm-up; it needs no horizon.
+
+    Raises:
+        InvalidSchedule: if the warm-up is negative.
+
+    Examples:
+        >>> [constant(warmup_steps=2)(step) for step in range(4)]
+        [0.5, 1.0, 1.0, 1.0]
+    """
+    return _checked(Schedule("constant", warmup_steps=warmup_steps))
+
+
+def linear(total_steps: int, *, warmup_steps: int = 0, floor: float = 0.0) -> Schedule:
+    """A warm-up, then a straight fall to ``floor`` at ``total_steps``.
+
+    Raises:
+        InvalidSchedule: if there is no step left to decay in, or a number is out of range.
+
+    Examples:
+        >>> [linear(4)(step) for step in (0, 1, 2, 3, 4, 9)]
+        [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    """
+    return _checked(Schedule("linear", total_steps, warmup_steps, total_steps - warmup_steps, "linear", floor))
+
+
+def cosine(total_steps: int, *, warmup_steps: int = 0, floor: float = 0.0) -> Schedule:
+    """A warm-up, then half a cosine to ``floor`` at ``total_steps``.
+
+    Raises:
+        InvalidSchedule: if there is no step left to decay in, or a number is out of range.
+
+    Examples:
+        >>> [round(cosine(4)(step), 3) for step in range(5)]
+        [1.0, 0.854, 0.5, 0.146, 0.0]
+
+    Source: Loshchilov and Hutter, SGDR, arXiv:1608.03983.
+    """
+    return _checked(Schedule("cosine", total_steps, warmup_steps, total_steps - warmup_steps, "cosine", floor))
+
+
+def wsd(
+    total_steps: int | None = None,
+    *,
+    warmup_steps: int = 0,
+    decay_steps: int,
+    decay: Decay = "linear",
+    floor: float = 0.0,
+) -> Schedule:
+    """Warm-up, stable, decay: the plateau lasts until ``decay_steps`` before ``total_steps``.
+
+    Args:
+        total_steps: the horizon; may be None where ``decay="none"``.
+        warmup_steps: steps of the linear rise.
+        decay_steps: steps of the fall, >= 1; 0 if and only if ``decay="none"``.
+        decay: the shape of the fall; ``"none"`` trains without one, and a later run may decay from any checkpoint.
+        floor: the factor at the horizon and after it.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        InvalidSchedule: if the decay has no steps and is not disabled, or the numbers contradict each other.
+        HorizonUnknown: if there is a decay and no horizon.
+
+    Examples:
+        >>> schedule = wsd(10, warmup_steps=2, decay_steps=4)
+        >>> [schedule(step) for step in (0, 1, 5, 6, 8, 10)]
+        [0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
+        >>> wsd(10, decay_steps=0)
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.InvalidSchedule: decay_steps: expected >= 1 where decay is 'linear', found 0; set \
+decay="none" to train without a decay, or decay_steps >= 1
+
+    Source: Hu et al., MiniCPM, arXiv:2404.06395; "1-sqrt" is from Haegele et al., arXiv:2405.18392.
+    """
+    return _checked(Schedule("wsd", total_steps, warmup_steps, decay_steps, decay, floor))
+
+
+def horizon(*, total: int | None = None, max_steps: int | None = None, data_steps: int | None = None) -> int:
+    """The number of optimizer steps of a run, from its one owner: ``total`` > ``max_steps`` > ``data_steps``.
+
+    Args:
+        total: said explicitly for the schedule.
+        max_steps: where the run stops.
+        data_steps: what the data of all epochs give; None for a stream.
+
+    Raises:
+        HorizonUnknown: if none is known.
+        InvalidSchedule: if the one that counts is not positive.
+
+    Examples:
+        >>> horizon(max_steps=100, data_steps=70)
+        100
+    """
+    known = [("total", total), ("max_steps", max_steps), ("data_steps", data_steps)]
+    for name, value in known:
+        if value is not None:
+            if value < 1:
+                raise InvalidSchedule(name, expected=">= 1 steps", found=value, mend="count optimizer steps")
+            return value
+    raise HorizonUnknown(
+        "horizon",
+        expected="one of total, max_steps, data_steps",
+        found="none of them",
+        mend="a stream has no length: say total or max_steps",
+    )
+
+
+def describe(schedule: ScheduleFunction | None) -> dict[str, Scalar] | None:
+    """The description of any schedule; a user's own function is known by its name only.
+
+    Examples:
+        >>> describe(lambda step: 0.5)["kind"]
+        'custom'
+    """
+    if schedule is None:
+        return None
+    if isinstance(schedule, Schedule):
+        return schedule.describe()
+    name = getattr(schedule, "__qualname__", type(schedule).__qualname__)
+    return {"kind": "custom", "name": name}
+
+
+def check_same(saved: object, wanted: Mapping[str, Scalar] | None) -> None:
+    """Refuse to train a state under another schedule than its own (A13).
+
+    A scheduler component that is no description (a stateful scheduler's) belongs to its owner and passes where the
+    step has no schedule.
+
+    Raises:
+        ScheduleMismatch: naming every field that differs, and both horizons.
+    """
+    described = isinstance(saved, Mapping) and "kind" in saved
+    if saved is None or saved == wanted or (wanted is None and not described):
+        return
+    old: Mapping[str, object] = saved if isinstance(saved, Mapping) else {"kind": type(saved).__name__}
+    new: Mapping[str, object] = wanted if wanted is not None else {"kind": None}
+    differs = [name for name in {**old, **new} if name != "total_steps" and old.get(name) != new.get(name)]
+    show = ["total_steps", *differs]
+    raise ScheduleMismatch(
+        "state.scheduler",
+        expected="the schedule that the step was made with: " + _table(new, show),
+        found=_table(old, show),
+        mend="make the step with the schedule of the state, or set state.scheduler to None to change it on purpose",
+    )
+
+
+def _table(described: Mapping[str, object], names: list[str]) -> str:
+    return ", ".join(f"{name}={described.get(name)!r}" for name in names)
+
+
+def _checked(schedule: Schedule) -> Schedule:
+    def refuse(where: str, expected: str, found: object, mend: str) -> None:
+        raise InvalidSchedule(where, expected=expected, found=found, mend=mend)
+
+    total, warmup, decay = schedule.total_steps, schedule.warmup_steps, schedule.decay_steps
+    if warmup < 0:
+        refuse("warmup_steps", ">= 0", warmup, "use 0 for no warm-up")
+    if not 0.0 <= schedule.floor <= 1.0:
+        refuse("floor", "a factor from 0 to 1", schedule.floor, "it multiplies the base learning rate")
+    if schedule.decay == "none":
+        if decay != 0:
+            refuse("decay_steps", "0 where decay is 'none'", decay, "name the decay's shape, or set decay_steps=0")
+        return schedule
+    if schedule.decay not in _SHAPES:
+        refuse("decay", f"one of {[*_SHAPES, 'none']}", repr(schedule.decay), "choose a shape")
+    if total is None:
+        raise HorizonUnknown(
+            "total_steps",
+            expected="the horizon that the decay ends at",
+            found=None,
+            mend='give total_steps (see `horizon`), or set decay="none"',
+        )
+    if schedule.kind == "wsd" and decay < 1:
+        refuse(
+            "decay_steps",
+            f">= 1 where decay is {schedule.decay!r}",
+            decay,
+            'set decay="none" to train without a decay, or decay_steps >= 1',
+        )
+    if decay < 1 or warmup + decay > total:
+        refuse(
+            "total_steps",
+            f"> warmup_steps ({warmup})"
+            if schedule.kind != "wsd"
+            else f">= warmup_steps + decay_steps ({warmup + decay})",
+            total,
+            "lengthen the run or shorten the phases",
+        )
+    return schedule

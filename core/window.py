@@ -1,0 +1,159 @@
+"""Windows: the microbatches between two boundaries, and the arithmetic of accumulation (A07, A08, A12).
+
+A state exists only at a boundary: a step takes a whole window, so that nothing can be saved in the middle of one.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, TypeAlias, TypeVar, get_args
+
+from trainfold.core.errors import BatchNotDivisible, IncompleteWindow, InvalidArgument
+
+T = TypeVar("T")
+Tail: TypeAlias = Literal["raise", "drop", "step"]
+
+
+def windows(microbatches: Iterable[T], accumulate: int, *, tail: Tail = "raise") -> Iterator[list[T]]:
+    """Group a stream of microbatches into the windows of optimizer steps.
+
+    It reads exactly ``accumulate`` microbatches for each window that it gives, and nothing ahead of them.
+
+    Args:
+        microbatches: a stream; it may span epochs.
+        accumulate: microbatches a window, >= 1.
+        tail: what to do when the stream ends inside a window: ``"raise"``, ``"drop"`` the started window, or
+            ``"step"`` on what there is (its loss is divided by its own weight).
+
+    Returns:
+        Windows, each a list to be given to a step.
+
+    Raises:
+        IncompleteWindow: if the stream ends inside a window and ``tail="raise"``.
+        InvalidArgument: for an unknown tail, or ``accumulate < 1``; at the call, before anything is read.
+
+    Examples:
+        >>> list(windows(range(5), 2, tail="step"))
+        [[0, 1], [2, 3], [4]]
+        >>> list(windows(range(5), 2, tail="drop"))
+        [[0, 1], [2, 3]]
+    """
+    _check_accumulate(accumulate)
+    _check_tail(tail)
+    return _windows(iter(microbatches), accumulate, tail)
+
+
+def _windows(stream: Iterator[T], accumulate: int, tail: Tail) -> Iterator[list[T]]:
+    window: list[T] = []
+    for microbatch in stream:  # a StopIteration is the loop's, and cannot become a RuntimeError here (PEP 479)
+        window.append(microbatch)
+        if len(window) == accumulate:
+            yield window
+            window = []
+    if not window or tail == "drop":
+        return
+    if tail == "raise":
+        raise IncompleteWindow(
+            "the stream of microbatches",
+            expected=f"{accumulate} microbatches a window",
+            found=f"an end after {len(window)} of them",
+            mend='choose tail="drop" or tail="step", or give the stream a whole number of windows',
+        )
+    yield window
+
+
+def accumulation_steps(*, per_step: int, per_microbatch: int, world_size: int = 1) -> int:
+    """How many microbatches each rank accumulates to make a global batch (A12).
+
+    Args:
+        per_step: samples (or tokens) of an optimizer step, over all ranks.
+        per_microbatch: samples (or tokens) of one microbatch of one rank.
+        world_size: number of data-parallel ranks.
+
+    Raises:
+        BatchNotDivisible: naming the numbers, unless it divides exactly.
+        InvalidArgument: if one of the numbers is not positive.
+
+    Examples:
+        >>> accumulation_steps(per_step=512, per_microbatch=16, world_size=8)
+        4
+    """
+    for name, value in (("per_step", per_step), ("per_microbatch", per_microbatch), ("world_size", world_size)):
+        if value < 1:
+            raise InvalidArgument(name, expected=">= 1", found=value, mend="count samples or tokens in whole units")
+    steps, rest = divmod(per_step, per_microbatch * world_size)
+    if rest:
+        raise BatchNotDivisible(
+            "per_step",
+            expected=f"a multiple of per_microbatch x world_size = {per_microbatch} x {world_size} = "
+            f"{per_microbatch * world_size}",
+            found=f"{per_step} (a rest of {rest})",
+            mend=f"take {per_step - rest or per_microbatch * world_size} or {per_step - rest + per_microbatch * world_size}",
+        )
+    return steps
+
+
+def check_plan(
+    *, microbatches: int | None, accumulate: int, epochs: int = 1, max_steps: int | None = None, tail: Tail = "raise"
+) -> int | None:
+    """Reject an impossible accumulation plan before a model exists (A08).
+
+    A window may span epochs. A run that stops at ``max_steps`` never reaches the incomplete window.
+
+    Args:
+        microbatches: how many one epoch has; None for a stream of unknown length.
+        accumulate: microbatches a window.
+        epochs: epochs of the run.
+        max_steps: where the run stops at the latest.
+        tail: as for `windows`.
+
+    Returns:
+        The optimizer steps of the run; None where neither the data nor ``max_steps`` says.
+
+    Raises:
+        BatchNotDivisible: if the data end inside a window, the tail would raise, and ``max_steps`` is not earlier.
+        InvalidArgument: if there is not one step to do, or a number is out of range.
+
+    Examples:
+        >>> check_plan(microbatches=10, accumulate=4, epochs=2)
+        5
+        >>> check_plan(microbatches=10, accumulate=4, max_steps=2)
+        2
+    """
+    _check_accumulate(accumulate)
+    _check_tail(tail)
+    if epochs < 1 or (max_steps is not None and max_steps < 0):
+        raise InvalidArgument(
+            "epochs, max_steps", expected=">= 1, >= 0", found=f"{epochs}, {max_steps}", mend="count in whole units"
+        )
+    if microbatches is None:
+        return max_steps
+    whole, rest = divmod(microbatches * epochs, accumulate)
+    if max_steps is not None and max_steps <= whole:
+        return max_steps
+    if rest and tail == "raise":
+        raise BatchNotDivisible(
+            "accumulate",
+            expected=f"a divisor of {microbatches} microbatches x {epochs} epochs = {microbatches * epochs}",
+            found=f"{accumulate} (a rest of {rest})",
+            mend=f'set max_steps <= {whole}, choose tail="drop" or tail="step", or change accumulate',
+        )
+    steps = whole + (1 if rest and tail == "step" else 0)
+    if steps == 0:
+        raise InvalidArgument(
+            "microbatches",
+            expected=f"at least accumulate = {accumulate} of them",
+            found=f"{microbatches} x {epochs} epochs, and an incomplete window is dropped",
+            mend='lower accumulate, or choose tail="step"',
+        )
+    return steps
+
+
+def _check_accumulate(accumulate: int) -> None:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise InvalidArgument(
+            "accumulate", expected="an int >= 1", found=repr(accumulate), mend="1 means no accumulation"
+        )
+
+
+def _check_tail(tail: str) -> None:
+    if tail not in get_args(Tail):
+        raise InvalidArgument("tail", expected=f"one of {get_args(Tail)}", found=repr(tail), mend="say what to do")
