@@ -1,0 +1,328 @@
+"""Ranks that are not processes: a world of one, and N ranks as threads of one process, for tests and laws."""
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, final
+
+import attrs
+import torch
+
+from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, TrainfoldError
+from trainfold.core.spec import dtype_name
+
+T = TypeVar("T")
+TIMEOUT_SECS = 60.0
+
+
+@final
+@attrs.frozen
+class SingleProcess:
+    """The collectives of a world of one: every call returns at once.
+
+    Examples:
+        >>> SingleProcess().gather("a")
+        ['a']
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors themselves, copied."""
+        return [tensor.clone() for tensor in tensors]
+
+    def broadcast(self, value: T, *, source: int = 0) -> T:
+        """The value itself."""
+        _check_source(source, self.world_size)
+        return value
+
+    def gather(self, value: T) -> list[T]:
+        """The value itself, in a list."""
+        return [value]
+
+    def barrier(self, *, timeout_secs: float) -> None:
+        """Return at once."""
+
+    def fail(self, error: BaseException) -> None:
+        """There is nobody to tell."""
+
+
+@final
+@attrs.frozen
+class Call:
+    """One collective call as its rank made it; all ranks must make equal ones in the same order.
+
+    Attributes:
+        kind: the method.
+        detail: what must be equal on all ranks: the source, or the dtypes and shapes.
+    """
+
+    kind: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.detail})"
+
+
+@final
+@attrs.frozen
+class RankFault:
+    """A fault to inject: a rank fails when it makes its call number ``call_index`` (from 0).
+
+    Attributes:
+        rank: which rank fails.
+        call_index: at which of its calls.
+        silent: whether it goes without telling, as a machine does that lost its power: the others wait for a deadline.
+    """
+
+    rank: int
+    call_index: int
+    silent: bool = False
+
+
+class InjectedFailure(TrainfoldError):
+    """What a rank with a `RankFault` raises."""
+
+
+@final
+@attrs.frozen
+class Outcome(Generic[T]):
+    """How one rank ended.
+
+    Attributes:
+        rank: which one.
+        value: what its function returned; None when it raised.
+        error: what it raised, or None.
+        schedule: the collective calls that it made, the last one perhaps in vain.
+    """
+
+    rank: int
+    value: T | None
+    error: BaseException | None
+    schedule: tuple[Call, ...]
+
+
+@final
+class ThreadCollectives:
+    """The collectives of one rank among threads; made by `run_threads`."""
+
+    def __init__(self, rank: int, room: "_Room", fault: RankFault | None) -> None:
+        self.rank = rank
+        self.world_size = room.world_size
+        self.schedule: list[Call] = []
+        self._room = room
+        self._fault = fault
+
+    def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums over the ranks, added in rank order, so that every rank has the same bits."""
+        detail = ", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
+        given: list[list[torch.Tensor]] = self._meet(Call("all_sum", detail), [tensor.clone() for tensor in tensors])
+        sums = []
+        for same in zip(*given, strict=True):
+            total = same[0].clone()
+            for tensor in same[1:]:
+                total += tensor
+            sums.append(total)
+        return sums
+
+    def broadcast(self, value: T, *, source: int = 0) -> T:
+        """A copy of the value that rank ``source`` has."""
+        _check_source(source, self.world_size)
+        mine = copy.deepcopy(value) if self.rank == source else None
+        found: T = copy.deepcopy(self._meet(Call("broadcast", f"source={source}"), mine)[source])
+        return found
+
+    def gather(self, value: T) -> list[T]:
+        """Copies of the values of all ranks, in rank order."""
+        return copy.deepcopy(self._meet(Call("gather"), copy.deepcopy(value)))
+
+    def barrier(self, *, timeout_secs: float) -> None:
+        """Return when every rank is here.
+
+        Raises:
+            RankFailed: naming who is missing after ``timeout_secs``, or who failed.
+        """
+        self._meet(Call("barrier"), None, timeout_secs=timeout_secs)
+
+    def fail(self, error: BaseException) -> None:
+        """Make every other rank raise `RankFailed` from its current or next call."""
+        self._room.fail(self.rank, error)
+
+    def _meet(self, call: Call, payload: Any, *, timeout_secs: float | None = None) -> list[Any]:
+        index = len(self.schedule)
+        self.schedule.append(call)
+        if self._fault is not None and (self._fault.rank, self._fault.call_index) == (self.rank, index):
+            raise InjectedFailure(
+                f"rank {self.rank}", expected=f"call {index}, {call}", found="an injected fault", mend="survive it"
+            )
+        return self._room.meet(self.rank, call, payload, timeout_secs)
+
+
+def run_threads(
+    world_size: int,
+    function: Callable[[ThreadCollectives], T],
+    *,
+    timeout_secs: float = TIMEOUT_SECS,
+    fail_at: RankFault | None = None,
+) -> list[T]:
+    """Run a function on every rank of a world of threads.
+
+    Args:
+        world_size: number of ranks, >= 1.
+        function: called once a rank, with that rank's collectives.
+        timeout_secs: how long a rank waits for the others in one call.
+        fail_at: a rank to fail, and when.
+
+    Returns:
+        What the function returned, in rank order.
+
+    Raises:
+        BaseException: the error of the lowest rank that failed by itself; the ranks that only heard of it do not count.
+
+    Examples:
+        >>> run_threads(3, lambda collectives: collectives.gather(collectives.rank ** 2))
+        [[0, 1, 4], [0, 1, 4], [0, 1, 4]]
+    """
+    outcomes = thread_outcomes(world_size, function, timeout_secs=timeout_secs, fail_at=fail_at)
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, RankFailed)):  # a stable sort: causes first
+        raise error
+    return [outcome.value for outcome in outcomes]  # type: ignore[misc]  # no error: the value is a T
+
+
+def thread_outcomes(
+    world_size: int,
+    function: Callable[[ThreadCollectives], T],
+    *,
+    timeout_secs: float = TIMEOUT_SECS,
+    fail_at: RankFault | None = None,
+) -> list[Outcome[T]]:
+    """Like `run_threads`, but return how each rank ended, also where ranks failed.
+
+    Examples:
+        >>> def work(collectives):
+        ...     collectives.barrier(timeout_secs=5.0)
+        >>> [type(outcome.error).__name__ for outcome in thread_outcomes(2, work, fail_at=RankFault(1, 0))]
+        ['RankFailed', 'InjectedFailure']
+    """
+    if world_size < 1:
+        raise InvalidArgument("world_size", expected=">= 1", found=world_size, mend="a world has at least one rank")
+    room = _Room(world_size, timeout_secs)
+    ranks = [ThreadCollectives(rank, room, fail_at) for rank in range(world_size)]
+    values: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def work(collectives: ThreadCollectives) -> None:
+        try:
+            values[collectives.rank] = function(collectives)
+        except BaseException as error:  # noqa: BLE001  # a rank's error is its outcome
+            errors[collectives.rank] = error
+            if not (isinstance(error, InjectedFailure) and fail_at is not None and fail_at.silent):
+                collectives.fail(error)
+        else:
+            room.leave(collectives.rank)
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank-{rank.rank}", daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for rank, thread in enumerate(threads):
+        while thread.is_alive():
+            thread.join(timeout_secs)
+            if thread.is_alive() and room.failure is not None and not room.is_waiting(rank):
+                errors[rank] = _rank_failed(rank, "to end after another rank failed", f"it still runs: {room.failure}")
+                break
+    return [
+        Outcome(rank, values.get(rank), errors.get(rank), tuple(collectives.schedule))
+        for rank, collectives in enumerate(ranks)
+    ]
+
+
+@final
+class _Room:
+    """Where threads meet: one round of payloads at a time, under one condition."""
+
+    def __init__(self, world_size: int, timeout_secs: float) -> None:
+        self.world_size = world_size
+        self.failure: TrainfoldError | None = None
+        self._cause: tuple[int, BaseException] | None = None
+        self._timeout_secs = timeout_secs
+        self._changed = threading.Condition()
+        self._arrived: dict[int, tuple[Call, Any]] = {}
+        self._left: set[int] = set()
+        self._round = 0
+        self._payloads: list[Any] = []  # of the last round; safe, since no round ends without every rank
+
+    def meet(self, rank: int, call: Call, payload: Any, timeout_secs: float | None) -> list[Any]:
+        deadline = time.monotonic() + (self._timeout_secs if timeout_secs is None else timeout_secs)
+        with self._changed:
+            self._raise_failure()
+            round_before = self._round
+            self._arrived[rank] = (call, payload)
+            self._settle()
+            while self._round == round_before:
+                self._raise_failure()
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    missing = sorted(set(range(self.world_size)) - set(self._arrived))
+                    self._fail(_rank_failed(missing[0], f"all ranks in {call}", f"ranks {missing} missing in time"))
+                    self._raise_failure()
+                self._changed.wait(remaining)
+            return self._payloads
+
+    def leave(self, rank: int) -> None:
+        with self._changed:
+            self._left.add(rank)
+            self._settle()
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        with self._changed:
+            self._left.add(rank)
+            if self.failure is None:
+                self._cause = (rank, error)
+                self._fail(_rank_failed(rank, "every rank to take part", f"{type(error).__name__}: {error}"))
+
+    def is_waiting(self, rank: int) -> bool:
+        with self._changed:
+            return rank in self._arrived
+
+    def _settle(self) -> None:
+        """End the round when all are here; end the world when that can no more happen."""
+        calls = {rank: call for rank, (call, _) in sorted(self._arrived.items())}
+        if len(set(calls.values())) > 1 or (calls and self._left):
+            shown = [f"rank {rank} calls {call}" for rank, call in calls.items()]
+            shown += [f"rank {rank} has returned" for rank in sorted(self._left)]
+            self._fail(
+                RanksDisagree(
+                    "the schedule of collectives",
+                    expected="the same calls in the same order on every rank",
+                    found="; ".join(shown),
+                    mend="make no collective call depend on what only one rank knows",
+                )
+            )
+        elif len(calls) == self.world_size:
+            self._payloads = [self._arrived[rank][1] for rank in calls]
+            self._arrived = {}
+            self._round += 1
+            self._changed.notify_all()
+
+    def _fail(self, failure: TrainfoldError) -> None:
+        if self.failure is None:
+            self.failure = failure
+        self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise copy.copy(self.failure) from (self._cause[1] if self._cause else None)
+
+
+def _rank_failed(rank: int, expected: str, found: str) -> RankFailed:
+    return RankFailed(
+        f"rank {rank}", expected=expected, found=found, mend="mend that rank; no rank has gone on without it"
+    )
+
+
+def _check_source(source: int, world_size: int) -> None:
+    if not 0 <= source < world_size:
+        raise InvalidArgument("source", expected=f"a rank below {world_size}", found=source, mend="count ranks from 0")
