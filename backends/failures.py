@@ -1,0 +1,65 @@
+"""What an `OSError` means for a save: one place that turns the machine's errors into named ones (C15)."""
+
+import errno
+
+from trainfold.core.errors import CheckpointMissing, CheckpointTorn, NoSpace, NotWritable, SaveFailed
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def save_failure(error: OSError, where: str, *, needed: str = "the planned bytes to be written") -> SaveFailed:
+    """The named error for an `OSError` that stopped a write.
+
+    Args:
+        error: what the operating system said.
+        where: the file or run.
+        needed: what was to be done.
+
+    Examples:
+        >>> print(save_failure(OSError(errno.ENOSPC, "No space left on device"), "runs/a"))
+        runs/a: expected the planned bytes to be written, found [Errno 28] No space left on device; free some space (`trainfold prune`) or save elsewhere; earlier checkpoints are intact
+    """
+    kind: type[SaveFailed]
+    if error.errno in _FULL:
+        kind, mend = NoSpace, "free some space (`trainfold prune`) or save elsewhere; earlier checkpoints are intact"
+    elif error.errno in _FORBIDDEN:
+        kind, mend = NotWritable, "give this user the right to write there, or save elsewhere"
+    else:
+        kind, mend = SaveFailed, "look at the device and its log; earlier checkpoints are intact"
+    return kind(where, expected=needed, found=error, mend=mend)
+
+
+def no_space(where: str, *, needed_bytes: int, free_bytes: int) -> NoSpace:
+    """The refusal of a save that cannot fit."""
+    return NoSpace(
+        where,
+        expected=f"{needed_bytes} bytes free",
+        found=f"{free_bytes}",
+        mend="free some space (`trainfold prune`) or save elsewhere; nothing was written",
+    )
+
+
+def missing(where: str) -> CheckpointMissing:
+    """The error of reading a file that is not there."""
+    return CheckpointMissing(where, expected="a file", found="none", mend="list the run to see which steps are whole")
+
+
+def torn(where: str, *, expected_bytes: int, found_bytes: int) -> CheckpointTorn:
+    """The error of reading past the end of a file."""
+    return CheckpointTorn(
+        where,
+        expected=f"at least {expected_bytes} bytes",
+        found=f"{found_bytes}",
+        mend="this checkpoint was cut off: load an earlier one",
+    )
+
+
+def wrong_size(where: str, *, planned_bytes: int, given: str) -> SaveFailed:
+    """The error of a write whose parts are not as many bytes as was said."""
+    return SaveFailed(
+        where,
+        expected=f"parts of {planned_bytes} bytes in all",
+        found=given,
+        mend="this is a fault of the writer: plan the save again from the state that is saved",
+    )

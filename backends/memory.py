@@ -1,0 +1,388 @@
+"""A store in memory that logs its effects, fails where it is told to, and can be looked at after any crash."""
+
+import errno
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeAlias, final
+
+import attrs
+
+from trainfold.backends.failures import missing, no_space, save_failure, torn, wrong_size
+from trainfold.backends.names import MANIFEST, directory_of, split_name
+from trainfold.backends.protocols import Buffer
+from trainfold.core.codec import digest_of
+from trainfold.core.errors import CommitConflict, RunLocked, SaveFailed
+
+
+@final
+@attrs.frozen
+class Effect:
+    """One thing that a store did to its disk, in the order in which it did them.
+
+    Attributes:
+        kind: ``reserve``, ``begin``, ``part``, ``finish``, ``sync`` (of a directory), ``commit``, ``delete``,
+            ``point``, ``abandon`` (of a write that failed).
+        name: the file or directory.
+        data: the bytes of a part or a commit, the target of a hint.
+        writer: which `write` of this store it belongs to, counted from 0.
+    """
+
+    kind: str
+    name: str
+    data: bytes = attrs.field(default=b"", repr=lambda data: f"<{len(data)} bytes>")
+    writer: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name or '.'}" + (f" {len(self.data)} bytes" if self.data else "")
+
+
+Fault: TypeAlias = Callable[[int, Effect], BaseException | None]
+"""Decides, from the index of an effect and the effect, whether it fails: with what, or None. Must be pure."""
+
+
+class SimulatedCrash(BaseException):
+    """The machine died; no handler of the program under test runs usefully after it, so it is no `Exception`."""
+
+
+@final
+@attrs.frozen
+class CrashAt:
+    """A fault: the machine dies just before its effect number ``index``."""
+
+    index: int
+
+    def __call__(self, index: int, effect: Effect) -> BaseException | None:
+        """The crash, from effect ``index`` on."""
+        return SimulatedCrash(f"before effect {index}: {effect}") if index >= self.index else None
+
+
+@final
+@attrs.frozen
+class ErrorAt:
+    """A fault: effect number ``index`` raises the `OSError` with number ``code``, such as ``errno.ENOSPC``.
+
+    Attributes:
+        index: which effect fails.
+        code: the error number.
+        lasting: whether all later effects that add something fail too, as on a disk that stays full.
+    """
+
+    index: int
+    code: int = errno.EIO
+    lasting: bool = False
+
+    def __call__(self, index: int, effect: Effect) -> BaseException | None:
+        """The error, at its effect."""
+        hit = index == self.index or (self.lasting and index > self.index and effect.kind not in {"delete", "sync"})
+        return OSError(self.code, errno.errorcode.get(self.code, "unknown")) if hit else None
+
+
+def read_only(index: int, effect: Effect) -> BaseException | None:
+    """A fault: every effect fails, as on a filesystem that is mounted read-only."""
+    del index, effect
+    return OSError(errno.EROFS, "Read-only file system")
+
+
+@final
+class MemoryStore:
+    """A `Store` in a dict. Each effect is logged before it happens and can be made to fail.
+
+    The disk that it stands for keeps what was synced and may lose what was not: a crash (`after_crash`) rolls back
+    directory entries made since the last sync of their directory, or keeps them, or shows the file that was being
+    written cut off in the middle; recovery must cope with each.
+
+    Args:
+        fault: decides which effect fails, such as `CrashAt`, `ErrorAt`, `read_only`, or any pure function.
+        capacity_bytes: how much fits; None: no limit.
+
+    Examples:
+        >>> store = MemoryStore()
+        >>> store.write("step-1/a", [b"12", b"3"], size_bytes=3)
+        >>> store.commit("step-1/manifest.json", b"{}")
+        >>> store.list("step-1"), store.read("step-1/a", start=1)
+        (['a', 'manifest.json'], b'23')
+        >>> [str(effect) for effect in store.effects][-3:]
+        ['sync .', 'commit step-1/manifest.json 2 bytes', 'sync step-1']
+        >>> store.after_crash(4).list("step-1"), store.after_crash(4, keep_unsynced=True).list("step-1")
+        ([], ['a'])
+    """
+
+    def __init__(self, *, fault: Fault | None = None, capacity_bytes: int | None = None) -> None:
+        self._fault = fault
+        self._capacity_bytes = capacity_bytes
+        self._mutex = threading.RLock()
+        self._disk = _Disk()
+        self._effects: list[Effect] = []
+        self._locked = False
+        self._next_writer = 0
+        self._crash: BaseException | None = None
+
+    @property
+    def url(self) -> str:
+        """Always ``memory:``."""
+        return "memory:"
+
+    @property
+    def effects(self) -> tuple[Effect, ...]:
+        """Everything that was done to the disk so far."""
+        with self._mutex:
+            return tuple(self._effects)
+
+    # --- the verbs -----------------------------------------------------------------------------------------------
+
+    def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
+        """See `Store.write`."""
+        split_name(name)
+        with self._mutex:
+            writer = self._next_writer
+            self._next_writer += 1
+        self._do(Effect("begin", name, writer=writer))
+        try:
+            self._write_parts(name, parts, size_bytes, writer)
+        except BaseException:
+            self._abandon(name, writer)
+            raise
+
+    def read(self, name: str, *, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Store.read`."""
+        data = self._data(name)
+        return data[min(start, len(data)) : len(data) if stop is None else max(start, stop)]
+
+    def read_into(self, name: str, buffer: memoryview, *, start: int = 0) -> None:
+        """See `Store.read_into`."""
+        data, wanted = self._data(name), buffer.cast("B")
+        if start + len(wanted) > len(data):
+            raise torn(self._where(name), expected_bytes=start + len(wanted), found_bytes=len(data))
+        wanted[:] = memoryview(data)[start : start + len(wanted)]
+
+    def size(self, name: str) -> int | None:
+        """See `Store.size`."""
+        split_name(name)
+        with self._mutex:
+            self._check_alive()
+            data = self._disk.files.get(name)
+        return None if data is None else len(data)
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Store.list`."""
+        directory = directory_of(prefix)
+        with self._mutex:
+            self._check_alive()
+            return self._disk.names_below(directory)
+
+    def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
+        """See `Store.commit`."""
+        directory, _ = split_name(name)
+        with self._mutex:
+            self._check_commit(name, replaces)
+            for synced in dict.fromkeys((directory, "")):
+                self._do(Effect("sync", synced))
+            self._do(Effect("commit", name, bytes(data)))
+            self._do(Effect("sync", directory))
+
+    def delete(self, name: str) -> None:
+        """See `Store.delete`."""
+        with self._mutex:
+            self._check_alive()
+            if not name.endswith("/"):
+                split_name(name)
+                names = [name] if name in self._disk.files else []
+            else:
+                directory = directory_of(name)
+                found = self._disk.names_below(directory) if directory else []
+                names = [f"{directory}/{below}" for below in sorted(found, key=lambda below: below != MANIFEST)]
+            for victim in names:
+                self._do(Effect("delete", victim))
+                if victim.endswith("/" + MANIFEST) or victim == names[-1]:
+                    self._do(Effect("sync", split_name(victim)[0]))
+
+    def point(self, name: str, target: str) -> None:
+        """See `Store.point`."""
+        split_name(name)
+        split_name(target)
+        with suppress(SaveFailed):  # a hint is never worth a failed save
+            self._do(Effect("point", name, target.encode()))
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """See `Store.lock`."""
+        with self._mutex:
+            self._check_alive()
+            if self._locked:
+                raise RunLocked(
+                    self.url,
+                    expected="no other writer",
+                    found="a writer of this process",
+                    mend="let one writer save into a run, or use another run",
+                )
+            self._locked = True
+        try:
+            yield
+        finally:
+            self._locked = False
+
+    def reserve(self, size_bytes: int) -> None:
+        """See `Store.reserve`."""
+        self._do(Effect("reserve", ""))
+        free = None if self._capacity_bytes is None else self._capacity_bytes - self._disk.used_bytes()
+        if free is not None and size_bytes > free:
+            raise no_space(self.url, needed_bytes=size_bytes, free_bytes=free)
+
+    # --- crashes -------------------------------------------------------------------------------------------------
+
+    def point_target(self, name: str) -> str | None:
+        """Where a hint points, for tests."""
+        with self._mutex:
+            return self._disk.hints.get(name)
+
+    def after_crash(
+        self, prefix_length: int, *, keep_unsynced: bool = False, torn_write: bool = False
+    ) -> "MemoryStore":
+        """The disk as a machine finds it that died after the first ``prefix_length`` effects.
+
+        Args:
+            prefix_length: how many effects happened.
+            keep_unsynced: whether directory entries made (or removed) since the last sync of their directory lasted.
+            torn_write: whether a file that was being written is there under its name, cut off, as on a store that
+                does not stage its writes.
+
+        Returns:
+            A new store with an empty log and no fault.
+        """
+        disk = _Disk()
+        with self._mutex:
+            for effect in self._effects[:prefix_length]:
+                disk.do(effect)
+        disk.crash(keep_unsynced=keep_unsynced, torn_write=torn_write)
+        survivor = MemoryStore(capacity_bytes=self._capacity_bytes)
+        survivor._disk = disk
+        return survivor
+
+    def crash_states(self) -> "Iterator[tuple[str, MemoryStore]]":
+        """Every disk that a crash during the logged effects can leave, each with a description; three for a prefix."""
+        for length in range(len(self.effects) + 1):
+            for kwargs in ({}, {"keep_unsynced": True}, {"torn_write": True, "keep_unsynced": True}):
+                yield f"{length} effects, {', '.join(kwargs) or 'unsynced lost'}", self.after_crash(length, **kwargs)
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _where(self, name: str) -> str:
+        return f"{self.url}{name}"
+
+    def _check_alive(self) -> None:
+        if self._crash is not None:
+            raise SimulatedCrash(*self._crash.args)
+
+    def _do(self, effect: Effect) -> None:
+        with self._mutex:
+            self._check_alive()
+            error = self._fault(len(self._effects), effect) if self._fault is not None else None
+            if error is None and effect.kind in {"part", "commit"} and self._is_full(len(effect.data)):
+                error = OSError(errno.ENOSPC, "No space left on device")
+            if isinstance(error, OSError):
+                raise save_failure(error, self._where(effect.name)) from error
+            if error is not None:
+                self._crash = error if isinstance(error, SimulatedCrash) else None
+                raise error
+            self._effects.append(effect)
+            self._disk.do(effect)
+
+    def _is_full(self, more_bytes: int) -> bool:
+        return self._capacity_bytes is not None and self._disk.used_bytes() + more_bytes > self._capacity_bytes
+
+    def _write_parts(self, name: str, parts: Iterable[Buffer], size_bytes: int, writer: int) -> None:
+        written = 0
+        for part in parts:
+            written += memoryview(part).nbytes
+            if written > size_bytes:
+                raise wrong_size(self._where(name), planned_bytes=size_bytes, given=f"{written} bytes or more")
+            self._do(Effect("part", name, bytes(part), writer))
+        if written < size_bytes:
+            raise wrong_size(self._where(name), planned_bytes=size_bytes, given=f"{written} bytes")
+        self._do(Effect("finish", name, writer=writer))
+
+    def _abandon(self, name: str, writer: int) -> None:
+        with self._mutex:
+            if self._crash is None:
+                effect = Effect("abandon", name, writer=writer)
+                self._effects.append(effect)
+                self._disk.do(effect)
+
+    def _data(self, name: str) -> bytes:
+        split_name(name)
+        with self._mutex:
+            self._check_alive()
+            data = self._disk.files.get(name)
+        if data is None:
+            raise missing(self._where(name))
+        return data
+
+    def _check_commit(self, name: str, replaces: str | None) -> None:
+        self._check_alive()
+        present = self._disk.files.get(name)
+        found = None if present is None else digest_of(present)
+        if found != replaces:
+            raise CommitConflict(
+                self._where(name),
+                expected="no such name" if replaces is None else replaces,
+                found=found or "no such name",
+                mend="another writer was first: read what it committed, and plan again",
+            )
+
+
+@final
+class _Disk:
+    """What is visible, what of it a crash may take back, and the files being written."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.hints: dict[str, str] = {}
+        self.open: dict[int, tuple[str, bytearray]] = {}  # by writer
+        self.unsynced: dict[str, bytes | None] = {}  # a name, and what was there when its directory was last synced
+
+    def do(self, effect: Effect) -> None:
+        kind, name = effect.kind, effect.name
+        if kind == "begin":
+            self.open[effect.writer] = (name, bytearray())
+        elif kind == "part":
+            self.open[effect.writer][1].extend(effect.data)
+        elif kind == "finish":
+            self._enter(name, bytes(self.open.pop(effect.writer)[1]))
+        elif kind == "abandon":
+            self.open.pop(effect.writer, None)
+        elif kind == "commit":
+            self._enter(name, effect.data)
+        elif kind == "delete":
+            self._enter(name, None)
+        elif kind == "point":
+            self.hints[name] = effect.data.decode()
+        elif kind == "sync":
+            self.unsynced = {known: old for known, old in self.unsynced.items() if split_name(known)[0] != name}
+
+    def crash(self, *, keep_unsynced: bool, torn_write: bool) -> None:
+        if not keep_unsynced:
+            for name, old in self.unsynced.items():
+                self._set(name, old)
+        if torn_write:
+            for name, data in self.open.values():
+                self.files[name] = bytes(data[: len(data) - len(data) // 3])
+        self.unsynced, self.open = {}, {}
+
+    def names_below(self, directory: str) -> list[str]:
+        if directory == "":
+            return sorted({name.split("/")[0] for name in self.files})
+        return sorted(name.split("/")[1] for name in self.files if name.startswith(directory + "/"))
+
+    def used_bytes(self) -> int:
+        return sum(map(len, self.files.values())) + sum(len(data) for _, data in self.open.values())
+
+    def _enter(self, name: str, data: bytes | None) -> None:
+        self.unsynced.setdefault(name, self.files.get(name))
+        self._set(name, data)
+
+    def _set(self, name: str, data: bytes | None) -> None:
+        if data is None:
+            self.files.pop(name, None)
+        else:
+            self.files[name] = data
