@@ -92,6 +92,10 @@ class DataPositionMismatch(TrainfoldError):
     """A data position that the dataset or the loader at hand cannot take: another length, batch size or kind (G02)."""
 
 
+class MastersRebuilt(UserWarning):
+    """An optimizer state without its fp32 masters; they were cloned anew from low-precision parameters (B08)."""
+
+
 # --- donation --------------------------------------------------------------------------------------------------------
 
 

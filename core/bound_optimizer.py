@@ -1,0 +1,220 @@
+"""`BoundOptimizer`: one torch optimizer whose state is that of a value, so that a step need not walk every leaf.
+
+It is mutable and private to one step at a time. The torch optimizer's ``state[p]`` dicts are the very dicts in
+``OptimizerState.slots``, and its parameters alias the value's tensors.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import attrs
+import torch
+
+from trainfold.core.errors import InvalidState
+from trainfold.core.leaves import Lease, Leaves
+from trainfold.core.masters import checked_masters, is_low_precision
+from trainfold.core.param_groups import check_cover
+from trainfold.core.state import OptimizerState, ParamGroup
+
+_ABSENT = object()
+
+
+@final
+class BoundOptimizer:
+    """A torch optimizer on given parameters, bound to one `OptimizerState` after another.
+
+    Args:
+        kind: what `OptimizerState.kind` must be.
+        cls: the torch class.
+        hyper: the arguments of its constructor.
+        masters: whether low-precision parameters have fp32 masters.
+        params: FQN -> parameter; gradients are read from ``targets``, and the parameters are written.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        cls: type[torch.optim.Optimizer],
+        hyper: Mapping[str, Any],
+        *,
+        masters: bool,
+        params: dict[str, torch.nn.Parameter],
+    ) -> None:
+        self._kind = kind
+        self._cls = cls
+        self._hyper = dict(hyper)
+        self._params = params
+        self._with_masters = masters
+        self._low = [name for name, value in params.items() if masters and is_low_precision(value)]
+        self.targets = dict(params)
+        for name in self._low:
+            value = params[name]
+            empty = torch.empty(0, dtype=torch.float32, device=value.device)
+            self.targets[name] = torch.nn.Parameter(empty, requires_grad=value.requires_grad)
+        self._names: dict[torch.Tensor, str] = {target: name for name, target in self.targets.items()}
+        self._ranks: dict[torch.Tensor, int] = {target: rank for rank, target in enumerate(self.targets.values())}
+        self._pairs = [(params[name], self.targets[name]) for name in self._low]
+        self._torch: torch.optim.Optimizer | None = None
+        self._groups: tuple[ParamGroup, ...] = ()
+        self._slots: dict[str, Any] | None = None
+        self._masters: dict[str, torch.Tensor] | None = None
+        self._order: list[str] = []
+
+    def holds(self, state: OptimizerState) -> bool:
+        """Whether the state is the one that was collected last, so that nothing needs to be bound."""
+        masters = None if state.masters is None else state.masters.alive()
+        return self._slots is not None and state.slots.alive() is self._slots and masters is self._masters
+
+    def bind(self, state: OptimizerState) -> None:
+        """Take a state's tensors, without a copy, as those that the next `apply` writes to.
+
+        Raises:
+            InvalidState: if the state is of another optimizer or model, or a parameter has only a part of its slots.
+        """
+        if state.kind != self._kind:
+            raise InvalidState(
+                "state.optimizer.kind",
+                expected=self._kind,
+                found=state.kind,
+                mend="make the step with the optimizer that the state was made with, or make a new optimizer state",
+            )
+        check_cover(state.groups, self._params)
+        self._bind_masters(state)
+        slots = state.slots.alive()
+        check_slots(slots, state.groups, self._params)
+        self.use_groups(state.groups)
+        inner = self._torch_optimizer().state
+        inner.clear()
+        for name, target in self.targets.items():
+            if name in slots:
+                inner[target] = dict(slots[name])
+        self._order = []
+        self._slots = self._read_slots()
+
+    def use_groups(self, groups: tuple[ParamGroup, ...]) -> None:
+        """Take the hyperparameters of a state; they are the truth, not the constructor's arguments."""
+        if groups is self._groups:
+            return
+        same = self._torch is not None and [g.params for g in groups] == [g.params for g in self._groups]
+        if not same:
+            members = [{**group.hyper, "params": [self.targets[name] for name in group.params]} for group in groups]
+            self._torch = self._cls(members, **self._hyper)
+        for group, mine in zip(self._torch_optimizer().param_groups, groups, strict=True):
+            group.update(mine.hyper)
+        self._groups = groups
+
+    def gather(self) -> None:
+        """Move the gradients of low-precision parameters to their masters, adding to what is there."""
+        for param, master in self._pairs:
+            if param.grad is not None:
+                grad = param.grad.float()
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
+                param.grad = None
+
+    def apply(self, lr_factor: float) -> None:
+        """Step on the gradients of ``targets``: parameters, masters and slots are written in place."""
+        optimizer = self._torch_optimizer()
+        for group, mine in zip(optimizer.param_groups, self._groups, strict=True):
+            if "lr" in mine.hyper:
+                base = mine.hyper["lr"]
+                group["lr"] = base if lr_factor == 1.0 else base * lr_factor
+        optimizer.step()
+        if self._pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([param for param, _ in self._pairs], [master for _, master in self._pairs])
+
+    def collect(self, lease: Lease) -> OptimizerState:
+        """The state after `apply`, under a lease; its leaves are the tensors that the next `apply` will write to."""
+        self._slots = self._read_slots()
+        self._groups = self._read_groups()
+        masters: Leaves[torch.Tensor] | None = None
+        if self._with_masters:
+            self._masters = dict(self._masters or {})
+            masters = Leaves.leased(self._masters, lease)
+        return OptimizerState(self._kind, Leaves.leased(self._slots, lease), self._groups, masters)
+
+    def release(self) -> None:
+        """Let go of every tensor."""
+        if self._torch is not None:
+            self._torch.state.clear()
+        for _, master in self._pairs:
+            master.grad = None
+            master.data = torch.empty(0, dtype=torch.float32, device=master.device)
+        self._slots = self._masters = None
+
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        assert self._torch is not None, "bind comes first"
+        return self._torch
+
+    def _bind_masters(self, state: OptimizerState) -> None:
+        if not self._with_masters:
+            if state.masters is not None:
+                raise InvalidState(
+                    "state.optimizer.masters",
+                    expected="none, because the optimizer was made with masters=False",
+                    found=f"{len(state.masters)} masters",
+                    mend="make the optimizer with masters=True, or set masters=None and lose their precision",
+                )
+            self._masters = None
+            return
+        self._masters = dict(checked_masters(state.masters, self._params))
+        for name in self._low:
+            self.targets[name].data = self._masters[name]
+
+    def _read_slots(self) -> dict[str, Any]:
+        inner = self._torch_optimizer().state
+        if len(inner) != len(self._order):  # a parameter had its first gradient: back to the order of the model
+            ordered = sorted(inner.items(), key=lambda item: self._ranks[item[0]])
+            inner.clear()
+            inner.update(ordered)
+            self._order = [self._names[target] for target in inner]
+        return dict(zip(self._order, inner.values(), strict=True))
+
+    def _read_groups(self) -> tuple[ParamGroup, ...]:
+        """The groups, anew where the optimizer changed a hyperparameter by itself (the scaled lr is not one)."""
+        pairs = list(zip(self._groups, self._torch_optimizer().param_groups, strict=True))
+        if all(
+            value is mine.hyper.get(key, _ABSENT)
+            for mine, group in pairs
+            for key, value in group.items()
+            if key not in ("params", "lr")
+        ):
+            return self._groups
+        return tuple(
+            attrs.evolve(mine, hyper={**group_hyper(group), **{k: v for k, v in mine.hyper.items() if k == "lr"}})
+            for mine, group in pairs
+        )
+
+
+def group_hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A torch param group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def check_slots(
+    slots: Mapping[str, Mapping[str, Any]], groups: Sequence[ParamGroup], params: Mapping[str, torch.Tensor]
+) -> None:
+    """A parameter may have all its slots or none; a part of them is damage (B10).
+
+    What "all" is, is what the other parameters of its group with as many dimensions have.
+
+    Raises:
+        InvalidState: naming every parameter that is unknown or lacks slots, and the slots.
+    """
+    wrong = {name: "not a parameter of the model" for name in slots if name not in params}
+    for group in groups:
+        kinds: dict[tuple[int, torch.dtype], set[str]] = {}
+        held = [name for name in group.params if slots.get(name)]
+        for name in held:
+            kinds.setdefault((params[name].dim(), params[name].dtype), set()).update(slots[name])
+        for name in held:
+            lacks = kinds[params[name].dim(), params[name].dtype] - set(slots[name])
+            if lacks:
+                wrong[name] = f"lacks {sorted(lacks)}"
+    if wrong:
+        raise InvalidState(
+            "state.optimizer.slots",
+            expected="all the slots of a parameter, or none where it never had a gradient",
+            found=wrong,
+            mend="the state is damaged or of another model; load it again, or leave the optimizer out",
+        )

@@ -1,0 +1,84 @@
+"""fp32 master copies of low-precision parameters, which are part of the optimizer's state (B08)."""
+
+import warnings
+from collections.abc import Mapping
+
+import attrs
+import torch
+
+from trainfold.core.errors import InvalidState, MastersRebuilt
+from trainfold.core.leaves import Leaves
+from trainfold.core.state import OptimizerState
+
+_FULL_BYTES = 4
+
+
+def is_low_precision(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is floating point with less than 32 bits.
+
+    Examples:
+        >>> is_low_precision(torch.zeros(1, dtype=torch.bfloat16)), is_low_precision(torch.zeros(1))
+        (True, False)
+    """
+    return tensor.is_floating_point() and tensor.element_size() < _FULL_BYTES
+
+
+def make_masters(params: Mapping[str, torch.Tensor]) -> Leaves[torch.Tensor]:
+    """An fp32 copy of each low-precision parameter.
+
+    Examples:
+        >>> make_masters({"w": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(2)})["w"].dtype
+        torch.float32
+    """
+    return Leaves({name: value.detach().float() for name, value in params.items() if is_low_precision(value)})
+
+
+def checked_masters(
+    masters: Mapping[str, torch.Tensor] | None, params: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """The masters of a state, or new ones with a warning where it has none.
+
+    Raises:
+        InvalidState: if there are masters and their names, shapes or dtypes are not those of the parameters.
+    """
+    if masters is None:
+        warnings.warn(
+            MastersRebuilt(
+                "state.optimizer.masters: expected fp32 masters, found none; they are cloned anew from the "
+                "low-precision parameters, and what was below their precision is lost"
+            ),
+            stacklevel=2,
+        )
+        return make_masters(params)
+    wanted = {name: tuple(value.shape) for name, value in params.items() if is_low_precision(value)}
+    found = {name: tuple(value.shape) for name, value in masters.items()}
+    wrong = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+    wrong += [name for name, value in masters.items() if value.dtype != torch.float32 and name not in wrong]
+    if wrong:
+        raise InvalidState(
+            "state.optimizer.masters",
+            expected={name: wanted.get(name) for name in wrong},
+            found={name: (found.get(name), str(masters[name].dtype) if name in masters else None) for name in wrong},
+            mend="these masters belong to another model; set masters=None to clone them anew",
+        )
+    return masters
+
+
+def refresh_masters(opt_state: OptimizerState, params: Mapping[str, torch.Tensor]) -> OptimizerState:
+    """Take the masters from the parameters, as is needed after weights alone were loaded.
+
+    Without it the first step would round the old masters into the new weights, and so revert them.
+
+    Args:
+        opt_state: an optimizer state, with or without masters.
+        params: the weights that are true from now on.
+
+    Returns:
+        The same state with masters equal to ``params``.
+
+    Examples:
+        >>> state = OptimizerState(kind="torch.optim.sgd.SGD", slots=Leaves(), groups=())
+        >>> refresh_masters(state, {"w": torch.ones(1, dtype=torch.bfloat16)}).masters["w"]
+        tensor([1.])
+    """
+    return attrs.evolve(opt_state, masters=make_masters(params))

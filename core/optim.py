@@ -1,0 +1,180 @@
+"""Optimizers as pairs of pure functions, made from any `torch.optim.Optimizer` class."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import attrs
+import torch
+
+from trainfold.core import tree
+from trainfold.core.bound_optimizer import BoundOptimizer, group_hyper
+from trainfold.core.errors import InvalidArgument, InvalidState, UnsupportedOptimizer
+from trainfold.core.leaves import Lease, Leaves
+from trainfold.core.masters import make_masters, refresh_masters
+from trainfold.core.param_groups import GroupRule, assign, check_hyper
+from trainfold.core.state import OptimizerState, ParamGroup
+
+__all__ = ["Optimizer", "optimizer", "refresh_masters"]
+
+Params = Mapping[str, torch.Tensor]
+
+
+@final
+@attrs.frozen(eq=False)
+class Optimizer:
+    """A pair of pure functions ``(init, update)``; make one with `optimizer`. It unpacks as the pair.
+
+    Attributes:
+        cls: the torch class that computes.
+        hyper: the arguments of its constructor; once a state exists, the state's own are what counts.
+        groups: rules for param groups.
+        masters: whether low-precision parameters have fp32 masters (B08).
+    """
+
+    cls: type[torch.optim.Optimizer]
+    hyper: Mapping[str, Any]
+    groups: tuple[GroupRule, ...] = ()
+    masters: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The class's name, which a state carries."""
+        return f"{self.cls.__module__}.{self.cls.__qualname__}"
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        return iter((self.init, self.update))
+
+    def init(self, params: Params) -> OptimizerState:
+        """The state before the first step, with slots only where the torch class makes them at once.
+
+        Args:
+            params: FQN -> tensor; not changed and not kept.
+
+        Raises:
+            InvalidArgument: if there is no parameter, or a rule sets a hyperparameter that the class does not have.
+        """
+        if not params:
+            raise InvalidArgument("params", expected="at least one", found="none", mend="give the model's parameters")
+        masters = make_masters(params) if self.masters else None
+        full: Params = masters if masters is not None else {}
+        targets = {name: _parameter(full.get(name, value)) for name, value in params.items()}
+        members = assign(params, self.groups)
+        inner = self.cls(
+            [{**hyper, "params": [targets[name] for name in names]} for hyper, names in members], **self.hyper
+        )
+        for hyper, _ in members:
+            if unknown := [key for key in hyper if key not in inner.defaults]:
+                raise InvalidArgument(
+                    "groups", expected=f"among {sorted(inner.defaults)}", found=unknown, mend="correct the name"
+                )
+        names_of: dict[torch.Tensor, str] = {target: name for name, target in targets.items()}
+        return OptimizerState(
+            kind=self.kind,
+            slots=Leaves({names_of[target]: dict(slots) for target, slots in inner.state.items()}),
+            groups=tuple(
+                ParamGroup(tree.map_tensors(torch.clone, group_hyper(group)), names)
+                for group, (_, names) in zip(inner.param_groups, members, strict=True)
+            ),
+            masters=masters,
+        )
+
+    def update(
+        self,
+        grads: Mapping[str, torch.Tensor | None],
+        opt_state: OptimizerState,
+        params: Params,
+        *,
+        lr_factor: float = 1.0,
+    ) -> tuple[dict[str, torch.Tensor], OptimizerState]:
+        """One step; the bits of the arguments are left as they are.
+
+        Law: k updates give the bits of k steps of the mutable torch optimizer.
+
+        Args:
+            grads: FQN -> gradient; a parameter without one is not touched, as in torch.
+            opt_state: its ``groups[i].hyper`` are the hyperparameters that are used.
+            params: FQN -> tensor.
+            lr_factor: multiplies each group's learning rate.
+
+        Returns:
+            The new parameters and the new state.
+
+        Raises:
+            InvalidState: if the three do not belong together.
+        """
+        if unknown := [name for name in grads if name not in params]:
+            raise InvalidState("grads", expected="names of params", found=unknown, mend="use the same FQNs")
+        fresh = {name: _parameter(value.detach().clone()) for name, value in params.items()}
+        bound = self.bound_to(fresh)
+        bound.bind(tree.map_tensors(lambda leaf: leaf.detach().clone(), opt_state))
+        for name, grad in grads.items():
+            if grad is not None:
+                target = bound.targets[name]
+                target.grad = grad.detach().to(target.dtype, copy=True)
+        bound.apply(lr_factor)
+        return {name: value.detach() for name, value in fresh.items()}, bound.collect(Lease())
+
+    def bound_to(self, params: dict[str, torch.nn.Parameter]) -> BoundOptimizer:
+        """A mutable instance on these parameters, for a step that donates."""
+        return BoundOptimizer(self.kind, self.cls, self.hyper, masters=self.masters, params=params)
+
+
+def optimizer(
+    cls: type[torch.optim.Optimizer], *, groups: Sequence[GroupRule] | None = None, masters: bool = False, **hyper: Any
+) -> Optimizer:
+    """Make pure functions from a torch optimizer class.
+
+    Every optimizer that computes from gradients alone will do; what an instance keeps outside of ``state`` and
+    ``param_groups`` is not part of the state and is lost between steps. ``SparseAdam`` needs sparse gradients, and so
+    works with ``update`` and not with a step that measures the gradient norm.
+
+    Args:
+        cls: such as ``torch.optim.AdamW``.
+        groups: ``(predicate or regular expression on the FQN, hyperparameters)`` pairs; the first that matches a
+            parameter wins, and the rest have the defaults.
+        masters: keep fp32 masters of low-precision parameters, and round the parameters from them.
+        hyper: arguments of the class, plain values.
+
+    Returns:
+        An `Optimizer`, which unpacks as ``(init, update)``.
+
+    Raises:
+        UnsupportedOptimizer: if ``cls`` is no optimizer class, or needs a closure (LBFGS).
+        InvalidArgument: for an argument that the class does not have, or that no checkpoint can hold.
+
+    Examples:
+        >>> init, update = optimizer(torch.optim.SGD, lr=0.5, groups=[(r"bias$", {"lr": 0.0})])
+        >>> params = {"weight": torch.ones(2), "bias": torch.ones(1)}
+        >>> params, state = update({"weight": torch.ones(2), "bias": torch.ones(1)}, init(params), params)
+        >>> params
+        {'weight': tensor([0.5000, 0.5000]), 'bias': tensor([1.])}
+    """
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise UnsupportedOptimizer(
+            "cls", expected="a class of torch optimizers", found=repr(cls), mend="pass the class and its arguments"
+        )
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedOptimizer(
+            cls.__name__,
+            expected="an optimizer that computes from gradients alone",
+            found="one whose step needs a closure, which evaluates the loss again",
+            mend="choose an optimizer whose step(closure=None) works without one",
+        )
+    try:
+        inspect.signature(cls).bind([], **hyper)
+    except TypeError as error:
+        raise InvalidArgument(
+            cls.__name__, expected=str(inspect.signature(cls)), found=str(error), mend="correct the arguments"
+        ) from None
+    rules = tuple((rule, dict(overrides)) for rule, overrides in groups or ())
+    check_hyper(hyper, cls.__name__)
+    for _, overrides in rules:
+        check_hyper(overrides, "groups")
+    return Optimizer(cls, dict(hyper), rules, masters)
+
+
+def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
+    trains = value.is_floating_point() or value.is_complex()
+    return torch.nn.Parameter(value.detach(), requires_grad=trains)
