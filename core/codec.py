@@ -62,6 +62,9 @@ STORED: dict[str, StoredAs] = {
 }
 
 
+_PLAIN = frozenset(getattr(torch, name) for name in STORED)
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The inverse of `dtype_name`, for the dtypes in ``STORED`` only.
 
@@ -100,7 +103,9 @@ def as_tensor(leaf: Any, path: str) -> torch.Tensor:
         if leaf.dtype.hasobject or leaf.dtype.name not in STORED or not leaf.dtype.isnative:
             raise _unsupported(path, f"a numpy array of dtype {leaf.dtype}")
         return torch.from_numpy(leaf if leaf.flags.writeable and leaf.flags.c_contiguous else leaf.copy(order="C"))
-    found: torch.Tensor = leaf.detach()
+    found: torch.Tensor = leaf.detach() if leaf.requires_grad else leaf
+    if found.layout is torch.strided and found.dtype in _PLAIN and not found.is_meta and not found.is_nested:
+        return found  # nearly every leaf of a model: one check each, because there are 1e5 of them
     if found.layout is not torch.strided or found.is_quantized or found.is_nested:
         raise _unsupported(path, f"a {found.layout} tensor" if not found.is_quantized else "a quantized tensor")
     if dtype_name(found.dtype) not in STORED:
@@ -126,7 +131,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     if sys.byteorder != "little":
         raise UnsupportedLeaf("sys.byteorder", expected="little", found=sys.byteorder, mend="use a little-endian host")
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type] # an array is a buffer
 
 
 def digest_of(data: bytes | memoryview) -> str:

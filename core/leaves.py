@@ -1,7 +1,7 @@
 """`Leaves`: a frozen mapping from names to leaves that a donating step can consume. See ADR-0003."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import attrs
 import optree
@@ -115,6 +115,5 @@ def _unflatten(names: tuple[str, ...], values: Iterable[T]) -> Leaves[T]:
     return Leaves(zip(names, values, strict=True))
 
 
-optree.register_pytree_node(  # type: ignore[call-overload]
-    Leaves, _flatten, _unflatten, path_entry_type=optree.MappingEntry, namespace="trainfold"
-)  # the one registration outside tree.py: a node is registered where it is defined
+_register: Any = optree.register_pytree_node  # its stub knows no mapping with a lease
+_register(Leaves, _flatten, _unflatten, path_entry_type=optree.MappingEntry, namespace="trainfold")

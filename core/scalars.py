@@ -1,4 +1,4 @@
-"""The JSON form of leaves that are not tensors: exact for every int, float, str and bytes, and without pickle (U01).
+r"""The JSON form of leaves that are not tensors: exact for every int, float, str and bytes, and without pickle (U01).
 
 Plain JSON where JSON is exact, a tagged object where it is not::
 
@@ -6,7 +6,7 @@ Plain JSON where JSON is exact, a tagged object where it is not::
     7, -2**53                 7, -9007199254740992        beyond 2**53: {"int": "9007199254740993"}
     0.1, -0.0, 1e300          0.1, -0.0, 1e+300           a number with "." or "e" is a float
     NaN, infinity             {"float": "7ff8000000000000"}   the IEEE 754 bits, in hex, most significant byte first
-    b"\\x00"                  {"bytes": "AA=="}
+    b"\x00"                  {"bytes": "AA=="}
     numpy.float32(1)          {"numpy": ["float32", "0000803f"]}   little-endian bytes
 """
 
@@ -16,6 +16,7 @@ import json
 import math
 import struct
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -116,7 +117,13 @@ def _numpy(value: list[str], _path: str) -> Any:
     return found
 
 
-_READERS = {"int": _int, "float": _float, "bytes": _bytes, "counter": _counter, "numpy": _numpy}
+_READERS: dict[str, Callable[[Any, str], Any]] = {
+    "int": _int,
+    "float": _float,
+    "bytes": _bytes,
+    "counter": _counter,
+    "numpy": _numpy,
+}
 SCALAR_TAGS = frozenset(_READERS)
 
 

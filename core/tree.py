@@ -114,3 +114,9 @@ def join(prefix: str, kind: type[Any], entry: object) -> str:
 def named_leaves(tree: Tree, prefix: str = "") -> list[tuple[str, Any]]:
     """Each leaf with its path, in tree order."""
     return list(zip(paths(tree, prefix), leaves(tree), strict=True))
+
+
+def registered_classes() -> list[type[Any]]:
+    """The node classes registered in trainfold's namespace, and those that optree knows everywhere."""
+    known: Any = optree.register_pytree_node
+    return [*known.get(namespace=NAMESPACE)]

@@ -1,0 +1,192 @@
+"""The comparison of what a checkpoint holds with what a run wants: components leaf by leaf, contracts key by key."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from trainfold.core.inventory import Problem
+from trainfold.core.manifest import ComponentRecord, Manifest
+from trainfold.core.policy import Drift, Verdict, contract_kind, make_drift
+from trainfold.core.scalars import Json
+from trainfold.core.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
+from trainfold.core.structure import Described, places
+
+_OPTIMIZER = "trainfold.core.state.OptimizerState"
+_OPAQUE = "trainfold.core.state.Opaque"
+_SCALAR = ScalarSpec("scalar")
+
+
+class Findings:
+    """What a comparison has found so far: drifts with their verdicts, problems, and leaves that are left out."""
+
+    def __init__(self, policy: Mapping[str, Verdict]) -> None:
+        self.drifts: list[Drift] = []
+        self.problems: list[Problem] = []
+        self.ignored: set[str] = set()
+        self._policy = policy
+
+    def drift(self, kind: str, where: str, *, saved: object, wanted: object) -> Verdict:
+        """Note a drift and return its verdict."""
+        found = make_drift(kind, where, saved=saved, wanted=wanted, policy=self._policy)
+        self.drifts.append(found)
+        return found.verdict
+
+
+def compare_component(
+    name: str, saved: ComponentRecord, part: int, wanted: Described | None, findings: Findings
+) -> tuple[Literal["load", "adopt"], dict[str, str], tuple[str, ...]]:
+    """Compare one component and say how it is taken.
+
+    A component that the target lacks, and one whose structure belongs to its owner (`Opaque`), is adopted as it was
+    saved. An optimizer's slots are adopted too, because they appear lazily; they are checked for wholeness.
+
+    Returns:
+        The verb, path -> dtype to cast to, and the paths that keep the target's values.
+    """
+    node = saved.nodes[part]
+    if wanted is None or _node_class(wanted.node) == _OPAQUE or _node_class(node) == _OPAQUE:
+        return "adopt", {}, ()
+    have = specs_of_node(node, name, [record.spec for record in saved.tensors[part]])
+    want = specs_of_node(wanted.node, name, list(wanted.tensors.values()))
+    if _node_class(node) == _OPTIMIZER and _node_class(wanted.node) == _OPTIMIZER:
+        _optimizer_groups(node, wanted.node, findings)
+        _whole_slots(node, findings)
+        masters = f"{name}.masters["
+        have = {path: spec for path, spec in have.items() if path.startswith(masters) or _in_both_slots(path, want)}
+        want = {path: spec for path, spec in want.items() if path.startswith(masters) or path in have}
+        if not any(path.startswith(masters) for path in have) and any(path.startswith(masters) for path in want):
+            findings.drift(
+                "missing", f"{name}.masters", saved="nothing", wanted="fp32 masters (made again from the params)"
+            )
+            want = {path: spec for path, spec in want.items() if not path.startswith(masters)}
+        cast, kept = _leaf_drifts(have, want, findings)
+        return "adopt", cast, kept
+    if have and want and not set(have) & set(want):
+        findings.problems.append(
+            Problem("SpecMismatch", name, f"leaves such as {next(iter(want))}", f"only others, such as {next(iter(have))}",
+                    "this is another model; load it with a transform or choose another checkpoint", 20)
+        )  # fmt: skip
+        return "load", {}, ()
+    cast, kept = _leaf_drifts(have, want, findings)
+    return "load", cast, kept
+
+
+def specs_of_node(node: Json, name: str, tensors: list[LeafSpec]) -> dict[str, AnySpec]:
+    """Path -> spec of each leaf of a structure; scalars of all types count as one kind, because values are loaded.
+
+    Examples:
+        >>> {path: str(spec) for path, spec in specs_of_node({"list": [{"t": 0}, 5]}, "e", [LeafSpec("int8", (2,))]).items()}
+        {'e[0]': 'int8[2]', 'e[1]': 'scalar'}
+    """
+    return {
+        leaf.path: _SCALAR if leaf.index is None else tensors[leaf.index] for leaf in places(node, name)
+    }  # fmt: skip
+
+
+def compare_contract(
+    manifest: Manifest, wanted: Mapping[str, Json], world_size: int, versions: Mapping[str, str], findings: Findings
+) -> None:
+    """Compare the resume contracts, worlds and versions; every difference is noted (V08)."""
+    for key in sorted({*manifest.contract, *wanted}):
+        have, want = manifest.contract.get(key, _ABSENT), wanted.get(key, _ABSENT)
+        if have is _ABSENT or want is _ABSENT:
+            owner = key.split(".")[0] + "."
+            if owner not in _DERIVED:
+                findings.drift("uncompared", key, saved=have, wanted=want)
+            elif _has(manifest.contract, owner) and _has(wanted, owner):
+                findings.drift(contract_kind(key), key, saved=have, wanted=want)
+        elif not _same(have, want):
+            findings.drift(contract_kind(key), key, saved=have, wanted=want)
+    if manifest.world_size != world_size:
+        findings.drift("world", "world_size", saved=manifest.world_size, wanted=world_size)
+    for library, version in versions.items():
+        if manifest.versions.get(library) != version:
+            findings.drift("versions", library, saved=manifest.versions.get(library), wanted=version)
+
+
+class _Absent:
+    def __str__(self) -> str:
+        return "nothing"
+
+
+_ABSENT: Any = _Absent()
+_DERIVED = frozenset({"optimizer.", "scheduler.", "dataset."})  # owners whose keys come from the state itself
+
+
+def _has(contract: Mapping[str, Json], owner: str) -> bool:
+    return any(key.startswith(owner) for key in contract)
+
+
+def _same(have: Json, want: Json) -> bool:
+    return bool(have == want) and isinstance(have, bool) == isinstance(want, bool)
+
+
+def _leaf_drifts(
+    have: Mapping[str, AnySpec], want: Mapping[str, AnySpec], findings: Findings
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    cast: dict[str, str] = {}
+    kept: list[str] = []
+    for difference in diff_specs(have, want):
+        findings.drift(
+            difference.kind, difference.path, saved=difference.saved or "nothing", wanted=difference.wanted or "nothing"
+        )
+        if difference.kind == "dtype" and isinstance(difference.wanted, LeafSpec):
+            cast[difference.path] = difference.wanted.dtype
+        elif difference.kind == "missing":
+            kept.append(difference.path)
+        elif difference.kind == "unexpected":
+            findings.ignored.add(difference.path)
+    return cast, tuple(kept)
+
+
+def _node_class(node: Json) -> str | None:
+    return node.get("node") if isinstance(node, dict) else None
+
+
+def _in_both_slots(path: str, want: Mapping[str, AnySpec]) -> bool:
+    return path.startswith("optimizer.slots[") and path in want
+
+
+def _optimizer_groups(node: Json, wanted: Json, findings: Findings) -> None:
+    saved_names, wanted_names = _group_params(node), _group_params(wanted)
+    for fqn in sorted(wanted_names - saved_names):
+        findings.drift("missing", f"optimizer.groups: {fqn}", saved="nothing", wanted="a parameter of the optimizer")
+    for fqn in sorted(saved_names - wanted_names):
+        findings.drift("unexpected", f"optimizer.groups: {fqn}", saved="a parameter of the optimizer", wanted="nothing")
+        findings.ignored.add(fqn)
+
+
+def _group_params(node: Json) -> set[str]:
+    try:
+        groups = node["fields"]["groups"]["tuple"]
+        return {fqn for group in groups for fqn in group["static"]["params"]["tuple"]}
+    except (KeyError, TypeError):
+        return set()
+
+
+def _whole_slots(node: Json, findings: Findings) -> None:
+    """A parameter without slots never had a gradient; one with fewer slots than its group's others is corrupt (B10)."""
+    slots: dict[str, frozenset[str]] = {}
+    try:
+        slots = {fqn: frozenset(held["dict"]) for fqn, held in node["fields"]["slots"]["leaves"].items()}
+        groups = [group["static"]["params"]["tuple"] for group in node["fields"]["groups"]["tuple"]]
+    except (KeyError, TypeError, AttributeError):
+        findings.problems.append(
+            Problem("CheckpointHostile", "optimizer", "slots by parameter and groups", "another structure",
+                    "do not use this checkpoint; fall back to an older one", 17)
+        )  # fmt: skip
+        return
+    for params in groups:
+        by_keys: dict[frozenset[str], list[str]] = defaultdict(list)
+        for fqn in params:
+            if fqn in slots:
+                by_keys[slots[fqn]].append(fqn)
+        if len(by_keys) > 1:
+            most = max(by_keys, key=lambda keys: len(by_keys[keys]))
+            odd = [
+                f"{fqn} has {sorted(slots[fqn])}" for keys, names in by_keys.items() if keys != most for fqn in names
+            ]
+            findings.problems.append(
+                Problem("SpecMismatch", "optimizer.slots", f"{sorted(most)} for each parameter that has any", "; ".join(odd[:8]),
+                        "the optimizer state is incomplete: use another checkpoint, or reset={'optimizer': why}", 20)
+            )  # fmt: skip

@@ -1,0 +1,73 @@
+"""The resume contract: what must be equal for a resume to continue the same run, as plain keys and values (V08)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from trainfold.core import tree
+from trainfold.core.errors import UnsupportedLeaf
+from trainfold.core.scalars import Json, encode_scalar
+from trainfold.core.state import OptimizerState, TrainState
+
+
+def contract_of(state: TrainState) -> dict[str, Json]:
+    """What a state itself says about the run: optimizer and hyperparameters, schedule and horizon, dataset.
+
+    Args:
+        state: any state; components that it does not have add nothing.
+
+    Returns:
+        Key -> JSON value; the keys are sorted.
+
+    Examples:
+        >>> contract_of(TrainState(scheduler={"kind": "constant", "total": 100}))
+        {'scheduler.kind': 'constant', 'scheduler.total': 100}
+    """
+    found: dict[str, Any] = {}
+    if isinstance(state.optimizer, OptimizerState):
+        found |= _optimizer(state.optimizer)
+    if isinstance(state.scheduler, Mapping):
+        found |= {f"scheduler.{name}": value for name, value in state.scheduler.items()}
+    if attrs.has(type(state.dataset)):
+        found |= {
+            f"dataset.{field}": getattr(state.dataset, field)
+            for field in ("length", "seed")
+            if hasattr(state.dataset, field)
+        }
+    return checked_contract(found)
+
+
+def checked_contract(contract: Mapping[str, Any]) -> dict[str, Json]:
+    """A contract with every value in its JSON form.
+
+    Raises:
+        UnsupportedLeaf: naming the key, for a value that has no exact JSON form.
+
+    Examples:
+        >>> checked_contract({"batch_size": 32, "betas": (0.9, 0.999)})
+        {'batch_size': 32, 'betas': [0.9, 0.999]}
+    """
+    return {key: _plain(contract[key], f"contract[{key!r}]") for key in sorted(contract)}
+
+
+def _optimizer(optimizer: OptimizerState) -> dict[str, Any]:
+    found: dict[str, Any] = {"optimizer.kind": optimizer.kind}
+    # Named by its first parameter, so that the order in which groups were made does not matter (B10).
+    for group in optimizer.groups:
+        label = min(group.params, default="")
+        found |= {f"optimizer.groups[{label!r}].{name}": value for name, value in group.hyper.items()}
+    return found
+
+
+def _plain(value: Any, path: str) -> Json:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(each, path) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, path) for key, each in value.items()}
+    if tree.one_level(value) is not None or isinstance(value, torch.Tensor):
+        raise UnsupportedLeaf(path, expected="a plain value", found=type(value).__name__, mend="name its parts")
+    return encode_scalar(value, path)

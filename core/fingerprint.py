@@ -1,0 +1,66 @@
+"""Fingerprints: one digest for each component, so that "the same bits" is a string that people compare in logs.
+
+A component's fingerprint is the XXH3-128 digest of one line for each leaf, sorted by path: the path, the kind (dtype and
+shape, or the scalar's type) and the leaf's own digest. The manifest holds the leaf digests, so a checkpoint's
+fingerprints cost no reading. The order of a dict, the device, strides and ties do not matter; every bit does.
+"""
+
+from collections.abc import Sequence
+
+from trainfold.core.codec import digest_of, leaf_digest
+from trainfold.core.components import components_of
+from trainfold.core.scalars import Json
+from trainfold.core.spec import leaf_spec
+from trainfold.core.state import TrainState
+from trainfold.core.structure import describe, places
+
+
+def fingerprint(state: TrainState) -> dict[str, str]:
+    """One digest for each component of a state.
+
+    Returns:
+        Component name -> ``"xxh3:<32 hex digits>"``, in the state's order.
+
+    Raises:
+        StateDonated: if a donating step has consumed the state.
+        UnsupportedLeaf: for a leaf that the format cannot hold.
+
+    Examples:
+        >>> from trainfold.core.state import Progress
+        >>> one = fingerprint(TrainState(trainer=Progress(step=1)))
+        >>> one == fingerprint(TrainState(trainer=Progress(step=1))), one == fingerprint(TrainState(trainer=Progress()))
+        (True, False)
+    """
+    found = {}
+    for name, component in components_of(state).items():
+        described, tensors = describe(component, name)
+        lines = [(str(described.tensors[path]), leaf_digest(leaf, path)) for path, leaf in tensors.items()]
+        found[name] = component_fingerprint(name, [(described.node, lines)])
+    return found
+
+
+def component_fingerprint(name: str, parts: Sequence[tuple[Json, Sequence[tuple[str, str]]]]) -> str:
+    """The fingerprint of a component from its structure and its tensors' digests.
+
+    Args:
+        name: the component.
+        parts: for each structure (one, or one for each rank), its node and, for each tensor index, the tensor's kind
+            (``"float32[2, 3]"``) and digest.
+
+    Returns:
+        ``"xxh3:<32 hex digits>"``.
+
+    Examples:
+        >>> component_fingerprint("n", [(5, [])])
+        'xxh3:ddc3fc30dac113b1d87acdae45dd7641'
+    """
+    lines = []
+    for rank, (node, tensors) in enumerate(parts):
+        root = name if len(parts) == 1 else f"{name}@{rank}"
+        for leaf in places(node, root):
+            if leaf.index is None:
+                kind, digest = str(leaf_spec(leaf.value, leaf.path)), leaf_digest(leaf.value, leaf.path)
+            else:
+                kind, digest = tensors[leaf.index]
+            lines.append(f"{leaf.path}\t{kind}\t{digest}\n")
+    return digest_of("".join(sorted(lines)).encode("utf-8", "surrogatepass"))

@@ -1,0 +1,203 @@
+"""The strict reading of a parsed manifest: every field is checked before anything is believed (U04, U05)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainfold.core.codec import STORED, digest_of, size_bytes
+from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, InvalidState
+from trainfold.core.manifest import (
+    END,
+    TAIL,
+    ComponentRecord,
+    FileRecord,
+    Head,
+    Manifest,
+    ShardRecord,
+    TensorRecord,
+)
+from trainfold.core.save_plan import check_cover
+from trainfold.core.scalars import Json
+from trainfold.core.strict import (
+    count,
+    digest_text,
+    fields,
+    hostile,
+    list_of,
+    mapping_of,
+    single_name,
+    sized,
+    strict_json,
+    text_of,
+)
+from trainfold.core.upgrade import upgraded
+
+_MAX_DIMENSIONS = 64
+_HEAD_FIELDS = {"format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision"}
+_BODY_FIELDS = {"world_size", "omitted", "contract", "versions", "files", "components"}
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in a file's bytes; every byte is covered by the digest or fixed.
+
+    Args:
+        data: the whole file.
+        where: its path, for errors.
+
+    Raises:
+        CheckpointForeign: if it does not begin as a trainfold manifest.
+        CheckpointDamaged: if its digest does not fit its bytes.
+        FutureVersion: if a newer trainfold wrote it.
+        CheckpointHostile: if the digest fits and the contents break the format all the same.
+    """
+    if not data.startswith(b'{"format":"trainfold",'):
+        raise CheckpointForeign(
+            where, expected="a trainfold manifest", found=repr(bytes(data[:24])), mend="point at a trainfold checkpoint"
+        )
+    cut = data.rfind(TAIL)
+    covered = data[:cut]
+    if cut < 0 or data[cut:] != TAIL + digest_of(covered).encode() + END:
+        raise CheckpointDamaged(
+            where,
+            expected="the digest of its own bytes at its end",
+            found=f"{len(data)} bytes that have another digest",
+            mend="use an older checkpoint of the run; `trainfold verify` names every damaged file",
+        )
+    document = strict_json(covered + b"}", where)
+    return read_manifest(upgraded(document, where), where)
+
+
+def decode_head(data: bytes, where: str) -> Head:
+    """The head in the first bytes of a manifest. It orders checkpoints; only `decode_manifest` proves one.
+
+    Raises:
+        CheckpointForeign: if the first line is not a manifest's head.
+        FutureVersion: if a newer trainfold wrote it.
+    """
+    line, newline, _ = data.partition(b",\n")
+    if not newline or not line.startswith(b'{"format":"trainfold",'):
+        raise CheckpointForeign(
+            where, expected="a manifest's head", found=repr(bytes(data[:24])), mend="use an older checkpoint"
+        )
+    document = strict_json(line + b"}", where)
+    return read_head(upgraded(document, where), where)
+
+
+def read_head(document: Mapping[str, Any], where: str) -> Head:
+    """The checked head of a document."""
+    fields(document, _HEAD_FIELDS, where, exact=False)
+    parent = document["parent"]
+    forks = tuple(
+        (count(timeline, where), count(step, where))
+        for timeline, step in (sized(fork, 2, where) for fork in list_of(document["forks"], where))
+    )
+    return Head(
+        run_id=single_name(document["run_id"], where),
+        step=count(document["step"], where),
+        timeline=count(document["timeline"], where),
+        forks=forks,
+        parent=None if parent is None else single_name(parent, where),
+        revision=count(document["revision"], where),
+        schema_version=count(document["schema_version"], where),
+    )
+
+
+def read_manifest(document: Mapping[str, Any], where: str) -> Manifest:
+    """The checked manifest: names stay inside, ranges lie in their files and do not overlap, sizes fit dtypes."""
+    fields(document, _HEAD_FIELDS | _BODY_FIELDS, where, exact=True)
+    files = tuple(_file(each, where) for each in list_of(document["files"], where))
+    if len({file.name for file in files}) != len(files):
+        raise hostile(where, "each file name once", sorted(file.name for file in files)[:8])
+    reader = _Tensors(files, where)
+    components = tuple(reader.component(each) for each in list_of(document["components"], where))
+    reader.check_overlaps()
+    if len({component.name for component in components}) != len(components):
+        raise hostile(where, "each component once", [component.name for component in components])
+    return Manifest(
+        head=read_head(document, where),
+        world_size=count(document["world_size"], where, least=1),
+        components=components,
+        omitted=tuple(single_name(name, where) for name in list_of(document["omitted"], where)),
+        contract=mapping_of(document["contract"], where),
+        versions={key: text_of(value, where) for key, value in mapping_of(document["versions"], where).items()},
+        files=files,
+    )
+
+
+class _Tensors:
+    """Reads tensor tables against the files that they point into."""
+
+    def __init__(self, files: tuple[FileRecord, ...], where: str) -> None:
+        self._files = files
+        self._where = where
+        self._spans: list[list[tuple[int, int]]] = [[] for _ in files]
+
+    def component(self, document: Json) -> ComponentRecord:
+        where = self._where
+        fields(document, {"name", "fingerprint", "nodes", "tensors"}, where, exact=True)
+        nodes, tables = list_of(document["nodes"], where), list_of(document["tensors"], where)
+        if not nodes or len(nodes) != len(tables):
+            raise hostile(where, "as many tensor tables as structures", f"{len(tables)} for {len(nodes)}")
+        return ComponentRecord(
+            name=single_name(document["name"], where),
+            nodes=tuple(nodes),
+            tensors=tuple(tuple(self.tensor(each) for each in list_of(table, where)) for table in tables),
+            fingerprint=digest_text(document["fingerprint"], where),
+        )
+
+    def tensor(self, document: Json) -> TensorRecord:
+        fields(document, {"path", "dtype", "shape", "shards"}, self._where, exact=True)
+        path, dtype = text_of(document["path"], self._where), document["dtype"]
+        where = f"{self._where}: {path[:200]}"
+        if not isinstance(dtype, str) or dtype not in STORED:
+            raise hostile(where, "a known dtype", repr(dtype)[:40])
+        shape = tuple(count(size, where) for size in list_of(document["shape"], where))
+        if len(shape) > _MAX_DIMENSIONS:
+            raise hostile(where, f"at most {_MAX_DIMENSIONS} dimensions", len(shape))
+        shards = tuple(self.shard(each, dtype, shape, where) for each in list_of(document["shards"], where))
+        if len(shards) != 1 or any(side != (0, size) for side, size in zip(shards[0].box, shape, strict=True)):
+            try:
+                check_cover(path, [shard.box for shard in shards], shape)
+            except InvalidState as error:
+                raise hostile(where, error.expected, error.found) from None
+        return TensorRecord(path, dtype, shape, shards)
+
+    def shard(self, document: Json, dtype: str, shape: tuple[int, ...], where: str) -> ShardRecord:
+        index, start, stop, sides, digest = sized(document, 5, where)
+        if type(index) is not int or not 0 <= index < len(self._files):
+            raise hostile(where, f"a file index below {len(self._files)}", repr(index)[:40])
+        start, stop = count(start, where), count(stop, where)
+        box = tuple(
+            (count(low, where), count(high, where))
+            for low, high in (sized(side, 2, where) for side in list_of(sides, where))
+        )
+        inside = len(box) == len(shape) and all(
+            low <= high <= size for (low, high), size in zip(box, shape, strict=True)
+        )
+        if not inside:
+            raise hostile(where, f"a box inside {list(shape)}", box)
+        needed = size_bytes(dtype, tuple(high - low for low, high in box))
+        if stop - start != needed or stop > self._files[index].size_bytes or start < 8:
+            raise hostile(
+                where, f"{needed} bytes inside a file of {self._files[index].size_bytes}", f"the range {start}..{stop}"
+            )
+        self._spans[index].append((start, stop))
+        return ShardRecord(index, start, stop, box, digest_text(digest, where))
+
+    def check_overlaps(self) -> None:
+        for file, spans in zip(self._files, self._spans, strict=True):
+            end = 0
+            for start, stop in sorted(span for span in spans if span[0] < span[1]):
+                if start < end:
+                    raise hostile(f"{self._where}: {file.name}", "ranges that do not overlap", f"{start} after {end}")
+                end = stop
+
+
+def _file(document: Json, where: str) -> FileRecord:
+    fields(document, {"name", "component", "rank", "size_bytes", "digest"}, where, exact=True)
+    return FileRecord(
+        name=single_name(document["name"], where),
+        component=single_name(document["component"], where),
+        rank=count(document["rank"], where),
+        size_bytes=count(document["size_bytes"], where),
+        digest=digest_text(document["digest"], where),
+    )

@@ -1,0 +1,115 @@
+"""Drift: what differs between a checkpoint and the run that wants to resume, and what is done about each kind."""
+
+from collections.abc import Mapping
+from typing import Literal, TypeAlias, final
+
+import attrs
+
+from trainfold.core.errors import InvalidArgument
+
+Verdict: TypeAlias = Literal["refuse", "warn", "adapt"]
+
+# kind -> (what happens by default, what a policy may choose, what it is about)
+KINDS: Mapping[str, tuple[Verdict, frozenset[str], str]] = {
+    "missing": ("refuse", frozenset({"refuse", "warn", "adapt"}), "a wanted leaf is not saved; adapt keeps the target's"),
+    "unexpected": ("refuse", frozenset({"refuse", "warn", "adapt"}), "a saved leaf is not wanted; adapt leaves it out"),
+    "dtype": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another dtype; adapt casts to the target's"),
+    "shape": ("refuse", frozenset({"refuse"}), "another shape; nothing can be adapted"),
+    "kind": ("refuse", frozenset({"refuse"}), "a tensor on one side and a scalar on the other"),
+    "missing_component": ("refuse", frozenset({"refuse", "warn", "adapt"}), "a component is not saved; adapt keeps the target's"),
+    "external_weights": ("refuse", frozenset({"refuse", "warn", "adapt"}), "saved without its model on purpose"),
+    "per_rank": ("refuse", frozenset({"refuse", "warn", "adapt"}), "saved for each rank of another world; adapt keeps the target's"),
+    "world": ("adapt", frozenset({"refuse", "warn", "adapt"}), "another number of ranks"),
+    "versions": ("warn", frozenset({"refuse", "warn", "adapt"}), "another version of torch, numpy or trainfold"),
+    "optimizer": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another optimizer class"),
+    "hyperparameters": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another hyperparameter; adapt takes the target's"),
+    "horizon": ("refuse", frozenset({"refuse", "warn", "adapt"}), "the schedule ends elsewhere; adapt takes the target's"),
+    "schedule": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another schedule; adapt takes the target's"),
+    "dataset_size": ("refuse", frozenset({"refuse"}), "the dataset has another length, so positions mean other samples"),
+    "dataset": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another data order"),
+    "batch_size": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another batch size"),
+    "accumulate": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another number of microbatches"),
+    "contract": ("refuse", frozenset({"refuse", "warn", "adapt"}), "any other key of the contract"),
+    "uncompared": ("warn", frozenset({"refuse", "warn", "adapt"}), "a contract key that only one side has"),
+}  # fmt: skip
+
+
+@final
+@attrs.frozen
+class Drift:
+    """One thing that differs.
+
+    Attributes:
+        kind: a key of ``KINDS``.
+        where: the leaf path, the component or the contract key.
+        saved: what the checkpoint says.
+        wanted: what this run says.
+        verdict: what is done about it.
+    """
+
+    kind: str
+    where: str
+    saved: str
+    wanted: str
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        return f"{self.verdict:7} {self.kind:18} {self.where}: saved {self.saved}, wanted {self.wanted}"
+
+
+def check_policy(policy: Mapping[str, str] | None) -> dict[str, Verdict]:
+    """A policy with every kind and verdict checked before anything is read.
+
+    Args:
+        policy: drift kind (or ``"contract:<key>"`` for one key) -> ``refuse``, ``warn`` or ``adapt``.
+
+    Raises:
+        InvalidArgument: for an unknown kind, or a verdict that the kind cannot have.
+
+    Examples:
+        >>> check_policy({"dtype": "adapt"})
+        {'dtype': 'adapt'}
+        >>> check_policy({"shape": "adapt"})
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.InvalidArgument: policy['shape']: expected one of ['refuse'], found 'adapt'; another \
+shape; nothing can be adapted
+    """
+    checked: dict[str, Verdict] = {}
+    for kind, verdict in (policy or {}).items():
+        if kind not in KINDS and not kind.startswith("contract:"):
+            raise InvalidArgument(
+                f"policy[{kind!r}]", expected=f"a kind among {sorted(KINDS)}", found=kind, mend="correct the name"
+            )
+        _, allowed, about = KINDS["contract" if kind.startswith("contract:") else kind]
+        if verdict not in allowed:
+            raise InvalidArgument(
+                f"policy[{kind!r}]", expected=f"one of {sorted(allowed)}", found=repr(verdict), mend=about
+            )
+        checked[kind] = verdict  # type: ignore[assignment] # membership was just checked
+    return checked
+
+
+def make_drift(kind: str, where: str, *, saved: object, wanted: object, policy: Mapping[str, Verdict]) -> Drift:
+    """A drift with the verdict that the policy, or else the default of its kind, gives it."""
+    verdict = policy.get(f"contract:{where}", policy.get(kind, KINDS[kind][0]))
+    return Drift(kind, where, str(saved), str(wanted), verdict)
+
+
+def contract_kind(key: str) -> str:
+    """The kind of drift that a contract key stands for.
+
+    Examples:
+        >>> contract_kind("scheduler.total"), contract_kind("batch_size"), contract_kind("tokenizer")
+        ('horizon', 'batch_size', 'contract')
+    """
+    exact = {"optimizer.kind": "optimizer", "dataset.length": "dataset_size", "dataset_size": "dataset_size"}
+    if key in exact:
+        return exact[key]
+    if key.startswith("optimizer."):
+        return "hyperparameters"
+    if key.startswith("scheduler."):
+        return "horizon" if key.rsplit(".", 1)[1] in {"total", "horizon", "total_steps"} else "schedule"
+    if key.startswith("dataset."):
+        return "dataset"
+    return key if key in {"batch_size", "accumulate", "horizon"} else "contract"

@@ -1,0 +1,368 @@
+"""`plan_resume`: which checkpoint, which components, what happens to every leaf, or every reason why not (V01).
+
+Nothing is loaded and nothing is touched here. The plan is a value: it prints, compares, and has the same digest on every
+rank that sees the same things.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, final
+
+import attrs
+
+from trainfold.core.codec import digest_of
+from trainfold.core.compare import Findings, compare_component, compare_contract
+from trainfold.core.components import BUILTIN_COMPONENTS
+from trainfold.core.errors import InvalidArgument, UnknownComponent
+from trainfold.core.inventory import Inventory, Problem, lineage, problem_of
+from trainfold.core.manifest import Manifest
+from trainfold.core.policy import Drift, Verdict, check_policy
+from trainfold.core.scalars import Json
+from trainfold.core.structure import Described
+
+Verb: TypeAlias = Literal["load", "adopt", "reset", "keep"]
+
+
+@final
+@attrs.frozen
+class Target:
+    """The run that wants to resume, without its values.
+
+    Attributes:
+        components: name -> description of what the run has now.
+        contract: what the run says of itself, to be compared with what was saved.
+        rank: this rank.
+        world_size: ranks of this run.
+        versions: library -> version.
+    """
+
+    components: Mapping[str, Described]
+    contract: Mapping[str, Json] = attrs.field(factory=dict)
+    rank: int = 0
+    world_size: int = 1
+    versions: Mapping[str, str] = attrs.field(factory=dict)
+
+
+@final
+@attrs.frozen
+class Request:
+    """What the caller asks for. Make it with `make_request`.
+
+    Attributes:
+        step: an explicit step, or None for the newest of the current timeline.
+        components: the components to load, or None for all.
+        policy: drift kind -> verdict, where the default is not wanted.
+        reset: component -> why it starts anew on purpose.
+    """
+
+    step: int | None = None
+    components: tuple[str, ...] | None = None
+    policy: Mapping[str, Verdict] = attrs.field(factory=dict)
+    reset: Mapping[str, str] = attrs.field(factory=dict)
+
+
+@final
+@attrs.frozen
+class ComponentAction:
+    """What happens to one component.
+
+    Attributes:
+        name: the component.
+        verb: ``load`` (into the target's structure), ``adopt`` (take the saved structure), ``reset`` (start anew, on
+            purpose) or ``keep`` (the target's stays: not asked for, or not saved).
+        part: index of the saved structure, for components saved once for each rank.
+        tensors: how many stored tensors are read.
+        size_bytes: how many bytes.
+        cast: path -> dtype to cast to.
+        kept: paths that keep the target's value.
+        note: why, in words.
+    """
+
+    name: str
+    verb: Verb
+    part: int = 0
+    tensors: int = 0
+    size_bytes: int = 0
+    cast: Mapping[str, str] = attrs.field(factory=dict)
+    kept: tuple[str, ...] = ()
+    note: str = ""
+
+
+@final
+@attrs.frozen
+class ResumePlan:
+    """What a resume will do. Prints as a table.
+
+    Attributes:
+        run: where the run is.
+        checkpoint: the directory of the chosen checkpoint.
+        manifest: its proved manifest.
+        actions: one for each component.
+        drifts: everything that differs and is not refused.
+        passed_over: checkpoints that would have been preferred, and what is wrong with each.
+        notes: what was ignored or assumed.
+    """
+
+    run: str
+    checkpoint: str
+    manifest: Manifest
+    actions: tuple[ComponentAction, ...]
+    drifts: tuple[Drift, ...]
+    passed_over: tuple[Problem, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The step that the run goes on from."""
+        return self.manifest.head.step
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that will be read."""
+        return sum(action.size_bytes for action in self.actions)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a person should hear: checkpoints passed over, and drifts with the verdict ``warn``."""
+        return (
+            *(f"passed over {problem}" for problem in self.passed_over),
+            *(str(drift) for drift in self.drifts if drift.verdict == "warn"),
+        )
+
+    def digest(self) -> str:
+        """A digest of every decision; equal on all ranks that decide alike (V05)."""
+        files = [file.digest for file in self.manifest.files]
+        decided = (self.checkpoint, str(self.manifest.head), files, self.actions, self.drifts)
+        return digest_of(repr(decided).encode("utf-8", "backslashreplace"))
+
+    def __str__(self) -> str:
+        rows = [
+            f"{action.name:12} {action.verb:6} {action.tensors:>7} tensors {action.size_bytes:>15,} bytes"
+            f"{f'  cast {len(action.cast)}' if action.cast else ''}{f'  kept {len(action.kept)}' if action.kept else ''}"
+            f"{f'  ({action.note})' if action.note else ''}"
+            for action in self.actions
+        ]
+        return "\n".join(
+            [
+                f"resume {self.run} from {self.checkpoint}: step {self.step}, {self.size_bytes:,} bytes",
+                *rows,
+                *(f"drift        {drift}" for drift in self.drifts),
+                *(f"passed over  {problem}" for problem in self.passed_over),
+                *(f"note         {note}" for note in self.notes),
+            ]
+        )
+
+
+@final
+@attrs.frozen
+class Refusal:
+    """Every reason why a resume would not be exact. Prints as a list.
+
+    Attributes:
+        run: where the run is.
+        checkpoint: the checkpoint that was considered, or None.
+        reasons: drifts that the policy refuses, and problems of checkpoints.
+    """
+
+    run: str
+    checkpoint: str | None
+    reasons: tuple["Drift | Problem", ...]
+
+    @property
+    def exit_code(self) -> int:
+        """The code of the only problem, else that of a refusal (20)."""
+        codes = {reason.exit_code if isinstance(reason, Problem) else 20 for reason in self.reasons}
+        return codes.pop() if len(codes) == 1 else 20
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {reason}" for reason in self.reasons)
+
+
+def make_request(
+    *,
+    step: int | None = None,
+    components: Sequence[str] | None = None,
+    policy: Mapping[str, str] | None = None,
+    reset: Mapping[str, str] | None = None,
+) -> Request:
+    """Return a checked request.
+
+    Args:
+        step: an explicit step; None for the newest.
+        components: the components to load; None for all.
+        policy: drift kind -> ``refuse``, ``warn`` or ``adapt``; see `KINDS` for the kinds and their defaults.
+        reset: component -> why it starts anew; the reason is kept in the plan.
+
+    Raises:
+        InvalidArgument: for a negative step, an unknown kind, or an empty reason.
+
+    Examples:
+        >>> make_request(step=120, reset={"rng": "a new seed on purpose"}).step
+        120
+    """
+    if step is not None and (type(step) is not int or step < 0):
+        raise InvalidArgument("step", expected="an int >= 0", found=repr(step), mend="name a saved step")
+    for name, reason in (reset or {}).items():
+        if not isinstance(reason, str) or not reason.strip():
+            raise InvalidArgument(
+                f"reset[{name!r}]", expected="the reason in words", found=repr(reason), mend="say why it starts anew"
+            )
+    names = None if components is None else tuple(dict.fromkeys(components))
+    return Request(step, names, check_policy(policy), dict(reset or {}))
+
+
+def next_to_examine(inventory: Inventory, request: Request) -> str | None:
+    """The checkpoint whose manifest must be read before a plan can be made, or None when enough is known.
+
+    Examples:
+        >>> from trainfold.core.inventory import Entry
+        >>> from trainfold.core.manifest import Head
+        >>> next_to_examine(Inventory("r", "r", (Entry("step-00000007", Head("r", 7)),)), Request())
+        'step-00000007'
+    """
+    if inventory.problem is not None:
+        return None
+    if request.step is not None:
+        chosen = [entry for entry in inventory.entries if entry.head and entry.head.step == request.step]
+        return next((entry.name for entry in chosen if entry.manifest is None and entry.problem is None), None)
+    first = next(iter(lineage(inventory)), None)
+    return first.name if first is not None and first.manifest is None else None
+
+
+def plan_resume(inventory: Inventory, target: Target, request: Request) -> ResumePlan | Refusal:
+    """Decide how a run resumes, or list every reason why it cannot.
+
+    Args:
+        inventory: the run, with the manifest of the checkpoint that `next_to_examine` asked for.
+        target: what wants to resume.
+        request: what was asked for.
+
+    Returns:
+        A plan, or a refusal with all reasons at once.
+
+    Raises:
+        UnknownComponent: if the request names a component that neither the target nor the checkpoint has.
+
+    Examples:
+        >>> print(plan_resume(Inventory("runs/a", "r", ()), Target({}), Request()))
+          RunEmpty: runs/a: expected a complete checkpoint, found none; train from the start, or point at another run
+    """
+    manifest = _chosen(inventory, request)
+    if not isinstance(manifest, Manifest):
+        return Refusal(inventory.run, None, manifest)
+    _check_names(manifest, target, request)
+    findings = Findings(request.policy)
+    actions = tuple(_action(name, manifest, target, request, findings) for name in _names(manifest, target))
+    compare_contract(manifest, target.contract, target.world_size, target.versions, findings)
+    actions = tuple(_with_targets_choices(action, findings.drifts) for action in actions)
+    checkpoint = f"step-{manifest.head.step:08d}"
+    refused = tuple(drift for drift in findings.drifts if drift.verdict == "refuse")
+    if refused or findings.problems:
+        return Refusal(inventory.run, checkpoint, (*findings.problems, *refused))
+    passed = () if request.step is not None else _passed_over(inventory, manifest)
+    return ResumePlan(
+        inventory.run, checkpoint, manifest, actions, tuple(findings.drifts), passed, _notes(inventory, manifest)
+    )
+
+
+def _chosen(inventory: Inventory, request: Request) -> Manifest | tuple[Problem, ...]:
+    if inventory.problem is not None:
+        return (inventory.problem,)
+    if request.step is not None:
+        name = f"step-{request.step:08d}"
+        entry = inventory.entry(name)
+        if entry is not None and entry.problem is None and entry.manifest is not None:
+            return entry.manifest
+        if entry is not None and entry.problem is not None:
+            return (entry.problem,)
+        saved = [each.head.step for each in inventory.entries if each.head is not None]
+        return (_problem("CheckpointMissing", f"{inventory.run}/{name}", "a checkpoint of this step",
+                         f"steps {saved[-8:]}" if saved else "no checkpoint", "name a saved step, or none for the newest", 11),)  # fmt: skip
+    first = next(iter(lineage(inventory)), None)
+    if first is not None and first.manifest is not None:
+        return first.manifest
+    bad = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is not None)
+    torn = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is None)
+    empty = _problem("RunEmpty", inventory.run, "a complete checkpoint", "none",
+                     "train from the start, or point at another run", 12)  # fmt: skip
+    return bad or (empty, *torn)
+
+
+def _check_names(manifest: Manifest, target: Target, request: Request) -> None:
+    known = {*BUILTIN_COMPONENTS, *target.components, *(each.name for each in manifest.components)}
+    unknown = [name for name in (*(request.components or ()), *request.reset) if name not in known]
+    if unknown:
+        raise UnknownComponent(
+            "components", expected=f"names among {sorted(known)}", found=unknown, mend="correct the name"
+        )
+
+
+def _names(manifest: Manifest, target: Target) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*target.components, *(component.name for component in manifest.components)]))
+
+
+def _action(name: str, manifest: Manifest, target: Target, request: Request, findings: Findings) -> ComponentAction:
+    wanted, saved = target.components.get(name), manifest.component(name)
+    if name in request.reset:
+        return ComponentAction(name, "reset", note=request.reset[name])
+    if request.components is not None and name not in request.components:
+        return ComponentAction(name, "keep", note="not asked for")
+    if saved is None:
+        kind = "external_weights" if name == "model" and name in manifest.omitted else "missing_component"
+        findings.drift(kind, name, saved="nothing", wanted="the component")
+        return ComponentAction(name, "keep", note="not saved")
+    part = 0
+    if len(saved.nodes) > 1:
+        if len(saved.nodes) != target.world_size:
+            findings.drift("per_rank", name, saved=f"{len(saved.nodes)} ranks", wanted=f"{target.world_size} ranks")
+            return ComponentAction(name, "keep", note="saved for another world")
+        part = target.rank
+    records = saved.tensors[part]
+    verb, cast, kept = compare_component(name, saved, part, wanted, findings)
+    used = [record for record in records if record.path not in findings.ignored]
+    size = sum(shard.stop - shard.start for record in used for shard in record.shards)
+    note = "the target has none" if wanted is None else ""
+    return ComponentAction(name, verb, part, len(used), size, cast, kept, note)
+
+
+def _with_targets_choices(action: ComponentAction, drifts: Sequence[Drift]) -> ComponentAction:
+    """Where the policy lets a difference of the contract pass, the value of the target is the one to use."""
+    passed = [drift for drift in drifts if drift.verdict != "refuse"]
+    if action.name == "optimizer":
+        kept = [drift.where for drift in passed if drift.kind == "hyperparameters"]
+    elif action.name == "dataset":
+        kept = [drift.where for drift in passed if drift.kind == "dataset"]
+    elif action.name == "scheduler" and any(drift.kind in {"horizon", "schedule"} for drift in passed):
+        return ComponentAction(action.name, "keep", note="the target's, by policy")
+    else:
+        kept = []
+    return attrs.evolve(action, kept=(*action.kept, *kept)) if kept else action
+
+
+def _passed_over(inventory: Inventory, manifest: Manifest) -> tuple[Problem, ...]:
+    chosen = (manifest.head.timeline, manifest.head.step)
+    return tuple(
+        entry.problem
+        for entry in inventory.entries
+        if entry.problem is not None
+        and (entry.head is None or (entry.head.timeline, entry.head.step) > chosen)
+        and (entry.head is not None or entry.name > f"step-{manifest.head.step:08d}")
+    )
+
+
+def _notes(inventory: Inventory, manifest: Manifest) -> tuple[str, ...]:
+    left = sorted(
+        entry.head.step for entry in inventory.entries
+        if entry.head is not None and entry.head.timeline < manifest.head.timeline
+        and entry.head.step > dict(manifest.head.forks).get(entry.head.timeline, -1)
+    )  # fmt: skip
+    return (f"steps {left} were left behind by a rewind (timeline {manifest.head.timeline})",) if left else ()
+
+
+def _problem(*parts: Any) -> Problem:
+    return Problem(*parts)
+
+
+__all__ = [
+    "ComponentAction", "Refusal", "Request", "ResumePlan", "Target", "make_request", "next_to_examine", "plan_resume",
+    "problem_of",
+]  # fmt: skip

@@ -1,0 +1,353 @@
+"""`SavePlan`: what a save will write, rank by rank and byte by byte, decided before anything is touched.
+
+Law: the plan is a function of the ranks' descriptions alone, so every rank that gathers them computes the same plan.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import final
+
+import attrs
+
+from trainfold.core.codec import STORED, size_bytes, stored_shape
+from trainfold.core.errors import InvalidArgument, InvalidState, RanksDisagree
+from trainfold.core.scalars import Json, canonical_json
+from trainfold.core.spec import Box, LeafSpec
+from trainfold.core.structure import Described
+
+ALIGNMENT_BYTES = 4096
+DIRECTORY = re.compile(r"step-(\d{8,18})")
+MANIFEST = "manifest.json"
+
+
+@final
+@attrs.frozen
+class TensorPlacement:
+    """Where a tensor, or a slice of one, lies in a file.
+
+    Attributes:
+        path: the leaf path.
+        dtype: torch's name of the dtype.
+        stored: the safetensors dtype.
+        shape: the shape of what is stored, in torch's dtype.
+        start: first byte in the file.
+        stop: one past its last byte.
+        box: the part of the global tensor, one (start, stop) pair a dimension.
+    """
+
+    path: str
+    dtype: str
+    stored: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    box: Box
+
+
+@final
+@attrs.frozen
+class FilePlan:
+    """One safetensors file: its name, its writer and its exact size.
+
+    Attributes:
+        name: a single path component.
+        component: the component whose tensors it holds.
+        rank: the rank that writes it.
+        header: the 8-byte length and the JSON header, padded so that the data begins at a multiple of 4096.
+        size_bytes: of the whole file.
+        tensors: in the order of their bytes.
+    """
+
+    name: str
+    component: str
+    rank: int
+    header: bytes
+    size_bytes: int
+    tensors: tuple[TensorPlacement, ...]
+
+
+@final
+@attrs.frozen
+class ComponentPlan:
+    """One component of a save.
+
+    Attributes:
+        name: the component.
+        nodes: its structure; one for all ranks, or one for each rank where its pattern is per-rank.
+        tensors: for each node, path -> spec of its tensors, in the order of their indices.
+    """
+
+    name: str
+    nodes: tuple[Json, ...]
+    tensors: tuple[Mapping[str, LeafSpec], ...]
+
+
+@final
+@attrs.frozen
+class SavePlan:
+    """What a save will write. Prints as a table.
+
+    Attributes:
+        step: the step that the state is at.
+        directory: the checkpoint's name, ``step-00000120``.
+        world_size: ranks that take part.
+        components: in the state's order.
+        files: every file of every rank.
+    """
+
+    step: int
+    directory: str
+    world_size: int
+    components: tuple[ComponentPlan, ...]
+    files: tuple[FilePlan, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(file.size_bytes for file in self.files)
+
+    def files_of(self, rank: int) -> tuple[FilePlan, ...]:
+        """The files that one rank writes."""
+        return tuple(file for file in self.files if file.rank == rank)
+
+    def __str__(self) -> str:
+        rows = [
+            f"{f.name:44} rank {f.rank:<4} {len(f.tensors):>7} tensors {f.size_bytes:>15,} bytes" for f in self.files
+        ]
+        names = ", ".join(component.name for component in self.components)
+        return "\n".join([f"save {self.directory}: {names}; {self.world_size} ranks, {self.size_bytes:,} bytes", *rows])
+
+
+def directory_of(step: int) -> str:
+    """The name of the checkpoint of a step.
+
+    Examples:
+        >>> directory_of(120)
+        'step-00000120'
+    """
+    return f"step-{step:08d}"
+
+
+def step_of(directory: str) -> int | None:
+    """The step that a directory's name says, or None for a foreign name; the match is anchored (C12).
+
+    Examples:
+        >>> step_of("step-00000120"), step_of("step-00000120.bak"), step_of("step-7")
+        (120, None, None)
+    """
+    found = DIRECTORY.fullmatch(directory)
+    return int(found[1]) if found and directory_of(int(found[1])) == directory else None
+
+
+def plan_save(
+    ranks: Sequence[Mapping[str, Described]], *, step: int, revision: int = 0, per_rank: Collection[str] = ("rng",)
+) -> SavePlan:
+    """Decide which rank writes which bytes into which file.
+
+    Replicated tensors are written once, each by one rank, so that the ranks' bytes are balanced; a slice is written by a
+    rank that has it.
+
+    Args:
+        ranks: for each rank, component name -> description, as `describe` made it.
+        step: the state's step, >= 0.
+        revision: how often this step has been saved before; later saves use new file names, so that the old
+            checkpoint stays whole until the new manifest replaces the old one (C08).
+        per_rank: components that may differ between ranks, and are then stored once for each rank (B05).
+
+    Returns:
+        The plan; equal on every rank.
+
+    Raises:
+        InvalidArgument: if the step or the revision is negative, or there is no rank.
+        RanksDisagree: if a component that must be the same on all ranks is not, naming the first leaf.
+        InvalidState: if the slices of a tensor overlap or do not cover it.
+
+    Examples:
+        >>> import torch
+        >>> from trainfold.core.structure import describe
+        >>> plan = plan_save([{"ema": describe({"w": torch.zeros(3)}, "ema")[0]}], step=7)
+        >>> plan.directory, plan.files[0].name, plan.files[0].size_bytes
+        ('step-00000007', 'ema-00000-of-00001.safetensors', 4108)
+    """
+    if not ranks or step < 0 or revision < 0 or step >= 10**18:
+        raise InvalidArgument(
+            "plan_save", expected="ranks, 0 <= step < 10**18 and revision >= 0", found=f"step {step}, {len(ranks)} ranks",
+            mend="save a state whose trainer component counts steps from 0",
+        )  # fmt: skip
+    names = list(ranks[0])
+    for rank, described in enumerate(ranks):
+        if list(described) != names:
+            raise _disagree("components", names, list(described), rank)
+    components = tuple(_component(name, [described[name] for described in ranks], per_rank) for name in names)
+    files = [
+        file
+        for component in components
+        for file in _files(component, [described[component.name] for described in ranks], revision)
+    ]
+    return SavePlan(step, directory_of(step), len(ranks), components, tuple(files))
+
+
+def _component(name: str, ranks: list[Described], per_rank: Collection[str]) -> ComponentPlan:
+    first = ranks[0]
+    shapes = {path: (spec.dtype, spec.shape) for path, spec in first.tensors.items()}
+    for rank, other in enumerate(ranks[1:], start=1):
+        if other is first or (
+            other.node == first.node
+            and shapes == {path: (spec.dtype, spec.shape) for path, spec in other.tensors.items()}
+            and list(other.tensors) == list(first.tensors)
+        ):
+            continue
+        if name in per_rank:
+            break
+        mine, theirs = _first_difference(first.node, other.node)
+        raise _disagree(name, mine, theirs, rank)
+    if name in per_rank and len(ranks) > 1:
+        return ComponentPlan(name, tuple(each.node for each in ranks), tuple(each.tensors for each in ranks))
+    return ComponentPlan(name, (first.node,), (first.tensors,))
+
+
+def _files(component: ComponentPlan, ranks: list[Described], revision: int) -> Iterable[FilePlan]:
+    world = len(ranks)
+    mine: dict[int, list[tuple[str, LeafSpec, Box]]] = defaultdict(list)
+    if len(component.nodes) > 1:
+        for rank, tensors in enumerate(component.tensors):
+            mine[rank] = [(path, spec, whole_box(spec.shape)) for path, spec in tensors.items()]
+    else:
+        load = [0] * world
+        pieces = [piece for path in component.tensors[0] for piece in _pieces(path, [r.tensors[path] for r in ranks])]
+        order = range(len(pieces)) if world == 1 else sorted(range(len(pieces)), key=lambda i: -pieces[i][4])
+        for i in order:
+            path, spec, box, holders, nbytes = pieces[i]
+            rank = min(holders, key=lambda holder: (load[holder], holder)) if world > 1 else 0
+            load[rank] += nbytes
+            mine[rank].append((path, spec, box))
+    suffix = f".r{revision}" if revision else ""
+    for rank in sorted(mine):
+        if mine[rank]:
+            name = f"{component.name}-{rank:05d}-of-{world:05d}{suffix}.safetensors"
+            yield _file(name, component.name, rank, mine[rank])
+
+
+def _pieces(path: str, specs: list[LeafSpec]) -> list[tuple[str, LeafSpec, Box, list[int], int]]:
+    spec = specs[0]
+    if not any(other.slices for other in specs):
+        return [(path, spec, whole_box(spec.shape), list(range(len(specs))), size_bytes(spec.dtype, spec.shape))]
+    holders: dict[Box, list[int]] = defaultdict(list)
+    for rank, other in enumerate(specs):
+        for box in other.slices or (whole_box(other.shape),):
+            if volume(box) or not volume(whole_box(spec.shape)):
+                holders[box].append(rank)
+    check_cover(path, list(holders), spec.shape)
+    itemsize = STORED[spec.dtype].itemsize
+    return [(path, spec, box, ranks, volume(box) * itemsize) for box, ranks in holders.items()]
+
+
+def check_cover(path: str, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
+    """Check that boxes tile a shape: disjoint, and covering all of it.
+
+    Raises:
+        InvalidState: naming the leaf and what is not covered once.
+
+    Examples:
+        >>> check_cover("w", [((0, 2),), ((2, 3),)], (3,))
+    """
+    overlap = any(
+        volume(one) and volume(other) and intersect(one, other) is not None
+        for i, one in enumerate(boxes)
+        for other in boxes[:i]
+    )
+    covered, whole = sum(volume(box) for box in boxes), volume(whole_box(shape))
+    if overlap or covered != whole or not boxes:
+        raise InvalidState(
+            path,
+            expected=f"slices that cover {list(shape)} once",
+            found=f"{len(boxes)} slices with {covered} of {whole} elements{', overlapping' if overlap else ''}",
+            mend="give each rank its own slice of the global tensor",
+        )
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """The box that is all of a shape."""
+    return tuple((0, size) for size in shape)
+
+
+def volume(box: Box) -> int:
+    """How many elements a box holds; 1 for a scalar's."""
+    total = 1
+    for start, stop in box:
+        total *= stop - start
+    return total
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """The common part of two boxes, or None.
+
+    Examples:
+        >>> intersect(((0, 4), (0, 2)), ((2, 6), (0, 2)))
+        ((2, 4), (0, 2))
+    """
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def _file(name: str, component: str, rank: int, held: list[tuple[str, LeafSpec, Box]]) -> FilePlan:
+    # Wide dtypes first: with no gaps allowed between tensors, this alone keeps each one aligned to its item size.
+    held = sorted(held, key=lambda piece: -STORED[piece[1].dtype].itemsize)
+    header: dict[str, Json] = {"__metadata__": {"format": "pt", "trainfold": component}}
+    offset = 0
+    spans = []
+    for path, spec, box in held:
+        stored = STORED[spec.dtype]
+        shape = tuple(stop - start for start, stop in box)
+        end = offset + size_bytes(spec.dtype, shape)
+        key = storage_key(path)
+        header[path if key in header else key] = {
+            "dtype": stored.name,
+            "shape": list(stored_shape(spec.dtype, shape)),
+            "data_offsets": [offset, end],
+        }
+        spans.append((path, spec.dtype, stored.name, shape, offset, end, box))
+        offset = end
+    text = canonical_json(header)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT_BYTES)
+    base = 8 + len(text)
+    placements = tuple(
+        TensorPlacement(path, dtype, stored_name, shape, base + start, base + stop, box)
+        for path, dtype, stored_name, shape, start, stop, box in spans
+    )
+    return FilePlan(name, component, rank, len(text).to_bytes(8, "little") + text, base + offset, placements)
+
+
+def storage_key(path: str) -> str:
+    """The name of a tensor inside its safetensors file: the FQN for the model, else the leaf path.
+
+    Examples:
+        >>> storage_key("model.params['h.0.weight']"), storage_key("optimizer.slots['w']['step']")
+        ('h.0.weight', "optimizer.slots['w']['step']")
+    """
+    for prefix in ("model.params['", "model.buffers['"):
+        if path.startswith(prefix) and path.endswith("']"):
+            return path[len(prefix) : -2]
+    return path
+
+
+def _first_difference(one: Json, other: Json, limit: int = 80) -> tuple[str, str]:
+    if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
+        for key in one:
+            if one[key] != other[key]:
+                return _first_difference(one[key], other[key])
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for mine, theirs in zip(one, other, strict=True):
+            if mine != theirs:
+                return _first_difference(mine, theirs)
+    return repr(one)[:limit], repr(other)[:limit]
+
+
+def _disagree(where: str, mine: object, theirs: object, rank: int) -> RanksDisagree:
+    return RanksDisagree(
+        where,
+        expected=f"what rank 0 has: {mine}",
+        found=f"on rank {rank}: {theirs}",
+        mend="make it equal on all ranks, or name the component in `per_rank`",
+    )

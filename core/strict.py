@@ -1,0 +1,122 @@
+"""Strict reading of JSON that may be hostile: one object, no duplicate keys, and checked fields (U04, U05)."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from trainfold.core.codec import DIGEST_PREFIX
+from trainfold.core.errors import CheckpointHostile
+from trainfold.core.scalars import Json
+
+_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+_HEX = frozenset("0123456789abcdef")
+_MAX_COUNT = 2**62
+
+
+def strict_json(text: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object; duplicate keys, NaN, foreign encodings and absurd depths are refused (U05).
+
+    Raises:
+        CheckpointHostile: for anything else than one plain object.
+
+    Examples:
+        >>> strict_json(b'{"a": 1, "a": 2}', "manifest.json")
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.CheckpointHostile: manifest.json: expected one JSON object, found the key 'a' twice; do not \
+use this checkpoint; fall back to an older one
+    """
+    try:
+        found = json.loads(text.decode("ascii"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise hostile(where, "one JSON object", str(error)[:120]) from None
+    if not isinstance(found, dict):
+        raise hostile(where, "one JSON object", type(found).__name__)
+    return found
+
+
+def hostile(where: str, expected: object, found: object) -> CheckpointHostile:
+    """The error for contents that no trainfold writes."""
+    return CheckpointHostile(
+        where, expected=expected, found=found, mend="do not use this checkpoint; fall back to an older one"
+    )
+
+
+def single_name(value: object, where: str) -> str:
+    """A checked single path component: no separator, no leading dot, plain ASCII (U04).
+
+    Examples:
+        >>> single_name("model-00000-of-00001.safetensors", "manifest.json")
+        'model-00000-of-00001.safetensors'
+    """
+    if not isinstance(value, str) or not 0 < len(value) <= 200 or value[0] == "." or not set(value) <= _NAME_CHARACTERS:
+        raise hostile(where, "a plain name in one directory", repr(value)[:80])
+    return value
+
+
+def fields(document: Json, names: set[str], where: str, *, exact: bool) -> None:
+    """Check that an object has these fields (and, if exact, no others)."""
+    if not isinstance(document, Mapping):
+        raise hostile(where, "an object", type(document).__name__)
+    missing, unknown = sorted(names - set(document)), sorted(set(document) - names)
+    if missing or (exact and unknown):
+        raise hostile(
+            where, f"the fields {sorted(names)}", f"missing {missing}, unknown {[u[:40] for u in unknown[:8]]}"
+        )
+
+
+def count(value: object, where: str, *, least: int = 0) -> int:
+    """A checked int in ``least..2**62``."""
+    if type(value) is not int or not least <= value <= _MAX_COUNT:
+        raise hostile(where, f"an int in {least}..2**62", repr(value)[:40])
+    return value
+
+
+def text_of(value: object, where: str) -> str:
+    """A checked string."""
+    if not isinstance(value, str):
+        raise hostile(where, "text", type(value).__name__)
+    return value
+
+
+def list_of(value: object, where: str) -> list[Any]:
+    """A checked list."""
+    if not isinstance(value, list):
+        raise hostile(where, "a list", type(value).__name__)
+    return value
+
+
+def sized(value: object, length: int, where: str) -> list[Any]:
+    """A checked list of one length."""
+    found = list_of(value, where)
+    if len(found) != length:
+        raise hostile(where, f"a list of {length}", f"{len(found)} items")
+    return found
+
+
+def mapping_of(value: object, where: str) -> dict[str, Any]:
+    """A checked object."""
+    if not isinstance(value, dict):
+        raise hostile(where, "an object", type(value).__name__)
+    return value
+
+
+def digest_text(value: object, where: str) -> str:
+    """A checked digest in text form."""
+    size = len(DIGEST_PREFIX) + 32
+    if not isinstance(value, str) or len(value) != size or value[:5] != DIGEST_PREFIX or not set(value[5:]) <= _HEX:
+        raise hostile(where, "a digest xxh3:<32 hex digits>", repr(value)[:60])
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:40]!r} twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"the constant {name}")

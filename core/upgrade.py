@@ -1,0 +1,55 @@
+"""Schema versions of the manifest, and the upgrade of old documents, one function a step."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainfold.core.errors import CheckpointHostile, FutureVersion
+
+SCHEMA_VERSION = 1
+
+# version -> the function that makes a document of the next version from one of this version
+UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+
+def upgraded(
+    document: dict[str, Any],
+    where: str,
+    *,
+    current: int = SCHEMA_VERSION,
+    upgrades: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = UPGRADES,
+) -> dict[str, Any]:
+    """The document in the current schema; ``schema_version`` keeps saying what was written.
+
+    Args:
+        document: a parsed manifest.
+        where: its path, for errors.
+        current: the version to arrive at.
+        upgrades: the function for each step; an argument so that tests can bring their own history.
+
+    Raises:
+        FutureVersion: if the document is newer than ``current``.
+        CheckpointHostile: if it has no version, or one that never existed.
+
+    Examples:
+        >>> upgraded({"schema_version": 1, "old": 5}, "m", current=2, upgrades={1: lambda d: {"new": d["old"]}})
+        {'new': 5, 'schema_version': 1}
+    """
+    written = document.get("schema_version")
+    if type(written) is int and written > current:
+        raise FutureVersion(
+            where,
+            expected=f"schema_version <= {current}",
+            found=written,
+            mend="upgrade trainfold: this checkpoint was written by a newer release",
+        )
+    known = range(min(upgrades, default=current), current + 1)
+    if type(written) is not int or written not in known:
+        raise CheckpointHostile(
+            where,
+            expected=f"a schema_version in {known.start}..{current}",
+            found=repr(written)[:40],
+            mend="do not use this checkpoint; fall back to an older one",
+        )
+    for version in range(written, current):
+        document = upgrades[version](document)
+    return {**document, "schema_version": written}
