@@ -1,0 +1,94 @@
+"""`init_state`: the first state of a run, copied from a model that is left as it was."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainfold.core.errors import InvalidState
+from trainfold.core.leaves import Leaves
+from trainfold.core.names import NamedTensors, named_tensors
+from trainfold.core.rng import make_key
+from trainfold.core.schedule import ScheduleFunction, describe
+from trainfold.core.sharing import check_apart
+from trainfold.core.state import ModelState, Progress, TrainState
+
+
+def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names for the rest)
+    model: torch.nn.Module,
+    optimizer: Any,
+    *,
+    seed: int = 0,
+    schedule: ScheduleFunction | None = None,
+    dataset: Any = None,
+    extra: Mapping[str, Any] | None = None,
+) -> TrainState:
+    """Make the state before the first step.
+
+    Args:
+        model: a module with real tensors; its tensors are copied, and it is left as it was.
+        optimizer: a pair ``(init, update)``, such as `trainfold.optimizer` returns.
+        seed: the root of all randomness of the steps.
+        schedule: its description, and so the horizon, becomes the ``scheduler`` component.
+        dataset: the data position, such as a `DataCursor`.
+        extra: user-declared components by name.
+
+    Returns:
+        The state, with each tied parameter once.
+
+    Raises:
+        InvalidState: if the model is on the meta device or has parameters that are not initialised.
+        SharedStorage: if two tensors of the model share storage without being the same tensor.
+
+    Examples:
+        >>> from trainfold.core.optim import optimizer
+        >>> state = init_state(torch.nn.Linear(2, 1), optimizer(torch.optim.SGD, lr=0.1), seed=1)
+        >>> list(state.model.params), state.trainer.step
+        (['weight', 'bias'], 0)
+    """
+    named = check_real(model)
+    check_apart(
+        [*named.params.items(), *named.buffers.items()],
+        mend="tie by assigning the same Parameter object, or give each a storage of its own",
+    )
+    params = {name: value.detach().clone() for name, value in named.params.items()}
+    init, _ = optimizer
+    return TrainState(
+        model=ModelState(
+            params=Leaves(params),
+            buffers=Leaves({name: value.detach().clone() for name, value in named.buffers.items()}),
+            ties=named.ties,
+        ),
+        optimizer=init(params),
+        scheduler=describe(schedule),
+        trainer=Progress(),
+        dataset=dataset,
+        rng=make_key(seed),
+        extra=dict(extra or {}),
+    )
+
+
+def check_real(model: torch.nn.Module) -> NamedTensors:
+    """The named tensors of a model, if it has values.
+
+    Raises:
+        InvalidState: naming the parameters or buffers on the meta device, or not initialised.
+    """
+    named = named_tensors(model)
+    lazy = [name for name, value in named.params.items() if torch.nn.parameter.is_lazy(value)]
+    if lazy:
+        raise InvalidState(
+            "model",
+            expected="initialised parameters",
+            found=f"lazy ones: {lazy}",
+            mend="run the model once on a batch, so that their shapes are known",
+        )
+    meta = [name for name, value in {**named.params, **named.buffers}.items() if value.is_meta]
+    if meta:
+        raise InvalidState(
+            "model",
+            expected="parameters with values",
+            found=f"{len(meta)} on the meta device, such as {meta[0]!r}",
+            mend="model.to_empty(device=...) and initialise it, or build it outside of torch.device('meta')",
+        )
+    return named

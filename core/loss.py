@@ -1,0 +1,109 @@
+"""`Loss`: a sum and its denominator, never a mean, so that every window is normalised exactly once (A01, A02)."""
+
+from collections.abc import Mapping
+from typing import TypeAlias, final
+
+import attrs
+import torch
+
+from trainfold.core.errors import InvalidArgument
+
+Number: TypeAlias = int | float | torch.Tensor
+
+
+@final
+@attrs.frozen(eq=False)
+class Loss:
+    """What a loss function returns.
+
+    Attributes:
+        sum: the sum of the loss over the batch, a tensor with one element.
+        weight: what the sum is divided by, such as the number of valid tokens; 0 in a microbatch is fine.
+        metrics: name -> ``(num, den)``, reported as the ratio of their sums over the window and the ranks; a tensor
+            alone is a sum that is divided by the weight, as the loss is.
+    """
+
+    sum: torch.Tensor
+    weight: Number
+    metrics: Mapping[str, Number | tuple[Number, Number]] = attrs.field(factory=dict)
+
+
+@final
+@attrs.define(eq=False)
+class Totals:
+    """The sums of a window; numbers, or tensors that nobody has read yet, because reading waits for a device.
+
+    Attributes:
+        loss: the sum of the losses.
+        weight: the sum of the weights.
+        samples: how many samples there were.
+        metrics: name -> (num, den) sums.
+        suspects: ranks whose loss or gradient is not finite, as far as is known.
+    """
+
+    loss: Number = 0
+    weight: Number = 0
+    samples: int = 0
+    metrics: dict[str, tuple[Number, Number]] = attrs.field(factory=dict)
+    suspects: list[int] = attrs.field(factory=list)
+
+    def add(self, loss: Loss) -> None:
+        """Count one microbatch."""
+        self.loss = self.loss + wide(loss.sum)
+        weight = wide(loss.weight)
+        self.weight = self.weight + weight
+        for name, metric in loss.metrics.items():
+            num, den = metric if isinstance(metric, tuple) else (metric, weight)
+            old_num, old_den = self.metrics.get(name, (0, 0))
+            self.metrics[name] = (old_num + wide(num), old_den + wide(den))
+
+
+def wide(value: Number) -> Number:
+    """A number as it is; a tensor summed to one element, in float64 or int64, without its graph.
+
+    Examples:
+        >>> wide(torch.tensor([1.5, 2.5])), wide(torch.tensor([True, True])), wide(3)
+        (tensor(4., dtype=torch.float64), tensor(2), 3)
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    if value.is_floating_point():
+        return value.double().sum() if value.dim() else value.double()
+    return value.sum()
+
+
+def read(values: list[Number]) -> list[float | int]:
+    """The values as Python numbers, with one transfer where they are on a device.
+
+    Examples:
+        >>> read([1, torch.tensor(2), torch.tensor(0.5)])
+        [1, 2, 0.5]
+    """
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.device.type != "cpu"]
+    if not tensors:
+        return [value.item() if isinstance(value, torch.Tensor) else value for value in values]
+    arrived = iter(torch.stack([value.double() for value in tensors]).tolist())
+    return [
+        value if not isinstance(value, torch.Tensor) else value.item() if value.device.type == "cpu" else next(arrived)
+        for value in values
+    ]
+
+
+def check_loss(value: object) -> Loss:
+    """Check what a user's loss function returned.
+
+    Raises:
+        InvalidArgument: if it is not a `Loss` whose sum is one number.
+    """
+    if isinstance(value, Loss) and isinstance(value.sum, torch.Tensor) and value.sum.numel() == 1:
+        return value
+    found = type(value).__name__
+    if isinstance(value, Loss):
+        found = f"Loss(sum={type(value.sum).__name__} of shape {tuple(getattr(value.sum, 'shape', ()))})"
+    raise InvalidArgument(
+        "loss_fn",
+        expected="Loss(sum=a tensor with one element, weight=...)",
+        found=found,
+        mend='return Loss(sum=loss with reduction="sum", weight=its number of terms)',
+    )

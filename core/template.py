@@ -1,0 +1,204 @@
+"""`Template`: a private skeleton of a model, whose parameters and buffers are those of one state after another."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+
+from trainfold.core.errors import InvalidState, SpecMismatch
+from trainfold.core.init import check_real
+from trainfold.core.names import BufferSlot, named_tensors
+from trainfold.core.spec import AnySpec, diff_specs, leaf_spec
+from trainfold.core.state import ModelState
+
+
+@final
+class Mould:
+    """What templates are cast from: the structure of a user's model, and none of its parameters.
+
+    Args:
+        model: is read once and never changed or kept.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        named = check_real(model)
+        memo: dict[int, Any] = {id(value): _hollow_parameter(value) for value in named.params.values()}
+        memo |= {id(value): _hollow(value) for value in named.buffers.values()}
+        self._module = copy.deepcopy(model, memo)  # the memo stands in for the large tensors: they are not copied
+        self.ties = named.ties
+        self.specs: dict[str, AnySpec] = {}
+        self.specs |= {f"params[{name!r}]": leaf_spec(value, name) for name, value in named.params.items()}
+        self.specs |= {f"buffers[{name!r}]": leaf_spec(value, name) for name, value in named.buffers.items()}
+        tensors = [*named.params.values(), *named.buffers.values()]
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+
+    def cast(self) -> "Template":
+        """A new template."""
+        return Template(self, copy.deepcopy(self._module))
+
+
+@final
+class Template:
+    """A module that computes with the tensors of the state that is bound to it.
+
+    Attributes:
+        module: the skeleton.
+        params: FQN -> its parameter.
+        device: where the model was built.
+    """
+
+    def __init__(self, mould: Mould, module: torch.nn.Module) -> None:
+        named = named_tensors(module)
+        self.module = module
+        self.params = named.params
+        self.device = mould.device
+        self._mould = mould
+        self._persistent = [slot for slot in named.slots if slot.persistent]
+        self._transient = [(slot, slot.owner[slot.key]) for slot in named.slots if not slot.persistent]
+        self._pristine = [_clone(value) for _, value in self._transient]
+        self._bound: dict[str, torch.Tensor] | None = None
+        self._buffers: dict[str, torch.Tensor] | None = None
+        self._backup: dict[str, torch.Tensor] = {}
+
+    def holds(self, model: ModelState) -> bool:
+        """Whether the state's tensors are bound already."""
+        return model.params.alive() is self._bound and model.buffers.alive() is self._buffers
+
+    def bind(self, params: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], ties: object) -> None:
+        """Compute with these tensors from now on, without a copy.
+
+        Raises:
+            SpecMismatch: listing every name, shape and dtype that is not the model's.
+            InvalidState: if the ties differ, or a tensor is on another device.
+        """
+        check_model(self._mould, params, buffers, ties)
+        for name, param in self.params.items():
+            param.data = params[name]
+        for slot in self._persistent:
+            slot.owner[slot.key] = buffers[slot.name]
+        self._bound, self._buffers = params, buffers
+        self._backup = {}
+
+    def keep_buffers(self) -> None:
+        """Remember the buffers, because the forward writes to them."""
+        if not self._buffers:
+            return
+        if self._backup:
+            torch._foreach_copy_(list(self._backup.values()), list(self._buffers.values()))
+        else:
+            self._backup = {name: value.clone() for name, value in self._buffers.items()}
+
+    def undo(self) -> None:
+        """Put the buffers back as they were at `keep_buffers`, and drop the gradients."""
+        self.drop_grads()
+        self._reset_transient()
+        if self._buffers and self._backup:
+            torch._foreach_copy_(list(self._buffers.values()), list(self._backup.values()))
+            for slot in self._persistent:
+                slot.owner[slot.key] = self._buffers[slot.name]
+
+    def harvest(self) -> dict[str, torch.Tensor]:
+        """The persistent buffers after the forward; those that are no state are as they were in the model (B17)."""
+        assert self._buffers is not None, "bind comes first"
+        self._reset_transient()
+        replaced = {
+            slot.name: value
+            for slot in self._persistent
+            if (value := slot.owner[slot.key]) is not self._buffers[slot.name]
+        }
+        if replaced:
+            self._replace(replaced)
+        return self._buffers
+
+    def drop_grads(self) -> None:
+        """Forget the gradients."""
+        for param in self.params.values():
+            param.grad = None
+
+    def bound_params(self) -> dict[str, torch.Tensor]:
+        """The tensors that `bind` was given."""
+        assert self._bound is not None, "bind comes first"
+        return self._bound
+
+    def release(self) -> None:
+        """Let go of every tensor of the state."""
+        for param in self.params.values():
+            param.grad = None
+            param.data = _hollow(param)
+        for slot in self._persistent:
+            value = slot.owner[slot.key]
+            slot.owner[slot.key] = None if value is None else _hollow(value)
+        self._bound = self._buffers = None
+        self._backup = {}
+
+    def _replace(self, replaced: Mapping[str, torch.Tensor | None]) -> None:
+        """Take buffers that the forward assigned anew; copied, since they may be a part of something larger."""
+        assert self._buffers is not None
+        self._buffers = dict(self._buffers)
+        for name, value in replaced.items():
+            if value is None:
+                raise InvalidState(
+                    f"state.model.buffers[{name!r}]",
+                    expected="a tensor",
+                    found="None, assigned by the forward",
+                    mend="register the buffer with persistent=False if it may be absent",
+                )
+            self._buffers[name] = value.detach().clone()
+        for slot in self._persistent:
+            slot.owner[slot.key] = self._buffers[slot.name]
+        self._backup = {}
+
+    def _reset_transient(self) -> None:
+        for (slot, value), pristine in zip(self._transient, self._pristine, strict=True):
+            _reset(slot, value, pristine)
+
+
+def check_model(
+    mould: Mould, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], ties: object
+) -> None:
+    """Check that a state's tensors fit a model.
+
+    Raises:
+        SpecMismatch: listing every difference of names, shapes and dtypes.
+        InvalidState: if the ties differ, or a tensor is on another device.
+    """
+    found: dict[str, AnySpec] = {}
+    found |= {f"params[{name!r}]": leaf_spec(value, name) for name, value in params.items()}
+    found |= {f"buffers[{name!r}]": leaf_spec(value, name) for name, value in buffers.items()}
+    differences = diff_specs(found, mould.specs)
+    if differences:
+        raise SpecMismatch("state.model", differences)
+    if ties != mould.ties:
+        raise InvalidState(
+            "state.model.ties", expected=mould.ties, found=ties, mend="build the model as it was when it was saved"
+        )
+    for name, value in [*params.items(), *buffers.items()]:
+        if value.device.type != mould.device.type:
+            raise InvalidState(
+                f"state.model[{name!r}]",
+                expected=f"a tensor on {mould.device}, where the model is",
+                found=f"one on {value.device}",
+                mend="move the model there before the step is made",
+            )
+
+
+def _reset(slot: BufferSlot, value: torch.Tensor | None, pristine: torch.Tensor | None) -> None:
+    slot.owner[slot.key] = value
+    if value is not None and pristine is not None:
+        with torch.no_grad():
+            value.copy_(pristine)
+
+
+def _clone(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else value.detach().clone()
+
+
+def _hollow(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=value.dtype, device=value.device)
+
+
+def _hollow_parameter(value: torch.nn.Parameter) -> torch.nn.Parameter:
+    hollow = torch.nn.Parameter(_hollow(value), requires_grad=value.requires_grad)
+    hollow.__dict__.update(value.__dict__)
+    return hollow
