@@ -1,0 +1,114 @@
+"""The commands and their arguments; the work is in one module for each, imported when it is called."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Group, Parameter
+from cyclopts.exceptions import CycloptsError
+
+from trainfold import __version__
+from trainfold.adapters.cli.output import INTERRUPTED, USAGE, deliver
+
+Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON instead of tables.")]
+RunPath = Annotated[Path, Parameter(help="Directory of a run, such as runs/a.")]
+CheckpointPath = Annotated[
+    Path, Parameter(help="A checkpoint, such as runs/a/step-00000120, or a run: then its newest one.")
+]
+
+_START, _LOOK, _TRUST = (
+    Group("Start here", sort_key=1),
+    Group("Look at runs and checkpoints", sort_key=2),
+    Group("Before you rely on one", sort_key=3),
+)
+
+app = App(
+    name="trainfold",
+    version=__version__,
+    help=(
+        "Training runs that can be killed at any moment and end with the same bits.\n\n"
+        "A run is a directory; each checkpoint in it is a directory `step-...` that is complete if, and only if, it has "
+        "a `manifest.json`. Nothing here changes a run.\n\n"
+        "Exit codes: 0 all is well; 2 the command line is wrong; 3 `diff` found differences; 10 and above a checkpoint "
+        "is missing, torn, damaged, foreign or refused, and the text says what to do."
+    ),
+)
+
+
+@app.command(group=_START)
+def demo(
+    *,
+    steps: Annotated[int, Parameter(help="Optimizer steps of each of the two runs.")] = 100,
+    seed: Annotated[int, Parameter(help="Of weights, dropout, data order and the moments of the kills.")] = 0,
+    run: Annotated[Path, Parameter(help="Directory for everything that the demo writes.")] = Path("runs/demo"),
+    donate: Annotated[bool, Parameter(help="Let each step write into the storage of the state before it.")] = True,
+    json: Json = False,
+) -> int:
+    """Train a small GPT twice, kill the second run with SIGKILL at random moments, and compare the bits.
+
+    About a minute on two cores. The text is the help of Python itself, so nothing is downloaded. Exit code 40 means that
+    the runs differ, 41 that the kills missed, 42 that a run failed by itself.
+    """
+    from trainfold.adapters.cli.demo.command import run_demo
+    from trainfold.adapters.cli.demo.settings import make_settings, usable_threads
+
+    return deliver(
+        lambda: run_demo(run, make_settings(steps=steps, seed=seed, donate=donate, threads=usable_threads())),
+        as_json=json,
+    )
+
+
+@app.command(group=_LOOK)
+def ls(run: RunPath, *, json: Json = False) -> int:
+    """List the checkpoints of a run, and what is left of saves that did not finish."""
+    from trainfold.adapters.cli.ls import list_run
+
+    return deliver(lambda: list_run(run), as_json=json)
+
+
+@app.command(group=_LOOK)
+def inspect(checkpoint: CheckpointPath, *, json: Json = False) -> int:
+    """Show what a checkpoint holds: components, fingerprints, tensors, files, the contract of its run."""
+    from trainfold.adapters.cli.inspect import inspect_checkpoint
+
+    return deliver(lambda: inspect_checkpoint(checkpoint), as_json=json)
+
+
+@app.command(group=_LOOK)
+def diff(a: CheckpointPath, b: CheckpointPath, *, json: Json = False) -> int:
+    """Compare two checkpoints: components, then each leaf that differs, then what their runs promised.
+
+    Reads the manifests only: every leaf has a digest there.
+    """
+    from trainfold.adapters.cli.diff import diff_checkpoints
+
+    return deliver(lambda: diff_checkpoints(a, b), as_json=json)
+
+
+@app.command(group=_TRUST)
+def verify(checkpoint: CheckpointPath, *, json: Json = False) -> int:
+    """Read every byte of a checkpoint and compare all digests; every damaged file is named."""
+    from trainfold.adapters.cli.verify import verify_checkpoint
+
+    return deliver(lambda: verify_checkpoint(checkpoint), as_json=json)
+
+
+@app.command(group=_TRUST)
+def plan(run: RunPath, *, json: Json = False) -> int:
+    """Say what a resume of a run would load, and why newer checkpoints are passed over. Loads nothing."""
+    from trainfold.adapters.cli.plan import plan_run
+
+    return deliver(lambda: plan_run(run), as_json=json)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Parse and run a command line; see `trainfold.adapters.cli.main`."""
+    tokens = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        code = app(tokens, exit_on_error=False, print_error=True, result_action="return_value")
+    except CycloptsError:
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0

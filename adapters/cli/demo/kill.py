@@ -1,0 +1,234 @@
+"""Runs that are killed: when to pull the trigger, the pulling of it, and the record of what it hit."""
+
+import contextlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import final
+
+import attrs
+
+from trainfold.adapters.cli.demo.events import Event, decode_event
+from trainfold.adapters.cli.demo.settings import Settings
+from trainfold.core.errors import TrainfoldError
+
+_LATEST_HIT = 0.7  # of the duration of a save: later, and it may be over before the signal arrives
+
+
+class DemoFailed(TrainfoldError):
+    """A run of the demo ended by itself, before its time."""
+
+    exit_code = 42
+
+
+@final
+@attrs.frozen
+class Trigger:
+    """A moment to kill a run at: when it is this far, and then after a part of a step, or of a save.
+
+    Attributes:
+        after_step: the first step that arms it.
+        in_save: wait for the next save to begin, and hit that.
+        fraction: of the usual duration of a step or save, to wait once armed; in [0, 1].
+    """
+
+    after_step: int
+    in_save: bool
+    fraction: float
+
+
+@final
+@attrs.frozen
+class Pace:
+    """How long a step and a save take here, about."""
+
+    step_secs: float
+    save_secs: float
+
+
+@final
+@attrs.frozen
+class Kill:
+    """What a kill hit.
+
+    Attributes:
+        step: steps done when the process died.
+        during: ``"step"``, or ``"save"`` if the last thing that the process said is that a save begins.
+        committed: whether the save that was hit had become a checkpoint already; None if no save was hit.
+        leftovers: files of that save that lie in the run without a manifest, with their sizes in bytes.
+    """
+
+    step: int
+    during: str
+    committed: bool | None
+    leftovers: dict[str, int]
+
+
+@final
+@attrs.frozen
+class Attempt:
+    """One process of a run, from its start to its end.
+
+    Attributes:
+        resumed_from: the checkpoint's directory, or None for a fresh start.
+        first_step: steps done when it started.
+        kill: how it ended, or None if it ended by itself.
+    """
+
+    resumed_from: str | None
+    first_step: int
+    kill: Kill | None
+
+
+Command = Callable[[Path], list[str]]
+Watch = Callable[[Event], None]
+
+
+def train_command(run: Path) -> list[str]:
+    """The command that starts a run, and the same one resumes it."""
+    return [sys.executable, "-m", "trainfold.adapters.cli.demo.train", str(run)]
+
+
+def plan_kills(settings: Settings) -> list[Trigger]:
+    """Choose the moments: one in each equal part of the run, and the second one in a save.
+
+    Examples:
+        >>> from trainfold.adapters.cli.demo.settings import make_settings
+        >>> [trigger.in_save for trigger in plan_kills(make_settings(steps=60, seed=1))]
+        [False, True, False]
+    """
+    chance = random.Random(settings.seed)  # noqa: S311 - moments, not secrets
+    part = settings.steps / settings.kills
+    triggers = []
+    for number in range(settings.kills):
+        first, last = int(number * part), max(int(number * part), int((number + 1) * part) - 2)
+        in_save = number == min(1, settings.kills - 1)
+        step = first if in_save else chance.randint(first, last)
+        triggers.append(Trigger(step, in_save, chance.random()))
+    return triggers
+
+
+def run_unharmed(run: Path, *, command: Command, watch: Watch) -> None:
+    """Start a run and let it end by itself.
+
+    Raises:
+        DemoFailed: if it ends with an error.
+    """
+    with _process(run, command) as process:
+        for event in _events(process):
+            watch(event)
+    _check_end(process, run)
+
+
+def run_and_kill(
+    run: Path, triggers: list[Trigger], pace: Pace, *, command: Command, watch: Watch
+) -> Iterator[Attempt]:
+    """Start a run again and again, kill it at each trigger, and let the last start end by itself.
+
+    A trigger that was to hit a save and came too late is armed once more, earlier.
+
+    Args:
+        run: the directory.
+        triggers: in the order of their steps.
+        pace: how long steps and saves take.
+        command: from a run's directory to the command that starts it.
+        watch: is shown every event.
+
+    Yields:
+        Each process, when it has ended.
+
+    Raises:
+        DemoFailed: if one ends with an error of its own.
+    """
+    waiting = list(triggers)
+    while True:
+        trigger = waiting.pop(0) if waiting else None
+        attempt = _attempt(run, trigger, pace, command=command, watch=watch)
+        yield attempt
+        if attempt.kill is None:
+            return
+        if trigger is not None and trigger.in_save and attempt.kill.during != "save":
+            waiting.insert(0, attrs.evolve(trigger, after_step=attempt.kill.step, fraction=trigger.fraction / 4))
+
+
+def _attempt(run: Path, trigger: Trigger | None, pace: Pace, *, command: Command, watch: Watch) -> Attempt:
+    seen: list[Event] = []
+    killed_at = None
+    with _process(run, command) as process:
+        for event in _events(process):
+            watch(event)
+            seen.append(event)
+            if killed_at is None and trigger is not None and _arms(event, trigger):
+                time.sleep(trigger.fraction * (pace.save_secs * _LATEST_HIT if trigger.in_save else pace.step_secs))
+                process.send_signal(signal.SIGKILL)  # no handler, no flush, no goodbye: as from the kernel's OOM killer
+                killed_at = time.monotonic()
+    start = next((event for event in seen if event.kind == "start"), None)
+    if start is None or process.returncode != -signal.SIGKILL:
+        _check_end(process, run)
+    assert start is not None
+    kill = _examine(run, seen) if process.returncode == -signal.SIGKILL else None
+    return Attempt(resumed_from=start.data["resumed_from"], first_step=start.step, kill=kill)
+
+
+def _arms(event: Event, trigger: Trigger) -> bool:
+    if trigger.in_save:
+        return event.kind == "save" and event.step > trigger.after_step
+    return event.kind in ("start", "step", "saved") and event.step >= trigger.after_step
+
+
+def _examine(run: Path, seen: list[Event]) -> Kill:
+    """Tell from the record, and from the directory, what was hit; intentions do not count."""
+    last = seen[-1]
+    if last.kind != "save":
+        return Kill(step=last.step, during="step", committed=None, leftovers={})
+    directories = [path for path in run.glob("*") if path.is_dir() and not (path / "manifest.json").exists()]
+    leftovers = {
+        str(file.relative_to(run)): file.stat().st_size
+        for directory in sorted(directories)
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+    committed = any(
+        (path / "manifest.json").exists() for path in run.glob("step-*") if int(path.name.split("-")[1]) == last.step
+    )
+    return Kill(step=last.step, during="save", committed=committed, leftovers=leftovers)
+
+
+@contextlib.contextmanager
+def _process(run: Path, command: Command) -> "Iterator[subprocess.Popen[bytes]]":
+    with (
+        _stderr_of(run).open("ab") as stderr,
+        subprocess.Popen(command(run), stdout=subprocess.PIPE, stderr=stderr) as process,  # noqa: S603 - our own
+    ):
+        try:
+            yield process
+        except BaseException:
+            process.kill()  # whoever interrupts the demo does not want its run to go on
+            raise
+
+
+def _stderr_of(run: Path) -> Path:
+    return run.with_suffix(".stderr")
+
+
+def _events(process: "subprocess.Popen[bytes]") -> Iterator[Event]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        event = decode_event(line)
+        if event is not None:
+            yield event
+
+
+def _check_end(process: "subprocess.Popen[bytes]", run: Path) -> None:
+    if process.returncode != 0:
+        said = _stderr_of(run).read_text(encoding="utf-8", errors="replace").strip()
+        raise DemoFailed(
+            str(run),
+            expected="a run that ends by itself with exit code 0",
+            found=f"exit code {process.returncode}, saying:\n{said[-4000:]}\n",
+            mend="this is a defect of the demo or of this machine: see the text above",
+        )

@@ -1,0 +1,191 @@
+"""The comparison of the two runs: decided from their records alone."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import attrs
+
+from trainfold.adapters.cli.demo.events import Event, Losses, losses_of
+from trainfold.adapters.cli.demo.kill import Attempt
+from trainfold.adapters.cli.output import Table, size_text
+from trainfold.core.errors import TrainfoldError
+
+
+class NotIdentical(TrainfoldError):
+    """The run that was killed did not end with the bits of the one that was not."""
+
+    exit_code = 40
+
+
+class KillsMissing(TrainfoldError):
+    """The run was not killed as often as promised, or never during a save, so that nothing was shown."""
+
+    exit_code = 41
+
+
+@final
+@attrs.frozen
+class RunRecord:
+    """What is left of a run: its end, its losses.
+
+    Attributes:
+        steps: optimizer steps done.
+        fingerprints: component -> digest of its final bits.
+        evaluation: mean loss on the held-out text.
+        losses: of each step.
+    """
+
+    steps: int
+    fingerprints: dict[str, str]
+    evaluation: float
+    losses: Losses
+
+
+@final
+@attrs.frozen
+class Check:
+    """One thing that must be the same in both runs."""
+
+    name: str
+    uninterrupted: str
+    killed: str
+
+    @property
+    def same(self) -> bool:
+        """Whether it is."""
+        return self.uninterrupted == self.killed
+
+
+@final
+@attrs.frozen
+class Comparison:
+    """Two runs side by side.
+
+    Attributes:
+        checks: each thing compared.
+        attempts: the processes of the killed run.
+        wanted_kills: how many were promised.
+    """
+
+    checks: tuple[Check, ...]
+    attempts: tuple[Attempt, ...]
+    wanted_kills: int
+
+    @property
+    def identical(self) -> bool:
+        """Whether everything compared is the same."""
+        return all(check.same for check in self.checks)
+
+    @property
+    def error(self) -> TrainfoldError | None:
+        """What the promise fails by, or None."""
+        if not self.identical:
+            differs = [check.name for check in self.checks if not check.same]
+            return NotIdentical(
+                "the killed run",
+                expected="the bits of the run that was never killed",
+                found=f"differences in {', '.join(differs)}",
+                mend="`trainfold diff` on the two runs names the leaves; please report this as a defect",
+            )
+        kills = [attempt.kill for attempt in self.attempts if attempt.kill is not None]
+        in_save = sum(kill.during == "save" for kill in kills)
+        if len(kills) < self.wanted_kills or not in_save:
+            return KillsMissing(
+                "the killed run",
+                expected=f"{self.wanted_kills} kills or more, one of them during a save",
+                found=f"{len(kills)} kills, {in_save} during a save",
+                mend="run it again with more --steps: this machine was too fast or too slow for the moments chosen",
+            )
+        return None
+
+
+def record_of(events: Sequence[Event]) -> RunRecord:
+    """Make the record of a run that has ended from its events."""
+    end = next(event for event in reversed(events) if event.kind == "done")
+    return RunRecord(
+        steps=end.step,
+        fingerprints=dict(end.data["fingerprints"]),
+        evaluation=float(end.data["evaluation"]),
+        losses=losses_of(events),
+    )
+
+
+def compare(
+    uninterrupted: RunRecord, killed: RunRecord, attempts: Sequence[Attempt], *, wanted_kills: int
+) -> Comparison:
+    """Put the runs side by side.
+
+    Args:
+        uninterrupted: the run that was left alone.
+        killed: the other.
+        attempts: the processes of the other.
+        wanted_kills: how many of them should have been killed.
+
+    Returns:
+        The comparison; floats are compared by their bits.
+    """
+    names = {**uninterrupted.fingerprints, **killed.fingerprints}
+    checks = [Check("steps", str(uninterrupted.steps), str(killed.steps))]
+    checks += [
+        Check(name, uninterrupted.fingerprints.get(name, "absent"), killed.fingerprints.get(name, "absent"))
+        for name in names
+    ]
+    checks.append(Check("evaluation loss", _exact(uninterrupted.evaluation), _exact(killed.evaluation)))
+    one, other = uninterrupted.losses.by_step, killed.losses.by_step
+    equal = sum(step in other and loss.hex() == other[step].hex() for step, loss in one.items())
+    checks.append(Check("losses of the steps", f"{len(one)}", f"{equal} the same" if equal != len(one) else f"{equal}"))
+    again = killed.losses.replayed
+    checks.append(Check("losses computed again", f"{again}", f"{again - len(killed.losses.contradictions)}"))
+    return Comparison(tuple(checks), tuple(attempts), wanted_kills)
+
+
+def tables(comparison: Comparison, facts: Sequence[tuple[str, str]]) -> tuple[Table, ...]:
+    """The comparison for people: what was done to the run, and what came of it."""
+    history = tuple(
+        (str(number), _start(attempt), *_end(attempt)) for number, attempt in enumerate(comparison.attempts, start=1)
+    )
+    checked = tuple(
+        (check.name, check.uninterrupted, check.killed, "yes" if check.same else "NO") for check in comparison.checks
+    )
+    verdict = ("identical", "", "", "yes" if comparison.identical else "NO")
+    return (
+        Table("What happened to the killed run", ("process", "started from", "ended", "left behind"), history),
+        Table("What came of it", ("", "never killed", "killed and resumed", "same"), (*checked, verdict)),
+        Table("", ("", ""), tuple(facts)),
+    )
+
+
+def as_json(comparison: Comparison, killed: RunRecord) -> dict[str, Any]:
+    """The comparison as JSON can hold it."""
+    return {
+        "identical": comparison.identical,
+        "kills": sum(attempt.kill is not None for attempt in comparison.attempts),
+        "kills_during_a_save": sum(a.kill is not None and a.kill.during == "save" for a in comparison.attempts),
+        "checks": [{**attrs.asdict(check), "same": check.same} for check in comparison.checks],
+        "attempts": [attrs.asdict(attempt) for attempt in comparison.attempts],
+        "contradicting_steps": list(killed.losses.contradictions),
+    }
+
+
+def kill_text(attempt: Attempt) -> str:
+    """How a process ended, in words."""
+    kill = attempt.kill
+    if kill is None:
+        return "by itself, at the end"
+    if kill.during == "step":
+        return f"SIGKILL in step {kill.step + 1}"
+    fate = "committed, not acknowledged" if kill.committed else "torn"
+    return f"SIGKILL during the save of step {kill.step} ({fate})"
+
+
+def _start(attempt: Attempt) -> str:
+    return attempt.resumed_from or "nothing: a fresh start"
+
+
+def _end(attempt: Attempt) -> tuple[str, str]:
+    left = attempt.kill.leftovers if attempt.kill else {}
+    return kill_text(attempt), f"{len(left)} files, {size_text(sum(left.values()))}, no manifest" if left else ""
+
+
+def _exact(value: float) -> str:
+    return f"{value:.6f} ({value.hex()})"

@@ -1,0 +1,121 @@
+"""`Settings`: all that the demo's two runs have in common. No torch here: the parent process never needs it."""
+
+import json
+import os
+from pathlib import Path
+from typing import final
+
+import attrs
+
+from trainfold.core.errors import InvalidArgument
+
+SETTINGS_FILE = "demo.json"
+MADE_BY = "trainfold demo"
+_MIN_STEPS = 6
+_SAVES = 6
+_MAX_THREADS = 4
+
+
+@final
+@attrs.frozen
+class Settings:
+    """What is trained, and how. Make it with `make_settings`.
+
+    Attributes:
+        steps: optimizer steps of the whole run.
+        seed: of the initial weights, the dropout, the order of the data and the moments of the kills.
+        donate: whether a step may write the new state into the old one's storage.
+        save_every: steps between two checkpoints.
+        kills: how often the second run is killed, at least; one of them during a save.
+        threads: of torch, the same in every process: another number may round sums differently.
+        layers: transformer blocks.
+        width: of the residual stream.
+        heads: of the attention.
+        context: bytes that the model sees.
+        batch_size: windows in a step.
+        accumulate: microbatches in a step.
+        dropout: probability.
+        heldout_bytes: of the text's tail, for the evaluation.
+    """
+
+    steps: int
+    seed: int
+    donate: bool
+    save_every: int
+    kills: int
+    threads: int
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch_size: int
+    accumulate: int
+    dropout: float
+    heldout_bytes: int
+
+
+def make_settings(
+    *, steps: int = 100, seed: int = 0, donate: bool = True, threads: int = 1, tiny: bool = False
+) -> Settings:
+    """Return checked settings.
+
+    Args:
+        steps: optimizer steps of the whole run.
+        seed: of everything that is random, >= 0.
+        donate: whether a step may consume its input's storage.
+        threads: CPU threads that torch may use.
+        tiny: a model of 30 thousand parameters instead of 5 million, for tests.
+
+    Returns:
+        The settings, with a checkpoint after each sixth of the run.
+
+    Raises:
+        InvalidArgument: if there are too few steps to kill the run three times, or the seed is negative.
+
+    Examples:
+        >>> make_settings(steps=60).save_every
+        10
+    """
+    if steps < _MIN_STEPS:
+        raise InvalidArgument(
+            "--steps",
+            expected=f"{_MIN_STEPS} or more, so that there are moments to kill the run at",
+            found=steps,
+            mend="ask for more steps",
+        )
+    if not 0 <= seed < 2**63:
+        raise InvalidArgument("--seed", expected="an int in [0, 2**63)", found=seed, mend="choose another seed")
+    size = (
+        {"layers": 2, "width": 32, "heads": 2, "context": 16, "heldout_bytes": 1 << 10}
+        if tiny
+        else {"layers": 6, "width": 256, "heads": 4, "context": 64, "heldout_bytes": 8 << 10}
+    )
+    return Settings(
+        steps=steps,
+        seed=seed,
+        donate=donate,
+        save_every=steps // _SAVES,
+        kills=3,
+        threads=threads,
+        batch_size=8,
+        accumulate=2,
+        dropout=0.1,
+        **size,
+    )
+
+
+def usable_threads() -> int:
+    """How many CPU threads the demo uses on this machine."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MAX_THREADS)
+
+
+def write_settings(settings: Settings, directory: Path) -> None:
+    """Put the settings where both runs read them; the file also marks the directory as the demo's own."""
+    text = json.dumps({"made_by": MADE_BY, **attrs.asdict(settings)}, indent=2)
+    (directory / SETTINGS_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_settings(directory: Path) -> Settings:
+    """The settings that `write_settings` put there."""
+    found = json.loads((directory / SETTINGS_FILE).read_text(encoding="utf-8"))
+    return Settings(**{name: value for name, value in found.items() if name != "made_by"})

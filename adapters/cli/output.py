@@ -1,0 +1,145 @@
+"""`Answer`: what a command found, and how it is shown: tables in a terminal, aligned text in a pipe, or JSON."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO, final
+
+import attrs
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from trainfold.core.errors import TrainfoldError
+
+USAGE = 2
+INTERRUPTED = 130
+
+
+@final
+@attrs.frozen
+class Table:
+    """Rows of text under a heading.
+
+    Attributes:
+        title: the heading.
+        columns: their names; all empty for a list of names and values.
+        rows: as many cells each as there are columns.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@final
+@attrs.frozen
+class Answer:
+    """What a command found.
+
+    Attributes:
+        data: all of it, as JSON can hold it.
+        tables: the same for people.
+        error: why the exit code is not 0, although there is something to show.
+    """
+
+    data: Mapping[str, Any]
+    tables: tuple[Table, ...] = ()
+    error: TrainfoldError | None = None
+
+
+def deliver(make: Callable[[], Answer], *, as_json: bool) -> int:
+    """Run a command and show what it found, or why it could not.
+
+    Args:
+        make: the command.
+        as_json: JSON on the standard output, and an error as JSON on the standard error.
+
+    Returns:
+        The exit code: 0, or the `exit_code` of the error.
+    """
+    try:
+        answer = make()
+    except TrainfoldError as error:
+        show_error(error, as_json=as_json)
+        return error.exit_code
+    if as_json:
+        sys.stdout.write(json.dumps(answer.data, indent=2, allow_nan=True) + "\n")
+    else:
+        show_tables(answer.tables, sys.stdout)
+    if answer.error is None:
+        return 0
+    show_error(answer.error, as_json=as_json)
+    return answer.error.exit_code
+
+
+def show_tables(tables: tuple[Table, ...], stream: TextIO) -> None:
+    """Write tables: drawn in a terminal, else columns that two or more spaces keep apart and nothing truncates."""
+    console = Console(file=stream)
+    for number, table in enumerate(tables):
+        if number:
+            stream.write("\n")
+        if console.is_terminal:
+            console.print(_drawn(table))
+        else:
+            stream.write("\n".join(aligned(table)) + "\n")
+
+
+def aligned(table: Table) -> list[str]:
+    """The lines of a table as plain text.
+
+    Examples:
+        >>> aligned(Table("A run", ("step", "size"), (("8", "1 kB"), ("120", "1 MB"))))
+        ['A run', 'step  size', '8     1 kB', '120   1 MB']
+    """
+    rows = [row for row in (table.columns, *table.rows) if any(row)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [table.title, *lines] if table.title else lines
+
+
+def show_error(error: TrainfoldError, *, as_json: bool) -> None:
+    """Write an error to the standard error: what it concerns, what was expected and found, and the next move."""
+    if as_json:
+        sys.stderr.write(json.dumps({"error": error_fields(error)}, indent=2) + "\n")
+        return
+    console = Console(stderr=True)
+    console.print(Text(f"{type(error).__name__}: {error.where}", style="bold red"), soft_wrap=True)
+    for name, value in (("expected", error.expected), ("found", error.found), ("mend", error.mend)):
+        console.print(Text(f"  {name:<9} {value}"), soft_wrap=True)
+
+
+def error_fields(error: TrainfoldError) -> dict[str, Any]:
+    """An error as JSON can hold it."""
+    return {
+        "kind": type(error).__name__,
+        "exit_code": error.exit_code,
+        "where": error.where,
+        "expected": str(error.expected),
+        "found": str(error.found),
+        "mend": error.mend,
+    }
+
+
+def size_text(size_bytes: int) -> str:
+    """A size for people.
+
+    Examples:
+        >>> size_text(999), size_text(61_234_567)
+        ('999 B', '61.2 MB')
+    """
+    size = float(size_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _drawn(table: Table) -> RichTable:
+    drawn = RichTable(title=table.title or None, title_justify="left", show_header=any(table.columns))
+    for column in table.columns:
+        drawn.add_column(column, overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*map(Text, row))
+    return drawn

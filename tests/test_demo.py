@@ -1,0 +1,230 @@
+"""The demo: the machinery that kills runs, on a run that is quick to start, and the real thing once, tiny."""
+
+import itertools
+import json
+import sys
+import threading
+
+import pytest
+import torch
+
+from trainfold.adapters.cli.demo import plot
+from trainfold.adapters.cli.demo.command import KILLED, PICTURE, REPORT, run_demo
+from trainfold.adapters.cli.demo.corpus import help_text, make_corpus
+from trainfold.adapters.cli.demo.events import EventLog, losses_of, read_events
+from trainfold.adapters.cli.demo.kill import DemoFailed, plan_kills
+from trainfold.adapters.cli.demo.report import KillsMissing, NotIdentical
+from trainfold.adapters.cli.demo.settings import make_settings
+from trainfold.core.errors import CheckpointForeign, InvalidArgument, NotWritable, RunLocked
+
+# A run that starts in 30 ms: its state is a number, its checkpoint a file, its save slow enough to be hit.
+QUICK_RUN = """
+import json, os, sys, time
+run = Path(sys.argv[1])
+settings = json.loads((run.parent / "demo.json").read_text())
+log = open(run.with_suffix(".jsonl"), "ab", buffering=0)
+def tell(kind, step, **data):
+    line = json.dumps({"kind": kind, "step": step, "pid": os.getpid(), "secs": time.monotonic(), "data": data})
+    log.write(line.encode() + b"\\n")
+    os.write(1, line.encode() + b"\\n")
+saved = sorted(path for path in run.glob("step-*") if (path / "manifest.json").exists())
+state = json.loads((saved[-1] / "manifest.json").read_text()) if saved else {"step": 0, "value": 0.5}
+if saved and "SABOTAGE" in os.environ:
+    state["value"] *= 1 + 2.0**-52
+tell("start", state["step"], resumed_from=saved[-1].name if saved else None)
+while state["step"] < settings["steps"]:
+    time.sleep(0.004)
+    state = {"step": state["step"] + 1, "value": 3.7 * state["value"] * (1 - state["value"])}
+    step = state["step"]
+    tell("step", step, loss=state["value"])
+    if step == int(os.environ.get("FAILS_AT", -1)):
+        raise RuntimeError("the disk is on fire")
+    if step % settings["save_every"] == 0 or step == settings["steps"]:
+        tell("save", step)
+        directory = run / f"step-{step:08d}"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "model.bin").write_bytes(b"12345678")
+        time.sleep(0.03)
+        (directory / "half").write_text(json.dumps(state))
+        os.replace(directory / "half", directory / "manifest.json")
+        tell("saved", step)
+tell("done", state["step"], fingerprints={"model": state["value"].hex()}, evaluation=state["value"])
+"""
+
+
+@pytest.fixture
+def quick_run(tmp_path):
+    script = tmp_path / "quick_run.py"
+    script.write_text(QUICK_RUN)
+    return lambda run: [sys.executable, "-S", str(script), str(run)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_run_is_killed_three_times_and_once_in_a_save_and_the_record_says_so(tmp_path, quick_run, seed):
+    """C02: every kill left the checkpoints before it in place, and the torn one was never resumed from."""
+    answer = run_demo(tmp_path / "demo", make_settings(steps=60, seed=seed, tiny=True), command=quick_run)
+    attempts = answer.data["attempts"]
+    kills = [attempt["kill"] for attempt in attempts if attempt["kill"]]
+    in_save = [kill for kill in kills if kill["during"] == "save"]
+    assert answer.error is None
+    assert answer.data["identical"]
+    assert len(kills) >= 3
+    assert in_save
+    assert attempts[0]["resumed_from"] is None
+    for before, after in itertools.pairwise(attempts):
+        torn = before["kill"]["during"] == "save" and not before["kill"]["committed"]
+        assert after["first_step"] <= before["kill"]["step"] - torn
+        assert after["first_step"] % 10 == 0
+    assert any(kill["committed"] or kill["leftovers"] for kill in in_save)
+
+
+def test_a_resume_that_is_off_by_one_bit_makes_the_demo_fail(tmp_path, quick_run, monkeypatch):
+    monkeypatch.setenv("SABOTAGE", "1")
+    answer = run_demo(tmp_path / "demo", make_settings(steps=60, tiny=True), command=quick_run)
+    assert isinstance(answer.error, NotIdentical)
+    assert answer.error.exit_code == 40
+    assert "model" in answer.error.found
+    assert "evaluation loss" in answer.error.found
+    assert not json.loads((tmp_path / "demo" / REPORT).read_text())["identical"]
+
+
+def test_a_run_that_fails_by_itself_is_not_mistaken_for_one_that_was_killed(tmp_path, quick_run, monkeypatch):
+    monkeypatch.setenv("FAILS_AT", "7")
+    with pytest.raises(DemoFailed, match="the disk is on fire"):
+        run_demo(tmp_path / "demo", make_settings(steps=60, tiny=True), command=quick_run)
+
+
+def test_a_run_that_outruns_its_killer_is_reported(tmp_path, quick_run, monkeypatch):
+    monkeypatch.setattr("trainfold.adapters.cli.demo.command.plan_kills", lambda _: [])
+    answer = run_demo(tmp_path / "demo", make_settings(steps=20, tiny=True), command=quick_run)
+    assert isinstance(answer.error, KillsMissing)
+    assert answer.error.exit_code == 41
+
+
+def test_the_moments_depend_on_the_seed_and_lie_in_different_parts_of_the_run():
+    plans = {seed: plan_kills(make_settings(steps=90, seed=seed)) for seed in range(20)}
+    assert len({tuple(plan) for plan in plans.values()}) == 20
+    assert plan_kills(make_settings(steps=90, seed=3)) == plans[3]
+    for first, second, third in plans.values():
+        assert first.after_step < 30 <= second.after_step < 60 <= third.after_step < 90
+        assert second.in_save
+
+
+def test_a_second_demo_replaces_the_first_and_leaves_other_directories_alone(tmp_path, quick_run):
+    demo = tmp_path / "demo"
+    for steps in (18, 20):
+        run_demo(demo, make_settings(steps=steps, tiny=True), command=quick_run)
+    assert losses_of(read_events(demo / f"{KILLED}.jsonl")).by_step.keys() == set(range(1, 21))
+    (demo / "notes.txt").write_text("mine")
+    before = sorted(path.name for path in demo.rglob("*"))
+    with pytest.raises(CheckpointForeign, match=r"notes\.txt.*nothing was touched"):
+        run_demo(demo, make_settings(steps=20, tiny=True), command=quick_run)
+    assert sorted(path.name for path in demo.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", ["unmarked", "file", "link"])
+def test_what_only_looks_like_a_demo_is_not_touched(tmp_path, quick_run, kind):
+    demo = tmp_path / "demo"
+    if kind == "file":
+        demo.write_text("mine")
+    else:
+        demo.mkdir()
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "thesis.tex").write_text("mine")
+        if kind == "link":
+            (demo / "demo.json").write_text('{"made_by": "trainfold demo"}')
+            (demo / KILLED).symlink_to(tmp_path / "mine")
+        else:
+            (demo / KILLED).mkdir()
+    with pytest.raises(CheckpointForeign):
+        run_demo(demo, make_settings(steps=20, tiny=True), command=quick_run)
+    assert kind == "file" or (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_two_demos_do_not_share_a_directory(tmp_path, quick_run):
+    failed = []
+
+    def second():
+        try:
+            run_demo(tmp_path / "demo", make_settings(steps=20, tiny=True), command=quick_run)
+        except RunLocked as error:
+            failed.append(error)
+
+    def command(run):
+        if not failed:
+            thread = threading.Thread(target=second)
+            thread.start()
+            thread.join()
+        return quick_run(run)
+
+    run_demo(tmp_path / "demo", make_settings(steps=20, tiny=True), command=command)
+    assert len(failed) == 1
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path, quick_run):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotWritable, match=r"--run"):
+        run_demo(tmp_path / "file" / "demo", make_settings(steps=20, tiny=True), command=quick_run)
+
+
+@pytest.mark.parametrize("bad", [{"steps": 5}, {"seed": -1}])
+def test_arguments_that_cannot_work_are_refused_before_anything_is_made(bad):
+    with pytest.raises(InvalidArgument):
+        make_settings(**bad)
+
+
+def test_torn_lines_of_a_log_cost_nothing_but_themselves(tmp_path):
+    path = tmp_path / "run.jsonl"
+
+    def log(step, loss):
+        log = EventLog(path, watcher=None, clock=lambda: 0.0)
+        log.write("step", step, loss=loss)
+        log.close()
+
+    log(1, 0.1)
+    whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        log(2, 0.2)
+        assert [event.step for event in read_events(path)] == ([1, 2] if cut == len(whole) - 1 else [2])
+        path.unlink()
+    assert read_events(path) == []
+
+
+def test_losses_that_contradict_each_other_are_found(tmp_path):
+    log = EventLog(tmp_path / "run.jsonl", watcher=None, clock=lambda: 0.0)
+    for step, loss in ((1, 1.0), (2, float("nan")), (3, 0.5), (2, float("nan")), (3, 0.5000000000000001)):
+        log.write("step", step, loss=loss)
+    log.close()
+    losses = losses_of(read_events(tmp_path / "run.jsonl"))
+    assert losses.replayed == 2
+    assert losses.contradictions == (3,)
+
+
+def test_no_byte_of_the_held_out_text_is_trained_on():
+    text = help_text()
+    assert len(text) > 300_000
+    corpus = make_corpus(text, context=64, heldout_bytes=8192)
+    trained = bytes(corpus.train[:, :-1].flatten().tolist()) + bytes([int(corpus.train[-1, -1])])
+    assert text.startswith(trained)
+    assert len(trained) <= len(text) - 8192
+    assert bytes(corpus.heldout[0].tolist()) == text[len(text) - 8192 :][:65]
+    assert corpus.train.dtype == torch.uint8
+
+
+def test_without_matplotlib_the_demo_says_so_and_is_otherwise_the_same(tmp_path, quick_run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    answer = run_demo(tmp_path / "demo", make_settings(steps=20, tiny=True), command=quick_run)
+    assert answer.data["loss_curves"] == "not drawn: no such package matplotlib; pip install 'trainfold[plot]'"
+    assert not (tmp_path / "demo" / PICTURE).exists()
+    assert answer.data["identical"]
+
+
+def test_the_picture_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    losses = {step: 5.0 / step for step in range(1, 9)}
+    plot.draw_losses(
+        tmp_path / "l.png", uninterrupted=losses, killed=losses, kills=[(3, "step"), (5, "save")], identical=True
+    )
+    assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "l.png").stat().st_size > 5_000
