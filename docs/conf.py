@@ -31,6 +31,7 @@ autodoc_preserve_defaults = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!trainfold\.).*"),  # other projects are not linked: the build needs no network
     (r"py:.*", r"trainfold\.(\w+\.)*_?[A-Z]\w?"),  # type variables
+    (r"py:.*", r"trainfold\.(\w+\.)*_\w+"),  # private types in signatures
 ]
 
 GENERATED = Path(__file__).parent / "reference" / "generated"

@@ -10,21 +10,123 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from trainfold.adapters.live import Live as Live
+    from trainfold.adapters.live import attach as attach
+    from trainfold.backends.collectives import SingleProcess as SingleProcess
+    from trainfold.backends.local import LocalStore as LocalStore
+    from trainfold.backends.memory import MemoryStore as MemoryStore
+    from trainfold.backends.protocols import Store as Store
     from trainfold.core.components import merge as merge
     from trainfold.core.components import select as select
     from trainfold.core.components import validate_components as validate_components
+    from trainfold.core.cursor import DataCursor as DataCursor
+    from trainfold.core.cursor import make_cursor as make_cursor
+    from trainfold.core.errors import ResumeRefused as ResumeRefused
+    from trainfold.core.errors import StateDonated as StateDonated
     from trainfold.core.errors import TrainfoldError as TrainfoldError
+    from trainfold.core.fingerprint import fingerprint as fingerprint
+    from trainfold.core.init import init_state as init_state
+    from trainfold.core.leaves import Leaves as Leaves
+    from trainfold.core.loss import Loss as Loss
+    from trainfold.core.optim import Optimizer as Optimizer
+    from trainfold.core.optim import optimizer as optimizer
+    from trainfold.core.partition import even_split as even_split
+    from trainfold.core.partition import shard_of as shard_of
+    from trainfold.core.permutation import Permutation as Permutation
+    from trainfold.core.permutation import sample_order as sample_order
+    from trainfold.core.policy import Drift as Drift
+    from trainfold.core.resume_plan import Refusal as Refusal
+    from trainfold.core.resume_plan import ResumePlan as ResumePlan
+    from trainfold.core.resume_plan import plan_resume as plan_resume
+    from trainfold.core.rng import Key as Key
+    from trainfold.core.rng import fold_in as fold_in
+    from trainfold.core.rng import forked_rng as forked_rng
+    from trainfold.core.rng import make_key as make_key
+    from trainfold.core.rng import seed_of as seed_of
+    from trainfold.core.save_plan import SavePlan as SavePlan
+    from trainfold.core.save_plan import plan_save as plan_save
+    from trainfold.core.schedule import Schedule as Schedule
+    from trainfold.core.schedule import constant as constant
+    from trainfold.core.schedule import cosine as cosine
+    from trainfold.core.schedule import horizon as horizon
+    from trainfold.core.schedule import linear as linear
+    from trainfold.core.schedule import wsd as wsd
+    from trainfold.core.spec import Difference as Difference
+    from trainfold.core.spec import LeafSpec as LeafSpec
+    from trainfold.core.spec import ScalarSpec as ScalarSpec
+    from trainfold.core.spec import diff_specs as diff_specs
+    from trainfold.core.spec import spec_of as spec_of
+    from trainfold.core.state import ModelState as ModelState
+    from trainfold.core.state import Opaque as Opaque
+    from trainfold.core.state import OptimizerState as OptimizerState
+    from trainfold.core.state import ParamGroup as ParamGroup
     from trainfold.core.state import Progress as Progress
     from trainfold.core.state import TrainState as TrainState
+    from trainfold.core.state import make_progress as make_progress
+    from trainfold.core.window import windows as windows
+    from trainfold.core.world import Collectives as Collectives
+    from trainfold.core.world import World as World
+    from trainfold.core.world import make_world as make_world
 
 
 _MODULE_OF = {
+    "Collectives": "trainfold.core.world",
+    "DataCursor": "trainfold.core.cursor",
+    "Difference": "trainfold.core.spec",
+    "Drift": "trainfold.core.policy",
+    "Key": "trainfold.core.rng",
+    "LeafSpec": "trainfold.core.spec",
+    "Leaves": "trainfold.core.leaves",
+    "Live": "trainfold.adapters.live",
+    "LocalStore": "trainfold.backends.local",
+    "Loss": "trainfold.core.loss",
+    "MemoryStore": "trainfold.backends.memory",
+    "ModelState": "trainfold.core.state",
+    "Opaque": "trainfold.core.state",
+    "Optimizer": "trainfold.core.optim",
+    "OptimizerState": "trainfold.core.state",
+    "ParamGroup": "trainfold.core.state",
+    "Permutation": "trainfold.core.permutation",
     "Progress": "trainfold.core.state",
+    "Refusal": "trainfold.core.resume_plan",
+    "ResumePlan": "trainfold.core.resume_plan",
+    "ResumeRefused": "trainfold.core.errors",
+    "SavePlan": "trainfold.core.save_plan",
+    "ScalarSpec": "trainfold.core.spec",
+    "Schedule": "trainfold.core.schedule",
+    "SingleProcess": "trainfold.backends.collectives",
+    "StateDonated": "trainfold.core.errors",
+    "Store": "trainfold.backends.protocols",
     "TrainState": "trainfold.core.state",
     "TrainfoldError": "trainfold.core.errors",
+    "World": "trainfold.core.world",
+    "attach": "trainfold.adapters.live",
+    "constant": "trainfold.core.schedule",
+    "cosine": "trainfold.core.schedule",
+    "diff_specs": "trainfold.core.spec",
+    "even_split": "trainfold.core.partition",
+    "fingerprint": "trainfold.core.fingerprint",
+    "fold_in": "trainfold.core.rng",
+    "forked_rng": "trainfold.core.rng",
+    "horizon": "trainfold.core.schedule",
+    "init_state": "trainfold.core.init",
+    "linear": "trainfold.core.schedule",
+    "make_cursor": "trainfold.core.cursor",
+    "make_key": "trainfold.core.rng",
+    "make_progress": "trainfold.core.state",
+    "make_world": "trainfold.core.world",
     "merge": "trainfold.core.components",
+    "optimizer": "trainfold.core.optim",
+    "plan_resume": "trainfold.core.resume_plan",
+    "plan_save": "trainfold.core.save_plan",
+    "sample_order": "trainfold.core.permutation",
+    "seed_of": "trainfold.core.rng",
     "select": "trainfold.core.components",
+    "shard_of": "trainfold.core.partition",
+    "spec_of": "trainfold.core.spec",
     "validate_components": "trainfold.core.components",
+    "windows": "trainfold.core.window",
+    "wsd": "trainfold.core.schedule",
 }
 
 __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604 the table is the list
