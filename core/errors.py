@@ -141,6 +141,27 @@ class SpecMismatch(TrainfoldError):
         return (type(self), (self.where, self.differences))
 
 
+class RestoreRefused(TrainfoldError):
+    """A live run cannot take a state; every reason is listed, and nothing was changed (V12).
+
+    Attributes:
+        reasons: one error for each.
+    """
+
+    def __init__(self, where: str, reasons: "tuple[TrainfoldError, ...]") -> None:
+        shown = "\n".join(f"  {type(reason).__name__}: {reason}" for reason in reasons)
+        super().__init__(
+            where,
+            expected="a state that these objects can take",
+            found=f"{len(reasons)} reasons against it:\n{shown}\n",
+            mend="mend what differs, or select components; nothing was changed",
+        )
+        self.reasons = reasons
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.where, self.reasons))
+
+
 # --- checkpoints that cannot be used ---------------------------------------------------------------------------------
 
 

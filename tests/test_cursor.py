@@ -178,7 +178,7 @@ def test_resharding_neither_loses_nor_repeats_a_sample(seed, n, plan):
 
 
 @given(seed=seeds, n=lengths, sizes=st.lists(st.integers(1, 900), min_size=1, max_size=6))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 def test_batches_across_epochs_read_every_epoch_exactly_once_too(seed, n, sizes):
     """G03: the end of an epoch is epoch + 1, position 0."""
     cursor = make_cursor(n, seed=seed)

@@ -1,0 +1,345 @@
+"""`Live`: the mutable objects of a training loop, read as one `TrainState` and written back from one."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, final
+
+import attrs
+import torch
+
+from trainfold.adapters.boundary import Boundary
+from trainfold.adapters.loader import Feed, feed_of
+from trainfold.adapters.module import ModulePart
+from trainfold.adapters.optimizer import OptimizerPart
+from trainfold.adapters.part import ObjectPart, Part, Stateful, TreePart
+from trainfold.adapters.restoring import CountersPart, extra_state_parts, refusals, write_all
+from trainfold.adapters.rng import RngPart, bound_device
+from trainfold.adapters.scheduler import SchedulerPart, check_schedulers
+from trainfold.core.components import components_of, state_of, validate_components
+from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused
+from trainfold.core.names import named_tensors
+from trainfold.core.state import Progress, TrainState
+
+_LOG = logging.getLogger("trainfold")
+_CYCLES = {"max_momentum", "base_momentum"}
+_CYCLED = {"momentum", "betas", *_CYCLES}
+_MOVING = {"lr", "initial_lr", "max_lr", "min_lr", "base_lr"}
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+    extra: Mapping[str, Any] | None = None,
+) -> "Live":
+    """Make the mutable objects of a loop save-able and resume-able.
+
+    Args:
+        model: the module; wrapped (DDP, compile) or not.
+        optimizer: made from the parameters of ``model``.
+        scheduler: an object with ``state_dict`` and ``load_state_dict``; or a list, tuple or dict of them.
+        loader: a ``DataLoader`` over a map-style dataset, or one with a state of its own; iterate over
+            ``live.batches()`` then.
+        extra: the run's other components by name: modules, optimizers, anything with ``state_dict`` and
+            ``load_state_dict``, or a pair of functions ``(get, set)`` for a tree.
+
+    Returns:
+        The live run.
+
+    Raises:
+        InvalidArgument: for an object whose state cannot be known.
+        InvalidState: if the optimizer holds a tensor that the model does not have.
+
+    Examples:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> live.progress
+        Progress(step=0, epoch=0, samples=0, tokens=0)
+        >>> list(live.capture().model.params)
+        ['weight', 'bias']
+    """
+    return Live(model, optimizer, scheduler=scheduler, loader=loader, extra=extra or {})
+
+
+@final
+class Live:
+    """A mutable run. Make it with `attach`.
+
+    Law: run k steps, `capture`, build every object anew, `restore`, run n steps = run k + n steps, bit for bit.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        scheduler: Any,
+        loader: Any,
+        extra: Mapping[str, Any],
+    ) -> None:
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidArgument(
+                "attach.optimizer",
+                expected="a torch.optim.Optimizer",
+                found=f"a {type(optimizer).__qualname__}",
+                mend="attach the optimizer itself, and a wrapper's own state under extra=",
+            )
+        self._model = model
+        self._optimizer = optimizer
+        self._scheduler = None if scheduler is None else SchedulerPart(check_schedulers(scheduler))
+        self._feed: Feed | None = None if loader is None else feed_of(loader)
+        self._extra = dict(extra)
+        self._progress = Progress()
+        self._pending: dict[str, Any] = {}
+        self._implied = extra_state_parts(model)
+        components_of(TrainState(extra=self._extra))  # checks the names
+        for part in self._parts().values():
+            if isinstance(part, OptimizerPart):
+                part.capture()  # checks that the model has its tensors
+        self._boundary = Boundary(model, optimizer)
+
+    # --- counting ----------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        """The counters, as of the last `advance`."""
+        if self._feed is None:
+            return self._progress
+        return attrs.evolve(self._progress, epoch=self._feed.epoch)
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Names of components that the restored state had and that nothing is registered for (B15)."""
+        return tuple(self._pending)
+
+    def advance(self, *, samples: int | None = None, tokens: int | None = None, steps: int = 1) -> Progress:
+        """Count what was trained on; call it after each optimizer step, before anything is saved.
+
+        Args:
+            samples: samples trained on since the last call, over all ranks; with a ``DataLoader``, None means those of
+                every batch that was handed out, and a number has to agree with them.
+            tokens: valid tokens among them.
+            steps: optimizer steps; 0 inside an accumulation window, which then stays open: nothing can be saved (A06).
+
+        Returns:
+            The counters.
+
+        Raises:
+            InvalidArgument: for a negative number.
+            DataPositionMismatch: if the samples are not those of whole batches from `batches` (G02).
+
+        Examples:
+            >>> live = attach(torch.nn.Linear(2, 1))
+            >>> live.advance(samples=32, tokens=4096)
+            Progress(step=1, epoch=0, samples=32, tokens=4096)
+        """
+        for name, value in (("samples", samples or 0), ("tokens", tokens or 0), ("steps", steps)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise InvalidArgument(
+                    f"advance.{name}", expected="an int >= 0", found=repr(value), mend="only count up"
+                )
+        counted = (samples or 0) if self._feed is None else self._feed.advance(samples)
+        counted = counted if samples is None else samples
+        now = self._progress
+        self._progress = attrs.evolve(
+            now, step=now.step + steps, samples=now.samples + counted, tokens=now.tokens + (tokens or 0)
+        )
+        if steps:
+            self._boundary.close()
+        else:
+            self._boundary.open(counted)
+        return self.progress
+
+    def drop_window(self) -> Progress:
+        """Give up an accumulation window that the end of the data, or an error, left open (A07).
+
+        Its samples count as consumed, its gradients are cleared, no step is counted.
+
+        Returns:
+            The counters.
+        """
+        dropped = 0 if self._feed is None else self._feed.drop()
+        self._progress = attrs.evolve(self._progress, samples=self._progress.samples + dropped)
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        self._boundary.close()
+        return self.progress
+
+    def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Any]:
+        """The loader's batches from the position on, also in the middle of an epoch, and epoch after epoch.
+
+        ``set_epoch`` is called on samplers that have it, before the position is sought (G04). Where ``epochs`` or
+        ``steps`` are reached already, nothing is drawn and no iterator is made (A11).
+
+        Args:
+            epochs: stop when the run has had so many, from its beginning; None for no limit.
+            steps: stop when the run has had so many optimizer steps, from its beginning; None for no limit.
+
+        Yields:
+            What the loader yields.
+
+        Raises:
+            InvalidArgument: if no loader was attached.
+            DataPositionMismatch: if the loader turns out not to be able to take the position.
+        """
+        if self._feed is None:
+            raise InvalidArgument(
+                "live.batches", expected="an attached loader", found="none", mend="attach(..., loader=loader)"
+            )
+        return self._feed.batches(epochs=epochs, done=lambda: steps is not None and self._progress.step >= steps)
+
+    # --- capture and restore -----------------------------------------------------------------------------------------
+
+    def capture(self) -> TrainState:
+        """The run as a value, at a boundary.
+
+        Tensors in it are the live ones, not copies: save it before training goes on. Nothing changes or moves: no
+        random stream, no gradient, no mode, no position (C14).
+
+        Returns:
+            A state of all components.
+
+        Raises:
+            IncompleteWindow: inside an accumulation window, as far as it shows: a batch was handed out, or the optimizer
+                stepped, without `advance`; `advance` with ``steps=0``; gradients that changed since `advance` (A06).
+        """
+        self.check_boundary()
+        return state_of({name: part.capture() for name, part in self._parts().items()})
+
+    def restore(self, state: TrainState, *, components: Iterable[str] | None = None) -> None:
+        """Make the live objects what a state says: all of it, or nothing if any part does not fit (V12).
+
+        Everything is checked first. Parameters are overwritten in place, so ties and references survive; gradients are
+        cleared; ``scheduler.step()`` is not called; random streams come last (G11). The state is copied from.
+
+        Args:
+            state: from a checkpoint, or captured.
+            components: which of them; None for all that this run has, which must all be there.
+
+        Raises:
+            RestoreRefused: with every reason; nothing was changed.
+            UnknownComponent: for a name that neither this run nor the state has.
+        """
+        parts, saved = self._parts(), components_of(state)
+        chosen = validate_components(components, declared=(*self._extra, *state.extra))
+        reasons = refusals(parts, saved, chosen)
+        if reasons:
+            raise RestoreRefused("live", reasons)
+        write_all({name: part for name, part in parts.items() if chosen is None or name in chosen}, saved)
+        self._boundary.close()
+        leftover = [name for name in saved if name not in parts and (chosen is None or name in chosen)]
+        self._pending = {name: saved[name] for name in leftover}
+        if leftover:
+            _LOG.warning("the state has %s, which this run has not registered: kept until live.register()", leftover)
+
+    def register(self, name: str, target: Any) -> None:
+        """Add a component to a run that may have been restored already (B15).
+
+        Args:
+            name: its stable name.
+            target: as under ``extra`` of `attach`; if the restored state has a component of this name, it is given to
+                the target now.
+
+        Raises:
+            InvalidArgument: if the name is taken or cannot be one.
+            RestoreRefused: if the target cannot take its state; it is not registered then.
+        """
+        if name in self._parts():
+            raise InvalidArgument("register.name", expected="a new name", found=name, mend="choose another name")
+        components_of(TrainState(extra={name: target}))
+        part = self._part(name, target, self._names())
+        if name in self._pending:
+            reasons = part.problems(self._pending[name])
+            if reasons:
+                raise RestoreRefused(f"live.register({name!r})", tuple(reasons))
+            part.write(self._pending[name])
+            del self._pending[name]
+        self._extra[name] = target
+
+    def check_boundary(self) -> None:
+        """Raise unless the run is between two optimizer steps, as far as that shows (A06).
+
+        Raises:
+            IncompleteWindow: saying what is open.
+        """
+        found = self._boundary.evidence()
+        if found is None and self._feed is not None and self._feed.undelivered():
+            found = f"batches handed out since the last advance(): {self._feed.undelivered()}"
+        if found:
+            raise IncompleteWindow(
+                "live",
+                expected="a boundary: a whole number of optimizer steps, counted by advance()",
+                found=found,
+                mend="save after optimizer.step() and live.advance(samples=...); or live.drop_window() to give it up",
+            )
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether an accumulation window was declared open by ``advance(steps=0)``."""
+        return self._boundary.open_samples > 0
+
+    def contract(self) -> dict[str, Any]:
+        """What must be the same at a resume for it to be exact, as plain values, beside what the state itself says.
+
+        Hyperparameters that a scheduler, or the loop, changes while it runs say ``"live"``: they are not compared, and
+        go on with the values that were saved.
+        """
+        found: dict[str, Any] = {} if self._feed is None else self._feed.contract()
+        if self._scheduler is not None:
+            found["scheduler.kind"] = self._scheduler.kinds()
+        names = self._names()
+        for group in self._optimizer.param_groups if self._optimizer is not None else ():
+            label = min((names[id(parameter)] for parameter in group["params"]), default="")
+            moving = _MOVING | (_CYCLED if _CYCLES & set(group) else set())
+            found.update({f"optimizer.groups[{label!r}].{key}": "live" for key in moving & set(group)})
+        return found
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _names(self) -> dict[int, str]:
+        """``id(parameter)`` -> name, for the model and the modules among the extras."""
+        found = {id(value): name for name, value in named_tensors(self._model).params.items()}
+        for prefix, module in self._extra.items():
+            if isinstance(module, torch.nn.Module):
+                for name, value in named_tensors(module).params.items():
+                    found.setdefault(id(value), f"{prefix}.{name}")
+        return found
+
+    def _parts(self) -> dict[str, Part]:
+        """The components, in the order in which they are written: what may refuse comes first, random streams last."""
+        names = self._names()
+        extras = {name: self._part(name, target, names) for name, target in self._extra.items()}
+        extras.update(self._implied)
+        parts: dict[str, Part] = {n: part for n, part in extras.items() if isinstance(part, ObjectPart | TreePart)}
+        if self._scheduler is not None:
+            parts["scheduler"] = self._scheduler
+        if self._feed is not None:
+            parts["dataset"] = self._feed
+        if self._optimizer is not None:
+            parts["optimizer"] = OptimizerPart(self._optimizer, names)
+        parts.update({n: part for n, part in extras.items() if n not in parts})
+        parts["model"] = ModulePart(self._model)
+        parts["trainer"] = CountersPart(lambda: self.progress, self._set_progress)
+        parts["rng"] = RngPart(bound_device(list(self._model.parameters())))
+        return parts
+
+    def _part(self, name: str, target: Any, names: Mapping[int, str]) -> Part:
+        if isinstance(target, torch.nn.Module):
+            return ModulePart(target, name)
+        if isinstance(target, torch.optim.Optimizer):
+            return OptimizerPart(target, names, name)
+        if isinstance(target, Stateful):
+            return ObjectPart(target, name)
+        if isinstance(target, tuple) and len(target) == 2 and all(callable(function) for function in target):
+            return TreePart(*target, name)
+        raise InvalidArgument(
+            f"extra[{name!r}]",
+            expected="a module, an optimizer, an object with state_dict and load_state_dict, or (get, set)",
+            found=f"a {type(target).__qualname__}",
+            mend="pass a pair of functions that return its tree and take it back",
+        )
+
+    def _set_progress(self, progress: Progress) -> None:
+        self._progress = progress

@@ -1,0 +1,79 @@
+"""A module as the ``model`` component (or any other): parameters and persistent buffers by canonical name, in place."""
+
+from typing import Any, final
+
+import attrs
+import torch
+
+from trainfold.adapters.part import Undo, nothing, wrong_kind
+from trainfold.core.errors import SpecMismatch, TrainfoldError
+from trainfold.core.leaves import Leaves
+from trainfold.core.names import named_tensors
+from trainfold.core.spec import diff_specs, spec_of
+from trainfold.core.state import ModelState
+
+
+def capture_module(module: torch.nn.Module) -> ModelState:
+    """A module's tensors as a value; they are the module's own, not copies.
+
+    Non-persistent buffers are left out (B17), tied parameters are in it once (B19), wrappers leave no trace in the
+    names (B11).
+
+    Raises:
+        InvalidState: if two tensors have the same canonical name.
+
+    Examples:
+        >>> state = capture_module(torch.nn.Linear(2, 1))
+        >>> list(state.params), list(state.buffers)
+        (['weight', 'bias'], [])
+    """
+    named = named_tensors(module)
+    params = {name: parameter.detach() for name, parameter in named.params.items()}
+    return ModelState(params=Leaves(params), buffers=Leaves(named.buffers), ties=named.ties)
+
+
+@final
+@attrs.frozen
+class ModulePart:
+    """A module behind a component.
+
+    Attributes:
+        module: the live module; its parameter objects stay, so that ties and the optimizer's references survive.
+        path: the component, for messages.
+    """
+
+    module: torch.nn.Module
+    path: str = "model"
+
+    def capture(self) -> ModelState:
+        """The module's tensors, not copied."""
+        return capture_module(self.module)
+
+    def problems(self, saved: Any) -> list[TrainfoldError]:
+        """Every missing, unexpected and differing tensor at once."""
+        if not isinstance(saved, ModelState):
+            return [wrong_kind(self.path, "the parameters and buffers of a module", saved)]
+        own = self.capture()
+        differences = diff_specs(spec_of(_as_named_by(saved, own), self.path), spec_of(own, self.path))
+        return [SpecMismatch(self.path, differences)] if differences else []
+
+    def write(self, saved: Any) -> Undo:
+        """Copy the values into the live tensors, and clear the gradients: a checkpoint is at a boundary."""
+        own = self.capture()
+        saved = _as_named_by(saved, own)
+        with torch.no_grad():
+            for mine, theirs in ((own.params, saved.params), (own.buffers, saved.buffers)):
+                for name, tensor in mine.items():
+                    tensor.copy_(theirs[name])
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        return nothing
+
+
+def _as_named_by(saved: ModelState, own: ModelState) -> ModelState:
+    """The saved tensors, a tied one under the name that the live module puts first."""
+    if set(saved.ties) == set(own.ties):
+        return saved
+    known = dict(saved.ties)
+    wanted = {known[name]: name for name in own.params if name in known and known[name] not in own.params}
+    return attrs.evolve(saved, params=Leaves({wanted.get(name, name): value for name, value in saved.params.items()}))

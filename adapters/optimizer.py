@@ -1,0 +1,244 @@
+"""A torch optimizer as the ``optimizer`` component: slots by canonical name, written without torch's casts."""
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import attrs
+import torch
+
+from trainfold.adapters.part import Undo, copied, copied_containers, nothing, wrong_kind
+from trainfold.core import tree
+from trainfold.core.errors import InvalidState, TrainfoldError
+from trainfold.core.leaves import Leaves
+from trainfold.core.state import OptimizerState, ParamGroup
+
+_NOT_HYPER = ("params", "param_names")
+
+
+def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerState:
+    """An optimizer's state as a value, keyed by name; its tensors are the optimizer's own, not copies.
+
+    A parameter that never had a gradient has no slots, as in torch (B10).
+
+    Args:
+        optimizer: any torch optimizer.
+        names: ``id(parameter)`` -> canonical name.
+
+    Raises:
+        InvalidState: if the optimizer holds a tensor that has no name, or keeps state under something else.
+
+    Examples:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> state = capture_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), {id(model.weight): "w", id(model.bias): "b"})
+        >>> state.kind, state.groups[0].params
+        ('torch.optim.sgd.SGD', ('w', 'b'))
+    """
+    groups = tuple(
+        ParamGroup(
+            hyper={key: copied_containers(value) for key, value in group.items() if key not in _NOT_HYPER},
+            params=tuple(_name(parameter, names, f"optimizer.groups[{number}]") for parameter in group["params"]),
+        )
+        for number, group in enumerate(optimizer.param_groups)
+    )
+    slots = {}
+    for parameter, held in optimizer.state.items():
+        slots[_name(parameter, names, "optimizer.state")] = copied_containers(held)
+    order = [name for group in groups for name in group.params if name in slots]
+    return OptimizerState(kind=kind_of(optimizer), slots=Leaves((name, slots[name]) for name in order), groups=groups)
+
+
+def kind_of(optimizer: object) -> str:
+    """The optimizer's class, ``"torch.optim.adamw.AdamW"``."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _name(parameter: Any, names: Mapping[int, str], where: str) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        shape = list(parameter.shape) if isinstance(parameter, torch.Tensor) else parameter
+        raise InvalidState(
+            where,
+            expected="parameters of the attached model",
+            found=f"a tensor of shape {shape} that the model does not have",
+            mend="build the optimizer from the parameters of this model, after it was wrapped or moved; "
+            "or attach the module that has it under extra=",
+        )
+    return name
+
+
+@final
+@attrs.frozen
+class OptimizerPart:
+    """A torch optimizer behind a component.
+
+    Attributes:
+        optimizer: the live optimizer; its param group dicts stay, because a scheduler holds on to them.
+        names: ``id(parameter)`` -> canonical name.
+        path: the component, for messages.
+    """
+
+    optimizer: torch.optim.Optimizer
+    names: Mapping[int, str]
+    path: str = "optimizer"
+
+    def capture(self) -> OptimizerState:
+        """The slots and hyperparameters, tensors not copied."""
+        return capture_optimizer(self.optimizer, self.names)
+
+    def problems(self, saved: Any) -> list[TrainfoldError]:
+        """Every reason at once: another class, other parameters, other groups, slots missing or misshapen."""
+        if not isinstance(saved, OptimizerState):
+            return [wrong_kind(self.path, "the state of a torch optimizer", saved)]
+        found: list[TrainfoldError] = []
+        if saved.kind != kind_of(self.optimizer):
+            found.append(
+                self._problem("kind", kind_of(self.optimizer), saved.kind, "make the optimizer that the state is of")
+            )
+        params = self._params()
+        mine = {frozenset(group) for group in self._groups()}
+        theirs = {frozenset(group.params) for group in saved.groups}
+        if mine != theirs:
+            names = frozenset[str]().union(*theirs)
+            found.append(
+                self._problem(
+                    "groups",
+                    f"{len(mine)} groups of {len(params)} parameters in all",
+                    f"{len(theirs)} groups of {len(names)}; missing {sorted(set(params) - names)[:8]}, "
+                    f"unexpected {sorted(names - set(params))[:8]}",
+                    "put the same parameters into the same groups (their order does not matter)",
+                )
+            )
+            return found
+        unknown = sorted(set(saved.slots) - set(params))
+        if unknown:
+            found.append(self._problem("slots", "slots of parameters in a group", unknown[:8], "repair the state"))
+        found.extend(self._slot_problems(saved, params))
+        return found
+
+    def _slot_problems(self, saved: OptimizerState, params: Mapping[str, torch.Tensor]) -> list[TrainfoldError]:
+        """A parameter without any slot never had a gradient; one with some of its slots is damaged (B10).
+
+        Parameters of one group and of as many dimensions are treated alike by every torch optimizer, so they must have
+        the same slots, and a slot that has its parameter's shape for most of them must have it for all.
+        """
+        alike: dict[tuple[int, int], list[str]] = {}
+        for number, group in enumerate(saved.groups):
+            for name in group.params:
+                if name in params and saved.slots.get(name):
+                    alike.setdefault((number, params[name].dim()), []).append(name)
+        found: list[TrainfoldError] = []
+        for members in alike.values():
+            keys = {key for name in members for key in saved.slots[name]}
+            fitting = {key for key in keys if _mostly_shaped_like(key, members, saved.slots, params)}
+            for name in members:
+                held = saved.slots[name]
+                missing = sorted(keys - set(held))
+                if missing:
+                    found.append(
+                        self._problem(
+                            f"slots[{name!r}]",
+                            f"the slots {sorted(keys)}",
+                            f"{missing} missing",
+                            "use another checkpoint",
+                        )
+                    )
+                for key in sorted(fitting & set(held)):
+                    shape = _shape(held[key])
+                    if shape is not None and shape != params[name].shape:
+                        found.append(
+                            self._problem(
+                                f"slots[{name!r}][{key!r}]",
+                                f"shape {list(params[name].shape)}",
+                                f"shape {list(shape)}",
+                                "build the model as it was when the state was saved",
+                            )
+                        )
+        return found
+
+    def write(self, saved: Any) -> Undo:
+        """Write the slots and hyperparameters straight into the optimizer.
+
+        Not through ``load_state_dict``, which casts slots to the dtype of their parameter (B09). A slot tensor that is
+        there already with the same shape, dtype and device is overwritten in place.
+        """
+        by_members = {frozenset(group.params): group.hyper for group in saved.groups}
+        hypers = [copied(dict(by_members[frozenset(group)])) for group in self._groups()]
+        slots: dict[torch.Tensor, Any] = {}
+        overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for (name, parameter), hyper in zip(self._params().items(), self._hyper_of(saved), strict=True):
+            if name not in saved.slots:
+                continue
+            held = self.optimizer.state.get(parameter, {})
+            slots[parameter] = {}
+            for key, value in saved.slots[name].items():
+                present = held.get(key)
+                if _same_spec(value, present):
+                    overwritten.append((present, value))
+                    slots[parameter][key] = present
+                else:
+                    slots[parameter][key] = _placed(value, _device_of(key, parameter, hyper))
+        # everything that can fail is done, and nothing was changed so far
+        for present, value in overwritten:
+            present.copy_(value)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(slots)
+        for group, hyper in zip(self.optimizer.param_groups, hypers, strict=True):
+            for key, value in hyper.items():
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+        return nothing
+
+    def _params(self) -> dict[str, torch.Tensor]:
+        """The parameters in the optimizer's order, by name."""
+        return {
+            _name(parameter, self.names, self.path): parameter
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        return [
+            tuple(_name(parameter, self.names, self.path) for parameter in group["params"])
+            for group in self.optimizer.param_groups
+        ]
+
+    def _hyper_of(self, saved: OptimizerState) -> list[Mapping[str, Any]]:
+        """For each of `_params`, the hyperparameters of its group."""
+        by_name = {name: group.hyper for group in saved.groups for name in group.params}
+        return [by_name[name] for name in self._params()]
+
+    def _problem(self, part: str, expected: object, found: object, mend: str) -> InvalidState:
+        return InvalidState(f"{self.path}.{part}", expected=expected, found=found, mend=mend)
+
+
+def _shape(value: object) -> torch.Size | None:
+    return value.shape if isinstance(value, torch.Tensor) else None
+
+
+def _mostly_shaped_like(
+    key: str, members: list[str], slots: Mapping[str, Mapping[str, Any]], params: Mapping[str, torch.Tensor]
+) -> bool:
+    """For most, not for one: the factored slot of a matrix with one row has the shape of that matrix by chance."""
+    alike = [name for name in members if _shape(slots[name].get(key)) == params[name].shape]
+    return 2 * len(alike) > len(members)
+
+
+def _device_of(key: str, parameter: torch.Tensor, hyper: Mapping[str, Any]) -> torch.device:
+    """Where torch keeps a new slot: a step counter is on the CPU unless the kernels read it."""
+    if key == "step" and not (hyper.get("capturable") or hyper.get("fused")):
+        return torch.device("cpu")
+    return parameter.device
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    """A copy of a slot, on its device and with its own dtype."""
+    copies = tree.map_tensors(lambda tensor: tensor.detach().to(device=device, copy=True), value)
+    return tree.map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copied(leaf), copies)
+
+
+def _same_spec(value: Any, present: Any) -> bool:
+    if not (isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor)):
+        return False
+    return value.shape == present.shape and value.dtype == present.dtype

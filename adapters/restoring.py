@@ -1,0 +1,127 @@
+"""Writing a state into live objects: all the reasons against it first, then all of it or nothing (V12)."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, final
+
+import attrs
+import torch
+
+from trainfold.adapters.part import Part, TreePart, Undo, nothing
+from trainfold.core.errors import InvalidArgument, InvalidState, RestoreRefused, TrainfoldError
+from trainfold.core.names import canonical_name
+from trainfold.core.state import Opaque, Progress, make_progress
+
+_DEPENDS = {
+    "scheduler": ("optimizer", "the learning rate that it has set is in the optimizer's param groups (B04)"),
+    "dataset": ("trainer", "a position is restored for a run that goes on, with its counters (G10)"),
+}
+EXTRA_STATE = "module_extra_state"
+
+
+def refusals(
+    parts: Mapping[str, Part], saved: Mapping[str, Any], chosen: Collection[str] | None
+) -> tuple[TrainfoldError, ...]:
+    """Every reason why these components cannot be restored; nothing is changed.
+
+    Args:
+        parts: the run's components.
+        saved: the state's.
+        chosen: the selection, or None for all.
+
+    Returns:
+        The reasons, in the order of the components.
+    """
+    wanted = [name for name in parts if chosen is None or name in chosen]
+    found: list[TrainfoldError] = []
+    for name, (needed, reason) in _DEPENDS.items():
+        if chosen is not None and name in chosen and needed in parts and needed not in chosen:
+            mend = f"select {needed} too, or leave {name} out: {reason}"
+            found.append(
+                InvalidArgument("components", expected=f"{needed} with {name}", found=sorted(chosen), mend=mend)
+            )
+    for name in wanted:
+        if name in saved:
+            found.extend(parts[name].problems(saved[name]))
+        else:
+            found.append(
+                InvalidState(
+                    name,
+                    expected="a component that this run has",
+                    found=f"a state with {sorted(saved)} only",
+                    mend=f"leave {name} out with components=, on purpose, to go on with what the run has now",
+                )
+            )
+    return tuple(found)
+
+
+def write_all(parts: Mapping[str, Part], saved: Mapping[str, Any]) -> None:
+    """Write every part that is in ``saved``; if one raises, take back those before it.
+
+    Raises:
+        RestoreRefused: with what the part raised.
+    """
+    undos: list[Undo] = []
+    for name, part in parts.items():
+        if name not in saved:
+            continue
+        try:
+            undos.append(part.write(saved[name]))
+        except Exception as error:
+            for undo in reversed(undos):
+                undo()
+            reason = InvalidState(
+                name,
+                expected="a state that its object takes",
+                found=f"{type(error).__qualname__}: {error}",
+                mend="build the object as it was when the state was saved; nothing was changed",
+            )
+            raise RestoreRefused("live", (reason,)) from error
+
+
+@final
+@attrs.frozen
+class CountersPart:
+    """The ``trainer`` component, behind a pair of functions."""
+
+    get: Callable[[], Progress]
+    set: Callable[[Progress], None]
+
+    def capture(self) -> Progress:
+        """The counters."""
+        return self.get()
+
+    def problems(self, saved: Any) -> list[TrainfoldError]:
+        """Whether they are counters at all."""
+        try:
+            make_progress(step=saved.step, epoch=saved.epoch, samples=saved.samples, tokens=saved.tokens)
+        except InvalidState as error:
+            return [error]
+        except AttributeError:
+            return [InvalidState("trainer", expected="counters", found=repr(saved)[:80], mend="use another checkpoint")]
+        return []
+
+    def write(self, saved: Any) -> Undo:
+        """Set them."""
+        self.set(saved)
+        return nothing
+
+
+def extra_state_parts(model: torch.nn.Module) -> dict[str, TreePart]:
+    """A component for the opaque states that modules of this model declare with ``get_extra_state`` (B18), if any do."""
+    plain = torch.nn.Module.get_extra_state
+    owners = {
+        canonical_name(f"{name}._")[:-2] if name else "": module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not plain
+    }
+    if not owners:
+        return {}
+
+    def get() -> Opaque:
+        return Opaque({name: module.get_extra_state() for name, module in owners.items()})
+
+    def put(saved: Opaque) -> None:
+        for name, module in owners.items():
+            module.set_extra_state(saved.value[name])
+
+    return {EXTRA_STATE: TreePart(get, put, EXTRA_STATE)}

@@ -1,0 +1,219 @@
+"""The global random streams of a mutable loop: python, numpy, torch, and the accelerator that the model is on.
+
+They are captured as plain values (ints, floats, arrays), never as pickles, and written back bit for bit (H01). Only
+the device that the model is bound to is read, so that a state does not depend on which other devices are visible.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias, final
+
+import attrs
+import numpy as np
+import torch
+
+from trainfold.adapters.part import Undo, wrong_kind
+from trainfold.core.errors import InvalidState, TrainfoldError
+from trainfold.core.rng import fold_in, make_key, seed_of
+from trainfold.core.state import Opaque
+
+Streams: TypeAlias = dict[str, Any]
+
+VERSION = 1
+
+
+def bound_device(tensors: list[torch.Tensor]) -> torch.device | None:
+    """The accelerator that these tensors are on, or None for the CPU."""
+    for tensor in tensors:
+        if tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
+    return None
+
+
+def capture_streams(device: torch.device | None = None) -> Streams:
+    """Read every global stream; none of them moves.
+
+    Args:
+        device: the accelerator to include, or None.
+
+    Returns:
+        A dict of plain values: ``python``, ``numpy``, ``torch``, and the accelerator's under its type, ``cuda``.
+
+    Examples:
+        >>> streams = capture_streams()
+        >>> sorted(streams)
+        ['numpy', 'python', 'seed', 'torch', 'version']
+    """
+    version, words, gauss = random.getstate()
+    found: Streams = {
+        "version": VERSION,
+        "seed": torch.initial_seed(),
+        "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
+        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 (user code draws from this stream)
+        "torch": torch.get_rng_state(),
+    }
+    if device is not None:
+        found[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return found
+
+
+def restore_streams(streams: Streams, device: torch.device | None = None) -> None:
+    """Write captured streams back, bit for bit.
+
+    Args:
+        streams: from `capture_streams`, checked with `stream_problems` where they come from elsewhere.
+        device: the accelerator to write, or None.
+    """
+    random.setstate(_python_state(streams["python"]))
+    np.random.set_state(streams["numpy"])  # noqa: NPY002 (user code draws from this stream)
+    torch.set_rng_state(streams["torch"].cpu())
+    if device is not None:
+        torch.get_device_module(device).set_rng_state(streams[device.type].cpu(), device)
+
+
+@contextmanager
+def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
+    """Run a block and leave every global stream as it was before it, also when it raises (H05).
+
+    Examples:
+        >>> before = torch.get_rng_state()
+        >>> with preserved_rng():
+        ...     _ = torch.rand(3), random.random()
+        >>> torch.equal(before, torch.get_rng_state())
+        True
+    """
+    streams = capture_streams(device)
+    try:
+        yield
+    finally:
+        restore_streams(streams, device)
+
+
+def derive_streams(seed: int, *, step: int, rank: int = 0, device: torch.device | None = None) -> Streams:
+    """New streams as a function of the seed, the step and the rank, for a resume on another layout (H03).
+
+    Args:
+        seed: of the run; ``streams["seed"]`` of the captured ones.
+        step: where the run goes on.
+        rank: of this process.
+        device: the accelerator to include, or None.
+
+    Returns:
+        Streams that no other step or rank has, to be put into the state that is restored.
+
+    Examples:
+        >>> one, other = derive_streams(0, step=5), derive_streams(0, step=5, rank=1)
+        >>> torch.equal(one["torch"], other["torch"])
+        False
+    """
+    key = fold_in(make_key(seed), "streams", step, "rank", rank)
+    version, words, gauss = random.Random(seed_of(fold_in(key, "python"))).getstate()  # noqa: S311 (no secret)
+    numpy_seed = seed_of(fold_in(key, "numpy"))
+    torch_seed = seed_of(fold_in(key, "torch"))
+    found: Streams = {
+        "version": VERSION,
+        "seed": seed,
+        "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
+        "numpy": np.random.RandomState([numpy_seed & 0xFFFFFFFF, numpy_seed >> 32]).get_state(legacy=False),
+        "torch": torch.Generator().manual_seed(torch_seed).get_state(),
+    }
+    if device is not None:
+        found[device.type] = torch.Generator(device).manual_seed(torch_seed).get_state()
+    return found
+
+
+def stream_problems(
+    streams: Any, device: torch.device | None = None, *, path: str = "state.rng"
+) -> list[TrainfoldError]:
+    """Every reason why streams cannot be written here: each is tried on a generator of its own.
+
+    Args:
+        streams: a value that may come from anywhere.
+        device: the accelerator that needs a stream, or None.
+        path: where they stand, for messages.
+
+    Returns:
+        The problems; none for streams captured on the same layout.
+    """
+    if not isinstance(streams, dict) or streams.get("version") != VERSION:
+        version = streams.get("version") if isinstance(streams, dict) else type(streams).__qualname__
+        return [
+            InvalidState(
+                f"{path}.version",
+                expected=f"random streams of version {VERSION}",
+                found=version,
+                mend="resume with the trainfold that wrote them, or put derive_streams(seed, step=...) in their place",
+            )
+        ]
+    wanted = ["python", "numpy", "torch", *([device.type] if device is not None else [])]
+    extra = sorted(set(streams) - {"version", "seed", *wanted})
+    found: list[TrainfoldError] = (
+        [] if not extra else [_not_usable(f"{path}[{extra[0]!r}]", "no stream of a device that this run is not on")]
+    )
+    for name in wanted:
+        where = f"{path}[{name!r}]"
+        if name not in streams:
+            found.append(_not_usable(where, "a stream, because it is in use", "none"))
+            continue
+        try:
+            _try_stream(name, streams[name], device)
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+            found.append(_not_usable(where, f"the state of this process's {name} generator", str(error)))
+    return found
+
+
+def _try_stream(name: str, value: Any, device: torch.device | None) -> None:
+    if name == "python":
+        random.Random().setstate(_python_state(value))  # noqa: S311 (no secret)
+    elif name == "numpy":
+        kind = value["bit_generator"]
+        present = np.random.get_state(legacy=False)["bit_generator"]  # noqa: NPY002 (user code draws from this stream)
+        if kind != present:
+            raise ValueError(f"of a {kind}, and numpy's global generator is a {present}")
+        bits = getattr(np.random, kind)(0)
+        np.random.RandomState(bits).set_state(value)
+    else:
+        torch.Generator(device if name != "torch" and device is not None else "cpu").set_state(value.cpu())
+
+
+def _python_state(value: Any) -> tuple[int, tuple[int, ...], float | None]:
+    return value["version"], tuple(value["words"].tolist()), value["gauss"]
+
+
+def _not_usable(where: str, expected: str, found: str = "one") -> InvalidState:
+    return InvalidState(
+        where,
+        expected=expected,
+        found=found,
+        mend="resume on the same kind of device; or put derive_streams(seed, step=...) in place of the streams, "
+        "or leave rng out with components=, on purpose",
+    )
+
+
+@final
+@attrs.frozen
+class RngPart:
+    """The ``rng`` component of a live run.
+
+    Attributes:
+        device: the accelerator that the model is on, or None.
+    """
+
+    device: torch.device | None = None
+
+    def capture(self) -> Opaque:
+        """The streams; as `Opaque`, because a generator knows best what its state looks like."""
+        return Opaque(capture_streams(self.device))
+
+    def problems(self, saved: Any) -> list[TrainfoldError]:
+        """Whether every stream is there and usable (H04)."""
+        if not isinstance(saved, Opaque):
+            return [wrong_kind("state.rng", "the captured random streams of a loop", saved)]
+        return stream_problems(saved.value, self.device)
+
+    def write(self, saved: Any) -> Undo:
+        """Write the streams back."""
+        before = capture_streams(self.device)
+        restore_streams(saved.value, self.device)
+        return lambda: restore_streams(before, self.device)

@@ -1,0 +1,106 @@
+"""A learning rate scheduler, or several, as the ``scheduler`` component."""
+
+from typing import Any, final
+
+import attrs
+
+from trainfold.adapters.part import ObjectPart, Stateful, Undo
+from trainfold.core import tree
+from trainfold.core.errors import InvalidArgument, InvalidState, TrainfoldError
+from trainfold.core.state import Opaque
+
+
+@final
+@attrs.frozen
+class SchedulerPart:
+    """Schedulers behind one component; restoring never calls ``step()`` (B12).
+
+    The learning rate itself lives in the optimizer's param groups and is restored with them.
+
+    Attributes:
+        schedulers: one scheduler, or a list, tuple or dict of them.
+    """
+
+    schedulers: Any
+
+    def _parts(self) -> list[ObjectPart]:
+        return [
+            ObjectPart(scheduler, path, same_keys=True)
+            for path, scheduler in tree.named_leaves(self.schedulers, "scheduler")
+        ]
+
+    def capture(self) -> Any:
+        """The ``state_dict()`` of each, in the same arrangement."""
+        _, arrangement = tree.flatten(self.schedulers)
+        return tree.unflatten(arrangement, [part.capture() for part in self._parts()])
+
+    def problems(self, saved: Any) -> list[TrainfoldError]:
+        """Whether it is the same arrangement of the same kinds of schedulers."""
+        parts, values = self._parts(), _opaques(saved)
+        if [part.path for part in parts] != list(values):
+            return [
+                InvalidState(
+                    "scheduler",
+                    expected=f"the states of {[part.path for part in parts]}",
+                    found=f"those of {list(values)}",
+                    mend="attach as many schedulers as the state was captured from, in the same arrangement",
+                )
+            ]
+        return [problem for part in parts for problem in part.problems(values[part.path])]
+
+    def write(self, saved: Any) -> Undo:
+        """Give each its state; if one refuses, all have the states that they had."""
+        values = _opaques(saved)
+        undos: list[Undo] = []
+
+        def undo_all() -> None:
+            for undo in reversed(undos):
+                undo()
+
+        try:
+            undos.extend(part.write(values[part.path]) for part in self._parts())
+        except Exception:
+            undo_all()
+            raise
+        return undo_all
+
+    def kinds(self) -> list[str]:
+        """The classes, for the resume contract."""
+        return [_kind(part.target) for part in self._parts()]
+
+
+def check_schedulers(schedulers: Any) -> Any:
+    """Refuse an object that cannot be a scheduler, when it is attached.
+
+    Raises:
+        InvalidArgument: naming it.
+    """
+    for path, scheduler in tree.named_leaves(schedulers, "scheduler"):
+        if not isinstance(scheduler, Stateful):
+            raise InvalidArgument(
+                path,
+                expected="an object with state_dict and load_state_dict, such as a torch LRScheduler",
+                found=f"a {_kind(scheduler)}",
+                mend="attach the scheduler object itself; a pure function of the step needs no attaching",
+            )
+    return schedulers
+
+
+def _opaques(saved: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def collect(value: Any, path: str) -> None:
+        level = None if isinstance(value, Opaque) else tree.one_level(value)
+        if level is None:
+            found[path] = value
+            return
+        kind, entries, children = level
+        for entry, child in zip(entries, children, strict=True):
+            collect(child, tree.join(path, kind, entry))
+
+    collect(saved, "scheduler")
+    return found
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
