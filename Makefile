@@ -23,6 +23,7 @@ check: $(DEV)  ## the static gates (seconds)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/deptry --no-ansi core backends adapters properties
 	$(BIN)/codespell
 
 format: $(DEV)  ## let ruff write
