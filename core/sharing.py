@@ -6,11 +6,17 @@ import torch
 
 from trainfold.core.errors import SharedStorage
 
+Named = Iterable[tuple[str, torch.Tensor]]
 
-def first_overlap(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
-    """The first two named tensors, in the order of their addresses, whose bytes overlap; None if all are apart.
+
+def first_overlap(written: Named, others: Named = ()) -> tuple[str, str] | None:
+    """The first two named tensors whose bytes overlap, in the order of their addresses; None if all are apart.
 
     A tensor counts from its first byte to its last; views of one storage that lie beside each other are apart.
+
+    Args:
+        written: tensors that may not overlap each other.
+        others: tensors that may overlap each other and none of ``written``.
 
     Examples:
         >>> flat = torch.zeros(4)
@@ -19,32 +25,37 @@ def first_overlap(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str
         >>> first_overlap([("a", flat[:3]), ("b", flat[2:])])
         ('a', 'b')
     """
-    spans = sorted(
-        (str(value.device), value.data_ptr(), value.data_ptr() + _extent_bytes(value), name)
-        for name, value in tensors
-        if value.layout == torch.strided and value.numel() and not value.is_meta
-    )
-    end, owner, device = 0, "", ""
-    for place, start, stop, name in spans:
-        if place == device and start < end:
-            return owner, name
+    spans = [(*_span(value), name, True) for name, value in written if _has_bytes(value)]
+    spans += [(*_span(value), name, False) for name, value in others if _has_bytes(value)]
+    ends: dict[bool, tuple[str, int, str]] = {True: ("", 0, ""), False: ("", 0, "")}  # of written and of others
+    for device, start, stop, name, is_written in sorted(spans):
+        for group in (True, False) if is_written else (True,):
+            place, end, owner = ends[group]
+            if place == device and start < end:
+                return owner, name
+        place, end, _ = ends[is_written]
         if place != device or stop > end:
-            end, owner, device = stop, name, place
+            ends[is_written] = (device, stop, name)
     return None
 
 
-def check_apart(tensors: Iterable[tuple[str, torch.Tensor]], mend: str) -> None:
+def check_apart(written: Named, others: Named = (), *, mend: str) -> None:
     """Refuse tensors that share bytes.
 
     Raises:
         SharedStorage: naming the first two.
     """
-    found = first_overlap(tensors)
+    found = first_overlap(written, others)
     if found is not None:
         first, second = found
         raise SharedStorage(second, expected="a storage of its own", found=f"the storage of {first}", mend=mend)
 
 
-def _extent_bytes(tensor: torch.Tensor) -> int:
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.numel() > 0 and not tensor.is_meta
+
+
+def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (steps + 1) * tensor.element_size()
+    start = tensor.data_ptr()
+    return str(tensor.device), start, start + (steps + 1) * tensor.element_size()

@@ -1,0 +1,95 @@
+"""The one exchange of a step: gradients, loss, weight and metrics are summed over the ranks at the boundary (A02-A04)."""
+
+import hashlib
+import math
+
+import torch
+
+from trainfold.core.errors import RanksDisagree
+from trainfold.core.loss import Number, Totals, read
+from trainfold.core.world import Collectives
+
+_DIGEST_BYTES = 4  # its sum over two million ranks is still exact in float64
+
+
+def exchange(totals: Totals, targets: list[torch.nn.Parameter], collectives: Collectives) -> Totals:
+    """Sum a window over the ranks, with one call of ``all_sum``; the gradients of ``targets`` are replaced.
+
+    A parameter that had a gradient on some rank has one on every rank afterwards.
+
+    Args:
+        totals: this rank's sums.
+        targets: the parameters, in the same order on every rank.
+        collectives: the ranks.
+
+    Returns:
+        The sums over all ranks, with the ranks whose loss or gradients are not finite; the same bits on every rank.
+
+    Raises:
+        RanksDisagree: if the ranks report metrics of different names.
+    """
+    trained = [target for target in targets if target.requires_grad]
+    present = [target.grad is not None for target in trained]
+    for target in trained:
+        if target.grad is None:
+            target.grad = torch.zeros_like(target)
+    blocks = _blocks(trained)
+    flats = [torch.cat([_grad(target).reshape(-1) for target in block]) for block in blocks]
+    names = sorted(totals.metrics)
+    numbers = _local_numbers(totals, flats, names, collectives)
+    stats = torch.tensor([*numbers, *map(float, present)], dtype=torch.float64)
+    stats = stats.to(trained[0].device if trained else "cpu")
+    *flats, stats = collectives.all_sum([*flats, stats])
+    for block, flat in zip(blocks, flats, strict=True):
+        pieces = torch.split(flat, [target.numel() for target in block])
+        for target, piece in zip(block, pieces, strict=True):
+            _grad(target).copy_(piece.view_as(target))  # a copy: ranks that are threads may be given one tensor
+    summed = stats.tolist()
+    for target, count in zip(trained, summed[len(numbers) :], strict=True):
+        if count == 0:
+            target.grad = None
+    return _global(summed, names, collectives.world_size)
+
+
+def _local_numbers(
+    totals: Totals, flats: list[torch.Tensor], names: list[str], collectives: Collectives
+) -> list[float | int]:
+    ratios: list[Number] = [number for name in names for number in totals.metrics[name]]
+    peaks = [torch.linalg.vector_norm(flat, math.inf) for flat in flats]  # NaN and inf survive a maximum
+    loss, weight, *rest = read([totals.loss, totals.weight, *ratios, *peaks])
+    ratio_numbers, peak_numbers = rest[: len(ratios)], rest[len(ratios) :]
+    suspect = not all(map(math.isfinite, [loss, weight, *peak_numbers]))
+    flags = [float(suspect and rank == collectives.rank) for rank in range(collectives.world_size)]
+    return [loss, weight, totals.samples, float(_digest(names)), *flags, *ratio_numbers]
+
+
+def _global(summed: list[float], names: list[str], world_size: int) -> Totals:
+    loss, weight, samples, digest, *rest = summed
+    if digest != _digest(names) * world_size:
+        raise RanksDisagree(
+            "metrics", expected=f"{names}, as on this rank", found="other names", mend="return the same on every rank"
+        )
+    flags, ratios = rest[:world_size], rest[world_size:]
+    return Totals(
+        loss=loss,
+        weight=weight,
+        samples=int(samples),
+        metrics={name: (ratios[2 * i], ratios[2 * i + 1]) for i, name in enumerate(names)},
+        suspects=[rank for rank, flag in enumerate(flags) if flag],
+    )
+
+
+def _blocks(trained: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    blocks: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    for target in trained:
+        blocks.setdefault((target.dtype, target.device), []).append(target)
+    return list(blocks.values())
+
+
+def _grad(target: torch.nn.Parameter) -> torch.Tensor:
+    assert target.grad is not None
+    return target.grad
+
+
+def _digest(names: list[str]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(names).encode(), digest_size=_DIGEST_BYTES).digest(), "little")

@@ -1,0 +1,122 @@
+"""Gradients of a window: forward and backward of each microbatch, normalised once, judged before anything is updated."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias, final
+
+import attrs
+import torch
+
+from trainfold.core.errors import InvalidBatch, NonFinite
+from trainfold.core.loss import Loss, Totals, check_loss, read
+from trainfold.core.rng import Key, fold_in, forked_rng
+
+LossFunction: TypeAlias = Callable[[Any, Any], Loss]
+
+
+@final
+@attrs.frozen
+class Verdict:
+    """What a window came to, in Python numbers: reading them is the one time that a step waits for the device.
+
+    Attributes:
+        loss: sum over weight.
+        grad_norm: the norm of the normalised gradient, before it is clipped.
+        weight: the sum of the weights.
+        samples: over all ranks.
+        metrics: the ratios of the user's metrics; nan where nothing was counted.
+        norm: the norm as a tensor, to clip by.
+    """
+
+    loss: float
+    grad_norm: float
+    weight: float | int
+    samples: int
+    metrics: dict[str, float]
+    norm: torch.Tensor = attrs.field(eq=False, repr=False)
+
+
+def run_window(  # noqa: PLR0913 (every one is named where it is called)
+    micro: list[Any],
+    *,
+    module: torch.nn.Module,
+    loss_fn: LossFunction,
+    key: Key,
+    device: torch.device,
+    rank: int,
+    normalise: bool,
+    after_each: Callable[[], None],
+) -> Totals:
+    """Forward and backward of every microbatch; gradients add up in the parameters.
+
+    Args:
+        micro: the microbatches.
+        module: the model.
+        loss_fn: ``(model, batch) -> Loss``.
+        key: the key of this step; each microbatch and rank draws from a key of its own.
+        device: where the model computes.
+        rank: the data-parallel rank.
+        normalise: divide the loss by its weight before the backward: for the only microbatch of a single rank, where
+            these are the operations, and so the bits, of the backward of a mean (A04).
+        after_each: is called after each backward.
+
+    Returns:
+        The sums of the window on this rank.
+    """
+    totals = Totals()
+    for index, part in enumerate(micro):
+        part_key = fold_in(key, "microbatch", index, "rank", rank)
+        with forked_rng(part_key, device), torch.enable_grad():
+            loss = check_loss(loss_fn(module, part))
+            totals.add(loss)
+            if normalise:
+                torch.autograd.backward(loss.sum / loss.weight)
+            elif loss.sum.requires_grad:  # a microbatch without a valid token may have a constant for its loss
+                torch.autograd.backward(loss.sum)
+        after_each()
+    return totals
+
+
+def judge(totals: Totals, targets: list[torch.nn.Parameter], *, normalised: bool, where: str) -> Verdict:
+    """Divide the gradients by the weight and read what the window came to; nothing but gradients is changed.
+
+    Raises:
+        InvalidBatch: on every rank, if the weight of the whole window is not positive.
+        NonFinite: on every rank, if the loss or the gradient norm of any rank is not finite (A09).
+    """
+    grads = [target.grad for target in targets if target.grad is not None]
+    if grads and not normalised:
+        torch._foreach_div_(grads, totals.weight)
+    norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+    ratios = [number for pair in totals.metrics.values() for number in pair]
+    loss_sum, weight, grad_norm, *numbers = read([totals.loss, totals.weight, norm, *ratios])
+    finite = not totals.suspects and all(map(math.isfinite, (loss_sum, weight, grad_norm)))
+    if weight <= 0:
+        raise InvalidBatch(
+            "the sum of the loss weights",
+            expected="> 0 over all microbatches and ranks",
+            found=weight,
+            mend="drop batches without a valid token, or use larger windows",
+        )
+    if not finite:
+        raise NonFinite(
+            where,
+            expected="a finite loss and gradient norm on every rank",
+            found=f"loss {loss_sum / weight}, gradient norm {grad_norm}{_blame(totals)}",
+            mend="nothing was updated: go on from error.skipped to leave this batch out, or lower the learning rate",
+        )
+    return Verdict(
+        loss=loss_sum / weight,
+        grad_norm=grad_norm,
+        weight=weight,
+        samples=totals.samples,
+        metrics={
+            name: num / den if den else math.nan
+            for name, num, den in zip(totals.metrics, numbers[::2], numbers[1::2], strict=True)
+        },
+        norm=norm,
+    )
+
+
+def _blame(totals: Totals) -> str:
+    return f", not finite on ranks {totals.suspects}" if totals.suspects else ""

@@ -1,0 +1,337 @@
+"""`make_step`: one optimizer step as a function from a state and a batch to the next state."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import attrs
+import torch
+
+from trainfold.core import tree
+from trainfold.core.errors import InvalidArgument, InvalidState, NonFinite
+from trainfold.core.exchange import exchange
+from trainfold.core.gradients import LossFunction, Verdict, judge, run_window
+from trainfold.core.leaves import Lease, Leaves
+from trainfold.core.loss import Totals
+from trainfold.core.microbatch import split
+from trainfold.core.optim import Optimizer
+from trainfold.core.rng import Key, fold_in, make_key
+from trainfold.core.schedule import ScheduleFunction, check_same, describe
+from trainfold.core.state import ModelState, OptimizerState, Progress, Scalar, TrainState
+from trainfold.core.template import Mould
+from trainfold.core.worker import Pool, Worker
+from trainfold.core.world import Collectives
+
+Metrics = dict[str, float]
+
+
+@final
+@attrs.frozen(eq=False)
+class Step:
+    """A training step; make one with `make_step`, and call it. Calls in several threads do not disturb each other.
+
+    Attributes:
+        contract: what must not change over a resume, plain scalars.
+        donate: whether a call consumes its state.
+    """
+
+    contract: Mapping[str, Scalar]
+    donate: bool
+    _loss_fn: LossFunction
+    _optimizer: Any
+    _schedule: ScheduleFunction | None
+    _scheduler: Mapping[str, Scalar] | None
+    _accumulate: int
+    _clip_norm: float | None
+    _collectives: Collectives | None
+    _pool: Pool
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Do one optimizer step.
+
+        Args:
+            state: the state at a boundary, alive and of this model.
+            batch: a tree whose tensors share dimension 0, or a list of ready-made microbatches; with several ranks,
+                this rank's share.
+
+        Returns:
+            The next state, and ``loss`` (the mean over the window and the ranks), ``grad_norm`` (before clipping),
+            ``lr`` (of the first group), ``weight`` and the loss function's own metrics. They are Python numbers: the
+            guard against non-finite ones has read them by then, so that nobody waits for a device twice.
+
+        Raises:
+            NonFinite: before anything was updated; the state is alive, and ``error.skipped`` leaves the batch out.
+            StateDonated: if an earlier step consumed the state.
+            InvalidBatch: if the batch cannot be split, or has no weight.
+            SharedStorage: if two leaves of a state to be donated share storage.
+        """
+        with self._telling():
+            key = self._check(state)
+            micro, samples = split(batch, self._accumulate)
+        with self._pool.worker(state) as worker:
+            verdict = self._measure(worker, state, micro, samples, key)
+            with self._telling():
+                if worker.bound is None:
+                    return self._update_by_function(worker, state, verdict)
+                return self._update(worker, state, verdict)
+
+    def _check(self, state: TrainState) -> Key:
+        """The key of this step, of a state that can be trained."""
+        if state.model is None or state.optimizer is None or state.trainer is None:
+            raise InvalidState(
+                "state",
+                expected="the components model, optimizer and trainer",
+                found=[name for name in ("model", "optimizer", "trainer") if getattr(state, name) is None] + ["absent"],
+                mend="make the state with init_state, or merge the missing components into it",
+            )
+        state.model.params.alive("state.model.params")
+        if isinstance(self._optimizer, Optimizer) and not isinstance(state.optimizer, OptimizerState):
+            raise InvalidState(
+                "state.optimizer",
+                expected="an OptimizerState",
+                found=type(state.optimizer).__name__,
+                mend="make it with init(params) of the optimizer that the step was made with",
+            )
+        check_same(state.scheduler, self._scheduler)
+        key = make_key(0) if state.rng is None else state.rng
+        if not isinstance(key, Key):
+            raise InvalidState(
+                "state.rng",
+                expected="a Key, or None",
+                found=type(key).__name__,
+                mend="captured streams are for mutable loops; use rng=make_key(seed) with a step",
+            )
+        return fold_in(key, "step", state.trainer.step)
+
+    def _measure(self, worker: Worker, state: TrainState, micro: list[Any], samples: int, key: Key) -> Verdict:
+        """Forward, backward and verdict; whatever is raised, the state is as it was."""
+        ranks = self._collectives
+        alone = ranks is None and len(micro) == 1
+        totals = Totals()
+        with self._telling():
+            self._enter(worker, state)
+        try:
+            with self._telling():
+                if self.donate and worker.bound is not None:
+                    worker.template.keep_buffers()  # elsewhere the forward writes to copies
+                totals = run_window(
+                    micro,
+                    module=worker.template.module,
+                    loss_fn=self._loss_fn,
+                    key=key,
+                    device=worker.template.device,
+                    rank=0 if ranks is None else ranks.rank,
+                    normalise=alone,
+                    after_each=worker.gather,
+                )
+                totals.samples = samples
+            if ranks is not None:
+                totals = exchange(totals, worker.targets, ranks)
+            assert state.trainer is not None
+            return judge(totals, worker.targets, normalised=alone, where=f"step {state.trainer.step}")
+        except BaseException as error:
+            worker.undo()
+            self._leave(worker, state)
+            if isinstance(error, NonFinite):
+                error.skipped = _skipped(state, totals.samples)
+            raise
+
+    def _enter(self, worker: Worker, state: TrainState) -> None:
+        model = state.model
+        assert model is not None
+        try:
+            if worker.bound is None:  # the forward writes to nothing but buffers
+                copied = attrs.evolve(model, buffers=tree.map_tensors(_copy, model.buffers))
+                worker.enter(state.evolve(model=copied))
+            elif self.donate:
+                worker.check_apart(state)
+                worker.enter(state)
+            else:
+                model, optimizer = tree.map_tensors(_copy, (model, state.optimizer))
+                worker.enter(state.evolve(model=model, optimizer=optimizer))
+        except BaseException:
+            worker.release()
+            raise
+
+    def _leave(self, worker: Worker, state: TrainState) -> None:
+        if self.donate and worker.bound is not None and state.model is not None:
+            self._pool.watch(worker, state.model.params.lease)
+        else:
+            worker.release()
+
+    def _update(self, worker: Worker, state: TrainState, verdict: Verdict) -> tuple[TrainState, Metrics]:
+        """The update in place, of the state's own tensors or of their copies."""
+        assert worker.bound is not None
+        assert state.trainer is not None
+        factor = 1.0 if self._schedule is None else self._schedule(state.trainer.step)
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(worker.targets, self._clip_norm, verdict.norm)
+        if self.donate:
+            _consume(state)  # before the first write: an update that fails half-way leaves no state behind
+        try:
+            worker.bound.apply(factor)
+            lease = Lease()
+            model, optimizer = worker.collect(state, lease)
+        except BaseException:
+            worker.release()
+            raise
+        after = self._next(state, model, optimizer, verdict)
+        self._leave(worker, after)
+        rate = optimizer.groups[0].hyper.get("lr")
+        rates = {} if rate is None else {"lr": float(rate) * factor}
+        return after, _metrics(verdict, rates)
+
+    def _update_by_function(self, worker: Worker, state: TrainState, verdict: Verdict) -> tuple[TrainState, Metrics]:
+        """The update by a user's own pure function; nothing is donated."""
+        assert state.model is not None
+        assert state.trainer is not None
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(worker.targets, self._clip_norm, verdict.norm)
+        scheduled = {} if self._schedule is None else {"lr_factor": self._schedule(state.trainer.step)}
+        named = worker.template.params
+        grads = {name: param.grad for name, param in named.items() if param.grad is not None}
+        try:
+            _, update = self._optimizer
+            params, optimizer = update(grads, state.optimizer, dict(state.model.params), **scheduled)
+            model = ModelState(
+                Leaves({name: params[name].detach() for name in named}),
+                Leaves(worker.template.harvest()),
+                state.model.ties,
+            )
+        finally:
+            worker.release()
+        return self._next(state, model, optimizer, verdict), _metrics(verdict, scheduled)
+
+    def _next(self, state: TrainState, model: ModelState, optimizer: Any, verdict: Verdict) -> TrainState:
+        done = state.trainer
+        assert done is not None
+        return TrainState(
+            model=model,
+            optimizer=optimizer,
+            scheduler=self._scheduler if state.scheduler is None else state.scheduler,
+            trainer=Progress(
+                step=done.step + 1,
+                epoch=done.epoch,
+                samples=done.samples + verdict.samples,
+                tokens=done.tokens + round(verdict.weight),
+            ),
+            dataset=state.dataset,
+            rng=state.rng,
+            extra=state.extra,
+        )
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell the other ranks what fails on this one, so that they do not wait for it."""
+        try:
+            yield
+        except BaseException as error:
+            if self._collectives is not None:
+                self._collectives.fail(error)
+            raise
+
+
+def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names for the rest)
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    optimizer: Any,
+    *,
+    schedule: ScheduleFunction | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    donate: bool = False,
+    collectives: Collectives | None = None,
+) -> Step:
+    """Make a training step, a function of its arguments alone.
+
+    Laws: the state's bits, the model's, and the global random state are left as they were; the same arguments give the
+    same bits; with ``donate=True`` the bits are the same and the state is consumed; k steps give the bits of k steps of
+    the hand-written loop (forward, backward, clip, ``optimizer.step()``). A window that is split gives the gradient of
+    the whole, because sums are added and divided once (A01, A02).
+
+    What is not in the state is not the step's: Python attributes that a forward changes on the model stay in a private
+    copy of it. Buffers that are not persistent have the values of ``model`` in each step (B17).
+
+    Args:
+        model: gives the structure; copied without its parameters, in training mode. It is not changed and not kept.
+        loss_fn: ``(model, batch) -> Loss``, a sum and its weight.
+        optimizer: what `trainfold.optimizer` returns; or any pair of pure functions, whose
+            ``update(grads, opt_state, params)`` is given ``lr_factor=`` too where there is a schedule, and whose states
+            are not donated.
+        schedule: step -> factor of the learning rates.
+        accumulate: microbatches a step; the window is a batch that is split, or a list.
+        clip_norm: the largest norm of the gradient, as ``torch.nn.utils.clip_grad_norm_``; None for no clipping.
+        donate: write the new state into the storage of the old one, which then raises `StateDonated`.
+        collectives: the data-parallel ranks, each of which calls its own step with its share of the batch.
+
+    Returns:
+        ``step(state, batch) -> (state, metrics)``. ``state.trainer`` gains 1 step, the samples, and as tokens the
+        weight, rounded to a whole number where it is not one.
+
+    Raises:
+        InvalidArgument: for an argument that can never work.
+        InvalidState: if the model is on the meta device or not initialised.
+
+    Examples:
+        >>> from trainfold.core.init import init_state
+        >>> from trainfold.core.loss import Loss
+        >>> from trainfold.core.optim import optimizer
+        >>> model, sgd = torch.nn.Linear(1, 1, bias=False), optimizer(torch.optim.SGD, lr=0.5)
+        >>> def loss_fn(model, batch):
+        ...     return Loss(sum=model(batch).sum(), weight=len(batch))
+        >>> state = init_state(model, sgd)
+        >>> after, metrics = make_step(model, loss_fn, sgd)(state, torch.ones(4, 1))
+        >>> (after.model.params["weight"] - state.model.params["weight"]).item(), metrics["grad_norm"], after.trainer.step
+        (-0.5, 1.0, 1)
+    """
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise InvalidArgument(
+            "accumulate", expected="an int >= 1", found=repr(accumulate), mend="1 is one batch a step"
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise InvalidArgument("clip_norm", expected="> 0, or None", found=clip_norm, mend="None does not clip")
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument("model", expected="a torch module", found=type(model).__name__, mend="pass the module")
+    init, update = optimizer
+    mine = isinstance(optimizer, Optimizer)
+    contract: dict[str, Scalar] = {
+        "accumulate": accumulate,
+        "clip_norm": None if clip_norm is None else float(clip_norm),
+        "optimizer": optimizer.kind if mine else getattr(update, "__qualname__", type(update).__qualname__),
+        "masters": optimizer.masters if mine else False,
+    }
+    return Step(
+        contract=contract,
+        donate=donate,
+        loss_fn=loss_fn,
+        optimizer=optimizer if mine else (init, update),
+        schedule=schedule,
+        scheduler=describe(schedule),
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        collectives=None if collectives is None or collectives.world_size == 1 else collectives,
+        pool=Pool(Mould(model), optimizer),
+    )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _consume(state: TrainState) -> None:
+    assert state.model is not None
+    assert state.trainer is not None
+    parts = [state.model.params, state.model.buffers, state.optimizer.slots, state.optimizer.masters]
+    for leaves in parts:
+        if leaves is not None:
+            leaves.lease.consumed_by = state.trainer.step
+
+
+def _skipped(state: TrainState, samples: int) -> TrainState:
+    assert state.trainer is not None
+    return state.evolve(trainer=attrs.evolve(state.trainer, samples=state.trainer.samples + samples))
+
+
+def _metrics(verdict: Verdict, rates: dict[str, float]) -> Metrics:
+    own = {"loss": verdict.loss, "grad_norm": verdict.grad_norm, **rates, "weight": verdict.weight}
+    return {**verdict.metrics, **own}
