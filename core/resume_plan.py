@@ -131,7 +131,8 @@ class ResumePlan:
     def digest(self) -> str:
         """A digest of every decision; equal on all ranks that decide alike (V05)."""
         files = [file.digest for file in self.manifest.files]
-        decided = (self.checkpoint, str(self.manifest.head), files, self.actions, self.drifts)
+        actions = [attrs.evolve(action, part=0) for action in self.actions]  # each rank reads its own part
+        decided = (self.checkpoint, str(self.manifest.head), files, actions, self.drifts)
         return digest_of(repr(decided).encode("utf-8", "backslashreplace"))
 
     def __str__(self) -> str:
@@ -166,6 +167,13 @@ class Refusal:
     run: str
     checkpoint: str | None
     reasons: tuple["Drift | Problem", ...]
+
+    @property
+    def finds_nothing(self) -> bool:
+        """Whether the run holds no checkpoint at all, not even a bad one, so that a program may train from the start."""
+        first = self.reasons[0] if self.reasons else None
+        none_there = isinstance(first, Problem) and first.error in {"RunEmpty", "CheckpointMissing"}
+        return isinstance(first, Problem) and none_there and first.where == self.run
 
     @property
     def exit_code(self) -> int:

@@ -20,6 +20,7 @@ from trainfold.core.errors import CheckpointForeign, InvalidArgument, NotWritabl
 # A run that starts in 30 ms: its state is a number, its checkpoint a file, its save slow enough to be hit.
 QUICK_RUN = """
 import json, os, sys, time
+from pathlib import Path
 run = Path(sys.argv[1])
 settings = json.loads((run.parent / "demo.json").read_text())
 log = open(run.with_suffix(".jsonl"), "ab", buffering=0)
@@ -106,7 +107,7 @@ def test_the_moments_depend_on_the_seed_and_lie_in_different_parts_of_the_run():
     assert len({tuple(plan) for plan in plans.values()}) == 20
     assert plan_kills(make_settings(steps=90, seed=3)) == plans[3]
     for first, second, third in plans.values():
-        assert first.after_step < 30 <= second.after_step < 60 <= third.after_step < 90
+        assert 15 <= first.after_step < 40 <= second.after_step < 65 <= third.after_step < 90
         assert second.in_save
 
 

@@ -68,11 +68,16 @@ def ls(run: RunPath, *, json: Json = False) -> int:
 
 
 @app.command(group=_LOOK)
-def inspect(checkpoint: CheckpointPath, *, json: Json = False) -> int:
+def inspect(
+    checkpoint: CheckpointPath,
+    *,
+    tensors: Annotated[bool, Parameter(negative=(), help="List every tensor too.")] = False,
+    json: Json = False,
+) -> int:
     """Show what a checkpoint holds: components, fingerprints, tensors, files, the contract of its run."""
     from trainfold.adapters.cli.inspect import inspect_checkpoint
 
-    return deliver(lambda: inspect_checkpoint(checkpoint), as_json=json)
+    return deliver(lambda: inspect_checkpoint(checkpoint, tensors=tensors), as_json=json)
 
 
 @app.command(group=_LOOK)
@@ -95,11 +100,16 @@ def verify(checkpoint: CheckpointPath, *, json: Json = False) -> int:
 
 
 @app.command(group=_TRUST)
-def plan(run: RunPath, *, json: Json = False) -> int:
+def plan(
+    run: RunPath,
+    *,
+    step: Annotated[int | None, Parameter(help="A step to resume from; the newest one otherwise.")] = None,
+    json: Json = False,
+) -> int:
     """Say what a resume of a run would load, and why newer checkpoints are passed over. Loads nothing."""
     from trainfold.adapters.cli.plan import plan_run
 
-    return deliver(lambda: plan_run(run), as_json=json)
+    return deliver(lambda: plan_run(run, step=step), as_json=json)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -80,7 +80,9 @@ def show_tables(tables: tuple[Table, ...], stream: TextIO) -> None:
         if number:
             stream.write("\n")
         if console.is_terminal:
-            console.print(_drawn(table))
+            console.print(
+                _drawn(table) if any(table.columns) else "\n".join(aligned(table)), markup=False, highlight=False
+            )
         else:
             stream.write("\n".join(aligned(table)) + "\n")
 

@@ -94,7 +94,7 @@ def train_command(run: Path) -> list[str]:
 
 
 def plan_kills(settings: Settings) -> list[Trigger]:
-    """Choose the moments: one in each equal part of the run, and the second one in a save.
+    """Choose the moments: after the first save, one in each equal part of the rest, and the second one in a save.
 
     Examples:
         >>> from trainfold.adapters.cli.demo.settings import make_settings
@@ -102,10 +102,11 @@ def plan_kills(settings: Settings) -> list[Trigger]:
         [False, True, False]
     """
     chance = random.Random(settings.seed)  # noqa: S311 - moments, not secrets
-    part = settings.steps / settings.kills
+    part = (settings.steps - settings.save_every) / settings.kills
     triggers = []
     for number in range(settings.kills):
-        first, last = int(number * part), max(int(number * part), int((number + 1) * part) - 2)
+        first = settings.save_every + int(number * part)
+        last = max(first, settings.save_every + int((number + 1) * part) - 2)
         in_save = number == min(1, settings.kills - 1)
         step = first if in_save else chance.randint(first, last)
         triggers.append(Trigger(step, in_save, chance.random()))

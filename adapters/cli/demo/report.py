@@ -6,7 +6,7 @@ from typing import Any, final
 import attrs
 
 from trainfold.adapters.cli.demo.events import Event, Losses, losses_of
-from trainfold.adapters.cli.demo.kill import Attempt
+from trainfold.adapters.cli.demo.kill import Attempt, Kill
 from trainfold.adapters.cli.output import Table, size_text
 from trainfold.core.errors import TrainfoldError
 
@@ -140,17 +140,23 @@ def compare(
 
 
 def tables(comparison: Comparison, facts: Sequence[tuple[str, str]]) -> tuple[Table, ...]:
-    """The comparison for people: what was done to the run, and what came of it."""
-    history = tuple(
-        (str(number), _start(attempt), *_end(attempt)) for number, attempt in enumerate(comparison.attempts, start=1)
-    )
-    checked = tuple(
+    """The comparison for people: one table of what was done to the run and what came of it, and where things are."""
+    kills = [attempt.kill for attempt in comparison.attempts if attempt.kill is not None]
+    in_save = sum(kill.during == "save" for kill in kills)
+    history = [("kills", "0", f"{len(kills)}, {in_save} of them during a save", "")]
+    for number, attempt in enumerate(comparison.attempts, start=1):
+        history.append((f"start {number}", "fresh" if number == 1 else "", attempt.resumed_from or "fresh", ""))
+        history.append((f"end {number}", "by itself" if number == 1 else "", kill_text(attempt), ""))
+        if attempt.kill is not None and attempt.kill.during == "save":
+            history.append((f"left {number}", "", _left_text(attempt.kill), ""))
+    steps, *others = (
         (check.name, check.uninterrupted, check.killed, "yes" if check.same else "NO") for check in comparison.checks
     )
-    verdict = ("identical", "", "", "yes" if comparison.identical else "NO")
+    verdict = (f"identical: {'yes' if comparison.identical else 'NO'}", "", "", "")
     return (
-        Table("What happened to the killed run", ("process", "started from", "ended", "left behind"), history),
-        Table("What came of it", ("", "never killed", "killed and resumed", "same"), (*checked, verdict)),
+        Table(
+            "One run, twice", ("", "never killed", "killed and resumed", "same"), (steps, *history, *others, verdict)
+        ),
         Table("", ("", ""), tuple(facts)),
     )
 
@@ -171,20 +177,17 @@ def kill_text(attempt: Attempt) -> str:
     """How a process ended, in words."""
     kill = attempt.kill
     if kill is None:
-        return "by itself, at the end"
+        return "by itself"
     if kill.during == "step":
         return f"SIGKILL in step {kill.step + 1}"
-    fate = "committed, not acknowledged" if kill.committed else "torn"
-    return f"SIGKILL during the save of step {kill.step} ({fate})"
+    return f"SIGKILL during the save of step {kill.step}"
 
 
-def _start(attempt: Attempt) -> str:
-    return attempt.resumed_from or "nothing: a fresh start"
-
-
-def _end(attempt: Attempt) -> tuple[str, str]:
-    left = attempt.kill.leftovers if attempt.kill else {}
-    return kill_text(attempt), f"{len(left)} files, {size_text(sum(left.values()))}, no manifest" if left else ""
+def _left_text(kill: Kill) -> str:
+    """What a kill during a save left in the run."""
+    if kill.committed:
+        return "a whole checkpoint, not yet acknowledged"
+    return f"torn: {size_text(sum(kill.leftovers.values()))} in {len(kill.leftovers)} files, no manifest"
 
 
 def _exact(value: float) -> str:

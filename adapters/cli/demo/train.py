@@ -11,21 +11,27 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-import trainfold
-from trainfold import Loss, TrainState
 from trainfold.adapters.cli.demo.corpus import Corpus, as_batch, help_text, make_corpus
 from trainfold.adapters.cli.demo.events import EventLog
 from trainfold.adapters.cli.demo.model import GPT, make_model
 from trainfold.adapters.cli.demo.settings import Settings, read_settings
+from trainfold.backends.runs import load, plan, save
 from trainfold.core.cursor import make_cursor
-from trainfold.core.errors import CheckpointMissing
+from trainfold.core.fingerprint import fingerprint
+from trainfold.core.forward import Model, bind_model
+from trainfold.core.init import init_state
+from trainfold.core.loss import Loss
+from trainfold.core.optim import optimizer
+from trainfold.core.resume_plan import Refusal
 from trainfold.core.schedule import wsd
+from trainfold.core.state import TrainState
+from trainfold.core.step import make_step
 
 _LEARNING_RATE = 1e-3
 _EVALUATION_BATCH = 32
 
 
-def loss_fn(model, batch: dict[str, torch.Tensor]) -> Loss:
+def loss_fn(model: Model, batch: dict[str, torch.Tensor]) -> Loss:
     """The sum of the losses of all bytes, and how many they are."""
     logits = model(batch["x"])
     nats = functional.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="sum")
@@ -42,11 +48,9 @@ def train(run: Path, settings: Settings, log: EventLog) -> None:
     """
     corpus = make_corpus(help_text(), context=settings.context, heldout_bytes=settings.heldout_bytes)
     model = make_model(settings)
-    adamw = trainfold.optimizer(torch.optim.AdamW, lr=_LEARNING_RATE, weight_decay=0.1, fused=True)
+    adamw = optimizer(torch.optim.AdamW, lr=_LEARNING_RATE, weight_decay=0.1, fused=True)
     schedule = wsd(settings.steps, warmup_steps=max(1, settings.steps // 10), decay_steps=max(1, settings.steps // 4))
-    cursor = make_cursor(len(corpus.train), seed=settings.seed)
-    fresh = trainfold.init_state(model, adamw, seed=settings.seed, schedule=schedule, dataset=cursor)
-    step = trainfold.make_step(
+    step = make_step(
         model,
         loss_fn,
         adamw,
@@ -55,41 +59,47 @@ def train(run: Path, settings: Settings, log: EventLog) -> None:
         clip_norm=1.0,
         donate=settings.donate,
     )
+    cursor = make_cursor(len(corpus.train), seed=settings.seed)
+    fresh = init_state(model, adamw, seed=settings.seed, schedule=schedule, dataset=cursor)
     state, resumed_from = resume(run, fresh)
-    log.write("start", state.trainer.step, resumed_from=resumed_from)
-    while state.trainer.step < settings.steps:
+    first = 0 if state.trainer is None else state.trainer.step
+    log.write("start", first, resumed_from=resumed_from)
+    for done in range(first + 1, settings.steps + 1):
         cursor = state.dataset
-        batch = as_batch(corpus.train[cursor.batch_across(settings.batch_size)])
-        state, metrics = step(state, batch)
+        chosen = torch.from_numpy(cursor.batch_across(settings.batch_size))
+        state, metrics = step(state, as_batch(corpus.train[chosen]))
         state = state.evolve(dataset=cursor.advance(settings.batch_size))
-        done = state.trainer.step
         log.write("step", done, loss=float(metrics["loss"]))
         if done % settings.save_every == 0 or done == settings.steps:
             log.write("save", done)
-            trainfold.save(state, run)
+            save(state, run)
             log.write("saved", done)
-    loss = evaluate(state, model, corpus)
-    log.write("done", state.trainer.step, fingerprints=trainfold.fingerprint(state), evaluation=loss)
+    log.write("done", settings.steps, fingerprints=fingerprint(state), evaluation=evaluate(state, model, corpus))
 
 
 def resume(run: Path, fresh: TrainState) -> tuple[TrainState, str | None]:
-    """The newest whole checkpoint of a run and its name, or the fresh state and None where there is none yet."""
-    try:
-        state = trainfold.load(run, like=fresh)
-    except CheckpointMissing:
-        return fresh, None
-    return state, f"step-{state.trainer.step:08d}"
+    """The newest whole checkpoint of a run and its name, or the fresh state and None where there is none yet.
+
+    Raises:
+        ResumeRefused: if there are checkpoints, and none that continues this run exactly.
+    """
+    planned = plan(run, like=fresh)
+    if isinstance(planned, Refusal):
+        if planned.finds_nothing:
+            return fresh, None
+        return load(run, like=fresh), None  # raises, with every reason
+    return load(run, like=fresh), planned.checkpoint
 
 
 def evaluate(state: TrainState, model: GPT, corpus: Corpus) -> float:
     """The mean loss of the held-out bytes, in nats, without dropout; summed in a fixed order in float64."""
-    template = trainfold.bind_model(model, state)
+    forward = bind_model(model, state)
     total, count = 0.0, 0
     with torch.inference_mode():
-        for chosen in corpus.heldout.split(_EVALUATION_BATCH):
-            loss = loss_fn(template, as_batch(chosen))
-            total += float(loss.sum.double())
-            count += loss.weight
+        for chosen in torch.split(corpus.heldout, _EVALUATION_BATCH):
+            batch = as_batch(chosen)
+            total += float(loss_fn(forward, batch).sum.double())
+            count += batch["y"].numel()
     return total / count
 
 

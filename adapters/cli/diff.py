@@ -1,0 +1,139 @@
+"""`trainfold diff A B`: what differs between two checkpoints, from their manifests alone."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+
+from trainfold.adapters.cli.inspect import labelled
+from trainfold.adapters.cli.locate import open_checkpoint
+from trainfold.adapters.cli.output import Answer, Table
+from trainfold.backends.interpret import tensor_digest
+from trainfold.core.errors import TrainfoldError
+from trainfold.core.manifest import Manifest
+from trainfold.core.structure import places
+
+_SHOWN_LEAVES = 100
+_ABSENT = "absent"
+
+
+class Different(TrainfoldError):
+    """Two checkpoints do not hold the same state of the same run."""
+
+    exit_code = 3
+
+
+@final
+@attrs.frozen
+class Line:
+    """One thing that was compared."""
+
+    name: str
+    a: str
+    b: str
+
+    @property
+    def same(self) -> bool:
+        """Whether both sides have it, with the same value."""
+        return self.a == self.b
+
+
+def diff_checkpoints(a: Path, b: Path) -> Answer:
+    """Compare two checkpoints.
+
+    Args:
+        a: one checkpoint, or a run.
+        b: the other.
+
+    Returns:
+        Components, leaves and contract keys; with `Different` if any of them differs.
+
+    Raises:
+        CheckpointError: of the kind that fits, if one of them is not to be believed.
+    """
+    one, other = open_checkpoint(a), open_checkpoint(b)
+    components = _lines(_fingerprints(one.manifest), _fingerprints(other.manifest))
+    leaves = [line for line in _lines(_leaves(one.manifest), _leaves(other.manifest)) if not line.same]
+    contract = [
+        line for line in _lines(_plain(one.manifest.contract), _plain(other.manifest.contract)) if not line.same
+    ]
+    made = [line for line in _lines(_circumstances(one.manifest), _circumstances(other.manifest)) if not line.same]
+    changed = [line.name for line in components if not line.same]
+    tables = [
+        Table(
+            "Components",
+            ("component", one.url, other.url, "same"),
+            tuple((line.name, line.a, line.b, "yes" if line.same else "NO") for line in components),
+        )
+    ]
+    rest = len(leaves) - _SHOWN_LEAVES
+    shown = [*leaves[:_SHOWN_LEAVES], *([Line(f"... {rest} more", "see --json", "see --json")] if rest > 0 else [])]
+    for title, name, lines in (("Leaves", "leaf", shown), ("Contract", "key", contract), ("Made by", "what", made)):
+        if lines:
+            rows = tuple((line.name, line.a, line.b) for line in lines)
+            tables.append(Table(f"{title} that differ" if name == "leaf" else title, (name, "a", "b"), rows))
+    error = None
+    if changed or contract:
+        error = Different(
+            f"{one.url} and {other.url}",
+            expected="the same components and the same contract",
+            found=f"{len(changed)} components, {len(leaves)} leaves and {len(contract)} keys of the contract that differ",
+            mend="see the tables; --json has every leaf",
+        )
+    data = {
+        "a": one.url,
+        "b": other.url,
+        "same": error is None,
+        "components": [{**attrs.asdict(line), "same": line.same} for line in components],
+        "leaves": [attrs.asdict(line) for line in leaves],
+        "contract": [attrs.asdict(line) for line in contract],
+        "made_by": [attrs.asdict(line) for line in made],
+    }
+    return Answer(data, tuple(tables), error)
+
+
+def _lines(a: Mapping[str, str], b: Mapping[str, str]) -> list[Line]:
+    return [Line(name, a.get(name, _ABSENT), b.get(name, _ABSENT)) for name in {**a, **b}]
+
+
+def _fingerprints(manifest: Manifest) -> dict[str, str]:
+    return {component.name: component.fingerprint for component in manifest.components}
+
+
+def _leaves(manifest: Manifest) -> dict[str, str]:
+    """Each leaf with what it is and holds: a digest for a tensor, the value for anything else.
+
+    A tensor that is stored in several slices has a digest of the slices' digests, which says "the same" only for the
+    same slices.
+    """
+    found: dict[str, str] = {}
+    for component in manifest.components:
+        for part, node in enumerate(component.nodes):
+            records = component.tensors[part]
+            for leaf in places(node, labelled(component, part)):
+                if leaf.index is None:
+                    found[leaf.path] = _exact(leaf.value)
+                else:
+                    record = records[leaf.index]
+                    found[leaf.path] = f"{record.spec} {tensor_digest(record)}"
+    return found
+
+
+def _circumstances(manifest: Manifest) -> dict[str, str]:
+    head = manifest.head
+    return {
+        "run": head.run_id,
+        "step": str(head.step),
+        "timeline": str(head.timeline),
+        "ranks": str(manifest.world_size),
+        **{f"{library} version": version for library, version in manifest.versions.items()},
+    }
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, str]:
+    return {name: repr(value) for name, value in values.items()}
+
+
+def _exact(value: object) -> str:
+    return f"{value!r} ({value.hex()})" if isinstance(value, float) else repr(value)

@@ -1,0 +1,124 @@
+"""`trainfold inspect CKPT`: what a checkpoint holds, from its manifest alone."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from trainfold.adapters.cli.locate import open_checkpoint
+from trainfold.adapters.cli.output import Answer, Table, size_text
+from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
+from trainfold.core.structure import places
+
+_SHOWN_SCALARS = 60
+
+
+def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
+    """Describe a checkpoint.
+
+    Args:
+        path: of the checkpoint, or of a run.
+        tensors: whether the tables list every tensor; the JSON always does.
+
+    Returns:
+        The description.
+
+    Raises:
+        CheckpointError: of the kind that fits, if there is none to be believed.
+    """
+    checkpoint = open_checkpoint(path)
+    manifest = checkpoint.manifest
+    scalars = [
+        (leaf.path, leaf.value)
+        for component in manifest.components
+        for part, node in enumerate(component.nodes)
+        for leaf in places(node, labelled(component, part))
+        if leaf.index is None
+    ]
+    head = attrs.asdict(manifest.head)
+    facts = {**{name: _text(value) for name, value in head.items()}, "world_size": str(manifest.world_size)}
+    facts |= {f"{library} version": version for library, version in manifest.versions.items()}
+    facts |= {"left out": ", ".join(manifest.omitted)} if manifest.omitted else {}
+    tables = [
+        Table(checkpoint.url, ("", ""), tuple(facts.items())),
+        Table(
+            "Components",
+            ("component", "tensors", "size", "fingerprint"),
+            tuple(
+                (each.name, str(sum(map(len, each.tensors))), size_text(_size(each)), each.fingerprint)
+                for each in manifest.components
+            ),
+        ),
+        Table(
+            "Files",
+            ("file", "size", "digest"),
+            tuple((file.name, size_text(file.size_bytes), file.digest) for file in manifest.files),
+        ),
+        Table("Values", ("leaf", "value"), _shortened(scalars)),
+        Table("Contract", ("key", "value"), tuple((key, _text(value)) for key, value in manifest.contract.items())),
+    ]
+    if tensors:
+        tables.append(Table("Tensors", ("leaf", "dtype", "shape", "bytes", "file"), tuple(_tensor_rows(manifest))))
+    data = {
+        "checkpoint": checkpoint.url,
+        "head": head,
+        "world_size": manifest.world_size,
+        "versions": dict(manifest.versions),
+        "omitted": list(manifest.omitted),
+        "contract": dict(manifest.contract),
+        "files": [attrs.asdict(file) for file in manifest.files],
+        "components": [_component_json(component) for component in manifest.components],
+        "values": {name: _jsonable(value) for name, value in scalars},
+    }
+    return Answer(data, tuple(tables))
+
+
+def labelled(component: ComponentRecord, part: int) -> str:
+    """The root of the leaf paths of a component, with the rank where each rank saved its own."""
+    return component.name if len(component.nodes) == 1 else f"{component.name}@rank{part}"
+
+
+def _shortened(scalars: list[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:
+    rows = [(path, _text(value)) for path, value in scalars]
+    rest = len(rows) - _SHOWN_SCALARS
+    return tuple(rows) if rest <= 0 else (*rows[:_SHOWN_SCALARS], ("...", f"{rest} more: see --json"))
+
+
+def _tensor_rows(manifest: Manifest) -> list[tuple[str, ...]]:
+    return [
+        (
+            labelled(component, part) + record.path.removeprefix(component.name),
+            record.dtype,
+            str(list(record.shape)),
+            str(_record_size(record)),
+            " ".join(dict.fromkeys(manifest.files[shard.file].name for shard in record.shards)),
+        )
+        for component in manifest.components
+        for part, table in enumerate(component.tensors)
+        for record in table
+    ]
+
+
+def _component_json(component: ComponentRecord) -> dict[str, Any]:
+    return {
+        "name": component.name,
+        "fingerprint": component.fingerprint,
+        "size_bytes": _size(component),
+        "tensors": [[attrs.asdict(record) for record in table] for table in component.tensors],
+    }
+
+
+def _size(component: ComponentRecord) -> int:
+    return sum(_record_size(record) for table in component.tensors for record in table)
+
+
+def _record_size(record: TensorRecord) -> int:
+    return sum(shard.stop - shard.start for shard in record.shards)
+
+
+def _text(value: object) -> str:
+    return "" if value is None or value == () else str(value)
+
+
+def _jsonable(value: object) -> object:
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

@@ -1,0 +1,109 @@
+"""From what a person types to a run, and to one checkpoint of it."""
+
+from pathlib import Path
+from typing import final
+
+import attrs
+
+from trainfold.backends.inventory import examine, read_inventory
+from trainfold.backends.local import LocalStore
+from trainfold.backends.protocols import Store
+from trainfold.core import errors
+from trainfold.core.inventory import Inventory, Problem, current_head
+from trainfold.core.manifest import Manifest
+from trainfold.core.save_plan import step_of
+
+
+@final
+@attrs.frozen
+class Checkpoint:
+    """One checkpoint of a run, its manifest read and proved.
+
+    Attributes:
+        store: the run.
+        name: the directory in it.
+        manifest: what it says.
+    """
+
+    store: Store
+    name: str
+    manifest: Manifest
+
+    @property
+    def url(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.store.url}/{self.name}"
+
+
+def open_run(path: Path) -> tuple[Store, Inventory]:
+    """Open a run and list what it holds.
+
+    Raises:
+        CheckpointMissing: if there is no such directory.
+        CheckpointError: of the kind that fits, if it is no run.
+    """
+    if not path.is_dir():
+        raise errors.CheckpointMissing(
+            str(path),
+            expected="the directory of a run",
+            found="a file" if path.exists() else "nothing",
+            mend="correct the path; a run has a run.json and directories step-...",
+        )
+    store = LocalStore(path)
+    inventory = read_inventory(store)
+    if inventory.problem is not None:
+        raise error_of(inventory.problem)
+    return store, inventory
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint by its own directory, or the newest of a run by the run's.
+
+    Raises:
+        CheckpointMissing: if there is no such thing.
+        RunEmpty: if the run has no checkpoint.
+        CheckpointError: of the kind that fits, if its manifest is not to be believed or files are missing.
+    """
+    real = path.resolve() if path.is_symlink() else path  # `latest` is a link to a checkpoint
+    if step_of(real.name) is None:
+        store, inventory = open_run(path)
+        name = _newest(inventory)
+    else:
+        if not real.is_dir():
+            raise errors.CheckpointMissing(
+                str(path), expected="a checkpoint", found="nothing", mend=f"see `trainfold ls {real.parent}`"
+            )
+        store, inventory = open_run(real.parent)
+        name = real.name
+    entry = examine(store, inventory, name).entry(name)
+    assert entry is not None
+    if entry.problem is not None:
+        raise error_of(entry.problem)
+    assert entry.manifest is not None
+    return Checkpoint(store, name, entry.manifest)
+
+
+def error_of(problem: Problem) -> errors.TrainfoldError:
+    """The error that a problem was made from.
+
+    Examples:
+        >>> from trainfold.core.inventory import problem_of
+        >>> torn = errors.CheckpointTorn("step-7", expected="a manifest", found="none", mend="use an older one")
+        >>> type(error_of(problem_of(torn))).__name__, error_of(problem_of(torn)).exit_code
+        ('CheckpointTorn', 13)
+    """
+    kind = getattr(errors, problem.error, errors.CheckpointError)
+    made: errors.TrainfoldError = kind(problem.where, expected=problem.expected, found=problem.found, mend=problem.mend)
+    return made
+
+
+def _newest(inventory: Inventory) -> str:
+    head = current_head(inventory)
+    if head is None:
+        raise errors.RunEmpty(
+            inventory.run,
+            expected="a complete checkpoint",
+            found=f"{len(inventory.entries)} saves that did not finish" if inventory.entries else "none",
+            mend="train from the start, or point at another run",
+        )
+    return next(entry.name for entry in inventory.entries if entry.head == head)

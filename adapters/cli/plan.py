@@ -1,0 +1,120 @@
+"""`trainfold plan RUN`: what a resume would do, by the planner that a resume uses, without a model at hand."""
+
+from pathlib import Path
+
+import attrs
+
+from trainfold.adapters.cli.locate import error_of, open_run
+from trainfold.adapters.cli.output import Answer, Table, size_text
+from trainfold.backends.interpret import library_versions
+from trainfold.backends.inventory import examine
+from trainfold.core.errors import ResumeRefused, TrainfoldError
+from trainfold.core.inventory import Inventory, Problem
+from trainfold.core.manifest import Manifest
+from trainfold.core.resume_plan import (
+    Refusal,
+    Request,
+    ResumePlan,
+    Target,
+    make_request,
+    next_to_examine,
+    plan_resume,
+)
+from trainfold.core.structure import Described
+
+_CAVEAT = (
+    "planned for a run built exactly as it was saved; your own model, data and world are compared "
+    "when your program calls trainfold.plan(run, like=state)"
+)
+
+
+def plan_run(run: Path, *, step: int | None = None) -> Answer:
+    """Plan a resume from the manifests alone (V18).
+
+    Args:
+        run: the directory.
+        step: an explicit step, or None for the newest.
+
+    Returns:
+        The plan, or the refusal with every reason.
+
+    Raises:
+        CheckpointError: of the kind that fits, if it is no run.
+        InvalidArgument: for a step below 0.
+    """
+    store, inventory = open_run(run)
+    request = make_request(step=step)
+    while (name := next_to_examine(inventory, request)) is not None:
+        inventory = examine(store, inventory, name)
+    planned = plan_resume(inventory, _same_run(inventory, request), request)
+    return _refused(planned) if isinstance(planned, Refusal) else _planned(planned)
+
+
+def target_of(manifest: Manifest) -> Target:
+    """A run that wants exactly what a manifest has, under the libraries that are installed here."""
+    components = {
+        component.name: Described(component.nodes[0], {record.path: record.spec for record in component.tensors[0]})
+        for component in manifest.components
+    }
+    return Target(
+        components=components,
+        contract=manifest.contract,
+        world_size=manifest.world_size,
+        versions=library_versions(),
+    )
+
+
+def _same_run(inventory: Inventory, request: Request) -> Target:
+    """The target that the chosen checkpoint would have; the planner decides, this asks it which one it chose."""
+    probe = plan_resume(inventory, Target({}), request)
+    return target_of(probe.manifest) if isinstance(probe, ResumePlan) else Target({})
+
+
+def _planned(plan: ResumePlan) -> Answer:
+    actions = tuple(
+        (each.name, each.verb, str(each.tensors), size_text(each.size_bytes), each.note) for each in plan.actions
+    )
+    facts = [
+        ("resumes from", plan.checkpoint),
+        ("step", str(plan.step)),
+        ("reads", size_text(plan.size_bytes)),
+        *(("note", note) for note in (*plan.notes, _CAVEAT)),
+    ]
+    tables = [
+        Table(f"A resume of {plan.run}", ("", ""), tuple(facts)),
+        Table("Components", ("component", "what", "tensors", "size", "note"), actions),
+    ]
+    if plan.passed_over:
+        rows = tuple((each.error, each.where, each.found, each.mend) for each in plan.passed_over)
+        tables.append(Table("Passed over", ("why", "where", "found", "mend"), rows))
+    if plan.drifts:
+        found = tuple((each.verdict, each.kind, each.where, each.saved, each.wanted) for each in plan.drifts)
+        tables.append(Table("Drifts", ("verdict", "kind", "where", "saved", "here"), found))
+    data = {
+        "run": plan.run,
+        "resumes": True,
+        "checkpoint": plan.checkpoint,
+        "step": plan.step,
+        "size_bytes": plan.size_bytes,
+        "digest": plan.digest(),
+        "actions": [attrs.asdict(action) for action in plan.actions],
+        "passed_over": [attrs.asdict(problem) for problem in plan.passed_over],
+        "drifts": [attrs.asdict(drift) for drift in plan.drifts],
+        "notes": [*plan.notes, _CAVEAT],
+    }
+    return Answer(data, tuple(tables))
+
+
+def _refused(refusal: Refusal) -> Answer:
+    error: TrainfoldError = ResumeRefused(refusal.run, refusal)
+    if len(refusal.reasons) == 1 and isinstance(refusal.reasons[0], Problem):
+        error = error_of(refusal.reasons[0])
+    data = {
+        "run": refusal.run,
+        "resumes": False,
+        "checkpoint": refusal.checkpoint,
+        "reasons": [attrs.asdict(reason) for reason in refusal.reasons],
+    }
+    return Answer(
+        data, (Table(f"No resume of {refusal.run}", ("why",), tuple((str(r),) for r in refusal.reasons)),), error
+    )

@@ -1,0 +1,134 @@
+"""`trainfold verify CKPT`: every byte read, every digest compared."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import attrs
+import xxhash
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from trainfold.adapters.cli.locate import Checkpoint, error_of, open_checkpoint
+from trainfold.adapters.cli.output import Answer, Table, size_text
+from trainfold.core.errors import CheckpointDamaged, TrainfoldError
+from trainfold.core.inventory import Problem, problem_of
+from trainfold.core.manifest import FileRecord, ShardRecord
+
+_CHUNK_BYTES = 16 << 20
+_MEND = "use an older checkpoint of the run, and look at the disk; `trainfold plan` says which one a resume takes"
+
+
+class Advance(Protocol):
+    """Is told how many more bytes were read."""
+
+    def __call__(self, size_bytes: int) -> None:
+        """Count them."""
+
+
+def verify_checkpoint(path: Path) -> Answer:
+    """Read all files of a checkpoint once and compare them with the digests in its manifest.
+
+    Args:
+        path: of the checkpoint, or of a run.
+
+    Returns:
+        What was found, file by file; with the first problem as the error.
+
+    Raises:
+        CheckpointError: of the kind that fits, if there is no manifest to compare with, or files are missing.
+    """
+    checkpoint = open_checkpoint(path)
+    problems: list[Problem] = []
+    rows = []
+    with _progress(checkpoint.manifest.size_bytes) as advance:
+        for index, file in enumerate(checkpoint.manifest.files):
+            found = _verify_file(checkpoint, index, file, advance)
+            problems += found
+            rows.append((file.name, size_text(file.size_bytes), file.digest, "damaged" if found else "verified"))
+    data = {
+        "checkpoint": checkpoint.url,
+        "verified": not problems,
+        "size_bytes": checkpoint.manifest.size_bytes,
+        "files": [{"name": name, "digest": digest, "status": status} for name, _, digest, status in rows],
+        "problems": [attrs.asdict(problem) for problem in problems],
+    }
+    rows.insert(0, ("manifest.json", "", "of itself", "verified"))
+    tables = [Table(checkpoint.url, ("file", "size", "digest", "status"), tuple(rows))]
+    if problems:
+        tables.append(Table("Damaged", ("where", "expected", "found"), tuple(map(_row, problems))))
+    return Answer(data, tuple(tables), error_of(problems[0]) if problems else None)
+
+
+def _verify_file(checkpoint: Checkpoint, index: int, file: FileRecord, advance: Advance) -> list[Problem]:
+    """All that is wrong with one file: the leaves whose bytes differ, and the file itself."""
+    shards = [
+        (shard, record.path)
+        for component in checkpoint.manifest.components
+        for table in component.tensors
+        for record in table
+        for shard in record.shards
+        if shard.file == index
+    ]
+    whole = xxhash.xxh3_128()
+    name = f"{checkpoint.name}/{file.name}"
+    where = f"{checkpoint.store.url}/{name}"
+    problems: list[Problem] = []
+    try:
+        for start, stop, held in _segments(shards, file.size_bytes):
+            part = xxhash.xxh3_128()
+            for low in range(start, stop, _CHUNK_BYTES):
+                data = checkpoint.store.read(name, start=low, stop=min(low + _CHUNK_BYTES, stop))
+                whole.update(data)
+                part.update(data)
+                advance(len(data))
+            problems += [
+                _damaged(f"{where}: {path}", shard.digest, _text(part))
+                for shard, path in held
+                if shard.digest != _text(part)
+            ]
+    except TrainfoldError as error:
+        return [problem_of(error)]
+    if _text(whole) != file.digest:
+        problems.insert(0, _damaged(where, file.digest, _text(whole)))
+    return problems
+
+
+def _segments(
+    shards: list[tuple[ShardRecord, str]], size_bytes: int
+) -> Iterator[tuple[int, int, list[tuple[ShardRecord, str]]]]:
+    """Cut a file where tensors begin and end, so that one pass serves the file's digest and theirs."""
+    held: dict[tuple[int, int], list[tuple[ShardRecord, str]]] = {}
+    for shard, path in shards:
+        held.setdefault((shard.start, shard.stop), []).append((shard, path))
+    end = 0
+    for (start, stop), here in sorted(held.items(), key=lambda item: item[0]):
+        if start > end:
+            yield end, start, []
+        yield start, stop, here
+        end = max(end, stop)
+    if end < size_bytes:
+        yield end, size_bytes, []
+
+
+def _damaged(where: str, expected: str, found: str) -> Problem:
+    return problem_of(CheckpointDamaged(where, expected=expected, found=found, mend=_MEND))
+
+
+def _text(digest: "xxhash.xxh3_128") -> str:
+    return f"xxh3:{digest.hexdigest()}"
+
+
+def _row(problem: Problem) -> tuple[str, ...]:
+    return problem.where, problem.expected, problem.found
+
+
+@contextmanager
+def _progress(size_bytes: int) -> Iterator[Advance]:
+    """A bar on the standard error; nothing where that is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("verifying", total=size_bytes)
+        yield lambda size_bytes: progress.advance(task, size_bytes)

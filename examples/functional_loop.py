@@ -1,0 +1,66 @@
+"""A training loop made of functions. Kill it whenever you like and start it again: it ends with the same bits.
+
+Run it with ``python examples/functional_loop.py runs/functional``.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import trainfold
+from trainfold import Loss, TrainState
+
+STEPS, BATCH_SIZE, SAVE_EVERY = 60, 16, 5
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    """A thousand samples of a function to learn."""
+    x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(7))
+    return x, x.sin().sum(dim=1, keepdim=True)
+
+
+def loss_fn(model: trainfold.Model, batch: dict[str, torch.Tensor]) -> Loss:
+    """A sum and the number of its terms, never a mean."""
+    return Loss(sum=(model(batch["x"]) - batch["y"]).square().sum(), weight=len(batch["y"]))
+
+
+def start_or_resume(run: Path, fresh: TrainState) -> TrainState:
+    """The newest checkpoint of the run, or the fresh state where there is none; anything else raises, with reasons."""
+    plan = trainfold.plan(run, like=fresh)  # a value: nothing has been loaded yet
+    if isinstance(plan, trainfold.Refusal) and plan.finds_nothing:
+        return fresh
+    return trainfold.load(run, like=fresh)
+
+
+def main(run: Path) -> None:
+    """Train to the end, from wherever the run is."""
+    x, y = make_data()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1))
+    adamw = trainfold.optimizer(torch.optim.AdamW, lr=1e-2)
+    schedule = trainfold.wsd(STEPS, warmup_steps=5, decay_steps=20)
+    step = trainfold.make_step(model, loss_fn, adamw, schedule=schedule, accumulate=2, clip_norm=1.0, donate=True)
+
+    cursor = trainfold.make_cursor(len(x), seed=0)
+    fresh = trainfold.init_state(model, adamw, seed=0, schedule=schedule, dataset=cursor)
+    state = start_or_resume(run, fresh)
+    assert state.trainer is not None
+    print(f"starting after step {state.trainer.step}", flush=True)
+
+    for done in range(state.trainer.step + 1, STEPS + 1):
+        cursor = state.dataset
+        chosen = torch.from_numpy(cursor.batch_across(BATCH_SIZE))
+        state, metrics = step(state, {"x": x[chosen], "y": y[chosen]})
+        state = state.evolve(dataset=cursor.advance(BATCH_SIZE))  # the position is a part of the state
+        print(f"step {done}: loss {metrics['loss']:.4f}", flush=True)
+        if done % SAVE_EVERY == 0:
+            trainfold.save(state, run)  # durable when it returns
+
+    for component, digest in trainfold.fingerprint(state).items():
+        print(f"{component:10} {digest}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

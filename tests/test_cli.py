@@ -1,0 +1,345 @@
+"""The command line: what it says, where it says it, and the exit codes."""
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+from trainfold import __version__
+from trainfold.adapters.cli import main
+from trainfold.adapters.cli.output import Answer, Table, aligned, deliver
+from trainfold.backends.local import LocalStore
+from trainfold.backends.runs import save
+from trainfold.core.cursor import make_cursor
+from trainfold.core.errors import CheckpointDamaged
+from trainfold.core.fingerprint import fingerprint
+from trainfold.core.init import init_state
+from trainfold.core.optim import optimizer
+from trainfold.core.schedule import wsd
+from trainfold.core.state import Progress, TrainState
+
+EXPLAINED = ("expected", "found", "mend")
+
+
+def state_at(step, *, seed=0, total=10):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    adamw = optimizer(torch.optim.AdamW, lr=1e-3)
+    schedule = wsd(total, warmup_steps=1, decay_steps=2)
+    extra = {"ema": {"w": torch.full((3,), 1.0)}}
+    state = init_state(model, adamw, seed=0, schedule=schedule, dataset=make_cursor(100), extra=extra)
+    return state.evolve(trainer=Progress(step=step, samples=8 * step))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "a"
+    for step in (2, 4, 6):
+        save(state_at(step), run)
+    return run
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return Path(shutil.copytree(saved, tmp_path / "a", symlinks=True))
+
+
+@pytest.fixture
+def call(capsys):
+    def call(*arguments, code=0):
+        assert main([str(argument) for argument in arguments]) == code
+        captured = capsys.readouterr()
+        return captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def answered(call):
+    def answered(*arguments, code=0):
+        out, err = call(*arguments, "--json", code=code)
+        error = json.loads(err)["error"] if code else None
+        assert error is None or (error["exit_code"] == code and all(error[part] for part in EXPLAINED))
+        return json.loads(out) if out else None, error
+
+    return answered
+
+
+def flip(path, offset=-1):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def model_file(run, step=6):
+    return next((run / f"step-{step:08d}").glob("model-*"))
+
+
+# --- ls --------------------------------------------------------------------------------------------------------------
+
+
+def test_ls_lists_every_checkpoint_and_says_which_is_resumed(run, call, answered):
+    """R03: list."""
+    out, err = call("ls", run)
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["step-00000002", "step-00000004", "step-00000006"]
+    assert lines[-1].endswith("complete, resumed next")
+    assert err == ""
+    found, _ = answered("ls", run)
+    assert found["newest"] == "step-00000006"
+    assert found["checkpoints"][-1]["fingerprints"] == fingerprint(state_at(6))
+
+
+def test_ls_shows_what_did_not_become_a_checkpoint(run, answered):
+    (run / "step-00000008").mkdir()
+    (run / "step-00000008" / "model-00000-of-00001.safetensors").write_bytes(b"half")
+    model_file(run).unlink()
+    found, _ = answered("ls", run)
+    assert found["newest"] == "step-00000004"
+    assert [each["complete"] for each in found["checkpoints"]] == [True, True, False, False]
+    assert {each["problem"]["error"] for each in found["checkpoints"][2:]} == {"CheckpointTorn"}
+
+
+def test_an_empty_run_is_not_a_missing_one(run, tmp_path, answered):
+    for directory in run.glob("step-*"):
+        (directory / "manifest.json").unlink()
+    for command in ("ls", "plan", "verify", "inspect"):
+        _, error = answered(command, run, code=12 if command != "plan" else 20)
+        assert error["kind"] in ("RunEmpty", "ResumeRefused")
+    _, error = answered("ls", tmp_path / "nothing", code=11)
+    assert error["kind"] == "CheckpointMissing"
+    assert str(tmp_path / "nothing") in error["where"]
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "plan"])
+def test_a_foreign_directory_is_named_and_left_as_it_is(tmp_path, command, call):
+    """R09: the path and the mend, on the standard error, and nothing on the standard output."""
+    (tmp_path / "thesis.tex").write_text("mine")
+    out, err = call(command, tmp_path, code=11)
+    assert out == ""
+    assert err.startswith(f"CheckpointMissing: {tmp_path}")
+    assert all(f"\n  {part}" in err for part in EXPLAINED)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+# --- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_tells_everything_but_the_tensors(run, call, answered):
+    """R03: inspect."""
+    out, _ = call("inspect", run / "step-00000004")
+    assert "fingerprint" in out
+    assert "Contract" in out
+    assert "trainer.samples" in out
+    assert "model.params['0.weight']" not in out
+    out, _ = call("inspect", run / "step-00000004", "--tensors")
+    assert "model.params['0.weight']" in out
+    found, _ = answered("inspect", run / "step-00000004")
+    assert found["head"]["step"] == 4
+    assert found["values"]["trainer.samples"] == 32
+    assert found["contract"]["scheduler.total_steps"] == 10
+    assert {each["name"]: each["fingerprint"] for each in found["components"]} == fingerprint(state_at(4))
+
+
+def test_a_run_stands_for_its_newest_checkpoint_and_so_does_the_link(run, answered):
+    found, _ = answered("inspect", run)
+    assert found["head"]["step"] == 6
+    linked, _ = answered("inspect", run / "latest")
+    assert linked["head"]["step"] == 6
+    _, error = answered("inspect", run / "step-00000099", code=11)
+    assert "step-00000099" in error["where"]
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_reads_every_file_of_a_whole_checkpoint(run, call, answered):
+    """R03: validate."""
+    found, _ = answered("verify", run)
+    names = {path.name for path in (run / "step-00000006").iterdir()} - {"manifest.json"}
+    assert {file["name"] for file in found["files"]} == names
+    assert {file["status"] for file in found["files"]} == {"verified"}
+    out, _ = call("verify", run)
+    assert out.count("verified") == len(names) + 1
+
+
+@pytest.mark.parametrize("offset", [-1, 9])
+def test_verify_names_the_file_and_the_leaf_of_a_flipped_bit(run, call, answered, offset):
+    flip(model_file(run), offset)
+    found, error = answered("verify", run, code=14)
+    assert error["kind"] == "CheckpointDamaged"
+    assert str(model_file(run)) in error["where"]
+    assert not found["verified"]
+    leaves = [problem["where"] for problem in found["problems"][1:]]
+    assert len(leaves) == (offset == -1)  # the ninth byte is in the header, which belongs to no leaf
+    assert all("model.params" in leaf for leaf in leaves)
+    out, err = call("verify", run, code=14)
+    assert "damaged" in out
+    assert "mend" in err
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (lambda directory: (directory / "manifest.json").unlink(), 13),
+        (lambda directory: model_file(directory.parent).unlink(), 13),
+        (lambda directory: os.truncate(model_file(directory.parent), 100), 13),
+        (lambda directory: flip(directory / "manifest.json", -40), 14),
+        (lambda directory: (directory / "manifest.json").write_text("{}"), 15),
+        (lambda directory: directory.rename(directory.with_name("step-00000007")), 11),
+    ],
+    ids=["no manifest", "no file", "truncated", "flipped manifest", "foreign manifest", "moved"],
+)
+def test_each_damage_has_its_own_exit_code_and_leaves_the_others_usable(run, answered, damage, code):
+    damage(run / "step-00000006")
+    for command in ("inspect", "verify"):
+        answered(command, run / "step-00000006", code=code)
+        answered(command, run / "step-00000004")
+    found, _ = answered("plan", run)
+    assert found["checkpoint"] == "step-00000004"
+    assert len(found["passed_over"]) == 1
+
+
+# --- plan ------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_says_what_a_resume_reads_and_changes_nothing(run, call, answered):
+    """V18: a dry run by the planner that a resume uses."""
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    found, _ = answered("plan", run)
+    assert found["resumes"]
+    assert (found["checkpoint"], found["step"]) == ("step-00000006", 6)
+    assert {action["name"]: action["verb"] for action in found["actions"]}["model"] == "load"
+    assert found["drifts"] == []
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    out, _ = call("plan", run, "--step", 2)
+    assert "step-00000002" in out
+
+
+def test_plan_refuses_with_every_reason(run, call, answered):
+    for directory in run.glob("step-*"):
+        flip(directory / "manifest.json", -40)
+    found, error = answered("plan", run, code=14)
+    assert not found["resumes"]
+    _, error = answered("plan", run, "--step", 5, code=11)
+    assert "steps" in error["found"]
+    call("plan", run, "--step", -1, code=1)
+
+
+# --- diff ------------------------------------------------------------------------------------------------------------
+
+
+def test_diff_of_equal_states_is_empty_whatever_run_they_are_in(saved, tmp_path, answered):
+    save(state_at(6), tmp_path / "b")
+    found, _ = answered("diff", saved, tmp_path / "b")
+    assert found["same"]
+    assert found["leaves"] == []
+    assert [line["name"] for line in found["made_by"]] == ["run"]
+
+
+def test_diff_names_each_leaf_and_each_promise_that_differs(saved, tmp_path, call, answered):
+    other = state_at(6, total=12)
+    weight = dict(other.model.params) | {"0.bias": torch.nextafter(other.model.params["0.bias"], torch.tensor(9.0))}
+    changed = other.evolve(model=attrs.evolve(other.model, params=type(other.model.params)(weight)), extra={})
+    save(changed, tmp_path / "b")
+    found, error = answered("diff", saved, tmp_path / "b", code=3)
+    assert [line["name"] for line in found["components"] if not line["same"]] == ["model", "scheduler", "ema"]
+    assert [line["name"] for line in found["leaves"]] == [
+        "model.params['0.bias']",
+        "scheduler['total_steps']",
+        "ema['w']",
+    ]
+    assert [(line["name"], line["a"], line["b"]) for line in found["contract"]] == [
+        ("scheduler.total_steps", "10", "12")
+    ]
+    assert error["kind"] == "Different"
+    out, err = call("diff", saved, tmp_path / "b", code=3)
+    assert "absent" in out
+    assert "3 leaves" in err
+
+
+def test_diff_of_two_steps_shows_the_counters(saved, answered):
+    found, _ = answered("diff", saved / "step-00000004", saved, code=3)
+    assert {"name": "trainer.step", "a": "4", "b": "6"} in found["leaves"]
+
+
+def test_a_state_without_tensors_can_be_looked_at_too(tmp_path, answered):
+    save(TrainState(trainer=Progress(step=1)), tmp_path / "b")
+    for command in ("ls", "inspect", "verify", "plan"):
+        answered(command, tmp_path / "b")
+
+
+# --- the frame -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["bogus"], ["ls"], ["demo", "--steps", "many"], ["verify", "a", "b"]])
+def test_a_command_line_that_cannot_be_read_has_its_own_exit_code(arguments, call):
+    _, err = call(*arguments, code=2)
+    assert "Error" in err
+
+
+def test_version_and_help_say_what_a_newcomer_asks(call):
+    assert call("--version")[0].strip() == __version__
+    out, _ = call("--help")
+    for command in ("demo", "ls", "inspect", "verify", "plan", "diff"):
+        assert command in out
+        assert "--json" in call(command, "--help")[0]
+
+
+def test_help_and_import_do_not_wait_for_torch():
+    code = (
+        "import sys, trainfold; assert 'torch' not in sys.modules\n"
+        "from trainfold.adapters.cli import main; main(['--help']); main(['demo', '--steps', '1'])\n"
+        "heavy = {'torch', 'numpy', 'optree', 'matplotlib'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_the_module_exits_with_the_code_of_the_command(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "trainfold", "demo", "--steps", "1", "--run", str(tmp_path / "demo")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("InvalidArgument: --steps")
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_pipe_gets_plain_text_and_a_terminal_gets_a_drawn_table(capsys):
+    table = Table("A run", ("file", "status"), (("a" * 150, "damaged [red]not markup[/]"), ("b", "")))
+    deliver(lambda: Answer({}, (table,)), as_json=False)
+    plain = capsys.readouterr().out
+    assert plain.splitlines() == aligned(table)
+    assert plain.isascii()
+    parent, child = pty.openpty()
+    with os.fdopen(child, "w") as terminal, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        deliver(lambda: Answer({}, (table,)), as_json=False)
+    drawn = os.read(parent, 1 << 16).decode()
+    os.close(parent)
+    assert "│" in drawn
+    assert "[red]not markup[/]" in drawn.replace("\r\n", "")
+
+
+def test_an_answer_with_an_error_shows_both(capsys):
+    error = CheckpointDamaged("f", expected="a", found="b", mend="c")
+    assert deliver(lambda: Answer({"x": 1}, (), error), as_json=True) == 14
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"x": 1}
+    assert json.loads(captured.err)["error"]["where"] == "f"
+
+
+def test_looking_takes_no_lock(run, answered):
+    with LocalStore(run).lock():
+        for command in ("ls", "inspect", "verify", "plan"):
+            answered(command, run)

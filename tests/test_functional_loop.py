@@ -1,0 +1,37 @@
+"""The example that composes functions, as a user would run it: killed, started again, compared."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "functional_loop.py"
+
+
+def run_example(run, *, kill_after=None):
+    """Run it and return its lines; with ``kill_after``, kill it when a line begins so."""
+    lines = []
+    with subprocess.Popen([sys.executable, str(EXAMPLE), str(run)], stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            lines.append(line.strip())
+            if kill_after is not None and line.startswith(kill_after):
+                process.kill()
+    assert process.returncode == (0 if kill_after is None else -signal.SIGKILL)
+    return lines
+
+
+@pytest.mark.slow
+def test_the_loop_of_functions_survives_a_kill_and_ends_with_the_same_bits(tmp_path):
+    whole = run_example(tmp_path / "whole")
+    assert whole[0] == "starting after step 0"
+    killed = run_example(tmp_path / "killed", kill_after="step 23:")
+    rest = run_example(tmp_path / "killed")
+    first = int(rest[0].removeprefix("starting after step "))
+    assert 20 <= first <= 60
+    assert first % 5 == 0
+    assert rest[1:] == whole[first + 1 :]
+    assert killed[1:24] == whole[1:24]
+    fingerprints = [line.split()[0] for line in whole[61:]]
+    assert fingerprints == ["model", "optimizer", "scheduler", "trainer", "dataset", "rng"]
