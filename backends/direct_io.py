@@ -1,0 +1,200 @@
+"""Writing a stream of bytes at disk speed: O_DIRECT where the filesystem has it, through pooled aligned buffers.
+
+One thread fills a buffer (and the caller's iterator hashes what it gives, hot in cache) while another writes the one
+before. Direct writes leave the page cache to the training process and cost a tenth of the CPU time of buffered ones.
+"""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Final, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from trainfold.backends.protocols import Buffer
+
+BUFFER_BYTES: Final = 16 << 20
+BUFFERS: Final = 2
+ALIGNMENT_BYTES: Final = 4096
+DIRECT_FROM_BYTES: Final = 1 << 20  # below this, threads and alignment cost more than the page cache
+_O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@final
+class _Pool:
+    """Buffers kept for reuse: fresh memory is paid for in page faults, at a tenth of the speed of a copy."""
+
+    def __init__(self) -> None:
+        self._free: list[Bytes] = []
+        self._mutex = threading.Lock()
+
+    @contextmanager
+    def borrow(self, count: int) -> Iterator[list[Bytes]]:
+        with self._mutex:
+            taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        taken += [_aligned_buffer() for _ in range(count - len(taken))]
+        try:
+            yield taken
+        finally:
+            with self._mutex:
+                self._free += taken[: max(0, BUFFERS - len(self._free))]
+
+
+def _aligned_buffer() -> Bytes:
+    memory = mmap.mmap(-1, BUFFER_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin for each write
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+_POOL: Final = _Pool()
+
+
+def try_direct(fd: int) -> bool:
+    """Switch an open file to O_DIRECT; False where the filesystem has none."""
+    if not _O_DIRECT:
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def write_stream(fd: int, parts: Iterable[Buffer], *, size_bytes: int) -> int:
+    """Write parts one after another from the start of an empty file; not yet durable (fsync it).
+
+    Args:
+        fd: a file open for writing; its O_DIRECT flag may be changed.
+        parts: the bytes in order; a part is copied or written before the next one is asked for.
+        size_bytes: what the parts should have in all; the file never grows beyond it.
+
+    Returns:
+        How many bytes the parts had: ``size_bytes``, or less, or one part more than that when they were too many.
+
+    Raises:
+        OSError: from the write; ENOSPC before the first byte where the filesystem can allocate ahead.
+    """
+    if size_bytes < DIRECT_FROM_BYTES:
+        return _write_small(fd, parts, size_bytes)
+    _allocate(fd, size_bytes)
+    is_direct = try_direct(fd)
+    given = 0
+    with _POOL.borrow(BUFFERS) as buffers, ThreadPoolExecutor(1, "trainfold-write") as writer:
+        queue = _Queue(fd, writer, deque(buffers))
+        try:
+            for part in parts:
+                data = np.frombuffer(part, dtype=np.uint8)
+                given += data.nbytes
+                if given > size_bytes:
+                    break
+                queue.put(data)
+            queue.finish()
+        finally:
+            queue.drain()
+    if is_direct:
+        os.ftruncate(fd, min(given, size_bytes))  # the last write was padded to the alignment
+    return given
+
+
+@final
+@attrs.define(eq=False)
+class _Queue:
+    """Fills one buffer while others are written, in file order."""
+
+    fd: int
+    writer: ThreadPoolExecutor
+    free: deque[Bytes]
+    busy: deque[tuple[Bytes, "Future[None]"]] = attrs.field(factory=deque)
+    filled: int = 0
+    offset: int = 0
+
+    def put(self, data: Bytes) -> None:
+        start = 0
+        while start < data.nbytes:
+            if not self.free:
+                self._take_back()
+            count = min(BUFFER_BYTES - self.filled, data.nbytes - start)
+            # numpy's copy releases the GIL, so the training thread goes on
+            np.copyto(self.free[0][self.filled : self.filled + count], data[start : start + count])
+            self.filled += count
+            start += count
+            if self.filled == BUFFER_BYTES:
+                self._send(BUFFER_BYTES)
+
+    def finish(self) -> None:
+        if self.filled:
+            padded = -(-self.filled // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            self.free[0][self.filled : padded] = 0
+            self._send(padded)
+        while self.busy:
+            self._take_back()
+
+    def drain(self) -> None:
+        """Wait for writes under way, so that the buffers can be lent again; errors have been raised already."""
+        for _, future in self.busy:
+            future.exception()
+
+    def _send(self, count: int) -> None:
+        buffer = self.free.popleft()
+        self.busy.append((buffer, self.writer.submit(_write_at, self.fd, buffer.data[:count], self.offset)))
+        self.offset += count
+        self.filled = 0
+
+    def _take_back(self) -> None:
+        buffer, future = self.busy[0]
+        future.result()
+        self.busy.popleft()
+        self.free.append(buffer)
+
+
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        try:
+            done += os.pwrite(fd, data[done:], offset + done)
+        except OSError as error:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & _O_DIRECT:
+                raise
+            # the filesystem took the flag and then not the write, or a short write lost the alignment
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+
+
+def _write_small(fd: int, parts: Iterable[Buffer], size_bytes: int) -> int:
+    given = 0
+    for part in parts:
+        data = memoryview(part).cast("B")
+        if given + len(data) > size_bytes:
+            return given + len(data)
+        _write_at(fd, data, given)
+        given += len(data)
+    return given
+
+
+def _allocate(fd: int, size_bytes: int) -> None:
+    """Reserve the blocks ahead: a full disk shows before the first byte, and writes need no new metadata each.
+
+    Not ``os.posix_fallocate``: glibc emulates it by touching each block where the filesystem cannot do it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "fallocate"):
+        return
+    offset_type = ctypes.c_int64
+    while libc.fallocate(ctypes.c_int(fd), 0, offset_type(0), offset_type(size_bytes)) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            if code in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+                raise OSError(code, os.strerror(code))
+            return

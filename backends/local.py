@@ -1,0 +1,292 @@
+"""A store in a directory of a local filesystem, with the commit protocol that survives power cuts."""
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Final, final
+
+from trainfold.backends import run_lock
+from trainfold.backends.direct_io import write_stream
+from trainfold.backends.failures import no_space, save_failure, torn, wrong_size
+from trainfold.backends.local_files import (
+    STAGED_PREFIX,
+    collect,
+    make_directories,
+    not_a_file,
+    open_directory,
+    open_file,
+    path_of,
+    staged,
+)
+from trainfold.backends.names import MANIFEST, directory_of, is_component, split_name
+from trainfold.backends.protocols import Buffer
+from trainfold.core.codec import digest_of
+from trainfold.core.errors import CheckpointForeign, CommitConflict
+
+_NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+_MARGIN_BYTES: Final = 1 << 20  # directories, the manifest, and what the filesystem keeps about them
+
+
+@final
+class LocalStore:
+    """A run in a directory. Nothing is made until something is written.
+
+    A file is staged under a temporary name in its directory, synced, and renamed. A commit syncs the directory and
+    the run's directory, stages and syncs the record, links it to its name (which fails when the name is there) and
+    syncs the directory again. A file whose fsync failed is abandoned and never synced again.
+
+    Args:
+        path: the run's directory; it may be a link, nothing below it may.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     store = LocalStore(directory + "/run")
+        ...     store.write("step-1/a", [b"123"], size_bytes=3)
+        ...     store.commit("step-1/manifest.json", b"{}")
+        ...     store.list(), store.list("step-1"), store.read("step-1/a", start=1)
+        (['step-1'], ['a', 'manifest.json'], b'23')
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._root = os.fspath(path).rstrip("/") or "/"
+        self._mutex = threading.Lock()
+        self._lock_fd: int | None = None
+
+    @property
+    def url(self) -> str:
+        """The path as it was given."""
+        return self._root
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self._root!r})"
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def read(self, name: str, *, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Store.read`."""
+        with open_file(self._root, *split_name(name)) as (fd, size_bytes):
+            count = (size_bytes if stop is None else min(stop, size_bytes)) - start  # never more than is there
+            data = os.pread(fd, max(0, count), start)
+            while 0 < len(data) < count and (more := os.pread(fd, count - len(data), start + len(data))):
+                data += more
+        return data
+
+    def read_into(self, name: str, buffer: memoryview, *, start: int = 0) -> None:
+        """See `Store.read_into`."""
+        with self.opened(name) as read_into:
+            read_into(buffer, start)
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[Callable[[memoryview, int], None]]:
+        """Open a file once for many reads: gives a function ``(buffer, start)`` like `read_into`."""
+        with open_file(self._root, *split_name(name)) as (fd, size_bytes):
+
+            def read_into(buffer: memoryview, start: int) -> None:
+                view, done = buffer.cast("B"), 0
+                while done < len(view) and (count := os.preadv(fd, [view[done:]], start + done)):
+                    done += count
+                if done < len(view):
+                    raise torn(
+                        self._where(name), expected_bytes=start + len(view), found_bytes=min(size_bytes, start + done)
+                    )
+
+            yield read_into
+
+    def size(self, name: str) -> int | None:
+        """See `Store.size`."""
+        directory, last = split_name(name)
+        try:
+            with open_directory(self._root, directory) as parent:
+                found = os.stat(last, dir_fd=parent, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        if stat.S_ISDIR(found.st_mode):
+            return None
+        if not stat.S_ISREG(found.st_mode):
+            raise not_a_file(self._where(name))
+        return found.st_size
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Store.list`. Links to a sibling, as `point` makes them, are hints and left out."""
+        try:
+            with open_directory(self._root, directory_of(prefix)) as parent, os.scandir(parent) as entries:
+                return sorted(
+                    entry.name
+                    for entry in entries
+                    if is_component(entry.name) and not (entry.is_symlink() and _is_hint(parent, entry.name))
+                )
+        except FileNotFoundError:
+            return []
+
+    # --- writing -------------------------------------------------------------------------------------------------
+
+    def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
+        """See `Store.write`."""
+        directory, last = split_name(name)
+        with self._named_errors(name):
+            make_directories(self._root, directory)
+            with open_directory(self._root, directory) as parent, staged(parent, last) as (fd, temporary):
+                given = write_stream(fd, parts, size_bytes=size_bytes)
+                if given != size_bytes:
+                    raise wrong_size(self._where(name), planned_bytes=size_bytes, given=f"{given} bytes or more")
+                os.fsync(fd)
+                os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)
+
+    def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
+        """See `Store.commit`."""
+        directory, last = split_name(name)
+        with self._named_errors(name):
+            make_directories(self._root, directory)
+            with open_directory(self._root, directory) as parent, staged(parent, last) as (fd, temporary):
+                os.fsync(parent)
+                self._sync_root()
+                write_stream(fd, [data], size_bytes=len(data))
+                os.fsync(fd)
+                if replaces is None:
+                    self._link(parent, temporary, last)
+                else:
+                    with self._lock_held():
+                        self._check_replaced(name, replaces)
+                        os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)
+                self._sync_committed(parent, last, undo=replaces is None)
+
+    def delete(self, name: str) -> None:
+        """See `Store.delete`."""
+        with self._named_errors(name), suppress(FileNotFoundError):
+            if not name.endswith("/"):
+                directory, last = split_name(name)
+                with open_directory(self._root, directory) as parent:
+                    os.unlink(last, dir_fd=parent)
+                    os.fsync(parent)
+                return
+            directory = directory_of(name)
+            with open_directory(self._root, directory) as parent:
+                with suppress(FileNotFoundError):
+                    os.unlink(MANIFEST, dir_fd=parent)
+                    os.fsync(parent)
+                for below in os.listdir(parent):  # noqa: PTH208  # of an open directory, not of a path
+                    self._unlink_below(parent, directory, below)
+            os.rmdir(path_of(self._root, directory))  # noqa: PTH106
+            self._sync_root()
+
+    def point(self, name: str, target: str) -> None:
+        """See `Store.point`: a symbolic link."""
+        split_name(name), split_name(target)
+        temporary = f"{STAGED_PREFIX}{os.getpid()}-{threading.get_ident()}-{name}"
+        with suppress(OSError), open_directory(self._root, "") as parent:
+            os.symlink(target, temporary, dir_fd=parent)
+            os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+
+    # --- the right to write, and room for it ---------------------------------------------------------------------
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """See `Store.lock`: ``flock`` on ``.lock``."""
+        with self._named_errors(""):
+            make_directories(self._root, "")
+            fd = run_lock.acquire(self._root)
+        try:
+            with self._mutex:
+                self._lock_fd = fd
+            with suppress(OSError):
+                collect(self._root)
+            yield
+        finally:
+            with self._mutex:
+                self._lock_fd = None
+            run_lock.release(fd)
+
+    def reserve(self, size_bytes: int) -> None:
+        """See `Store.reserve`: free space by ``statvfs``, and a file made and removed."""
+        existing = os.path.abspath(self._root)  # noqa: PTH100
+        while not os.path.exists(existing):  # noqa: PTH110
+            existing = os.path.dirname(existing)  # noqa: PTH120
+        with self._named_errors(""):
+            found = os.statvfs(existing)
+            free_bytes = found.f_bavail * found.f_frsize
+            if size_bytes + _MARGIN_BYTES > free_bytes:
+                raise no_space(self._root, needed_bytes=size_bytes + _MARGIN_BYTES, free_bytes=free_bytes)
+            make_directories(self._root, "")
+            with open_directory(self._root, "") as parent, staged(parent, "probe"):
+                pass
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _where(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    @contextmanager
+    def _named_errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise save_failure(error, self._where(name)) from error
+
+    def _sync_root(self) -> None:
+        with open_directory(self._root, "") as root:
+            os.fsync(root)
+
+    def _link(self, parent: int, temporary: str, last: str) -> None:
+        """Give the staged record its name, unless somebody has it."""
+        try:
+            os.link(temporary, last, src_dir_fd=parent, dst_dir_fd=parent, follow_symlinks=False)
+        except FileExistsError:
+            raise self._conflict(last, "no such name", "one") from None
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            with self._lock_held():  # a filesystem without hard links: the lock makes look and rename one step
+                if last in os.listdir(parent):
+                    raise self._conflict(last, "no such name", "one") from None
+                os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)
+
+    def _check_replaced(self, name: str, replaces: str) -> None:
+        found = digest_of(self.read(name)) if self.size(name) is not None else "no such name"
+        if found != replaces:
+            raise self._conflict(name, replaces, found)
+
+    def _conflict(self, name: str, expected: str, found: str) -> CommitConflict:
+        return CommitConflict(
+            self._where(name),
+            expected=expected,
+            found=found,
+            mend="another writer was first: read what it committed, and plan again",
+        )
+
+    def _sync_committed(self, parent: int, last: str, *, undo: bool) -> None:
+        try:
+            os.fsync(parent)
+        except OSError:
+            if undo:  # not acknowledged, so it must not win over a second try
+                with suppress(OSError):
+                    os.unlink(last, dir_fd=parent)
+            raise
+
+    def _lock_held(self) -> AbstractContextManager[None]:
+        with self._mutex:
+            is_ours = self._lock_fd is not None
+        return nullcontext() if is_ours else self.lock()
+
+    def _unlink_below(self, parent: int, directory: str, below: str) -> None:
+        try:
+            os.unlink(below, dir_fd=parent)
+        except FileNotFoundError:
+            pass
+        except IsADirectoryError as error:
+            raise CheckpointForeign(
+                f"{path_of(self._root, directory)}/{below}",
+                expected="only files in a checkpoint",
+                found="a directory",
+                mend="look what it is and remove it yourself",
+            ) from error
+
+
+def _is_hint(parent: int, name: str) -> bool:
+    try:
+        return is_component(os.readlink(name, dir_fd=parent))
+    except OSError:
+        return False

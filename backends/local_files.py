@@ -1,0 +1,167 @@
+"""Opening what is in a run's directory without following anything, and staging what goes into it."""
+
+import errno
+import itertools
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from trainfold.backends import run_lock
+from trainfold.backends.failures import missing
+from trainfold.core.errors import CheckpointForeign, CheckpointHostile
+
+STAGED_PREFIX: Final = ".tmp-"
+_NAME_BYTES: Final = 255
+_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: a planted fifo must not hang us
+_COUNTER: Final = itertools.count()
+
+
+def path_of(root: str, directory: str) -> str:
+    """The path of a directory of a run; its name has been checked."""
+    return f"{root}/{directory}" if directory else root
+
+
+@contextmanager
+def open_directory(root: str, directory: str) -> Iterator[int]:
+    """Open the run's directory ("") or one below it.
+
+    The path of the run itself is the user's, links included; nothing below it may be a link.
+
+    Raises:
+        FileNotFoundError: when there is none.
+        CheckpointHostile: when it is a link or no directory.
+        CheckpointForeign: when the run's path is a file.
+    """
+    path = path_of(root, directory)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if directory else 0))
+    except OSError as error:
+        if error.errno not in {errno.ENOTDIR, errno.ELOOP}:
+            raise
+        kind = CheckpointHostile if directory else CheckpointForeign
+        raise kind(path, expected="a directory", found="something else", mend="give the path of a run") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def open_file(root: str, directory: str, last: str) -> Iterator[tuple[int, int]]:
+    """Open a regular file for reading; gives its descriptor and its size.
+
+    Raises:
+        CheckpointMissing: when there is none.
+        CheckpointHostile: when it, or its directory, is a link or a special file.
+    """
+    where = f"{path_of(root, directory)}/{last}"
+    try:
+        with open_directory(root, directory) as parent:
+            fd = os.open(last, _READ, dir_fd=parent)
+    except FileNotFoundError:
+        raise missing(where) from None
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO}:
+            raise not_a_file(where) from error
+        raise
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise not_a_file(where)
+        yield fd, found.st_size
+    finally:
+        os.close(fd)
+
+
+def not_a_file(where: str) -> CheckpointHostile:
+    """The refusal of a link, a directory, a fifo, a socket or a device in place of a file."""
+    return CheckpointHostile(
+        where,
+        expected="a regular file",
+        found="a link or a special file",
+        mend="copy the real file there if you trust where it points; trainfold follows no links inside a run",
+    )
+
+
+def make_directories(root: str, directory: str) -> None:
+    """Make a run's directory and one below it; their entries above the run are durable on return."""
+    made = []
+    above = os.path.abspath(root)  # noqa: PTH100
+    while not os.path.isdir(above):  # noqa: PTH112
+        made.append(above)
+        above = os.path.dirname(above)  # noqa: PTH120
+    for path in reversed(made):
+        with suppress(FileExistsError):
+            os.mkdir(path)  # noqa: PTH102
+        sync_directory(os.path.dirname(path))  # noqa: PTH120
+    if directory:
+        with suppress(FileExistsError):
+            os.mkdir(path_of(root, directory))  # noqa: PTH102
+
+
+def sync_directory(path: str) -> None:
+    """Make the entries of a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def staged(parent: int, last: str) -> Iterator[tuple[int, str]]:
+    """A new file under a temporary name in an open directory; gives its descriptor and that name.
+
+    The name is removed at the end unless it was renamed away. After an error nothing is synced: a failed fsync may
+    have dropped the bytes, and a second one would lie about it. The file is locked while its writer lives, so that
+    `collect` can tell a dead writer's file from a living one's.
+    """
+    while True:
+        name = f"{STAGED_PREFIX}{os.getpid()}-{next(_COUNTER)}-{last}"[:_NAME_BYTES]
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            fd = os.open(name, flags, 0o666, dir_fd=parent)
+        except FileExistsError:
+            continue  # left by a dead process that had our pid
+        if run_lock.is_abandoned(fd) and os.fstat(fd).st_nlink:
+            break
+        os.close(fd)  # a collector was faster than our lock: make another one
+    try:
+        yield fd, name
+    finally:
+        os.close(fd)
+        with suppress(OSError):
+            os.unlink(name, dir_fd=parent)
+
+
+def collect(root: str) -> list[str]:
+    """Remove the staged files of dead writers in a run; returns their paths. Only for the holder of the run's lock."""
+    removed = []
+    with os.scandir(root) as entries:
+        directories = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    for directory in ["", *directories]:
+        with suppress(OSError, CheckpointHostile), open_directory(root, directory) as parent:
+            staged_names = [name for name in os.listdir(parent) if name.startswith(STAGED_PREFIX)]  # noqa: PTH208  # a descriptor
+            removed += [
+                f"{path_of(root, directory)}/{name}" for name in staged_names if _remove_if_abandoned(parent, name)
+            ]
+    return removed
+
+
+def _remove_if_abandoned(parent: int, name: str) -> bool:
+    try:
+        fd = os.open(name, _READ, dir_fd=parent)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a hint that was being replaced
+            os.unlink(name, dir_fd=parent)
+            return True
+        return False
+    try:
+        if run_lock.is_abandoned(fd):
+            os.unlink(name, dir_fd=parent)
+            return True
+        return False
+    finally:
+        os.close(fd)
