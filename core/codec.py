@@ -56,7 +56,6 @@ STORED: dict[str, StoredAs] = {
     "bfloat16": StoredAs("BF16", 2),
     "float32": StoredAs("F32", 4),
     "float64": StoredAs("F64", 8),
-    "complex32": StoredAs("F16", 4, parts=2),
     "complex64": StoredAs("C64", 8),
     "complex128": StoredAs("F64", 16, parts=2),
 }

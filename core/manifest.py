@@ -16,7 +16,7 @@ from trainfold.core.upgrade import SCHEMA_VERSION
 
 FORMAT = "trainfold"
 HEAD_LIMIT_BYTES = 4096
-MANIFEST_LIMIT_BYTES = 2**31
+MANIFEST_LIMIT_BYTES = 2**29
 TAIL = b',\n"digest":"'
 END = b'"}\n'
 

@@ -1,0 +1,302 @@
+"""A run on a store: `save`, `plan` and `load` a state. The loop of reading, deciding and acting; each is elsewhere."""
+
+import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import attrs
+
+from trainfold.backends.collectives import SingleProcess
+from trainfold.backends.interpret import SaveResult, library_versions, run_resume, run_save
+from trainfold.backends.inventory import RUN_FILE, examine, read_inventory, read_run_id, run_document
+from trainfold.backends.local import LocalStore
+from trainfold.backends.protocols import Collectives, Store
+from trainfold.core.components import components_of, select
+from trainfold.core.contract import checked_contract, contract_of
+from trainfold.core.errors import (
+    CheckpointDamaged,
+    CheckpointMissing,
+    CheckpointTorn,
+    CommitConflict,
+    InvalidState,
+    RanksDisagree,
+    ResumeRefused,
+    TrainfoldError,
+)
+from trainfold.core.inventory import Inventory, Problem, next_head, problem_of
+from trainfold.core.manifest import Head
+from trainfold.core.resume_plan import (
+    Refusal,
+    Request,
+    ResumePlan,
+    Target,
+    make_request,
+    next_to_examine,
+    plan_resume,
+)
+from trainfold.core.save_plan import MANIFEST, directory_of, plan_save
+from trainfold.core.state import TrainState
+from trainfold.core.structure import describe
+
+Run: TypeAlias = "str | Path | Store"
+_MANIFEST_ROOM_BYTES = 2**20
+
+
+class CheckpointPassedOver(UserWarning):
+    """A checkpoint that should have been resumed cannot be used, and an older one is taken."""
+
+
+class ResumeDrift(UserWarning):
+    """Something differs between the checkpoint and the run, and the policy lets it pass."""
+
+
+def open_store(run: Run) -> Store:
+    """The store of a run: a `LocalStore` for a path; a store is returned as it is."""
+    return LocalStore(run) if isinstance(run, str | Path) else run
+
+
+def save(  # noqa: PLR0913 - keywords
+    state: TrainState,
+    run: Run,
+    *,
+    components: Sequence[str] | None = None,
+    contract: Mapping[str, Any] | None = None,
+    collectives: Collectives | None = None,
+    lock: bool = True,
+) -> SaveResult:
+    """Save a state as the checkpoint of its step; durable and checked when it returns.
+
+    The run is made if it is not there. Saving a step again replaces it without a moment in which neither is there.
+    Saving a step below the newest one starts a new timeline (E16). Nothing of the state is changed (C14).
+
+    Args:
+        state: any state with a trainer component; its tensors may be on any device.
+        run: a directory, or a store.
+        components: what to save; None for all. Leaving out ``model`` is recorded: the weights are then external.
+        contract: what must be equal at resume, beside what the state itself says (`contract_of`).
+        collectives: the world; every rank calls with its state. None for a single process.
+        lock: False where the caller holds the run's lock already, as a manager does.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        InvalidState: if the state has no trainer component, and so no step.
+        UnknownComponent: for an unknown name.
+        StateDonated: if a donating step has consumed the state.
+        SaveFailed: or the subclass that fits (NoSpace, NotWritable, RunLocked, CommitConflict).
+
+    Examples:
+        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.core.state import Progress
+        >>> save(TrainState(trainer=Progress(step=3)), MemoryStore()).checkpoint
+        'step-00000003'
+    """
+    world = collectives or SingleProcess()
+    if state.trainer is None:
+        raise InvalidState(
+            "state.trainer", expected="a Progress", found="none", mend="give the state a trainer component"
+        )
+    store = open_store(run)
+    chosen = select(state, components)
+    omitted = tuple(name for name in components_of(state) if name not in components_of(chosen))
+    pairs = {name: describe(component, name) for name, component in components_of(chosen).items()}
+    ranks = world.gather({name: described for name, (described, _) in pairs.items()})
+    agreed = checked_contract({**contract_of(state), **(contract or {})})
+    step = int(state.trainer.step)
+    with store.lock() if lock and world.rank == 0 else nullcontext():
+        head, old = world.broadcast(_decide(store, step) if world.rank == 0 else None) or _never()
+        decided = plan_save(ranks, step=step, revision=head.revision)
+        if world.rank == 0:
+            store.reserve(decided.size_bytes + _MANIFEST_ROOM_BYTES)
+        return run_save(
+            decided,
+            {name: tensors for name, (_, tensors) in pairs.items()},
+            head=head,
+            store=store,
+            collectives=world,
+            contract=agreed,
+            omitted=omitted,
+            replaces=old,
+        )
+
+
+def plan(  # noqa: PLR0913 - keywords
+    run: Run,
+    *,
+    like: TrainState,
+    step: int | None = None,
+    components: Sequence[str] | None = None,
+    policy: Mapping[str, str] | None = None,
+    reset: Mapping[str, str] | None = None,
+    contract: Mapping[str, Any] | None = None,
+) -> ResumePlan | Refusal:
+    """Say what a resume would do; reads manifests, loads nothing (V18).
+
+    Args:
+        run: a directory, or a store.
+        like: a state of the run that wants to resume: its structure counts, its values do not.
+        step: an explicit step; None for the newest of the current timeline.
+        components: the components to load; None for all.
+        policy: drift kind -> ``refuse``, ``warn`` or ``adapt``.
+        reset: component -> why it starts anew on purpose.
+        contract: what this run says of itself beside what ``like`` says; compared with what was saved.
+
+    Returns:
+        A `ResumePlan`, or a `Refusal` with every reason; both print.
+
+    Examples:
+        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.core.state import Progress
+        >>> store = MemoryStore()
+        >>> _ = save(TrainState(trainer=Progress(step=3)), store)
+        >>> plan(store, like=TrainState(trainer=Progress())).step
+        3
+    """
+    request = make_request(step=step, components=components, policy=policy, reset=reset)
+    store = open_store(run)
+    return _plan(store, read_inventory(store), _target(like, contract, SingleProcess()), request)[1]
+
+
+def load(  # noqa: PLR0913 - keywords
+    run: Run,
+    *,
+    like: TrainState,
+    step: int | None = None,
+    components: Sequence[str] | None = None,
+    policy: Mapping[str, str] | None = None,
+    reset: Mapping[str, str] | None = None,
+    contract: Mapping[str, Any] | None = None,
+    collectives: Collectives | None = None,
+) -> TrainState:
+    """Load the newest whole checkpoint of the current timeline, or the step asked for, into a new state.
+
+    Every byte that is used is checked against its digest. Where the newest checkpoint turns out to be damaged and no step
+    was asked for, the next older one is taken, with a `CheckpointPassedOver` warning each time (V03).
+
+    Args:
+        run: a directory, or a store.
+        like: a state of the run that wants to resume; it is left as it is, whatever happens (V12).
+        step: an explicit step; None for the newest.
+        components: the components to load; the others are those of ``like``.
+        policy: drift kind -> ``refuse``, ``warn`` or ``adapt``.
+        reset: component -> why it starts anew on purpose.
+        contract: what this run says of itself beside what ``like`` says.
+        collectives: the world; every rank calls. None for a single process.
+
+    Returns:
+        The state; its tensors are fresh memory on the devices of ``like``.
+
+    Raises:
+        ResumeRefused: with every reason, when there is nothing to resume or it would not be exact.
+        CheckpointDamaged: if the step asked for has bytes with another digest.
+        RanksDisagree: if ranks see different checkpoints (V05).
+
+    Examples:
+        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.core.state import Progress
+        >>> store = MemoryStore()
+        >>> _ = save(TrainState(trainer=Progress(step=3, samples=96)), store)
+        >>> load(store, like=TrainState(trainer=Progress())).trainer.samples
+        96
+    """
+    request = make_request(step=step, components=components, policy=policy, reset=reset)
+    world = collectives or SingleProcess()
+    store = open_store(run)
+    target = _target(like, contract, world)
+    inventory = read_inventory(store)
+    while True:
+        inventory, outcome = _plan(store, inventory, target, request)
+        _agree(outcome, store, world)
+        if isinstance(outcome, Refusal):
+            raise ResumeRefused(store.url, outcome)
+        state, failure = _attempt(outcome, like, store)
+        failed = next((each for each in world.gather(None if failure is None else problem_of(failure)) if each), None)
+        if failed is None and state is not None:
+            _warn(outcome)
+            return state
+        if step is not None and failure is not None:
+            raise failure
+        inventory = _without(inventory, outcome.checkpoint, failed)
+
+
+def _decide(store: Store, step: int) -> tuple[Head, bytes | None]:
+    """The head of the next checkpoint, and the manifest that it replaces; the run is made here if it is new."""
+    run_id = read_run_id(store)
+    if run_id is None:
+        with suppress(CommitConflict):  # somebody made the run in the meantime: theirs is the id
+            store.commit(RUN_FILE, run_document(uuid.uuid4().hex))
+        run_id = read_run_id(store)
+    assert run_id is not None  # it was committed just now
+    head = next_head(read_inventory(store), run_id, step)
+    name = f"{directory_of(step)}/{MANIFEST}"
+    size = store.size(name)
+    if size is None:
+        return head, None
+    old = store.read(name, start=0, stop=size)
+    return attrs.evolve(head, revision=_revision(store, step) + 1), old
+
+
+def _revision(store: Store, step: int) -> int:
+    """The revision to go beyond: that of the manifest there, or, if it is unreadable, that of the file names there."""
+    entry = examine(store, read_inventory(store), directory_of(step)).entry(directory_of(step))
+    if entry is not None and entry.head is not None:
+        return entry.head.revision
+    names = store.list(directory_of(step))
+    return max(
+        (int(part[1:]) for name in names for part in name.split(".") if part[:1] == "r" and part[1:].isdecimal()),
+        default=0,
+    )
+
+
+def _target(like: TrainState, contract: Mapping[str, Any] | None, world: Collectives) -> Target:
+    components = {name: describe(component, name)[0] for name, component in components_of(like).items()}
+    agreed = checked_contract({**contract_of(like), **(contract or {})})
+    return Target(components, agreed, world.rank, world.world_size, library_versions())
+
+
+def _plan(
+    store: Store, inventory: Inventory, target: Target, request: Request
+) -> tuple[Inventory, ResumePlan | Refusal]:
+    while (name := next_to_examine(inventory, request)) is not None:
+        inventory = examine(store, inventory, name)
+    return inventory, plan_resume(inventory, target, request)
+
+
+def _agree(outcome: ResumePlan | Refusal, store: Store, world: Collectives) -> None:
+    digests = world.gather(outcome.digest() if isinstance(outcome, ResumePlan) else f"refused:\n{outcome}")
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd and isinstance(outcome, ResumePlan | Refusal):
+        raise RanksDisagree(
+            store.url,
+            expected="the same plan on every rank",
+            found=f"another one on ranks {odd} than on rank 0",
+            mend="let every rank see the same files (no node-local or stale copies), and build the same state",
+        )
+
+
+def _attempt(outcome: ResumePlan, like: TrainState, store: Store) -> tuple[TrainState | None, TrainfoldError | None]:
+    try:
+        return run_resume(outcome, like, store=store), None
+    except (CheckpointDamaged, CheckpointTorn, CheckpointMissing) as error:
+        return None, error
+
+
+def _without(inventory: Inventory, name: str, problem: Problem | None) -> Inventory:
+    entry = inventory.entry(name)
+    return inventory if entry is None else inventory.with_entry(attrs.evolve(entry, problem=problem))
+
+
+def _warn(outcome: ResumePlan) -> None:
+    for problem in outcome.passed_over:
+        warnings.warn(str(problem), CheckpointPassedOver, stacklevel=3)
+    for drift in outcome.drifts:
+        if drift.verdict == "warn":
+            warnings.warn(str(drift), ResumeDrift, stacklevel=3)
+
+
+def _never() -> tuple[Head, bytes | None]:
+    raise AssertionError

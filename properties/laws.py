@@ -1,0 +1,354 @@
+"""The laws, as functions that a user calls on their own step, state and store; each raises `LawBroken` at the first leaf.
+
+Every law works on copies: the state that it is given is as it was afterwards, also for a donating step.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from trainfold.backends.memory import MemoryStore
+from trainfold.backends.protocols import Store
+from trainfold.backends.runs import load, save
+from trainfold.core import tree
+from trainfold.core.codec import is_tensor_leaf, leaf_digest
+from trainfold.core.components import components_of, merge, select
+from trainfold.core.cursor import DataCursor
+from trainfold.core.errors import ResumeRefused
+from trainfold.core.fingerprint import fingerprint
+from trainfold.core.partition import shard_of
+from trainfold.core.spec import leaf_spec
+from trainfold.core.state import TrainState
+
+Step: TypeAlias = Callable[[TrainState, Any], tuple[TrainState, Any]]
+
+
+class LawBroken(AssertionError):
+    """A law does not hold; the message names the law, the leaf, both sides, and what was being done.
+
+    Attributes:
+        law: the law's name.
+        leaf: the path of the first leaf that differs, or what else broke.
+    """
+
+    def __init__(self, law: str, leaf: str, detail: str) -> None:
+        super().__init__(f"{law}: {leaf}: {detail}")
+        self.law = law
+        self.leaf = leaf
+
+
+def first_difference(one: TrainState, other: TrainState) -> tuple[str, str] | None:
+    """The first leaf in which two states differ in a bit, with what each has; None if they are the same.
+
+    Examples:
+        >>> from trainfold.core.state import Progress
+        >>> first_difference(TrainState(trainer=Progress(1)), TrainState(trainer=Progress(2)))
+        ('trainer.step', '1 against 2')
+    """
+    if fingerprint(one) == fingerprint(other):
+        return None
+    mine, theirs = _leaves(one), _leaves(other)
+    for path in [*mine, *(path for path in theirs if path not in mine)]:
+        if path not in mine or path not in theirs:
+            return path, "only one of the two has it"
+        if str(leaf_spec(mine[path], path)) != str(leaf_spec(theirs[path], path)):
+            return path, f"{leaf_spec(mine[path], path)} against {leaf_spec(theirs[path], path)}"
+        if leaf_digest(mine[path], path) != leaf_digest(theirs[path], path):
+            return path, _values(mine[path], theirs[path])
+    return "state", "the fingerprints differ and no leaf does"
+
+
+def check_same(law: str, one: TrainState, other: TrainState, doing: str) -> None:
+    """Raise `LawBroken` with the first leaf in which two states differ."""
+    found = first_difference(one, other)
+    if found is not None:
+        raise LawBroken(law, found[0], f"{found[1]}; {doing}")
+
+
+def is_pure(step: Step, state: TrainState, batch: Any) -> None:
+    """Purity: a step leaves the bits of its input, the batch and the global random state, and does the same twice.
+
+    Args:
+        step: a step that does not donate.
+        state: any state.
+        batch: any batch.
+
+    Raises:
+        LawBroken: naming the first leaf that changed.
+    """
+    before, data, noise = clone(state), copy.deepcopy(batch), torch.random.get_rng_state()
+    first, _ = step(state, batch)
+    kept = clone(first)
+    check_same("purity", before, state, "the step changed its input")
+    if not torch.equal(noise, torch.random.get_rng_state()):
+        raise LawBroken("purity", "torch.random", "the step moved the global random state")
+    _check_same_batch(data, batch)
+    second, _ = step(state, batch)
+    check_same("purity", kept, second, "the same step gave another result the second time")
+    check_same("purity", kept, first, "the second step changed the result of the first")
+
+
+def donates_equally(step: Step, donating: Step, state: TrainState, batches: Sequence[Any]) -> None:
+    """Donation: a donating step gives the same bits as one that does not, at every step of a run.
+
+    Raises:
+        LawBroken: naming the first leaf that differs, and the step.
+    """
+    kept, given = clone(state), clone(state)
+    for i, batch in enumerate(batches):
+        kept, _ = step(kept, batch)
+        given, _ = donating(given, batch)
+        check_same("donation", kept, given, f"after step {i + 1}")
+
+
+def equals_mutable(
+    step: Step, state: TrainState, loop: Callable[[Any], Mapping[str, torch.Tensor]], batches: Sequence[Any]
+) -> None:
+    """Mutable equivalence: k pure steps have the parameters of k steps of a hand-written loop, bit for bit.
+
+    Args:
+        step: any step.
+        state: the state that equals the loop's start.
+        loop: does one optimizer step of the mutable loop with a batch and returns FQN -> parameter.
+        batches: the batches.
+
+    Raises:
+        LawBroken: naming the first parameter that differs, and the step.
+    """
+    now = clone(state)
+    for i, batch in enumerate(batches):
+        now, _ = step(now, batch)
+        params = now.model.params if now.model is not None else {}
+        for name, tensor in loop(batch).items():
+            if leaf_digest(tensor.detach()) != leaf_digest(params[name]):
+                detail = _values(params[name], tensor.detach())
+                raise LawBroken("mutable equivalence", f"model.params[{name!r}]", f"{detail}; after step {i + 1}")
+
+
+def accumulates(steps: Sequence[Step], state: TrainState, batch: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Accumulation: steps that split a batch differently give the same parameters (A01).
+
+    Args:
+        steps: steps that differ in nothing but the split.
+        state: any state.
+        batch: the whole batch.
+        rtol: relative tolerance; 0 asks for equal bits, which holds where the sums are representable.
+        atol: absolute tolerance.
+
+    Raises:
+        LawBroken: naming the first parameter that differs, and the step.
+    """
+    results = [step(clone(state), batch)[0] for step in steps]
+    reference = dict(results[0].model.params) if results[0].model is not None else {}
+    for i, result in enumerate(results[1:], start=1):
+        for name, tensor in (result.model.params if result.model is not None else {}).items():
+            same = leaf_digest(tensor) == leaf_digest(reference[name])
+            if not same and not (rtol + atol > 0 and torch.allclose(tensor, reference[name], rtol=rtol, atol=atol)):
+                detail = f"{_values(reference[name], tensor)}; split {i}"
+                raise LawBroken("accumulation", f"model.params[{name!r}]", detail)
+
+
+def resumes_exactly(
+    step: Step,
+    state: TrainState,
+    batches: Sequence[Any],
+    *,
+    store: Store | Callable[[], Store] = MemoryStore,
+    at: Iterable[int] | None = None,
+) -> None:
+    """Resume: k steps, save, lose everything, load, the other steps = all steps at once, bit for bit, every component.
+
+    Args:
+        step: any step, also one that donates.
+        state: the first state.
+        batches: the batches of the whole run.
+        store: where to save, or a function that makes an empty place for each k.
+        at: the numbers of steps after which to die; None for every one from 0 to all.
+
+    Raises:
+        LawBroken: naming the first leaf that differs, and k.
+
+    Examples:
+        >>> from trainfold.core.state import Progress
+        >>> def count(state, batch):
+        ...     done = Progress(state.trainer.step + 1, samples=state.trainer.samples + batch)
+        ...     return state.evolve(trainer=done), {}
+        >>> resumes_exactly(count, TrainState(trainer=Progress()), [2, 3, 5])
+    """
+    whole = _run(step, clone(state), batches)
+    for k in range(len(batches) + 1) if at is None else at:
+        place = store() if callable(store) else store
+        half = _run(step, clone(state), batches[:k])
+        save(half, place)
+        at_step = half.trainer.step if half.trainer is not None else None
+        resumed = load(place, like=clone(state), step=at_step)
+        check_same("resume", half, resumed, f"loaded after {k} steps")
+        check_same("resume", whole, _run(step, resumed, batches[k:]), f"died after {k} of {len(batches)} steps")
+
+
+def round_trips(state: TrainState, *, store: Store | Callable[[], Store] = MemoryStore) -> None:
+    """Round trip: ``load(save(s)) == s`` for every bit of every leaf, and tied leaves are tied again (V13).
+
+    Raises:
+        LawBroken: naming the first leaf that differs.
+    """
+    place = store() if callable(store) else store
+    before = clone(state)
+    save(state, place)
+    check_same("round trip", before, state, "saving changed the state")
+    loaded = load(place, like=state)
+    check_same("round trip", state, loaded, "after load(save(state))")
+    if [type(leaf) for leaf in tree.leaves(state)] != [type(leaf) for leaf in tree.leaves(loaded)]:
+        raise LawBroken("round trip", "state", "a leaf came back as another type")
+    if tree.structure(components_of(state)) != tree.structure(components_of(loaded)):
+        raise LawBroken("round trip", "state", "the tree came back with another structure")
+
+
+def selects(state: TrainState, components: Sequence[str]) -> None:
+    """Selection: ``select`` partitions, and merging the parts gives the whole (B01).
+
+    Raises:
+        LawBroken: if a component is in both parts or in none, or a leaf differs.
+    """
+    rest = [name for name in components_of(state) if name not in components]
+    one, other = select(state, components), select(state, rest)
+    shared = set(components_of(one)) & set(components_of(other))
+    if shared:
+        raise LawBroken("selection", min(shared), "is in both parts")
+    check_same("selection", state, merge(one, other), f"merging {list(components)} with the rest")
+    check_same("selection", state, merge(other, one), f"merging the rest with {list(components)}")
+
+
+def reads_each_sample_once(cursor: DataCursor, plan: Sequence[tuple[int, int]]) -> None:
+    """Cursor: however world and batch sizes change, an epoch reads each sample exactly once (G01).
+
+    Args:
+        cursor: at the start of an epoch.
+        plan: (world size, global batch size) pairs, used in turn, again and again, until the epoch ends.
+
+    Raises:
+        LawBroken: naming a sample that is missing or read twice.
+    """
+    epoch, seen, turn = cursor.epoch, [0] * cursor.length, 0
+    while cursor.epoch == epoch:
+        world_size, size = plan[turn % len(plan)]
+        indices = [int(index) for index in cursor.batch(size)]
+        for rank in range(world_size):
+            for index in shard_of(indices, rank, world_size):
+                seen[index] += 1
+        cursor, turn = cursor.advance(len(indices)), turn + 1
+    wrong = [index for index, count in enumerate(seen) if count != 1]
+    if wrong:
+        raise LawBroken("cursor", f"sample {wrong[0]}", f"read {seen[wrong[0]]} times in epoch {epoch}")
+
+
+def survives_crashes(states: Sequence[TrainState]) -> int:
+    """Crash: from every disk that a crash may leave, the newest acknowledged checkpoint or a newer whole one is found.
+
+    Saves the states one after the other into a `MemoryStore` that logs its effects; then looks at every prefix of them,
+    with and without what was not synced, and with the last write torn; loads there, and saves once more.
+
+    Args:
+        states: states with ascending steps.
+
+    Returns:
+        How many disks were looked at.
+
+    Raises:
+        LawBroken: naming the effect after which the promise was broken.
+    """
+    store = MemoryStore()
+    acknowledged: list[tuple[int, TrainState]] = []
+    for state in states:
+        save(state, store)
+        acknowledged.append((len(store.effects), state))
+    by_step = {state.trainer.step: fingerprint(state) for state in states if state.trainer is not None}
+    disks = 0
+    for done in range(len(store.effects) + 1):
+        promised = max((s.trainer.step for count, s in acknowledged if count <= done and s.trainer), default=None)
+        for keep in (True, False):
+            for torn in (True, False):
+                disk = store.after_crash(done, keep_unsynced=keep, torn_write=torn)
+                _recover(disk, states[-1], promised, by_step, f"after effect {done} (kept {keep}, torn {torn})")
+                disks += 1
+    return disks
+
+
+def leaves_no_trace(state: TrainState, *, store: Store | Callable[[], Store] = MemoryStore) -> None:
+    """Side-effect freedom: saving and loading leave the state and the global random state as they were (C14, H05).
+
+    Raises:
+        LawBroken: naming what changed.
+    """
+    place = store() if callable(store) else store
+    before, noise = clone(state), torch.random.get_rng_state()
+    save(state, place)
+    load(place, like=state)
+    check_same("side-effect freedom", before, state, "after a save and a load")
+    if not torch.equal(noise, torch.random.get_rng_state()):
+        raise LawBroken("side-effect freedom", "torch.random", "a save or a load moved the global random state")
+
+
+def clone(state: TrainState) -> TrainState:
+    """A state with the same bits in memory of its own; tied leaves stay tied."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        return copies.setdefault(id(tensor), tensor.detach().clone())
+
+    cloned: TrainState = tree.map_tensors(once, state)
+    return cloned
+
+
+def _run(step: Step, state: TrainState, batches: Sequence[Any]) -> TrainState:
+    for batch in batches:
+        state, _ = step(state, batch)
+    return state
+
+
+def _recover(
+    disk: MemoryStore, like: TrainState, promised: int | None, by_step: Mapping[int, Mapping[str, str]], when: str
+) -> None:
+    try:
+        found = load(disk, like=like)
+    except ResumeRefused as error:
+        if promised is not None:
+            raise LawBroken("crash", when, f"step {promised} was acknowledged, and now: {error}") from error
+    else:
+        step = found.trainer.step if found.trainer is not None else -1
+        if promised is not None and step < promised:
+            raise LawBroken("crash", when, f"step {promised} was acknowledged, and step {step} was found")
+        if fingerprint(found) != by_step.get(step):
+            raise LawBroken("crash", when, f"step {step} was found with other bits than were saved")
+    newest = like.trainer.step + 1 if like.trainer is not None else 0
+    again = like.evolve(trainer=like.trainer.__class__(newest))
+    save(again, disk)
+    if fingerprint(load(disk, like=like)) != fingerprint(again):
+        raise LawBroken("crash", when, "a save after the recovery is not found")
+
+
+def _leaves(state: TrainState) -> dict[str, Any]:
+    return {
+        path: leaf
+        for name, component in components_of(state).items()
+        for path, leaf in tree.named_leaves(component, name)
+    }
+
+
+def _values(one: Any, other: Any) -> str:
+    if not is_tensor_leaf(one) or not isinstance(one, torch.Tensor):
+        return f"{one!r} against {other!r}"
+    mine, theirs = one.reshape(-1), other.reshape(-1)
+    raw_one, raw_other = mine.view(torch.uint8).reshape(len(mine), -1), theirs.view(torch.uint8).reshape(len(mine), -1)
+    at = int((raw_one != raw_other).any(dim=1).nonzero()[0])
+    return f"element {at} is {mine[at].item()!r} against {theirs[at].item()!r}"
+
+
+def _check_same_batch(before: Any, after: Any) -> None:
+    for (path, one), (_, other) in zip(
+        tree.named_leaves(before, "batch"), tree.named_leaves(after, "batch"), strict=True
+    ):
+        if is_tensor_leaf(one) and leaf_digest(one) != leaf_digest(other):
+            raise LawBroken("purity", path, "the step changed its batch")
