@@ -8,7 +8,8 @@ import attrs
 import torch
 
 from trainfold.adapters.boundary import Boundary
-from trainfold.adapters.loader import Feed, feed_of
+from trainfold.adapters.feed import Feed
+from trainfold.adapters.loader import feed_of
 from trainfold.adapters.module import ModulePart
 from trainfold.adapters.optimizer import OptimizerPart
 from trainfold.adapters.part import ObjectPart, Part, Stateful, TreePart

@@ -6,7 +6,7 @@ from typing import Any, final
 import attrs
 import torch
 
-from trainfold.adapters.part import Undo, copied, copied_containers, nothing, wrong_kind
+from trainfold.adapters.part import Undo, copied, copied_containers, kind_of, nothing, wrong_kind
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.leaves import Leaves
@@ -45,11 +45,6 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
         slots[_name(parameter, names, "optimizer.state")] = copied_containers(held)
     order = [name for group in groups for name in group.params if name in slots]
     return OptimizerState(kind=kind_of(optimizer), slots=Leaves((name, slots[name]) for name in order), groups=groups)
-
-
-def kind_of(optimizer: object) -> str:
-    """The optimizer's class, ``"torch.optim.adamw.AdamW"``."""
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _name(parameter: Any, names: Mapping[int, str], where: str) -> str:

@@ -131,6 +131,11 @@ class TreePart:
         return lambda: self.set(before)
 
 
+def kind_of(value: object) -> str:
+    """The class of an object, ``"torch.optim.adamw.AdamW"``."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def wrong_kind(path: str, expected: str, found: object) -> InvalidState:
     """The error for a component that holds something else altogether."""
     return InvalidState(

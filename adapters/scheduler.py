@@ -4,7 +4,7 @@ from typing import Any, final
 
 import attrs
 
-from trainfold.adapters.part import ObjectPart, Stateful, Undo
+from trainfold.adapters.part import ObjectPart, Stateful, Undo, kind_of
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, TrainfoldError
 from trainfold.core.state import Opaque
@@ -66,7 +66,7 @@ class SchedulerPart:
 
     def kinds(self) -> list[str]:
         """The classes, for the resume contract."""
-        return [_kind(part.target) for part in self._parts()]
+        return [kind_of(part.target) for part in self._parts()]
 
 
 def check_schedulers(schedulers: Any) -> Any:
@@ -80,7 +80,7 @@ def check_schedulers(schedulers: Any) -> Any:
             raise InvalidArgument(
                 path,
                 expected="an object with state_dict and load_state_dict, such as a torch LRScheduler",
-                found=f"a {_kind(scheduler)}",
+                found=f"a {kind_of(scheduler)}",
                 mend="attach the scheduler object itself; a pure function of the step needs no attaching",
             )
     return schedulers
@@ -100,7 +100,3 @@ def _opaques(saved: Any) -> dict[str, Any]:
 
     collect(saved, "scheduler")
     return found
-
-
-def _kind(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"

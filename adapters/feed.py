@@ -1,0 +1,171 @@
+"""What every feed needs: the protocol, the batches on their way, the generators of a loader, checks of a position."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from trainfold.adapters.part import Undo
+from trainfold.core.errors import DataPositionMismatch, InvalidState, TrainfoldError
+from trainfold.core.state import Opaque
+
+VERSION = 1
+OTHER = "attach the loader that the state was captured from, or leave dataset out with components="
+END = object()
+Generators = dict[str, torch.Tensor]
+
+
+class Feed(Protocol):
+    """A loader with a position; a `Part` of the component ``dataset`` too."""
+
+    @property
+    def epoch(self) -> int:
+        """Epochs whose samples were all consumed."""
+
+    def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
+        """Batches from the position on, epoch after epoch, until there were ``epochs`` or ``done()`` says so."""
+
+    def advance(self, samples: int | None) -> int:
+        """Count batches that were handed out as consumed; return how many samples that is."""
+
+    def undelivered(self) -> int:
+        """How many batches were handed out and not consumed."""
+
+    def drop(self) -> int:
+        """Give up the batches that were handed out and not consumed; return their samples."""
+
+    def rewind(self) -> None:
+        """Forget them: they will be handed out again."""
+
+    def contract(self) -> dict[str, Any]:
+        """What must be the same at a resume."""
+
+    def capture(self) -> Opaque:
+        """The position."""
+
+    def problems(self, saved: Any) -> list[TrainfoldError]:
+        """Every reason why this position cannot be taken."""
+
+    def write(self, saved: Any) -> Undo:
+        """Take a position."""
+
+
+class Deliveries:
+    """Batches that were handed out and not consumed yet, in order: (samples, whether it was the epoch's last)."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[int, bool]] = deque()
+
+    def take(self, samples: int | None) -> list[tuple[int, bool]]:
+        """Take batches of exactly so many samples, or all of them.
+
+        Raises:
+            DataPositionMismatch: if no number of waiting batches has so many samples; nothing is taken.
+        """
+        count, total = 0, 0
+        while count < len(self.waiting) and (samples is None or total < samples):
+            total += self.waiting[count][0]
+            count += 1
+        if samples is not None and total != samples:
+            raise mismatch(
+                "advance.samples",
+                f"the samples of whole batches from live.batches(); {[size for size, _ in self.waiting]} are waiting",
+                samples,
+                "iterate over live.batches(), and count every sample of each batch, or leave samples= out",
+            )
+        return [self.waiting.popleft() for _ in range(count)]
+
+
+def generators_of(loader: Any) -> dict[str, torch.Generator]:
+    """The torch generators that a loader and its samplers hold, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = {
+        "loader": loader,
+        "sampler": getattr(loader, "sampler", None),
+        "batch_sampler": batch_sampler,
+        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+    }
+    found: dict[str, torch.Generator] = {}
+    for name, owner in owners.items():
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is known for known in found.values()):
+            found[name] = generator
+    return found
+
+
+def set_generators(generators: dict[str, torch.Generator], states: Generators) -> None:
+    """Write captured states into generators, by name."""
+    for name, generator in generators.items():
+        generator.set_state(states[name].cpu())
+
+
+def generator_problems(generators: dict[str, torch.Generator], saved: Any, where: str) -> list[TrainfoldError]:
+    """Every reason why states cannot be written into these generators."""
+    if not isinstance(saved, dict) or set(saved) != set(generators):
+        names = sorted(saved) if isinstance(saved, dict) else saved
+        mend = "give the loader and its samplers generators as they had"
+        return [mismatch(f"state.dataset.{where}", f"those of {sorted(generators)}", names, mend)]
+    found: list[TrainfoldError] = []
+    for name, generator in generators.items():
+        try:
+            torch.Generator(generator.device).set_state(saved[name].cpu())
+        except (RuntimeError, TypeError, AttributeError) as error:
+            found.append(mismatch(f"state.dataset.{where}[{name!r}]", "a generator's state", str(error), OTHER))
+    return found
+
+
+def position_problems(saved: Any, kind: str, counters: tuple[str, ...]) -> list[TrainfoldError]:
+    """Whether a value is a position of this kind of loader, of a known version (G13), with sound counters."""
+    value = saved.value if isinstance(saved, Opaque) else None
+    if not isinstance(value, dict) or value.get("kind") != kind:
+        held = value.get("kind") if isinstance(value, dict) else type(saved).__qualname__
+        return [mismatch("state.dataset", f"the position of a {kind!r} loader", held, OTHER)]
+    if value.get("version") != VERSION:
+        mend = "resume with the trainfold that wrote it"
+        return [mismatch("state.dataset.version", VERSION, value.get("version"), mend)]
+    return [
+        mismatch(f"state.dataset.{name}", "an int >= 0", repr(value.get(name)), "use another checkpoint")
+        for name in counters
+        if type(value.get(name)) is not int or value[name] < 0
+    ]
+
+
+def tell_epoch(loader: Any, epoch: int) -> None:
+    """Tell every sampler that wants to know, as a ``DistributedSampler`` does, and the dataset."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    told: list[Any] = []
+    for owner in (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "dataset", None),
+    ):
+        set_epoch = getattr(owner, "set_epoch", None)
+        if callable(set_epoch) and not any(owner is known for known in told):
+            told.append(owner)
+            set_epoch(epoch)
+
+
+def length_of(value: Any) -> int | None:
+    """``len(value)``, or None where there is none."""
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def stale() -> InvalidState:
+    """The error for an iterator that goes on after another one, or a restore, took its place."""
+    return InvalidState(
+        "live.batches",
+        expected="one iteration at a time",
+        found="one that another iteration or a restore has replaced",
+        mend="leave this loop and call live.batches() again",
+    )
+
+
+def mismatch(where: str, expected: object, found: object, mend: str) -> DataPositionMismatch:
+    """A `DataPositionMismatch`, in one line."""
+    return DataPositionMismatch(where, expected=expected, found=found, mend=mend)

@@ -1,0 +1,106 @@
+"""`Tap`: stands between a DataLoader and its sampler, to start an epoch's order again and to skip in it."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trainfold.adapters.feed import END, OTHER, generator_problems, mismatch, set_generators
+from trainfold.adapters.rng import capture_streams, restore_streams, stream_problems
+from trainfold.core.errors import TrainfoldError
+from trainfold.core.state import Opaque
+
+
+class Tap:
+    """Stands between a loader and its sampler: takes the streams at the start of an epoch, skips, counts what passes."""
+
+    def __init__(self, sampler: Any, generators: dict[str, torch.Generator], *, counts: bool) -> None:
+        self.sampler = sampler
+        self.generators = generators
+        self.counts = counts
+        self.start: Opaque | None = None  # to start from, or None to start from the streams as they are
+        self.skip = 0
+        self.started_from: Opaque | None = None
+        self.current: _TapIterator | None = None
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> "_TapIterator":
+        self.current = _TapIterator(self)
+        return self.current
+
+
+class _TapIterator:
+    """One epoch of a sampler, looked at one index batch ahead, so that the last one is known as such."""
+
+    def __init__(self, tap: Tap) -> None:
+        self.tap = tap
+        self.indices: Iterator[Any] | None = None
+        self.ahead: Any = END
+        self.passed: deque[tuple[int, bool]] = deque()
+
+    def __iter__(self) -> "_TapIterator":
+        return self
+
+    def __next__(self) -> Any:
+        self.prime()
+        item = self.ahead
+        if item is END:
+            raise StopIteration
+        self.ahead = self._pull()
+        self.passed.append((self._size(item), self.ahead is END))
+        return item
+
+    def prime(self) -> None:
+        """Start the sampler, where it is not started: only now, because some draw the order of the epoch from a stream."""
+        if self.indices is not None:
+            return
+        tap = self.tap
+        if tap.start is not None:
+            restore_order(tap.start, tap.generators)
+        tap.started_from = tap.start or capture_order(tap.generators)
+        tap.start, skip, tap.skip = None, tap.skip, 0
+        self.indices = iter(tap.sampler)
+        read, item = 0, self._pull()
+        while read < skip and item is not END:
+            read += self._size(item)
+            item = self._pull()
+        if read != skip or (skip and item is END):
+            raise mismatch(
+                "state.dataset.samples",
+                "a position between two batches of this epoch",
+                f"{skip}, where batches end at {read}" + (" and the epoch too" if item is END else ""),
+                "use a batch size that divides the position, and the dataset and sampler that the run was started with",
+            )
+        self.ahead = item
+
+    def _pull(self) -> Any:
+        assert self.indices is not None
+        return next(self.indices, END)
+
+    def _size(self, item: Any) -> int:
+        return len(item) if self.tap.counts else 1
+
+
+def capture_order(generators: dict[str, torch.Generator]) -> Opaque:
+    """Everything that the order of an epoch may be drawn from, as it is now."""
+    states = {name: generator.get_state() for name, generator in generators.items()}
+    return Opaque({"streams": capture_streams(), "generators": states})
+
+
+def restore_order(order: Opaque, generators: dict[str, torch.Generator]) -> None:
+    """Put all of it back."""
+    restore_streams(order.value["streams"])
+    set_generators(generators, order.value["generators"])
+
+
+def order_problems(order: Any, generators: dict[str, torch.Generator]) -> list[TrainfoldError]:
+    """Every reason why it cannot be put back."""
+    if not isinstance(order, dict) or "streams" not in order:
+        return [mismatch("state.dataset.order", "what the epoch's order was drawn from", "nothing", OTHER)]
+    return [
+        *stream_problems(order["streams"], path="state.dataset.order.streams"),
+        *generator_problems(generators, order.get("generators"), "order.generators"),
+    ]

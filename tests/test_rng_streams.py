@@ -1,0 +1,154 @@
+"""The global random streams: captured as plain values, restored bit for bit."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainfold.adapters.live import attach
+from trainfold.adapters.rng import capture_streams, derive_streams, preserved_rng, restore_streams, stream_problems
+from trainfold.core.errors import RestoreRefused
+from trainfold.core.state import Opaque
+from trainfold.core.structure import describe, rebuild
+
+
+def draw(n=5):
+    return (
+        [random.random() for _ in range(n)],
+        [random.gauss(0, 1) for _ in range(n)],
+        np.random.random(n).tolist(),  # noqa: NPY002 (the global stream is the subject)
+        np.random.standard_normal(n).tolist(),  # noqa: NPY002
+        torch.rand(n).tolist(),
+        torch.randn(n).tolist(),
+    )
+
+
+def stored_and_loaded(value):
+    described, tensors = describe(Opaque(value), "rng")
+    table = list(tensors.values())
+    return rebuild(described.node, "rng", lambda index, as_numpy: table[index]).value
+
+
+@given(seed=st.integers(0, 2**32 - 1), drawn=st.integers(0, 3))
+@settings(deadline=None, max_examples=30)
+def test_streams_come_back_bit_for_bit_through_the_format(seed, drawn):
+    """H01, U01: python, numpy and torch; also between the two halves of a pair of normal numbers."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    draw(drawn)
+    random.gauss(0, 1)  # python and numpy keep the other half of the pair
+    np.random.standard_normal()  # noqa: NPY002
+    streams = stored_and_loaded(capture_streams())
+    wanted = draw()
+    draw(7)
+    assert stream_problems(streams) == []
+    restore_streams(streams)
+    assert draw() == wanted
+
+
+def test_a_numpy_stream_of_another_generator_comes_back_too():
+    kept = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(7))
+        streams = stored_and_loaded(capture_streams())
+        wanted = np.random.random(4).tolist()  # noqa: NPY002
+        assert stream_problems(streams) == []
+        restore_streams(streams)
+        assert np.random.random(4).tolist() == wanted  # noqa: NPY002
+    finally:
+        np.random.set_bit_generator(kept)
+    (problem,) = stream_problems(streams)
+    assert "PCG64" in str(problem)
+    assert "MT19937" in str(problem)
+
+
+def test_capturing_moves_no_stream():
+    """H05."""
+    streams = capture_streams()
+    first = draw()
+    restore_streams(streams)
+    capture_streams()
+    assert draw() == first
+
+
+def test_a_block_can_draw_without_a_trace():
+    """H05: evaluation, or building a dataset; also when it raises."""
+    streams = capture_streams()
+    wanted = draw()
+    restore_streams(streams)
+
+    def block():
+        with preserved_rng():
+            draw(3)
+            raise RuntimeError("evaluation failed")
+
+    with pytest.raises(RuntimeError, match="evaluation failed"):
+        block()
+    assert draw() == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s.pop("numpy"), "numpy"),
+        (lambda s: s.pop("torch"), "torch"),
+        (lambda s: s.update(torch=torch.zeros(3, dtype=torch.uint8)), "torch"),
+        (lambda s: s.update(python={"version": 3, "words": np.zeros(4, np.uint32), "gauss": None}), "python"),
+        (lambda s: s.update(numpy={"bit_generator": "MT19937"}), "numpy"),
+        (lambda s: s.update(cuda=torch.zeros(16, dtype=torch.uint8)), "cuda"),
+        (lambda s: s.update(version=9), "version"),
+    ],
+)
+def test_a_stream_that_is_missing_or_damaged_is_refused_by_name(change, words):
+    """H04: never silence."""
+    streams = capture_streams()
+    change(streams)
+    assert [words in str(problem) for problem in stream_problems(streams)] == [True]
+    live = attach(torch.nn.Linear(1, 1))
+    state = live.capture().evolve(rng=Opaque(streams))
+    before = torch.get_rng_state()
+    with pytest.raises(RestoreRefused, match=words):
+        live.restore(state)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_streams_for_another_layout_are_a_function_of_seed_step_and_rank():
+    """H03: derived, not sliced; different for each rank and step."""
+    torch.manual_seed(11)
+    seed = capture_streams()["seed"]
+    assert seed == 11
+    seen = set()
+    for step in (5, 6):
+        for rank in (0, 1, 2):
+            streams = derive_streams(seed, step=step, rank=rank)
+            assert stream_problems(streams) == []
+            restore_streams(streams)
+            first = draw()
+            restore_streams(derive_streams(seed, step=step, rank=rank))
+            assert draw() == first
+            seen.add(repr(first))
+    assert len(seen) == 6
+
+
+def test_the_derived_streams_do_not_depend_on_the_machine():
+    streams = derive_streams(3, step=7)
+    assert streams["python"]["words"][:2].tolist() == [2147483648, 3040306499]
+    assert streams["numpy"]["state"]["key"][:2].tolist() == [2147483648, 3230567860]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_stream_of_the_bound_device_is_part_of_a_state():
+    """H01: the device that the model is on, and no other."""
+    model = torch.nn.Linear(1, 1).cuda()
+    live = attach(model)
+    state = live.capture()
+    wanted = torch.rand(4, device="cuda")
+    live.restore(state)
+    assert torch.equal(torch.rand(4, device="cuda"), wanted)
+    with pytest.raises(RestoreRefused, match="cuda"):
+        attach(torch.nn.Linear(1, 1)).restore(state)
