@@ -19,6 +19,8 @@ from trainfold.adapters.part import Stateful
 from trainfold.adapters.stateful_feed import StatefulFeed
 from trainfold.core.errors import InvalidArgument
 
+_TORCH = ("torch", "torchdata")
+
 
 def feed_of(loader: Any) -> Feed:
     """The feed for a loader.
@@ -30,9 +32,10 @@ def feed_of(loader: Any) -> Feed:
         >>> type(feed_of(DataLoader([1, 2, 3]))).__name__
         'MapFeed'
     """
-    if isinstance(loader, Stateful) and hasattr(loader, "__iter__"):
+    mapped = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if isinstance(loader, Stateful) and hasattr(loader, "__iter__") and not (mapped and _knows_less(loader)):
         return StatefulFeed(loader)
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+    if mapped:
         return MapFeed(loader)
     kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
     over = f" over {type(loader.dataset).__qualname__}" if isinstance(loader, DataLoader) else ""
@@ -43,3 +46,13 @@ def feed_of(loader: Any) -> Feed:
         mend="use torchdata's StatefulDataLoader, or give the dataset __len__ and __getitem__; "
         "or attach without a loader and keep the position yourself under extra=",
     )
+
+
+def _knows_less(loader: "DataLoader[Any]") -> bool:
+    """Whether a loader with a state has a sampler of the user's without one, and would only start it again to resume.
+
+    Such a sampler may draw its order from a stream each time that it is started; `MapFeed` keeps what it drew from.
+    """
+    own = loader.batch_sampler if type(loader.batch_sampler).__module__.split(".")[0] not in _TORCH else loader.sampler
+    foreign = own is not None and type(own).__module__.split(".")[0] not in _TORCH
+    return foreign and not isinstance(own, Stateful) and not isinstance(loader.dataset, Stateful)

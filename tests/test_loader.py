@@ -143,6 +143,7 @@ LOADERS: dict[str, Any] = {
         sampler=RandomSampler(Numbers(), replacement=True, num_samples=40, generator=generator()),
     ),
     "stateful, python's stream": lambda: StatefulDataLoader(Numbers(), batch_size=4, sampler=PythonShuffle()),
+    "stateful, batch sampler": lambda: StatefulDataLoader(Numbers(), batch_sampler=Buckets()),
     "own class": Pages,
 }
 WORKERS: dict[str, Any] = {
