@@ -1,0 +1,209 @@
+"""Reading tensors by byte range straight into their memory; every size is checked first, every byte used is verified."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Final, Protocol, final, runtime_checkable
+
+import attrs
+import torch
+import xxhash
+
+from trainfold.backends.native_header import FileHeader, HeaderEntry, read_header
+from trainfold.backends.protocols import Store
+from trainfold.core.codec import DIGEST_PREFIX, STORED, size_bytes, tensor_bytes, torch_dtype
+from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, InvalidArgument
+
+__all__ = ["FileHeader", "HeaderEntry", "OpensFiles", "ReadRequest", "read_header", "read_tensor", "read_tensors"]
+
+PIECE_BYTES: Final = 512 << 10  # hashed while it is still in the core's own cache
+_THREADS: Final = 2
+_THREADED_FROM_BYTES: Final = 4 << 20
+_DIMENSIONS_LIMIT: Final = 64  # torch's own
+
+ReadInto = Callable[[memoryview, int], None]
+
+
+@runtime_checkable
+class OpensFiles(Protocol):
+    """A `Store` that can keep a file open over many reads; used where it is there, never needed."""
+
+    def opened(self, name: str) -> AbstractContextManager[ReadInto]:
+        """Gives a function ``(buffer, start)`` that does what `Store.read_into` does."""
+
+
+@final
+@attrs.frozen
+class ReadRequest:
+    """One tensor to read.
+
+    Attributes:
+        name: the file, ``directory/file``.
+        start: first byte in the file.
+        stop: one past its last byte.
+        dtype: torch's name of the dtype.
+        stored: the safetensors dtype.
+        shape: the shape, in torch's dtype.
+        digest: what its bytes must have.
+        path: the leaf path, for messages.
+        out: a tensor to read into, or None for a fresh one.
+    """
+
+    name: str
+    start: int
+    stop: int
+    dtype: str
+    stored: str
+    shape: tuple[int, ...]
+    digest: str
+    path: str = ""
+    out: torch.Tensor | None = None
+
+
+def read_tensor(  # noqa: PLR0913 - keywords, one for each column of a manifest
+    store: Store,
+    name: str,
+    *,
+    start: int,
+    stop: int,
+    dtype: str,
+    stored: str,
+    shape: tuple[int, ...],
+    digest: str,
+    path: str = "",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Read and verify one tensor; see `ReadRequest` for the arguments and `read_tensors` for what is raised."""
+    return read_tensors(store, [ReadRequest(name, start, stop, dtype, stored, shape, digest, path, out)])[0]
+
+
+def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Tensor]:
+    """Read and verify many tensors.
+
+    All requests are checked against their files before the first byte of memory is allocated.
+
+    Args:
+        store: the run.
+        requests: what to read; an ``out`` has undefined bytes after an error.
+
+    Returns:
+        The tensors, in order; on the CPU, except where ``out`` says otherwise.
+
+    Raises:
+        CheckpointTorn: when a file is missing or too short.
+        CheckpointHostile: when a request contradicts itself: a range of another size than dtype and shape have.
+        CheckpointDamaged: when the bytes that were read have another digest.
+        InvalidArgument: when an ``out`` has another dtype or shape.
+    """
+    sizes: dict[str, int | None] = {}
+    for request in requests:
+        _check(store, request, sizes)
+    runs = [list(run) for run in _by_file(requests)]
+    total_bytes = sum(request.stop - request.start for request in requests)
+    if total_bytes < _THREADED_FROM_BYTES or len(requests) == 1 or (os.cpu_count() or 1) == 1:
+        found = [_read_run(store, requests, run) for run in runs]
+    else:
+        shares = [share for run in runs for share in _split(requests, run, total_bytes // _THREADS)]
+        with ThreadPoolExecutor(_THREADS, "trainfold-read") as pool:
+            found = list(pool.map(partial(_read_run, store, requests), shares))
+    by_index = {index: tensor for part in found for index, tensor in part}
+    return [by_index[index] for index in range(len(requests))]
+
+
+def _check(store: Store, request: ReadRequest, sizes: dict[str, int | None]) -> None:
+    where = f"{store.url}/{request.name} {request.path}".rstrip()
+    if len(request.shape) > _DIMENSIONS_LIMIT or any(size < 0 for size in request.shape) or request.dtype not in STORED:
+        raise _hostile(where, "a dtype and a shape that torch has", f"{request.dtype} with {len(request.shape)} dims")
+    planned = size_bytes(request.dtype, request.shape)
+    if STORED[request.dtype].name != request.stored:
+        raise _hostile(where, f"{request.dtype} stored as {STORED[request.dtype].name}", request.stored)
+    if request.start < 0 or request.stop - request.start != planned:
+        raise _hostile(where, f"a range of {planned} bytes", f"[{request.start}, {request.stop})")
+    if request.name not in sizes:
+        sizes[request.name] = store.size(request.name)
+    size = sizes[request.name]
+    if size is None or size < request.stop:
+        raise CheckpointTorn(
+            where,
+            expected=f"a file of at least {request.stop} bytes",
+            found="no file" if size is None else f"{size} bytes",
+            mend="this checkpoint lost bytes after it was committed: load an earlier one",
+        )
+    out = request.out
+    if out is not None and (str(out.dtype) != f"torch.{request.dtype}" or tuple(out.shape) != request.shape):
+        raise InvalidArgument(
+            f"out for {request.path or request.name}",
+            expected=f"torch.{request.dtype}{list(request.shape)}",
+            found=f"{out.dtype}{list(out.shape)}",
+            mend="pass a tensor like the saved one",
+        )
+
+
+def _by_file(requests: Sequence[ReadRequest]) -> Iterator[list[int]]:
+    files: dict[str, list[int]] = {}
+    for index, request in enumerate(requests):
+        files.setdefault(request.name, []).append(index)
+    yield from files.values()
+
+
+def _split(requests: Sequence[ReadRequest], run: list[int], limit_bytes: int) -> Iterator[list[int]]:
+    """Cut the reads of one file into shares of about equal bytes."""
+    share: list[int] = []
+    held = 0
+    for index in run:
+        share.append(index)
+        held += requests[index].stop - requests[index].start
+        if held >= limit_bytes:
+            yield share
+            share, held = [], 0
+    if share:
+        yield share
+
+
+def _read_run(store: Store, requests: Sequence[ReadRequest], run: list[int]) -> list[tuple[int, torch.Tensor]]:
+    with _opened(store, requests[run[0]].name) as read_into:
+        return [(index, _read(store, requests[index], read_into)) for index in run]
+
+
+@contextmanager
+def _opened(store: Store, name: str) -> Iterator[ReadInto]:
+    if isinstance(store, OpensFiles):
+        with store.opened(name) as read_into:
+            yield read_into
+    else:
+        yield lambda buffer, start: store.read_into(name, buffer, start=start)
+
+
+def _read(store: Store, request: ReadRequest, read_into: ReadInto) -> torch.Tensor:
+    out = request.out
+    is_direct = out is not None and out.device.type == "cpu" and out.is_contiguous()
+    is_direct = is_direct and not (out.is_conj() or out.is_neg())
+    target = (
+        out.detach() if out is not None and is_direct else torch.empty(request.shape, dtype=torch_dtype(request.dtype))
+    )
+    memory = tensor_bytes(target)
+    digest = xxhash.xxh3_128()
+    for start in range(0, len(memory), PIECE_BYTES):
+        piece = memory[start : start + PIECE_BYTES]
+        read_into(piece, request.start + start)
+        digest.update(piece)
+    found = DIGEST_PREFIX + digest.hexdigest()
+    if found != request.digest:
+        raise CheckpointDamaged(
+            f"{store.url}/{request.name} {request.path}".rstrip(),
+            expected=request.digest,
+            found=found,
+            mend="the bytes changed on disk or on the way: verify the run, and load another checkpoint",
+        )
+    if out is None:
+        return target
+    if not is_direct:
+        with torch.no_grad():
+            out.copy_(target)
+    return out
+
+
+def _hostile(where: str, expected: object, found: object) -> CheckpointHostile:
+    return CheckpointHostile(where, expected=expected, found=found, mend="do not use this checkpoint")

@@ -1,0 +1,118 @@
+"""Writing one safetensors file of a plan: bytes streamed in plan order, hashed while they are hot in cache."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final, final
+
+import attrs
+import torch
+import xxhash
+
+from trainfold.backends.protocols import Buffer, Store
+from trainfold.core.codec import DIGEST_PREFIX, tensor_bytes
+from trainfold.core.errors import SaveFailed
+from trainfold.core.save_plan import FilePlan, TensorPlacement
+
+PIECE_BYTES: Final = 512 << 10  # small enough to stay in cache between the two digests and the copy
+
+
+@final
+@attrs.frozen
+class WrittenFile:
+    """What a written file turned out to be.
+
+    Attributes:
+        name: a single path component.
+        size_bytes: of the whole file.
+        digest: of the whole file; after its prefix it is what ``xxhsum -H2`` prints.
+        tensor_digests: leaf path -> digest of the tensor's bytes, equal to `leaf_digest` of the leaf.
+    """
+
+    name: str
+    size_bytes: int
+    digest: str
+    tensor_digests: Mapping[str, str]
+
+
+def write_file(plan: FilePlan, tensors: Mapping[str, torch.Tensor], *, store: Store, directory: str) -> WrittenFile:
+    """Write one file of a save; its contents are durable on return.
+
+    Args:
+        plan: the file: its header and where each tensor lies.
+        tensors: leaf path -> tensor, on any device; it must have the bytes that were planned for it.
+        store: the run.
+        directory: the checkpoint's directory.
+
+    Returns:
+        The size and the digests, for the manifest.
+
+    Raises:
+        SaveFailed: when a tensor is not as planned, or the store fails; nothing of the file is left.
+
+    Examples:
+        >>> from trainfold.backends.memory import MemoryStore
+        >>> store, plan = MemoryStore(), FilePlan("a", "model", 0, b"head", 4, ())
+        >>> write_file(plan, {}, store=store, directory="step-1").size_bytes, store.read("step-1/a")
+        (4, b'head')
+    """
+    stream = _Stream(plan, tensors, f"{store.url}/{directory}/{plan.name}")
+    store.write(f"{directory}/{plan.name}", stream.parts(), size_bytes=plan.size_bytes)
+    return WrittenFile(
+        plan.name, plan.size_bytes, DIGEST_PREFIX + stream.whole.hexdigest(), dict(stream.tensor_digests)
+    )
+
+
+@final
+class _Stream:
+    """The parts of a file, and the digests of what has been asked for so far."""
+
+    def __init__(self, plan: FilePlan, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+        self.whole = xxhash.xxh3_128()
+        self.tensor_digests: dict[str, str] = {}
+        self._plan = plan
+        self._tensors = tensors
+        self._where = where
+        self._position = 0
+
+    def parts(self) -> Iterator[Buffer]:
+        yield self._hashed(self._plan.header)
+        for placed in self._plan.tensors:
+            yield from self._padding(placed.start, placed.path)
+            digest = xxhash.xxh3_128()
+            data = self._bytes_of(placed)
+            for start in range(0, len(data), PIECE_BYTES):
+                piece = data[start : start + PIECE_BYTES]
+                digest.update(piece)
+                yield self._hashed(piece)
+            self.tensor_digests[placed.path] = DIGEST_PREFIX + digest.hexdigest()
+        yield from self._padding(self._plan.size_bytes, "the end")
+
+    def _hashed(self, piece: Buffer) -> Buffer:
+        self.whole.update(piece)
+        self._position += len(piece)
+        return piece
+
+    def _padding(self, until: int, what: str) -> Iterator[Buffer]:
+        if until < self._position:
+            raise self._broken(what, f"a start at or after byte {self._position}", until)
+        if until > self._position:
+            yield self._hashed(bytes(until - self._position))
+
+    def _bytes_of(self, placed: TensorPlacement) -> memoryview:
+        tensor = self._tensors.get(placed.path)
+        if tensor is None:
+            raise self._broken(placed.path, "a tensor for each planned path", "none")
+        if tuple(tensor.shape) != placed.shape or str(tensor.dtype) != f"torch.{placed.dtype}":
+            expected = f"torch.{placed.dtype}{list(placed.shape)}"
+            raise self._broken(placed.path, expected, f"{tensor.dtype}{list(tensor.shape)}")
+        data = tensor_bytes(tensor)
+        if len(data) != placed.stop - placed.start:
+            raise self._broken(placed.path, f"{placed.stop - placed.start} bytes", len(data))
+        return data
+
+    def _broken(self, what: str, expected: object, found: object) -> SaveFailed:
+        return SaveFailed(
+            f"{self._where}: {what}",
+            expected=expected,
+            found=found,
+            mend="plan the save again from the state that is saved; it changed after it was planned",
+        )
