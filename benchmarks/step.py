@@ -1,0 +1,270 @@
+"""Time and memory of a step: trainfold's, donated and not, beside the loop that one would write by hand.
+
+The same GPT, fused AdamW and clipping in both; the variants take turns in one process, so that a noisy machine slows
+all of them; peak memory is that of a process of its own for each variant. ``--json FILE`` writes the figures.
+
+    python benchmarks/step.py [--quick] [--json FILE]
+"""
+
+import argparse
+import copy
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from trainfold.core.init import init_state
+from trainfold.core.loss import Loss
+from trainfold.core.optim import optimizer
+from trainfold.core.step import make_step
+
+HYPER = {"lr": 3e-4, "weight_decay": 0.1, "fused": True}
+CLIP_NORM = 1.0
+TARGET_LONG, TARGET_SHORT, TARGET_MEMORY = 1.02, 1.05, 1.02
+LONG_STEP_SECS = 0.02
+SIZES = {  # name: (width, blocks, vocabulary, sequence length, batch size)
+    "0.14M": (64, 2, 512, 16, 4),
+    "5M": (256, 5, 4096, 32, 4),
+    "25M": (512, 6, 12288, 32, 2),
+}
+STEPS = {"0.14M": 400, "5M": 60, "25M": 24}
+BIT_STEPS = 200
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.before, self.after = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.out = torch.nn.Linear(width, width)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
+        )
+        self.heads = width // 32
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        heads = (batch, length, self.heads, width // self.heads)
+        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, dim=-1))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.after(x))
+
+
+class GPT(torch.nn.Module):
+    """A small decoder with a tied head."""
+
+    def __init__(self, width, blocks, vocabulary, length):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(vocabulary, width)
+        self.places = torch.nn.Embedding(length, width)
+        self.blocks = torch.nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self.norm = torch.nn.LayerNorm(width)
+        self.head = torch.nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        for module in self.modules():
+            if isinstance(module, torch.nn.Embedding):
+                torch.nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, x):
+        hidden = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        return self.head(self.norm(self.blocks(hidden)))
+
+
+def loss_fn(model, batch):
+    logits = model(batch["x"])
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="sum")
+    return Loss(sum=nll, weight=batch["y"].numel())
+
+
+class Loop:
+    """What a person writes; with the guard against a non-finite norm left out."""
+
+    def __init__(self, model):
+        self.model = model.train()
+        self.optimizer = torch.optim.AdamW(model.parameters(), **HYPER)
+
+    def step(self, batch):
+        loss = loss_fn(self.model, batch)
+        mean = loss.sum / loss.weight
+        mean.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return mean.item(), norm.item()
+
+    def params(self):
+        return {name: value.detach() for name, value in self.model.named_parameters()}
+
+
+class Fold:
+    """trainfold's step on a state."""
+
+    def __init__(self, model, *, donate):
+        adamw = optimizer(torch.optim.AdamW, **HYPER)
+        self.state = init_state(model, adamw)
+        self.function = make_step(model, loss_fn, adamw, clip_norm=CLIP_NORM, donate=donate)
+
+    def step(self, batch):
+        self.state, metrics = self.function(self.state, batch)
+        return metrics["loss"], metrics["grad_norm"]
+
+    def params(self):
+        return dict(self.state.model.params)
+
+
+def make_model(size, device):
+    width, blocks, vocabulary, length, _ = SIZES[size]
+    torch.manual_seed(0)
+    return GPT(width, blocks, vocabulary, length).to(device)
+
+
+def make_batches(size, device, count=8):
+    _, _, vocabulary, length, samples = SIZES[size]
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(vocabulary, (count, samples, length + 1), generator=generator).to(device)
+    return [{"x": part[:, :-1].contiguous(), "y": part[:, 1:].contiguous()} for part in tokens]
+
+
+def make_variant(name, model):
+    return Loop(model) if name == "loop" else Fold(model, donate=name == "donated")
+
+
+def wait(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_size(size, steps, device):
+    """Median seconds a step of each variant, and the median over rounds of the ratio within a round."""
+    model, batches = make_model(size, device), make_batches(size, device)
+    names = ("loop", "donated", "undonated")
+    variants = {name: make_variant(name, copy.deepcopy(model)) for name in names}
+    secs = {name: [] for name in names}
+    gc.collect()
+    gc.disable()  # a collection falls on whoever is next
+    try:
+        for index in range(steps + 5):
+            order = names[index % 3 :] + names[: index % 3]
+            for name in order:
+                wait(device)
+                start = time.perf_counter()
+                variants[name].step(batches[index % len(batches)])
+                wait(device)
+                if index >= 5:
+                    secs[name].append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+    median = {name: statistics.median(values) for name, values in secs.items()}
+    return {
+        "size": size,
+        "parameters": sum(value.numel() for value in model.parameters()),
+        "steps": steps,
+        **{f"{name}_ms": 1e3 * value for name, value in median.items()},
+        "ratio": paired(secs["donated"], secs["loop"]),
+        "undonated_ratio": paired(secs["undonated"], secs["loop"]),
+        "target": TARGET_LONG if median["loop"] >= LONG_STEP_SECS else TARGET_SHORT,
+    }
+
+
+def paired(mine, theirs):
+    return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+
+
+def same_bits(size, steps, device):
+    """Whether the parameters are those of the loop, bit for bit, after some steps."""
+    model, batches = make_model(size, device), make_batches(size, device)
+    loop, fold = Loop(copy.deepcopy(model)), Fold(model, donate=True)
+    for index in range(steps):
+        batch = batches[index % len(batches)]
+        if loop.step(batch)[1] != fold.step(batch)[1]:
+            return False
+    mine, theirs = fold.params(), loop.params()
+    return all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def peak_of(size, name, device, steps):
+    """Peak memory of a fresh process that does some steps, less what importing torch and trainfold needs."""
+    command = [sys.executable, __file__, "--measure-peak", name, "--size", size, "--device", device]
+    found = subprocess.run([*command, "--steps", str(steps)], check=True, capture_output=True, text=True)
+    return int(found.stdout.strip().splitlines()[-1])
+
+
+def measure_peak(size, name, device, steps):
+    """The peak of the steps, in this process."""
+    base = status_bytes("VmRSS")
+    variant = make_variant(name, make_model(size, device))
+    batches = make_batches(size, device)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports and of building the model
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for index in range(steps):
+        variant.step(batches[index % len(batches)])
+    return torch.cuda.max_memory_allocated() if device == "cuda" else status_bytes("VmHWM") - base
+
+
+def status_bytes(field):
+    """A figure of Linux about this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def run(sizes, *, quick, device):
+    """The figures of every size."""
+    rows = []
+    for size in sizes:
+        row = time_size(size, max(10, STEPS[size] // (5 if quick else 1)), device)
+        row["bit_steps"] = 20 if quick else BIT_STEPS
+        row["same_bits"] = same_bits(size, row["bit_steps"], device)
+        peaks = {name: [] for name in ("loop", "donated", "undonated")}
+        for _ in range(1 if quick else 3):
+            for name, values in peaks.items():
+                values.append(peak_of(size, name, device, 4))
+        for name, values in peaks.items():
+            row[f"{name}_peak_bytes"] = int(statistics.median(values))
+        row["peak_ratio"] = row["donated_peak_bytes"] / row["loop_peak_bytes"]
+        rows.append(row)
+        show(row)
+    return rows
+
+
+def show(row):
+    """One line of the table."""
+    print(
+        f"{row['size']:>6}  loop {row['loop_ms']:8.2f} ms   donated {row['donated_ms']:8.2f} ms "
+        f"x{row['ratio']:.3f} (<= {row['target']})   undonated x{row['undonated_ratio']:.3f}   "
+        f"peak {row['donated_peak_bytes'] / 1e6:.0f}/{row['loop_peak_bytes'] / 1e6:.0f} MB "
+        f"x{row['peak_ratio']:.3f} (<= {TARGET_MEMORY})   "
+        f"same bits after {row['bit_steps']} steps: {'yes' if row['same_bits'] else 'NO'}",
+        flush=True,
+    )
+
+
+def main():
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--size", action="append", choices=list(SIZES), help="only this size; may be repeated")
+    parser.add_argument("--measure-peak", choices=["loop", "donated", "undonated"], help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sizes = options.size or list(SIZES)
+    if options.measure_peak:
+        print(measure_peak(sizes[0], options.measure_peak, options.device, options.steps))
+        return
+    rows = run(sizes, quick=options.quick, device=options.device)
+    if options.json:
+        versions = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": options.device}
+        options.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
