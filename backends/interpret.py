@@ -99,6 +99,7 @@ def run_save(  # noqa: PLR0913 - keywords
         RankFailed: on the other ranks.
     """
     written: list[str] = []
+    data = b""
     try:
         records = []
         for file in plan.files_of(collectives.rank):
@@ -114,17 +115,23 @@ def run_save(  # noqa: PLR0913 - keywords
             store.commit(
                 f"{plan.directory}/{MANIFEST}", data, replaces=None if replaces is None else digest_of(replaces)
             )
-            written.clear()
             _after_commit(manifest, plan, store)
-        written.clear()
     except BaseException:
-        for name in written:
-            with suppress(TrainfoldError, OSError):
-                store.delete(f"{plan.directory}/{name}")
+        _clean_up(plan, written, data, store)
         raise
     fingerprints = {component.name: component.fingerprint for component in manifest.components}
     result = SaveResult(store.url, plan.directory, head.step, head.timeline, manifest.size_bytes, fingerprints)
     return collectives.broadcast(result)
+
+
+def _clean_up(plan: SavePlan, written: list[str], data: bytes, store: Store) -> None:
+    """Remove what a failed save wrote, unless its manifest is visible all the same: then it is a whole checkpoint."""
+    with suppress(TrainfoldError, OSError):
+        if data and store.read(f"{plan.directory}/{MANIFEST}") == data:
+            return
+    for name in written:
+        with suppress(TrainfoldError, OSError):
+            store.delete(f"{plan.directory}/{name}")
 
 
 def _after_commit(manifest: Manifest, plan: SavePlan, store: Store) -> None:
@@ -217,15 +224,16 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
             if action.name in mine:
                 found[action.name] = mine[action.name]
         else:
-            found[action.name] = _component(plan, action, mine.get(action.name), store)
+            found[action.name] = _component(plan, action, mine, store)
     return state_of(found)
 
 
-def _component(plan: ResumePlan, action: ComponentAction, wanted: Any, store: Store) -> Any:
+def _component(plan: ResumePlan, action: ComponentAction, mine: Mapping[str, Any], store: Store) -> Any:
     saved = plan.manifest.component(action.name)
     assert saved is not None  # the plan names only components that are saved
     records, node = saved.tensors[action.part], saved.nodes[action.part]
-    targets: dict[str, Any] = {} if wanted is None else dict(tree.named_leaves(wanted, action.name))
+    wanted = mine.get(action.name)
+    targets: dict[str, Any] = dict(tree.named_leaves(wanted, action.name)) if action.name in mine else {}
     at = {leaf.path: leaf for leaf in places(node, action.name)}
     needed = set(at) if action.verb == "adopt" else set(at) & set(targets)
     indices = sorted({at[path].index for path in needed if at[path].index is not None and path not in action.kept})  # type: ignore[type-var]

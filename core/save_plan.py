@@ -202,7 +202,8 @@ def _component(name: str, ranks: list[Described], per_rank: Collection[str]) -> 
             break
         mine, theirs = _first_difference(first.node, other.node)
         raise _disagree(name, mine, theirs, rank)
-    if name in per_rank and len(ranks) > 1:
+    # Equal structures may hold unequal tensors, so only what has no tensors at all can be known to be the same.
+    if name in per_rank and len(ranks) > 1 and (first.tensors or any(other.node != first.node for other in ranks)):
         return ComponentPlan(name, tuple(each.node for each in ranks), tuple(each.tensors for each in ranks))
     return ComponentPlan(name, (first.node,), (first.tensors,))
 

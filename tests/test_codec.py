@@ -32,9 +32,15 @@ def test_contiguous_memory_is_not_copied():
     assert bytes(view[:4]) != bytes(4)
 
 
-@pytest.mark.parametrize("name", [name for name in STORED if STORED[name].parts == 1 and "e8m0" not in name and "float4" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in STORED if STORED[name].parts == 1 and "e8m0" not in name and "float4" not in name]
+)
 def test_a_dtype_is_stored_under_the_name_that_safetensors_gives_it(name):
-    tensor = torch.zeros(8, dtype=torch.uint8).view(torch_dtype(name)) if name != "bool" else torch.zeros(8, dtype=torch.bool)
+    tensor = (
+        torch.zeros(8, dtype=torch.uint8).view(torch_dtype(name))
+        if name != "bool"
+        else torch.zeros(8, dtype=torch.bool)
+    )
     saved = safetensors.torch.save({"x": tensor})
     assert f'"dtype":"{STORED[name].name}"'.encode() in saved
 

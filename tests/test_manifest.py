@@ -37,15 +37,25 @@ def small_manifest(**changes):
     record = TensorRecord("model.params['w']", "float32", (2, 3), (shard,))
     component = ComponentRecord("model", ({"dict": {"w": {"t": 0}}},), ((record,),), DIGEST)
     file = FileRecord("model-00000-of-00001.safetensors", "model", 0, 4120, DIGEST)
-    whole = Manifest(Head("run", 7, 1, ((0, 5),), "step-00000005"), 1, (component,), ("rng",), {"lr": 0.1}, {"torch": "2"}, (file,))
+    whole = Manifest(
+        Head("run", 7, 1, ((0, 5),), "step-00000005"), 1, (component,), ("rng",), {"lr": 0.1}, {"torch": "2"}, (file,)
+    )
     return attrs.evolve(whole, **changes)
 
 
 def reseal(document):
     """The bytes of a changed document with a digest that fits: what an attacker would write."""
-    first = {k: document[k] for k in ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision") if k in document}
+    first = {
+        k: document[k]
+        for k in ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision")
+        if k in document
+    }
     rest = {k: v for k, v in document.items() if k not in first and k != "digest"}
-    covered = json.dumps(first, separators=(",", ":"))[:-1].encode() + b",\n" + json.dumps(rest, separators=(",", ":"))[1:-1].encode()
+    covered = (
+        json.dumps(first, separators=(",", ":"))[:-1].encode()
+        + b",\n"
+        + json.dumps(rest, separators=(",", ":"))[1:-1].encode()
+    )
     return covered + TAIL + digest_of(covered).encode() + END
 
 
@@ -119,7 +129,9 @@ HOSTILE = {
     "unknown dtype": lambda d: d["components"][0]["tensors"][0][0].update(dtype="object"),
     "dtype of torch that is none": lambda d: d["components"][0]["tensors"][0][0].update(dtype="save"),
     "no shards": lambda d: d["components"][0]["tensors"][0][0].update(shards=[]),
-    "overlapping ranges": lambda d: d["components"][0]["tensors"][0].append({**d["components"][0]["tensors"][0][0], "path": "model.params['v']"}),
+    "overlapping ranges": lambda d: d["components"][0]["tensors"][0].append(
+        {**d["components"][0]["tensors"][0][0], "path": "model.params['v']"}
+    ),
     "unknown field": lambda d: d.update(surprise=1),
     "missing field": lambda d: d.pop("world_size"),
     "bad digest": lambda d: d["files"][0].update(digest="xxh3:zz"),
@@ -156,11 +168,25 @@ def test_a_document_changed_anywhere_is_read_or_refused_by_name(data):
     changed = document()
     place = changed
     while True:
-        key = data.draw(st.sampled_from(sorted(place))) if isinstance(place, dict) else data.draw(st.integers(0, len(place) - 1))
+        key = (
+            data.draw(st.sampled_from(sorted(place)))
+            if isinstance(place, dict)
+            else data.draw(st.integers(0, len(place) - 1))
+        )
         if isinstance(place[key], dict | list) and place[key] and data.draw(st.booleans()):
             place = place[key]
             continue
-        place[key] = data.draw(st.one_of(st.none(), st.integers(), st.text(max_size=4), st.just([]), st.just({}), st.just([[]]), st.floats(allow_nan=False)))
+        place[key] = data.draw(
+            st.one_of(
+                st.none(),
+                st.integers(),
+                st.text(max_size=4),
+                st.just([]),
+                st.just({}),
+                st.just([[]]),
+                st.floats(allow_nan=False),
+            )
+        )
         break
     try:
         decode_manifest(reseal(changed), "m")
