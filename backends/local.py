@@ -54,6 +54,7 @@ class LocalStore:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._root = os.fspath(path).rstrip("/") or "/"
         self._mutex = threading.Lock()
+        self._swapping = threading.Lock()
         self._lock_fd: int | None = None
 
     @property
@@ -149,7 +150,7 @@ class LocalStore:
                 if replaces is None:
                     self._link(parent, temporary, last)
                 else:
-                    with self._lock_held():
+                    with self._swapping, self._lock_held():
                         self._check_replaced(name, replaces)
                         os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)
                 self._sync_committed(parent, last, undo=replaces is None)
@@ -239,7 +240,8 @@ class LocalStore:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            with self._lock_held():  # a filesystem without hard links: the lock makes look and rename one step
+            # a filesystem without hard links: the locks make look and rename one step
+            with self._swapping, self._lock_held():
                 if last in os.listdir(parent):
                     raise self._conflict(last, "no such name", "one") from None
                 os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)

@@ -190,7 +190,7 @@ class MemoryStore:
                 names = [name] if name in self._disk.files else []
             else:
                 directory = directory_of(name)
-                found = self._disk.names_below(directory) if directory else []
+                found = self._disk.names_below(directory)
                 names = [f"{directory}/{below}" for below in sorted(found, key=lambda below: below != MANIFEST)]
             for victim in names:
                 self._do(Effect("delete", victim))

@@ -47,7 +47,7 @@ def directory_of(prefix: str) -> str:
         ('step-00000120', '')
     """
     directory = prefix.removesuffix("/")
-    if directory and not is_component(directory):
+    if prefix and not is_component(directory):
         raise hostile_name(prefix)
     return directory
 

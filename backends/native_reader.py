@@ -178,11 +178,8 @@ def _opened(store: Store, name: str) -> Iterator[ReadInto]:
 
 def _read(store: Store, request: ReadRequest, read_into: ReadInto) -> torch.Tensor:
     out = request.out
-    is_direct = out is not None and out.device.type == "cpu" and out.is_contiguous()
-    is_direct = is_direct and not (out.is_conj() or out.is_neg())
-    target = (
-        out.detach() if out is not None and is_direct else torch.empty(request.shape, dtype=torch_dtype(request.dtype))
-    )
+    is_direct = out is not None and _lies_plainly(out)
+    target = out if out is not None and is_direct else torch.empty(request.shape, dtype=torch_dtype(request.dtype))
     memory = tensor_bytes(target)
     digest = xxhash.xxh3_128()
     for start in range(0, len(memory), PIECE_BYTES):
@@ -203,6 +200,11 @@ def _read(store: Store, request: ReadRequest, read_into: ReadInto) -> torch.Tens
         with torch.no_grad():
             out.copy_(target)
     return out
+
+
+def _lies_plainly(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory holds its values as a file does, so that bytes can be read straight into it."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _hostile(where: str, expected: object, found: object) -> CheckpointHostile:

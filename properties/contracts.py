@@ -1,0 +1,330 @@
+"""Contracts: suites that say whether somebody's `Store` tells the truth. Import one, give it a factory, run it.
+
+Each rule is a function of a fresh store; `check_store` runs them all and reports every one that is broken.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+from trainfold.backends.protocols import Buffer, Store
+from trainfold.core.codec import digest_of
+from trainfold.core.errors import (
+    CheckpointHostile,
+    CheckpointMissing,
+    CheckpointTorn,
+    CommitConflict,
+    RunLocked,
+    SaveFailed,
+    TrainfoldError,
+)
+
+Rule = Callable[[Store], None]
+
+_HOSTILE: Final = (
+    "", ".", "..", "/", "/etc/passwd", "../a", "a/..", "a/../b", "a//b", "a/b/c", ".hidden", "a/.hidden", "a\\b", "a b",
+    "a\n", "a\0b", "~", "é", "C:", "a/", "x" * 300,
+)  # fmt: skip
+_BIG_BYTES: Final = (2 << 20) + 4321  # beyond one block, one page and any alignment
+
+
+class ContractBroken(AssertionError):
+    """A store breaks rules of its contract; each is named with what was expected and found."""
+
+
+def check_store(factory: Callable[[], Store]) -> None:
+    """Check that a store keeps the contract of `Store`.
+
+    Args:
+        factory: makes an empty store; called once for each rule.
+
+    Raises:
+        ContractBroken: naming every broken rule.
+
+    Examples:
+        >>> from trainfold.backends.memory import MemoryStore
+        >>> check_store(MemoryStore)
+    """
+    broken = []
+    for rule in STORE_RULES:
+        try:
+            rule(factory())
+        except Exception as error:  # noqa: BLE001  # whatever a foreign store raises breaks the rule
+            broken.append(f"{rule.__name__.replace('_', ' ')}: {type(error).__name__}: {error}")
+    if broken:
+        raise ContractBroken(f"{len(broken)} of {len(STORE_RULES)} rules are broken:\n  " + "\n  ".join(broken))
+
+
+def it_has_the_methods(store: Store) -> None:
+    """Every verb is there, and the place has a name for messages."""
+    _equal("isinstance(store, Store)", expected=True, found=isinstance(store, Store))
+    _equal("type of url", expected=str, found=type(store.url))
+
+
+def what_is_written_is_read(store: Store) -> None:
+    """Parts come back in order, whatever their kind and size."""
+    big = bytes(range(256)) * (_BIG_BYTES // 256 + 1)
+    cases: tuple[tuple[str, list[Buffer]], ...] = (
+        ("step-1/small", [b"ab", bytearray(b"c"), memoryview(b"de")]),
+        ("step-1/empty", []),
+        ("step-1/big", [big[:7], big[7 : 1 << 20], b"", big[1 << 20 : _BIG_BYTES]]),
+        ("top.json", [b"{}"]),
+    )
+    for name, parts in cases:
+        whole = b"".join(parts)
+        store.write(name, iter(parts), size_bytes=len(whole))
+        _equal(f"size({name!r})", expected=len(whole), found=store.size(name))
+        _equal(f"digest of read({name!r})", expected=digest_of(whole), found=digest_of(store.read(name)))
+
+
+def one_buffer_can_serve_for_all_parts(store: Store) -> None:
+    """A part is used before the next one is asked for."""
+    buffer = bytearray(300_000)
+
+    def parts() -> Iterator[memoryview]:
+        for value in range(10):
+            buffer[:] = bytes([value]) * len(buffer)
+            yield memoryview(buffer)
+
+    store.write("step-1/a", parts(), size_bytes=10 * len(buffer))
+    expected = b"".join(bytes([value]) * len(buffer) for value in range(10))
+    _equal("digest of the file", expected=digest_of(expected), found=digest_of(store.read("step-1/a")))
+
+
+def a_write_of_another_size_fails_and_leaves_nothing(store: Store) -> None:
+    """Too few bytes, too many, or an error of the caller: the old contents stay, new names do not appear."""
+    store.write("step-1/old", [b"old"], size_bytes=3)
+    for name in ("step-1/old", "step-1/new"):
+        for size in (1, 9):
+            _raises(SaveFailed, store.write, name, [b"1234"], size_bytes=size)
+
+        def failing() -> Iterator[bytes]:
+            yield b"12"
+            raise KeyError("the caller's own error")
+
+        _raises(KeyError, store.write, name, failing(), size_bytes=4)
+    _equal("names", expected=["old"], found=store.list("step-1"))
+    _equal("old contents", expected=b"old", found=store.read("step-1/old"))
+
+
+def an_uncommitted_file_is_replaced(store: Store) -> None:
+    """A second write of a name wins, also when it is shorter."""
+    store.write("step-1/a", [b"long contents"], size_bytes=13)
+    store.write("step-1/a", [b"short"], size_bytes=5)
+    _equal("contents", expected=b"short", found=store.read("step-1/a"))
+
+
+def ranges_are_slices(store: Store) -> None:
+    """``read`` cuts like a slice; ``read_into`` is exact or raises."""
+    store.write("step-1/a", [b"0123456789"], size_bytes=10)
+    for start, stop in ((0, None), (0, 0), (3, 7), (8, 100), (10, None), (12, 20), (5, 3)):
+        found = store.read("step-1/a", start=start, stop=stop)
+        _equal(f"read [{start}, {stop})", expected=b"0123456789"[start:stop], found=found)
+    _equal("type of what read gives", expected=bytes, found=type(store.read("step-1/a")))
+    buffer = bytearray(b"____")
+    store.read_into("step-1/a", memoryview(buffer), start=6)
+    _equal("read_into at 6", expected=b"6789", found=bytes(buffer))
+    store.read_into("step-1/a", memoryview(bytearray()), start=10)
+    _raises(CheckpointTorn, store.read_into, "step-1/a", memoryview(buffer), start=7)
+
+
+def what_is_absent_is_said_to_be(store: Store) -> None:
+    """In an empty run, and beside what is there."""
+    for _ in range(2):
+        for name in ("nothing", "step-9/nothing"):
+            _equal(f"size({name!r})", expected=None, found=store.size(name))
+            _raises(CheckpointMissing, store.read, name)
+            _raises(CheckpointMissing, store.read_into, name, memoryview(bytearray(1)), start=0)
+            store.delete(name)
+        _equal("list of an absent directory", expected=[], found=store.list("step-9"))
+        store.delete("step-9/")
+        store.write("step-1/a", [b"1"], size_bytes=1)
+    _equal("size of a directory", expected=None, found=store.size("step-1"))
+
+
+def names_are_listed_one_level_at_a_time(store: Store) -> None:
+    """Sorted, without the prefix, without temporary files, locks and hints."""
+    _equal("an empty run", expected=[], found=store.list())
+    for name in ("step-2/b", "step-2/a", "step-10/a", "run.json"):
+        store.write(name, [b"1"], size_bytes=1)
+    store.point("latest", "step-10")
+    with store.lock():
+        _equal("the top", expected=["run.json", "step-10", "step-2"], found=store.list())
+        for prefix in ("step-2", "step-2/"):
+            _equal(f"list({prefix!r})", expected=["a", "b"], found=store.list(prefix))
+
+
+def a_commit_happens_once(store: Store) -> None:
+    """Put-if-absent: the second one is refused and changes nothing."""
+    store.write("step-1/a", [b"1"], size_bytes=1)
+    store.commit("step-1/manifest.json", b"first")
+    _raises(CommitConflict, store.commit, "step-1/manifest.json", b"second")
+    _equal("contents", expected=b"first", found=store.read("step-1/manifest.json"))
+    store.commit("run.json", b"{}")
+    _raises(CommitConflict, store.commit, "run.json", b"{}")
+    _equal("names", expected=["a", "manifest.json"], found=store.list("step-1"))
+
+
+def a_commit_replaces_only_what_it_names(store: Store) -> None:
+    """Compare-and-swap: the right digest swaps; another one, or an absent name, is refused."""
+    missing = digest_of(b"first")
+    _raises(CommitConflict, store.commit, "step-1/manifest.json", b"x", replaces=missing)
+    store.commit("step-1/manifest.json", b"first")
+    _raises(CommitConflict, store.commit, "step-1/manifest.json", b"x", replaces=digest_of(b"other"))
+    _equal("contents after refusals", expected=b"first", found=store.read("step-1/manifest.json"))
+    store.commit("step-1/manifest.json", b"second", replaces=digest_of(b"first"))
+    with store.lock():
+        store.commit("step-1/manifest.json", b"third", replaces=digest_of(b"second"))
+    _equal("contents after two swaps", expected=b"third", found=store.read("step-1/manifest.json"))
+
+
+def of_many_commits_one_wins(store: Store) -> None:
+    """Threads race for a name: one returns, the others hear `CommitConflict`, and the winner's bytes stand."""
+    won: list[int] = []
+    others: list[str] = []
+    start = threading.Barrier(4)
+
+    def race(number: int) -> None:
+        start.wait()
+        try:
+            store.commit("step-1/manifest.json", b"%d" % number)
+            won.append(number)
+        except CommitConflict:
+            pass
+        except Exception as error:  # noqa: BLE001  # reported below
+            others.append(f"{type(error).__name__}: {error}")
+
+    _run([partial(race, number) for number in range(4)])
+    _equal("other errors", expected=[], found=others)
+    _equal("winners", expected=1, found=len(won))
+    _equal("contents", expected=b"%d" % won[0], found=store.read("step-1/manifest.json"))
+
+
+def writers_do_not_disturb_each_other(store: Store) -> None:
+    """Threads write different files at once."""
+
+    def write(number: int) -> None:
+        for turn in range(3):
+            store.write(f"step-{turn}/{number}", [bytes([number]) * 70_000] * 20, size_bytes=1_400_000)
+
+    _run([partial(write, number) for number in range(4)])
+    for turn in range(3):
+        for number in range(4):
+            found = digest_of(store.read(f"step-{turn}/{number}"))
+            _equal(f"file {number}", expected=digest_of(bytes([number]) * 1_400_000), found=found)
+
+
+def hostile_names_are_refused(store: Store) -> None:
+    """U04: nothing outside the run can be named, to no verb."""
+    for name in _HOSTILE:
+        _raises(CheckpointHostile, store.read, name)
+        _raises(CheckpointHostile, store.read_into, name, memoryview(bytearray(1)), start=0)
+        _raises(CheckpointHostile, store.size, name)
+        _raises(CheckpointHostile, store.write, name, [b"1"], size_bytes=1)
+        _raises(CheckpointHostile, store.commit, name, b"1")
+        if name != "a/":
+            _raises(CheckpointHostile, store.delete, name)
+            if name:
+                _raises(CheckpointHostile, store.list, name)
+    _equal("names", expected=[], found=store.list())
+
+
+def deleting_removes_a_file_or_a_directory(store: Store) -> None:
+    """And only that; a deleted name can be committed again."""
+    for name in ("step-1/a", "step-1/b", "step-2/a"):
+        store.write(name, [b"1"], size_bytes=1)
+    store.commit("step-1/manifest.json", b"{}")
+    store.delete("step-1/a")
+    _equal("names after a file", expected=["b", "manifest.json"], found=store.list("step-1"))
+    store.delete("step-1/")
+    _equal("names after a directory", expected=["step-2"], found=store.list())
+    store.commit("step-1/manifest.json", b"again")
+    _equal("contents", expected=b"again", found=store.read("step-1/manifest.json"))
+
+
+def one_writer_has_the_lock(store: Store) -> None:
+    """A second one is refused at once; leaving, also by an error, frees it."""
+    for _ in range(2):
+        with suppress(KeyError), store.lock():
+            _raises(
+                RunLocked,
+                store.lock,
+            ).__enter__()
+            raise KeyError
+    with store.lock():
+        store.write("step-1/a", [b"1"], size_bytes=1)
+        store.commit("step-1/manifest.json", b"{}")
+
+
+def room_is_checked_before_writing(store: Store) -> None:
+    """A little fits; what no place holds is refused with a `SaveFailed`, and nothing is left behind."""
+    store.reserve(1)
+    with suppress(SaveFailed):  # NoSpace where the place has an end; an object store may have none
+        store.reserve(1 << 62)
+    _equal("names", expected=[], found=store.list())
+
+
+def hints_are_replaced(store: Store) -> None:
+    """Pointing again is fine, also at what is not there: a hint is no authority."""
+    for target in ("step-1", "step-2", "step-1"):
+        store.point("latest", target)
+    _equal("names", expected=[], found=store.list())
+
+
+STORE_RULES: Final[tuple[Rule, ...]] = (
+    it_has_the_methods,
+    what_is_written_is_read,
+    one_buffer_can_serve_for_all_parts,
+    a_write_of_another_size_fails_and_leaves_nothing,
+    an_uncommitted_file_is_replaced,
+    ranges_are_slices,
+    what_is_absent_is_said_to_be,
+    names_are_listed_one_level_at_a_time,
+    a_commit_happens_once,
+    a_commit_replaces_only_what_it_names,
+    of_many_commits_one_wins,
+    writers_do_not_disturb_each_other,
+    hostile_names_are_refused,
+    deleting_removes_a_file_or_a_directory,
+    one_writer_has_the_lock,
+    room_is_checked_before_writing,
+    hints_are_replaced,
+)
+
+
+def _equal(what: str, *, expected: object, found: object) -> None:
+    if expected != found:
+        raise ContractBroken(f"{what}: expected {expected!r}, found {found!r}"[:400])
+
+
+def _raises(kind: type[BaseException], call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    about = f"{getattr(call, '__name__', call)}{args}"[:80]
+    try:
+        call(*args, **kwargs)
+    except kind as error:
+        if isinstance(error, TrainfoldError) and not (error.where and error.mend):
+            raise ContractBroken(f"{kind.__name__} of {about} says neither where nor what to do: {error}") from error
+        return
+    except Exception as error:
+        raise ContractBroken(f"{about}: expected {kind.__name__}, found {type(error).__name__}: {error}") from error
+    raise ContractBroken(f"{about}: expected {kind.__name__}, and nothing was raised")
+
+
+def _run(jobs: list[Callable[[], None]]) -> None:
+    failed: list[BaseException] = []
+
+    def guarded(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001  # raised in the caller's thread below
+            failed.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]

@@ -1,0 +1,86 @@
+"""Every store keeps the contract, and the contract notices stores that do not."""
+
+import itertools
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from trainfold.backends.local import LocalStore
+from trainfold.backends.memory import MemoryStore
+from trainfold.properties import contracts
+
+
+def test_the_memory_store_keeps_the_contract():
+    """O05: the storage protocol is a handful of verbs over text names."""
+    contracts.check_store(MemoryStore)
+
+
+def test_the_local_store_keeps_the_contract_on_a_disk(tmp_path):
+    """C03: the same contract, with the commit of the backend."""
+    counter = itertools.count()
+    contracts.check_store(lambda: LocalStore(tmp_path / f"run-{next(counter)}"))
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm, a tmpfs")
+def test_the_local_store_keeps_the_contract_in_a_tmpfs():
+    counter = itertools.count()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        contracts.check_store(lambda: LocalStore(f"{directory}/run-{next(counter)}"))
+
+
+def test_the_local_store_keeps_the_contract_without_hard_links(tmp_path, monkeypatch):
+    """C03: a filesystem that refuses links commits by a rename under the run's lock."""
+
+    def no_link(*args, **kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", no_link)
+    counter = itertools.count()
+    contracts.check_store(lambda: LocalStore(tmp_path / f"run-{next(counter)}"))
+
+
+class Liar:
+    """Passes everything on to a memory store, except where a test says otherwise."""
+
+    def __init__(self):
+        self.inner = MemoryStore()
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class LastCommitWins(Liar):
+    def commit(self, name, data, *, replaces=None):
+        self.inner.delete(name)
+        self.inner.commit(name, data)
+
+
+class KeepsPartsUntilTheEnd(Liar):
+    def write(self, name, parts, *, size_bytes):
+        self.inner.write(name, list(parts), size_bytes=size_bytes)
+
+
+class ShortReads(Liar):
+    def read_into(self, name, buffer, *, start=0):
+        data = self.inner.read(name, start=start, stop=start + len(buffer))
+        buffer[: len(data)] = data
+
+
+class ListsInAnyOrder(Liar):
+    def list(self, prefix=""):
+        return self.inner.list(prefix)[::-1]
+
+
+@pytest.mark.parametrize(
+    ("liar", "rule"),
+    [
+        (LastCommitWins, "a commit happens once"),
+        (KeepsPartsUntilTheEnd, "one buffer can serve for all parts"),
+        (ShortReads, "ranges are slices"),
+        (ListsInAnyOrder, "names are listed one level at a time"),
+    ],
+)
+def test_a_store_that_lies_is_caught_by_name(liar, rule):
+    with pytest.raises(contracts.ContractBroken, match=rule):
+        contracts.check_store(liar)
