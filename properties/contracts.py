@@ -248,10 +248,7 @@ def one_writer_has_the_lock(store: Store) -> None:
     """A second one is refused at once; leaving, also by an error, frees it."""
     for _ in range(2):
         with suppress(KeyError), store.lock():
-            _raises(
-                RunLocked,
-                store.lock,
-            ).__enter__()
+            _raises(RunLocked, store.lock().__enter__)
             raise KeyError
     with store.lock():
         store.write("step-1/a", [b"1"], size_bytes=1)
