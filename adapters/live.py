@@ -111,6 +111,11 @@ class Live:
         return attrs.evolve(self._progress, epoch=self._feed.epoch)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the components beside the built-in ones, registered or pending."""
+        return (*self._extra, *self._implied, *self._pending)
+
+    @property
     def pending(self) -> tuple[str, ...]:
         """Names of components that the restored state had and that nothing is registered for (B15)."""
         return tuple(self._pending)
@@ -224,7 +229,7 @@ class Live:
             UnknownComponent: for a name that neither this run nor the state has.
         """
         parts, saved = self._parts(), components_of(state)
-        chosen = validate_components(components, declared=(*self._extra, *state.extra))
+        chosen = validate_components(components, declared=(*self.names, *state.extra))
         reasons = refusals(parts, saved, chosen)
         if reasons:
             raise RestoreRefused("live", reasons)

@@ -32,11 +32,13 @@ def feed_of(loader: Any) -> Feed:
         >>> type(feed_of(DataLoader([1, 2, 3]))).__name__
         'MapFeed'
     """
-    mapped = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    if isinstance(loader, Stateful) and hasattr(loader, "__iter__") and not (mapped and _knows_less(loader)):
+    mapped: DataLoader[Any] | None = None
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        mapped = loader
+    if isinstance(loader, Stateful) and hasattr(loader, "__iter__") and (mapped is None or not _knows_less(mapped)):
         return StatefulFeed(loader)
-    if mapped:
-        return MapFeed(loader)
+    if mapped is not None:
+        return MapFeed(mapped)
     kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
     over = f" over {type(loader.dataset).__qualname__}" if isinstance(loader, DataLoader) else ""
     raise InvalidArgument(

@@ -1,7 +1,19 @@
 """A PyTorch training run as a value: pure steps, exact resume, durable checkpoints without pickle.
 
-Training is a fold: ``state' = step(state, batch)``. The names here are re-exports; each is documented where it lives.
-Importing this package imports nothing else; a name brings its module when it is first used.
+Training is a fold: ``state' = step(state, batch)``. Where to begin::
+
+    init_state, make_step, optimizer, Loss                  compose a run from functions
+    constant, linear, cosine, wsd                           schedules: functions of the step
+    save, plan, load, fingerprint                           a state to a run on a disk, and back, or every reason why not
+    attach, CheckpointManager                               the same for mutable torch objects
+    TrainState, select, merge                               the value, and its components
+    DataCursor, sample_order, shard_of                      where a run is in its data
+    make_key, fold_in, forked_rng                           randomness as an argument
+    plan_save, plan_resume, Store, Collectives              what the above are made of
+
+``trainfold.properties.laws`` and ``trainfold.properties.contracts`` test your own parts; `trainfold demo` shows it all.
+The names here are re-exports, each documented where it lives. Importing this package imports nothing else; a name brings its
+module when it is first used.
 """
 
 from importlib import import_module
@@ -12,10 +24,15 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from trainfold.adapters.live import Live as Live
     from trainfold.adapters.live import attach as attach
+    from trainfold.adapters.manager import CheckpointManager as CheckpointManager
     from trainfold.backends.collectives import SingleProcess as SingleProcess
+    from trainfold.backends.interpret import SaveResult as SaveResult
     from trainfold.backends.local import LocalStore as LocalStore
     from trainfold.backends.memory import MemoryStore as MemoryStore
     from trainfold.backends.protocols import Store as Store
+    from trainfold.backends.runs import load as load
+    from trainfold.backends.runs import plan as plan
+    from trainfold.backends.runs import save as save
     from trainfold.core.components import merge as merge
     from trainfold.core.components import select as select
     from trainfold.core.components import validate_components as validate_components
@@ -63,6 +80,7 @@ if TYPE_CHECKING:
     from trainfold.core.state import Progress as Progress
     from trainfold.core.state import TrainState as TrainState
     from trainfold.core.state import make_progress as make_progress
+    from trainfold.core.step import make_step as make_step
     from trainfold.core.window import windows as windows
     from trainfold.core.world import Collectives as Collectives
     from trainfold.core.world import World as World
@@ -70,6 +88,7 @@ if TYPE_CHECKING:
 
 
 _MODULE_OF = {
+    "CheckpointManager": "trainfold.adapters.manager",
     "Collectives": "trainfold.core.world",
     "DataCursor": "trainfold.core.cursor",
     "Difference": "trainfold.core.spec",
@@ -92,6 +111,7 @@ _MODULE_OF = {
     "ResumePlan": "trainfold.core.resume_plan",
     "ResumeRefused": "trainfold.core.errors",
     "SavePlan": "trainfold.core.save_plan",
+    "SaveResult": "trainfold.backends.interpret",
     "ScalarSpec": "trainfold.core.spec",
     "Schedule": "trainfold.core.schedule",
     "SingleProcess": "trainfold.backends.collectives",
@@ -111,15 +131,19 @@ _MODULE_OF = {
     "horizon": "trainfold.core.schedule",
     "init_state": "trainfold.core.init",
     "linear": "trainfold.core.schedule",
+    "load": "trainfold.backends.runs",
     "make_cursor": "trainfold.core.cursor",
     "make_key": "trainfold.core.rng",
     "make_progress": "trainfold.core.state",
+    "make_step": "trainfold.core.step",
     "make_world": "trainfold.core.world",
     "merge": "trainfold.core.components",
     "optimizer": "trainfold.core.optim",
+    "plan": "trainfold.backends.runs",
     "plan_resume": "trainfold.core.resume_plan",
     "plan_save": "trainfold.core.save_plan",
     "sample_order": "trainfold.core.permutation",
+    "save": "trainfold.backends.runs",
     "seed_of": "trainfold.core.rng",
     "select": "trainfold.core.components",
     "shard_of": "trainfold.core.partition",

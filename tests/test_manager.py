@@ -1,0 +1,418 @@
+"""The manager: saves when due, resumes exactly, keeps the last few, and gets in nobody's way."""
+
+import logging
+import random
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainfold.adapters.live import attach
+from trainfold.adapters.manager import CheckpointManager, DisabledManager
+from trainfold.backends.inventory import read_inventory
+from trainfold.backends.local import LocalStore
+from trainfold.backends.memory import MemoryStore
+from trainfold.backends.runs import save
+from trainfold.core.errors import (
+    IncompleteWindow,
+    InvalidArgument,
+    InvalidState,
+    ResumeRefused,
+    RunLocked,
+    UnknownComponent,
+)
+from trainfold.core.fingerprint import fingerprint
+from trainfold.core.retention import plan_retention
+from trainfold.core.save_due import should_save
+from trainfold.core.state import Progress, TrainState
+
+
+class Job:
+    """A small run with everything in it, made anew each time."""
+
+    def __init__(self, seed, *, hidden=6, batch_size=4, lr=0.05, decay=0.01, register=True):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        x = torch.linspace(-1, 1, 44).reshape(22, 2)
+        self.model = nn.Sequential(nn.Linear(2, hidden), nn.Dropout(0.2), nn.Linear(hidden, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=decay)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=15)
+        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size, shuffle=True)
+        self.ema = torch.optim.swa_utils.AveragedModel(self.model)
+        extra = {"ema": self.ema} if register else {}
+        self.live = attach(self.model, self.optimizer, scheduler=self.scheduler, loader=loader, extra=extra)
+
+    def run(self, manager, steps):
+        saved = []
+        for x, y in self.live.batches(steps=steps):
+            loss = ((self.model(x + random.random()) - y) ** 2).mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.ema.update_parameters(self.model)
+            self.live.advance(samples=len(x))
+            result = manager.step(self.live)
+            saved += [result.step] if result else []
+        return saved
+
+
+def steps_of(store):
+    return [entry.head.step for entry in read_inventory(store).entries if entry.head is not None]
+
+
+# --- the law, through the real format ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    store = MemoryStore()
+    job = Job(0)
+    with CheckpointManager(store, every=1) as manager:
+        job.run(manager, 14)
+    return store, fingerprint(job.live.capture())
+
+
+@given(k=st.integers(1, 14), seed=st.integers(1, 2**31))
+@example(k=6, seed=1)
+@example(k=12, seed=1)
+@settings(deadline=None, max_examples=12)
+def test_a_run_resumed_from_any_of_its_checkpoints_ends_with_the_same_bits(uninterrupted, k, seed):
+    """V13, G01, G03, H01: save, new objects, load, go on; every component's fingerprint."""
+    store, wanted = uninterrupted
+    job = Job(seed)
+    manager = CheckpointManager(store)
+    try:
+        assert manager.restore(job.live, step=k).step == k
+        job.run(manager, 14)
+        assert fingerprint(job.live.capture()) == wanted
+    finally:
+        manager.close()
+
+
+def test_the_law_holds_on_a_disk(tmp_path):
+    """V13: the same through files, at an epoch's end and inside one."""
+    whole = Job(0)
+    with CheckpointManager(tmp_path / "whole", every=6) as manager:
+        whole.run(manager, 14)
+    wanted = fingerprint(whole.live.capture())
+    for killed_at in (6, 9):
+        with CheckpointManager(tmp_path / f"k{killed_at}", every=3) as manager:
+            Job(0).run(manager, killed_at)
+        job = Job(5)
+        with CheckpointManager(tmp_path / f"k{killed_at}", every=3) as manager:
+            assert manager.restore(job.live).step == killed_at
+            job.run(manager, 14)
+        assert fingerprint(job.live.capture()) == wanted
+
+
+# --- when ------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    every=st.integers(1, 7),
+    total=st.integers(0, 40),
+    crashes=st.lists(st.integers(1, 39), max_size=4),
+    jump=st.integers(1, 3),
+)
+def test_the_steps_that_are_saved_do_not_depend_on_interruptions(every, total, crashes, jump):
+    """V14, O06: each attempt goes on from the newest checkpoint; the cadence counts from step 0."""
+
+    def saved_steps(stops):
+        saved = []
+        for stop in [*stops, total]:
+            last = max(saved, default=None)
+            step = last or 0
+            while step < stop:
+                step += jump
+                if should_save(step, every=every, last_saved=last):
+                    saved.append(step)
+                    last = step
+        return saved
+
+    assert saved_steps([stop for stop in sorted(crashes) if stop < total]) == saved_steps([])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "due"),
+    [
+        ({"step": 0, "every": 1}, False),
+        ({"step": 1, "every": 1}, True),
+        ({"step": 1, "every": 5}, False),
+        ({"step": 5, "every": None}, False),
+        ({"step": 7, "every": 5, "last_saved": 5, "events": ["final"]}, True),
+        ({"step": 7, "every": 5, "last_saved": 7, "events": ["final"]}, False),
+        ({"step": 0, "every": None, "events": ["final"]}, True),
+        ({"step": 10, "every": 5, "last_saved": 20}, True),
+    ],
+)
+def test_the_first_and_the_last_step_are_no_special_cases(arguments, due):
+    """O06: step 0, step 1, the last."""
+    assert should_save(**arguments) is due
+
+
+def test_the_manager_saves_the_multiples_and_says_what_it_did():
+    """C16."""
+    store = MemoryStore()
+    with CheckpointManager(store, every=4) as manager:
+        assert Job(0).run(manager, 11) == [4, 8]
+    assert steps_of(store) == [4, 8]
+
+
+def test_nothing_is_saved_inside_a_declared_window():
+    """A06: the boundary that closes the window decides."""
+    store, job = MemoryStore(), Job(0)
+    with CheckpointManager(store, every=1) as manager:
+        batches = job.live.batches()
+        for _ in range(3):
+            job.live.advance(samples=len(next(batches)[0]), steps=0)
+            assert manager.step(job.live) is None
+        next(batches)
+        with pytest.raises(IncompleteWindow):
+            manager.save(job.live)
+        job.live.advance()
+        assert manager.step(job.live).step == 1
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_run_starts_fresh_and_says_so(caplog, tmp_path):
+    caplog.set_level(logging.INFO, "trainfold")
+    with CheckpointManager(tmp_path / "run") as manager:
+        restored = manager.restore(Job(0).live)
+    assert restored.is_fresh
+    assert restored.step == 0
+    assert "starts fresh" in caplog.text
+
+
+def test_what_a_killed_first_save_left_behind_is_a_fresh_start_too(tmp_path):
+    """C02: torn directories are not a run to resume, and not a reason to refuse."""
+    torn = tmp_path / "run" / "step-00000005"
+    torn.mkdir(parents=True)
+    (torn / "model-00000-of-00001.safetensors").write_bytes(b"half of it")
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert manager.restore(Job(0).live).is_fresh
+
+
+def test_an_explicit_step_that_is_not_there_is_an_error():
+    """V02."""
+    with CheckpointManager(MemoryStore()) as manager, pytest.raises(ResumeRefused):
+        manager.restore(Job(0).live, step=7)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"hidden": 7}, "model.params"), ({"batch_size": 3}, "batch_size"), ({"decay": 0.02}, "weight_decay")],
+)
+def test_a_run_that_is_not_the_same_is_refused_and_left_as_it_is(change, words):
+    """V08, V12, G12: every reason at once, nothing changed."""
+    store = MemoryStore()
+    with CheckpointManager(store, every=2) as manager:
+        Job(0).run(manager, 2)
+    job = Job(1, **change)
+    before = fingerprint(job.live.capture())
+    with CheckpointManager(store) as manager, pytest.raises(ResumeRefused, match=words):
+        manager.restore(job.live)
+    assert fingerprint(job.live.capture()) == before
+
+
+def test_another_learning_rate_in_the_script_is_not_a_difference():
+    """The learning rate belongs to the schedule: the saved one goes on."""
+    store, first = MemoryStore(), Job(0)
+    with CheckpointManager(store, every=3) as manager:
+        first.run(manager, 3)
+        job = Job(1, lr=0.5)
+        manager.restore(job.live)
+    assert job.optimizer.param_groups[0]["lr"] == first.optimizer.param_groups[0]["lr"]
+
+
+def test_a_policy_lets_another_batch_size_pass_where_it_divides():
+    """G12, V08."""
+    store = MemoryStore()
+    with CheckpointManager(store, every=3) as manager:
+        Job(0).run(manager, 3)
+    job = Job(1, batch_size=6)
+    with CheckpointManager(store, policy={"batch_size": "adapt"}) as manager:
+        manager.restore(job.live)
+    assert len(next(job.live.batches())[0]) == 6
+
+
+def test_a_component_can_start_anew_on_purpose():
+    """H04: rng is skipped with a reason, and stays what this process has."""
+    store = MemoryStore()
+    with CheckpointManager(store, every=3) as manager:
+        Job(0).run(manager, 3)
+        job = Job(8)
+        streams = torch.get_rng_state()
+        manager.restore(job.live, reset={"rng": "another seed on purpose"})
+    assert torch.equal(streams, torch.get_rng_state())
+    assert job.live.progress.step == 3
+
+
+def test_a_selection_of_components_is_saved_and_restored():
+    """B01, B02."""
+    store = MemoryStore()
+    chosen = ["model", "trainer", "ema"]
+    with CheckpointManager(store, every=2, components=chosen) as manager:
+        result = Job(0).run(manager, 2)
+        assert result == [2]
+        job = Job(1)
+        manager.restore(job.live)
+        assert job.live.progress.step == 2
+        assert not job.optimizer.state
+    with CheckpointManager(store, components=["weights"]) as manager, pytest.raises(UnknownComponent, match="weights"):
+        manager.restore(Job(1).live)
+
+
+def test_a_component_registered_after_the_restore_gets_what_was_saved():
+    """B15: through the store."""
+    store, first = MemoryStore(), Job(0)
+    with CheckpointManager(store, every=2) as manager:
+        first.run(manager, 2)
+        job = Job(1, register=False)
+        manager.restore(job.live)
+        assert job.live.pending == ("ema",)
+        job.live.register("ema", job.ema)
+    assert torch.equal(job.ema.module[0].weight, first.ema.module[0].weight)
+
+
+# --- retention -------------------------------------------------------------------------------------------------------
+
+saved_runs = st.lists(st.integers(0, 30), unique=True, min_size=1).map(lambda steps: [(f"s{s}", s) for s in steps])
+
+
+@given(saved=saved_runs, keep_last=st.integers(1, 6), data=st.data())
+def test_retention_keeps_its_budget_and_never_takes_the_newest_or_a_protected_one(saved, keep_last, data):
+    """E01, E02, E06."""
+    written = data.draw(st.sampled_from(saved))
+    protected = set(data.draw(st.lists(st.sampled_from(saved)))) - {written}
+    names = {name for name, _ in protected}
+    gone = plan_retention(saved, keep_last=keep_last, written=written, protected=names)
+    assert written[0] not in gone
+    assert not set(gone) & names
+    steps = dict(saved)
+    assert all(steps[name] < written[1] for name in gone)
+    kept = [name for name, step in saved if step <= written[1] and name not in gone and name not in names]
+    assert len(kept) == min(keep_last, len([n for n, s in saved if s <= written[1] and n not in names]))
+    assert all(steps[name] < min(steps[k] for k in kept) for name in gone)
+
+
+@pytest.mark.parametrize("keep_last", [0, None])
+def test_zero_and_none_keep_everything(keep_last):
+    """E01: the [:-0] trap."""
+    saved = [("a", 1), ("b", 2)]
+    assert plan_retention(saved, keep_last=keep_last, written=("b", 2)) == ()
+    store = MemoryStore()
+    with CheckpointManager(store, every=1, keep_last=keep_last) as manager:
+        Job(0).run(manager, 4)
+    assert steps_of(store) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_the_last_few_are_kept_and_those_that_are_not_whole_do_not_count(tmp_path, keep_last):
+    """E01, E03: a torn directory neither counts nor protects, and is left alone."""
+    store = LocalStore(tmp_path / "run")
+    with CheckpointManager(store, every=2, keep_last=keep_last) as manager:
+        job = Job(0)
+        job.run(manager, 4)
+        damaged = tmp_path / "run" / "step-00000004" / "manifest.json"
+        damaged.write_bytes(damaged.read_bytes()[:-40])
+        manager._proved.clear()  # as after a restart
+        job.run(manager, 10)
+    whole = [step for step in steps_of(LocalStore(tmp_path / "run")) if step != 4]
+    assert whole == [10, 8][:keep_last][::-1]
+    assert damaged.exists()
+
+
+class CannotDelete(MemoryStore):
+    def delete(self, name):
+        raise OSError(f"cannot delete {name}")
+
+
+def test_a_deletion_that_fails_is_a_warning_and_not_a_failed_save(caplog):
+    """E04."""
+    store = CannotDelete()
+    with CheckpointManager(store, every=1, keep_last=1) as manager:
+        assert Job(0).run(manager, 3) == [1, 2, 3]
+    assert "could not be deleted" in caplog.text
+
+
+# --- its life --------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_manager_of_one_run_is_refused_until_the_first_is_closed(tmp_path):
+    manager = CheckpointManager(tmp_path / "run")
+    with pytest.raises(RunLocked):
+        CheckpointManager(tmp_path / "run")
+    manager.close()
+    manager.close()
+    CheckpointManager(tmp_path / "run").close()
+
+
+def test_managers_of_two_runs_do_not_interfere():
+    """O03."""
+    one, other = MemoryStore(), MemoryStore()
+    with CheckpointManager(one, every=2, keep_last=1) as first, CheckpointManager(other, every=3) as second:
+        jobs = Job(0), Job(1)
+        jobs[0].run(first, 4)
+        jobs[1].run(second, 6)
+        jobs[0].run(first, 6)
+    assert steps_of(one) == [6]
+    assert steps_of(other) == [3, 6]
+
+
+def test_a_closed_manager_says_so_and_does_not_hide_what_was_raised():
+    """D07."""
+    job = Job(0)
+    with pytest.raises(KeyError, match="the loop"), CheckpointManager(MemoryStore()) as manager:
+        raise KeyError("the loop failed")
+    for call in (manager.step, manager.save, manager.restore):
+        with pytest.raises(InvalidState, match="open manager"):
+            call(job.live)
+
+
+def test_a_state_can_be_saved_as_it_is():
+    store = MemoryStore()
+    with CheckpointManager(store, keep_last=1) as manager:
+        for step in (1, 2):
+            assert manager.save(TrainState(trainer=Progress(step=step))).step == step
+    assert steps_of(store) == [2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"mode": "async"}, "mode='sync'"),
+        ({"mode": "threads"}, "mode"),
+        ({"every": 0}, "every"),
+        ({"every": 2.5}, "every"),
+        ({"keep_last": -1}, "keep_last"),
+        ({"policy": {"shape": "adapt"}}, "shape"),
+    ],
+)
+def test_a_manager_that_cannot_be_is_refused_before_it_touches_the_run(tmp_path, arguments, words):
+    """D10, E01: a mode that is not there is an error of the configuration, not a run without checkpoints."""
+    with pytest.raises(InvalidArgument, match=words):
+        CheckpointManager(tmp_path / "run", **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disabled_manager_does_nothing_safely():
+    """O07."""
+    job = Job(0)
+    with DisabledManager() as manager:
+        assert manager.restore(job.live).is_fresh
+        assert job.run(manager, 3) == []
+        assert manager.save(job.live) is None
+    manager.close()
+
+
+def test_a_save_by_value_and_a_save_by_the_manager_are_the_same_checkpoint():
+    one, other, job = MemoryStore(), MemoryStore(), Job(0)
+    with CheckpointManager(one) as manager:
+        managed = manager.save(job.live)
+    assert save(job.live.capture(), other, contract=job.live.contract()).fingerprints == managed.fingerprints
