@@ -10,8 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from sybil import Example, Sybil
+from sybil.integration.pytest import SybilItem
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
 ROOT = Path(__file__).parent
@@ -48,6 +50,15 @@ def run_console(example: Example) -> None:
             assert not missing, (
                 f"{command}\nshown and not printed: {missing}\nprinted (exit {done.returncode}):\n{output}"
             )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the blocks of a page in their order, whatever order pytest-randomly has given the tests."""
+    pages = [item for item in items if isinstance(item, SybilItem)]
+    pages.sort(key=lambda item: (str(item.path), item.example.start))
+    rest = [item for item in items if not isinstance(item, SybilItem)]
+    items[:] = [*rest, *pages]
 
 
 def enter_folder(namespace: dict[str, Any]) -> None:

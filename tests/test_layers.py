@@ -54,6 +54,7 @@ def test_the_layers_of_this_tree_are_kept(copy_of_tree):
         ),
         ("core/zz_violation.py", "import pathlib\n", "trainfold.core is not allowed to import pathlib"),
         ("backends/zz_violation.py", "import optree\n", "trainfold is not allowed to import optree"),
+        ("adapters/zz_violation.py", "import rich\n", "trainfold is not allowed to import rich"),
     ],
 )
 def test_a_violation_of_the_layers_is_caught(copy_of_tree, module, line, broken):

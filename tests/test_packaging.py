@@ -144,6 +144,14 @@ def test_the_type_checker_sees_the_names_that_there_are(root):
     assert set(trainfold.__all__) == {*typed, "__version__"}
 
 
+def test_the_guide_in_the_docstring_names_what_there_is():
+    """`help(trainfold)` begins with it."""
+    lines = re.findall(r"^    (\w+(?:, \w+)*)  ", trainfold.__doc__, re.MULTILINE)
+    named = {name for line in lines for name in line.split(", ")}
+    assert len(named) > 20
+    assert named <= set(trainfold.__all__), named - set(trainfold.__all__)
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'trainfold' has no attribute 'nothing_like_it'"):
         trainfold.nothing_like_it  # noqa: B018
@@ -160,7 +168,7 @@ def test_importing_every_module_changes_nothing_global():
     """STYLE 14: no default generator moved, no thread or process started, no process group made."""
     code = """
 import importlib, pkgutil, threading, multiprocessing, random, warnings
-import numpy, torch, torch.distributed
+import numpy, torch, torch.distributed, cyclopts.exceptions, rich.progress  # rich draws from `random`
 random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
 before = random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
 threads, filters = threading.active_count(), list(warnings.filters)
