@@ -13,7 +13,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.inventory import Entry, Inventory, Problem, problem_of
 from trainfold.core.manifest import HEAD_LIMIT_BYTES, MANIFEST_LIMIT_BYTES, Manifest
-from trainfold.core.manifest_reader import decode_head, decode_manifest
+from trainfold.core.manifest_reader import check_structures, decode_head, decode_manifest
 from trainfold.core.save_plan import MANIFEST, step_of
 from trainfold.core.scalars import canonical_json
 from trainfold.core.strict import single_name, strict_json
@@ -116,7 +116,9 @@ def read_manifest(store: Store, name: str) -> Manifest:
         raise _no_manifest(store, name)
     if size > MANIFEST_LIMIT_BYTES:
         raise CheckpointHostile(where, expected=f"at most {MANIFEST_LIMIT_BYTES} bytes", found=size, mend=_OLDER)
-    return decode_manifest(store.read(f"{name}/{MANIFEST}", start=0, stop=size), where)
+    manifest = decode_manifest(store.read(f"{name}/{MANIFEST}", start=0, stop=size), where)
+    check_structures(manifest, where)
+    return manifest
 
 
 def _entry(store: Store, name: str, run_id: str | None) -> Entry:

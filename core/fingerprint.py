@@ -8,6 +8,7 @@ fingerprints cost no reading. The order of a dict, the device, strides and ties 
 from collections.abc import Sequence
 
 from trainfold.core.codec import digest_of, leaf_digest
+from trainfold.core.collecting import without_collecting
 from trainfold.core.components import components_of
 from trainfold.core.scalars import Json
 from trainfold.core.spec import leaf_spec
@@ -39,6 +40,7 @@ def fingerprint(state: TrainState) -> dict[str, str]:
     return found
 
 
+@without_collecting
 def component_fingerprint(name: str, parts: Sequence[tuple[Json, Sequence[tuple[str, str]]]]) -> str:
     """The fingerprint of a component from its structure and its tensors' digests.
 

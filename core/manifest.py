@@ -10,6 +10,7 @@ from typing import final
 import attrs
 
 from trainfold.core.codec import digest_of
+from trainfold.core.collecting import without_collecting
 from trainfold.core.scalars import Json, canonical_json
 from trainfold.core.spec import Box, LeafSpec
 from trainfold.core.upgrade import SCHEMA_VERSION
@@ -138,6 +139,7 @@ class Manifest:
         return sum(file.size_bytes for file in self.files)
 
 
+@without_collecting
 def encode_manifest(manifest: Manifest) -> bytes:
     """The file's bytes: head on the first line, body on the second, digest on the third.
 

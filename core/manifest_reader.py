@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainfold.core.codec import STORED, digest_of, size_bytes
+from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, InvalidState
 from trainfold.core.manifest import (
     END,
@@ -29,6 +30,7 @@ from trainfold.core.strict import (
     strict_json,
     text_of,
 )
+from trainfold.core.structure import places
 from trainfold.core.upgrade import upgraded
 
 _MAX_DIMENSIONS = 64
@@ -36,6 +38,7 @@ _HEAD_FIELDS = {"format", "schema_version", "run_id", "step", "timeline", "forks
 _BODY_FIELDS = {"world_size", "omitted", "contract", "versions", "files", "components"}
 
 
+@without_collecting
 def decode_manifest(data: bytes, where: str) -> Manifest:
     """The manifest in a file's bytes; every byte is covered by the digest or fixed.
 
@@ -64,6 +67,20 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         )
     document = strict_json(covered + b"}", where)
     return read_manifest(upgraded(document, where), where)
+
+
+@without_collecting
+def check_structures(manifest: Manifest, where: str) -> None:
+    """Check that every structure is one that can be rebuilt, and points at tensors that are listed.
+
+    Raises:
+        CheckpointHostile: naming the leaf.
+    """
+    for component in manifest.components:
+        for node, table in zip(component.nodes, component.tensors, strict=True):
+            for leaf in places(node, component.name):
+                if leaf.index is not None and leaf.index >= len(table):
+                    raise hostile(f"{where}: {leaf.path}", f"a tensor index below {len(table)}", leaf.index)
 
 
 def decode_head(data: bytes, where: str) -> Head:

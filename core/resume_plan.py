@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, final
 import attrs
 
 from trainfold.core.codec import digest_of
+from trainfold.core.collecting import without_collecting
 from trainfold.core.compare import Findings, compare_component, compare_contract
 from trainfold.core.components import BUILTIN_COMPONENTS
 from trainfold.core.errors import InvalidArgument, UnknownComponent
@@ -236,6 +237,7 @@ def next_to_examine(inventory: Inventory, request: Request) -> str | None:
     return first.name if first is not None and first.manifest is None else None
 
 
+@without_collecting
 def plan_resume(inventory: Inventory, target: Target, request: Request) -> ResumePlan | Refusal:
     """Decide how a run resumes, or list every reason why it cannot.
 

@@ -6,11 +6,13 @@ Law: the plan is a function of the ranks' descriptions alone, so every rank that
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import final
 
 import attrs
 
 from trainfold.core.codec import STORED, size_bytes, stored_shape
+from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import InvalidArgument, InvalidState, RanksDisagree
 from trainfold.core.scalars import Json, canonical_json
 from trainfold.core.spec import Box, LeafSpec
@@ -140,6 +142,7 @@ def step_of(directory: str) -> int | None:
     return int(found[1]) if found and directory_of(int(found[1])) == directory else None
 
 
+@without_collecting
 def plan_save(
     ranks: Sequence[Mapping[str, Described]], *, step: int, revision: int = 0, per_rank: Collection[str] = ("rng",)
 ) -> SavePlan:
@@ -209,25 +212,29 @@ def _component(name: str, ranks: list[Described], per_rank: Collection[str]) -> 
 
 
 def _files(component: ComponentPlan, ranks: list[Described], revision: int) -> Iterable[FilePlan]:
-    world = len(ranks)
-    mine: dict[int, list[tuple[str, LeafSpec, Box]]] = defaultdict(list)
-    if len(component.nodes) > 1:
-        for rank, tensors in enumerate(component.tensors):
-            mine[rank] = [(path, spec, whole_box(spec.shape)) for path, spec in tensors.items()]
-    else:
-        load = [0] * world
-        pieces = [piece for path in component.tensors[0] for piece in _pieces(path, [r.tensors[path] for r in ranks])]
-        order = range(len(pieces)) if world == 1 else sorted(range(len(pieces)), key=lambda i: -pieces[i][4])
-        for i in order:
-            path, spec, box, holders, nbytes = pieces[i]
-            rank = min(holders, key=lambda holder: (load[holder], holder)) if world > 1 else 0
-            load[rank] += nbytes
-            mine[rank].append((path, spec, box))
     suffix = f".r{revision}" if revision else ""
-    for rank in sorted(mine):
-        if mine[rank]:
-            name = f"{component.name}-{rank:05d}-of-{world:05d}{suffix}.safetensors"
-            yield _file(name, component.name, rank, mine[rank])
+    for rank, held in sorted(_assign(component, ranks).items()):
+        if held:
+            name = f"{component.name}-{rank:05d}-of-{len(ranks):05d}{suffix}.safetensors"
+            yield _file(name, component.name, rank, held)
+
+
+def _assign(component: ComponentPlan, ranks: list[Described]) -> dict[int, list[tuple[str, LeafSpec, Box]]]:
+    """Which rank writes what: its own where components are per rank, else balanced by bytes, the largest first."""
+    sharded = any(spec.slices for each in ranks for spec in each.tensors.values())
+    if len(component.nodes) > 1 or (len(ranks) == 1 and not sharded):
+        return {
+            rank: [(path, spec, whole_box(spec.shape)) for path, spec in tensors.items()]
+            for rank, tensors in enumerate(component.tensors)
+        }
+    pieces = [piece for path in component.tensors[0] for piece in _pieces(path, [each.tensors[path] for each in ranks])]
+    load = [0] * len(ranks)
+    mine: dict[int, list[tuple[str, LeafSpec, Box]]] = defaultdict(list)
+    for path, spec, box, holders, nbytes in sorted(pieces, key=lambda piece: -piece[4]):
+        rank = min(holders, key=lambda holder: (load[holder], holder))
+        load[rank] += nbytes
+        mine[rank].append((path, spec, box))
+    return mine
 
 
 def _pieces(path: str, specs: list[LeafSpec]) -> list[tuple[str, LeafSpec, Box, list[int], int]]:
@@ -268,6 +275,7 @@ def check_cover(path: str, boxes: Sequence[Box], shape: tuple[int, ...]) -> None
         )
 
 
+@lru_cache(maxsize=4096)
 def whole_box(shape: tuple[int, ...]) -> Box:
     """The box that is all of a shape."""
     return tuple((0, size) for size in shape)
@@ -299,16 +307,11 @@ def _file(name: str, component: str, rank: int, held: list[tuple[str, LeafSpec, 
     offset = 0
     spans = []
     for path, spec, box in held:
-        stored = STORED[spec.dtype]
-        shape = tuple(stop - start for start, stop in box)
-        end = offset + size_bytes(spec.dtype, shape)
+        shape, stored, listed, nbytes = _layout(spec.dtype, box)
+        end = offset + nbytes
         key = storage_key(path)
-        header[path if key in header else key] = {
-            "dtype": stored.name,
-            "shape": list(stored_shape(spec.dtype, shape)),
-            "data_offsets": [offset, end],
-        }
-        spans.append((path, spec.dtype, stored.name, shape, offset, end, box))
+        header[path if key in header else key] = {"dtype": stored, "shape": listed, "data_offsets": [offset, end]}
+        spans.append((path, spec.dtype, stored, shape, offset, end, box))
         offset = end
     text = canonical_json(header)
     text += b" " * (-(8 + len(text)) % ALIGNMENT_BYTES)
@@ -318,6 +321,13 @@ def _file(name: str, component: str, rank: int, held: list[tuple[str, LeafSpec, 
         for path, dtype, stored_name, shape, start, stop, box in spans
     )
     return FilePlan(name, component, rank, len(text).to_bytes(8, "little") + text, base + offset, placements)
+
+
+@lru_cache(maxsize=4096)
+def _layout(dtype: str, box: Box) -> tuple[tuple[int, ...], str, list[int], int]:
+    """Shape, safetensors dtype, listed shape and bytes of a box; the same for all leaves of a kind."""
+    shape = tuple(stop - start for start, stop in box)
+    return shape, STORED[dtype].name, list(stored_shape(dtype, shape)), size_bytes(dtype, shape)
 
 
 def storage_key(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias, final
 
 import attrs
@@ -98,7 +99,7 @@ def leaf_spec(leaf: Any, path: str) -> AnySpec:
         float32[2, 3] int
     """
     if isinstance(leaf, torch.Tensor):
-        return LeafSpec(dtype_name(leaf.dtype), tuple(leaf.shape))
+        return _shared_spec(dtype_name(leaf.dtype), tuple(leaf.shape))
     if isinstance(leaf, Shard):
         box = tuple((start, start + size) for start, size in zip(leaf.starts, leaf.tensor.shape, strict=True))
         return LeafSpec(dtype_name(leaf.tensor.dtype), leaf.shape, (box,))
@@ -116,6 +117,12 @@ def leaf_spec(leaf: Any, path: str) -> AnySpec:
         found=f"{type(leaf).__module__}.{type(leaf).__qualname__}",
         mend="turn it into one of these before it enters the state: nothing is pickled",
     )
+
+
+@lru_cache(maxsize=4096)
+def _shared_spec(dtype: str, shape: tuple[int, ...]) -> LeafSpec:
+    """One value for all leaves of a shape: a model has 1e5 leaves and a handful of shapes."""
+    return LeafSpec(dtype, shape)
 
 
 def spec_of(values: tree.Tree, prefix: str = "") -> dict[str, AnySpec]:

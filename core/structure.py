@@ -7,7 +7,7 @@ creates only plain containers and node classes that are registered already: a ch
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import attrs
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.codec import as_tensor, is_tensor_leaf
+from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
 from trainfold.core.leaves import Leaves
 from trainfold.core.scalars import SCALAR_TAGS, Json, decode_scalar, encode_scalar
@@ -37,9 +38,7 @@ class Described:
     tensors: Mapping[str, LeafSpec]
 
 
-@final
-@attrs.frozen
-class Leaf:
+class Leaf(NamedTuple):
     """A place in a decoded structure: where it is and what stands there.
 
     Attributes:
@@ -53,6 +52,7 @@ class Leaf:
     value: Any = None
 
 
+@without_collecting
 def describe(component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]]:
     """Split a component into its description and its tensors.
 
@@ -84,7 +84,8 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Any] = {}
-        self._at: dict[int, list[tuple[int, Any]]] = {}  # address -> the tensors there, almost always one
+        self._first: dict[int, tuple[int, Any]] = {}  # address -> the first tensor there, almost always the only one
+        self._others: dict[int, list[tuple[int, Any]]] = {}
 
     def node(self, value: Any, path: str, depth: int) -> Json:  # noqa: PLR0911 - one return for each container
         if isinstance(value, torch.Tensor):
@@ -120,6 +121,8 @@ class _Encoder:
         return {"map" if tag == "dict" else "odict": pairs}
 
     def _items(self, items: Any, kind: type[Any], path: str, depth: int) -> Json:
+        if kind is dict or kind is Leaves:
+            return {key: self.node(child, f"{path}[{key!r}]", depth + 1) for key, child in items}
         return {key: self.node(child, tree.join(path, kind, key), depth + 1) for key, child in items}
 
     def _registered(self, value: Any, level: tree.OneLevel, path: str, depth: int) -> Json:
@@ -142,13 +145,17 @@ class _Encoder:
         return node
 
     def _tensor(self, leaf: Any, path: str) -> Json:
-        dense = as_tensor(leaf, path)
-        address = dense.data_ptr() or id(leaf)
-        tied = [index for index, other in self._at.get(address, ()) if _same_tensor(leaf, other)]
-        index = tied[0] if tied else len(self.tensors)
-        if not tied:
+        address = as_tensor(leaf, path).data_ptr() or id(leaf)
+        index = len(self.tensors)
+        first = self._first.setdefault(address, (index, leaf))
+        if first[1] is not leaf:
+            others = self._others.setdefault(address, [])
+            index = next((i for i, other in (first, *others) if _same_tensor(leaf, other)), index)
+            others.append((index, leaf))
+        else:
+            index = first[0]
+        if index == len(self.tensors):
             self.tensors[path] = leaf
-            self._at.setdefault(address, []).append((index, leaf))
         return {"t": index, "as": "numpy"} if isinstance(leaf, np.ndarray) else {"t": index}
 
 
@@ -221,8 +228,7 @@ class _Decoder:
         if tag in SCALAR_TAGS:
             return self._visit(Leaf(path, None, decode_scalar(node, path)), False)  # noqa: FBT003
         if tag in ("dict", "leaves") and isinstance(held, dict):
-            kind: type[Any] = dict if tag == "dict" else Leaves
-            items = {key: self.node(child, tree.join(path, kind, key), depth + 1) for key, child in held.items()}
+            items = {key: self.node(child, f"{path}[{key!r}]", depth + 1) for key, child in held.items()}
             return Leaves(items) if tag == "leaves" else items
         if tag in ("list", "tuple") and isinstance(held, list):
             children = [self.node(child, f"{path}[{i}]", depth + 1) for i, child in enumerate(held)]

@@ -26,7 +26,7 @@ from trainfold.core.manifest import (
     TensorRecord,
     encode_manifest,
 )
-from trainfold.core.manifest_reader import decode_head, decode_manifest
+from trainfold.core.manifest_reader import check_structures, decode_head, decode_manifest
 from trainfold.core.upgrade import upgraded
 
 DIGEST = digest_of(b"x")
@@ -199,3 +199,14 @@ def test_an_old_document_goes_through_every_upgrade_in_turn():
     assert upgraded({"schema_version": 1}, "m", current=3, upgrades=history) == {"schema_version": 1, "steps": [1, 2]}
     with pytest.raises(CheckpointHostile):
         upgraded({"schema_version": 0}, "m")
+
+
+@pytest.mark.parametrize(
+    "node", [{"t": 1}, {"t": -1}, {"t": 10**30}, {"t": "0"}, {"dict": {"w": {"t": 5}}}, {"eval": "1"}, {"list": 3}, [1]]
+)
+def test_a_structure_that_points_nowhere_is_refused(node):
+    """U05: the structure is checked before anything is read or built from it."""
+    changed = document()
+    changed["components"][0]["nodes"] = [node]
+    with pytest.raises(CheckpointHostile):
+        check_structures(decode_manifest(reseal(changed), "m"), "m")
