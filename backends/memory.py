@@ -2,86 +2,18 @@
 
 import errno
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeAlias, final
-
-import attrs
+from typing import final
 
 from trainfold.backends.failures import missing, no_space, save_failure, torn, wrong_size
+from trainfold.backends.faults import CrashAt, Disk, Effect, ErrorAt, Fault, SimulatedCrash, read_only
 from trainfold.backends.names import MANIFEST, directory_of, split_name
 from trainfold.backends.protocols import Buffer
 from trainfold.core.codec import digest_of
 from trainfold.core.errors import CommitConflict, RunLocked, SaveFailed
 
-
-@final
-@attrs.frozen
-class Effect:
-    """One thing that a store did to its disk, in the order in which it did them.
-
-    Attributes:
-        kind: ``reserve``, ``begin``, ``part``, ``finish``, ``sync`` (of a directory), ``commit``, ``delete``,
-            ``point``, ``abandon`` (of a write that failed).
-        name: the file or directory.
-        data: the bytes of a part or a commit, the target of a hint.
-        writer: which `write` of this store it belongs to, counted from 0.
-    """
-
-    kind: str
-    name: str
-    data: bytes = attrs.field(default=b"", repr=lambda data: f"<{len(data)} bytes>")
-    writer: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name or '.'}" + (f" {len(self.data)} bytes" if self.data else "")
-
-
-Fault: TypeAlias = Callable[[int, Effect], BaseException | None]
-"""Decides, from the index of an effect and the effect, whether it fails: with what, or None. Must be pure."""
-
-
-class SimulatedCrash(BaseException):
-    """The machine died; no handler of the program under test runs usefully after it, so it is no `Exception`."""
-
-
-@final
-@attrs.frozen
-class CrashAt:
-    """A fault: the machine dies just before its effect number ``index``."""
-
-    index: int
-
-    def __call__(self, index: int, effect: Effect) -> BaseException | None:
-        """The crash, from effect ``index`` on."""
-        return SimulatedCrash(f"before effect {index}: {effect}") if index >= self.index else None
-
-
-@final
-@attrs.frozen
-class ErrorAt:
-    """A fault: effect number ``index`` raises the `OSError` with number ``code``, such as ``errno.ENOSPC``.
-
-    Attributes:
-        index: which effect fails.
-        code: the error number.
-        lasting: whether all later effects that add something fail too, as on a disk that stays full.
-    """
-
-    index: int
-    code: int = errno.EIO
-    lasting: bool = False
-
-    def __call__(self, index: int, effect: Effect) -> BaseException | None:
-        """The error, at its effect."""
-        hit = index == self.index or (self.lasting and index > self.index and effect.kind not in {"delete", "sync"})
-        return OSError(self.code, errno.errorcode.get(self.code, "unknown")) if hit else None
-
-
-def read_only(index: int, effect: Effect) -> BaseException | None:
-    """A fault: every effect fails, as on a filesystem that is mounted read-only."""
-    del index, effect
-    return OSError(errno.EROFS, "Read-only file system")
+__all__ = ["CrashAt", "Effect", "ErrorAt", "Fault", "MemoryStore", "SimulatedCrash", "read_only"]
 
 
 @final
@@ -112,10 +44,11 @@ class MemoryStore:
         self._fault = fault
         self._capacity_bytes = capacity_bytes
         self._mutex = threading.RLock()
-        self._disk = _Disk()
+        self._disk = Disk()
         self._effects: list[Effect] = []
         self._locked = False
         self._next_writer = 0
+        self._attempts = 0
         self._crash: BaseException | None = None
 
     @property
@@ -250,7 +183,7 @@ class MemoryStore:
         Returns:
             A new store with an empty log and no fault.
         """
-        disk = _Disk()
+        disk = Disk()
         with self._mutex:
             for effect in self._effects[:prefix_length]:
                 disk.do(effect)
@@ -277,7 +210,8 @@ class MemoryStore:
     def _do(self, effect: Effect) -> None:
         with self._mutex:
             self._check_alive()
-            error = self._fault(len(self._effects), effect) if self._fault is not None else None
+            error = self._fault(self._attempts, effect) if self._fault is not None else None
+            self._attempts += 1
             if error is None and effect.kind in {"part", "commit"} and self._is_full(len(effect.data)):
                 error = OSError(errno.ENOSPC, "No space left on device")
             if isinstance(error, OSError):
@@ -329,60 +263,3 @@ class MemoryStore:
                 found=found or "no such name",
                 mend="another writer was first: read what it committed, and plan again",
             )
-
-
-@final
-class _Disk:
-    """What is visible, what of it a crash may take back, and the files being written."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.hints: dict[str, str] = {}
-        self.open: dict[int, tuple[str, bytearray]] = {}  # by writer
-        self.unsynced: dict[str, bytes | None] = {}  # a name, and what was there when its directory was last synced
-
-    def do(self, effect: Effect) -> None:
-        kind, name = effect.kind, effect.name
-        if kind == "begin":
-            self.open[effect.writer] = (name, bytearray())
-        elif kind == "part":
-            self.open[effect.writer][1].extend(effect.data)
-        elif kind == "finish":
-            self._enter(name, bytes(self.open.pop(effect.writer)[1]))
-        elif kind == "abandon":
-            self.open.pop(effect.writer, None)
-        elif kind == "commit":
-            self._enter(name, effect.data)
-        elif kind == "delete":
-            self._enter(name, None)
-        elif kind == "point":
-            self.hints[name] = effect.data.decode()
-        elif kind == "sync":
-            self.unsynced = {known: old for known, old in self.unsynced.items() if split_name(known)[0] != name}
-
-    def crash(self, *, keep_unsynced: bool, torn_write: bool) -> None:
-        if not keep_unsynced:
-            for name, old in self.unsynced.items():
-                self._set(name, old)
-        if torn_write:
-            for name, data in self.open.values():
-                self.files[name] = bytes(data[: len(data) - len(data) // 3])
-        self.unsynced, self.open = {}, {}
-
-    def names_below(self, directory: str) -> list[str]:
-        if directory == "":
-            return sorted({name.split("/")[0] for name in self.files})
-        return sorted(name.split("/")[1] for name in self.files if name.startswith(directory + "/"))
-
-    def used_bytes(self) -> int:
-        return sum(map(len, self.files.values())) + sum(len(data) for _, data in self.open.values())
-
-    def _enter(self, name: str, data: bytes | None) -> None:
-        self.unsynced.setdefault(name, self.files.get(name))
-        self._set(name, data)
-
-    def _set(self, name: str, data: bytes | None) -> None:
-        if data is None:
-            self.files.pop(name, None)
-        else:
-            self.files[name] = data
