@@ -18,6 +18,7 @@ from trainfold.core.components import components_of, select
 from trainfold.core.contract import checked_contract, contract_of
 from trainfold.core.errors import (
     CheckpointDamaged,
+    CheckpointForeign,
     CheckpointMissing,
     CheckpointTorn,
     CommitConflict,
@@ -227,6 +228,7 @@ def _decide(store: Store, step: int) -> tuple[Head, bytes | None]:
     """The head of the next checkpoint, and the manifest that it replaces; the run is made here if it is new."""
     run_id = read_run_id(store)
     if run_id is None:
+        _check_new(read_inventory(store))
         with suppress(CommitConflict):  # somebody made the run in the meantime: theirs is the id
             store.commit(RUN_FILE, run_document(uuid.uuid4().hex))
         run_id = read_run_id(store)
@@ -238,6 +240,18 @@ def _decide(store: Store, step: int) -> tuple[Head, bytes | None]:
         return head, None
     old = store.read(name, start=0, stop=size)
     return attrs.evolve(head, revision=_revision(store, step) + 1), old
+
+
+def _check_new(inventory: Inventory) -> None:
+    """A run is not begun among checkpoints whose run file is lost: they would become foreign to it."""
+    found = [entry.name for entry in inventory.entries if entry.head is not None]
+    if found:
+        raise CheckpointForeign(
+            f"{inventory.run}/{RUN_FILE}",
+            expected="the file that names the run of these checkpoints",
+            found=f"none, and {found[-3:]}",
+            mend="restore run.json, or save into another folder",
+        )
 
 
 def _revision(store: Store, step: int) -> int:
