@@ -42,7 +42,8 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     )
     slots = {}
     for parameter, held in optimizer.state.items():
-        slots[_name(parameter, names, "optimizer.state")] = copied_containers(held)
+        if held:  # an empty entry is left by a look at the state of a parameter that has none
+            slots[_name(parameter, names, "optimizer.state")] = copied_containers(held)
     order = [name for group in groups for name in group.params if name in slots]
     return OptimizerState(kind=kind_of(optimizer), slots=Leaves((name, slots[name]) for name in order), groups=groups)
 

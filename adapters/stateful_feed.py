@@ -133,7 +133,12 @@ class StatefulFeed:
         ran_ahead = self._loader.num_workers > 0 and getattr(self._loader.sampler, "replacement", False)
         if self._drawn == 0 or not ran_ahead:
             set_generators(self._generators, now)
-        return self._start() if self._drawn == 0 else iterator
+        if self._drawn > 0:
+            return iterator
+        if hasattr(self._loader.sampler, "next_yielded"):
+            # torchdata 0.11: a StatefulDistributedSampler at the end of an epoch would skip the whole next one
+            self._loader.sampler.next_yielded = None
+        return self._start()
 
     def _start(self) -> Iterator[Any]:
         """An iterator at the start of an epoch, which is made now, whether the run was interrupted or not."""

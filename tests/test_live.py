@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainfold.adapters.live import Live, attach
+from trainfold.adapters.optimizer import _device_of
 from trainfold.adapters.part import copied
 from trainfold.core import tree
 from trainfold.core.components import components_of, select
@@ -494,15 +495,25 @@ class Refuses(Averaged):
 
 
 def test_an_object_that_refuses_halfway_takes_everything_back():
-    """V12: an object's own load_state_dict can fail at any moment."""
+    """V12: an object's own load_state_dict can fail at any moment, also after others have taken their states."""
     job = Job(1)
-    stubborn = Refuses()
-    live = attach(job.model, job.optimizer, scheduler=job.scheduler, extra={"ema": job.ema, "average": stubborn})
-    state = Job(0).run(3).live.capture().evolve(dataset=None)
+    extra = {"first": Averaged(), "stubborn": Refuses(), "last": Averaged()}
+    live = attach(job.model, job.optimizer, scheduler=job.scheduler, loader=job.loader, extra=extra)
+    theirs = Job(0).run(3).live.capture()
+    state = theirs.evolve(extra=dict.fromkeys(extra, theirs.extra["average"]))
     before = copied(live.capture())
     with pytest.raises(RestoreRefused, match="not today"):
         live.restore(state)
     assert differing(live.capture(), before) == []
+
+
+def test_a_step_counter_goes_where_torch_keeps_it():
+    """B09: on the CPU, unless the kernels read it."""
+    parameter = torch.empty(2, device="meta")
+    assert _device_of("step", parameter, {"fused": None, "capturable": False}).type == "cpu"
+    assert _device_of("step", parameter, {"fused": True}).type == "meta"
+    assert _device_of("step", parameter, {"capturable": True}).type == "meta"
+    assert _device_of("exp_avg", parameter, {}).type == "meta"
 
 
 def test_a_missing_component_is_an_error_unless_it_is_left_out_by_name():

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from trainfold.adapters.live import attach
 from trainfold.adapters.part import copied
@@ -144,6 +145,9 @@ LOADERS: dict[str, Any] = {
     ),
     "stateful, python's stream": lambda: StatefulDataLoader(Numbers(), batch_size=4, sampler=PythonShuffle()),
     "stateful, batch sampler": lambda: StatefulDataLoader(Numbers(), batch_sampler=Buckets()),
+    "stateful, distributed": lambda: StatefulDataLoader(
+        Numbers(2 * N), batch_size=4, sampler=StatefulDistributedSampler(Numbers(2 * N), num_replicas=2, rank=1, seed=5)
+    ),
     "own class": Pages,
 }
 WORKERS: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import warnings
 
 import pytest
 import torch
@@ -220,6 +221,41 @@ def test_a_run_that_is_not_the_same_is_refused_and_left_as_it_is(change, words):
     assert fingerprint(job.live.capture()) == before
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.SGD, torch.optim.LBFGS])
+def test_optimizers_whose_parameters_have_different_slots_resume_through_the_store(optimizer):
+    """B10: Adafactor keeps other slots for a vector than for a matrix; LBFGS keeps all of them under one parameter."""
+
+    def build():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        made = optimizer(model.parameters(), lr=0.1)
+        return model, made, attach(model, made)
+
+    def step(model, made, live, times):
+        for _ in range(times):
+
+            def closure():
+                made.zero_grad()
+                loss = (model(torch.ones(1, 2)) - 3).square().sum()
+                loss.backward()
+                return loss
+
+            made.step(closure)
+            live.advance(samples=1)
+
+    store, whole, first, second = MemoryStore(), build(), build(), build()
+    step(*whole, 4)
+    step(*first, 2)
+    with CheckpointManager(store) as manager:
+        manager.save(first[2])
+        manager.restore(second[2])
+    step(*second, 2)
+    wanted = fingerprint(whole[2].capture())
+    assert {name: digest for name, digest in fingerprint(second[2].capture()).items() if name != "rng"} == {
+        name: digest for name, digest in wanted.items() if name != "rng"
+    }
+
+
 def test_another_learning_rate_in_the_script_is_not_a_difference():
     """The learning rate belongs to the schedule: the saved one goes on."""
     store, first = MemoryStore(), Job(0)
@@ -278,6 +314,24 @@ def test_a_component_registered_after_the_restore_gets_what_was_saved():
         assert job.live.pending == ("ema",)
         job.live.register("ema", job.ema)
     assert torch.equal(job.ema.module[0].weight, first.ema.module[0].weight)
+
+
+def test_a_component_that_was_never_saved_is_refused_or_starts_fresh_by_policy():
+    """B15, B07: a missing name is reported, and never silently fresh."""
+    store = MemoryStore()
+    with CheckpointManager(store, every=2) as manager:
+        Job(0, register=False).run(manager, 2)
+        job = Job(1)
+        with pytest.raises(ResumeRefused, match="ema"):
+            manager.restore(job.live)
+    average = job.ema.module[0].weight.clone()
+    with (
+        CheckpointManager(store, policy={"missing_component": "adapt"}) as manager,
+        warnings.catch_warnings(record=True),
+    ):
+        manager.restore(job.live)
+    assert job.live.progress.step == 2
+    assert torch.equal(job.ema.module[0].weight, average)
 
 
 # --- retention -------------------------------------------------------------------------------------------------------
