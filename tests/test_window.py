@@ -1,0 +1,119 @@
+"""Windows: nothing partial is given away, nothing is read ahead, and impossible plans are refused early."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainfold.core.errors import BatchNotDivisible, IncompleteWindow, InvalidArgument
+from trainfold.core.window import accumulation_steps, check_plan, windows
+
+counts = st.integers(0, 30)
+sizes = st.integers(1, 6)
+
+
+@given(count=counts, accumulate=sizes, tail=st.sampled_from(["raise", "drop", "step"]))
+def test_windows_are_whole_and_the_tail_is_as_was_said(count, accumulate, tail):
+    """A07: at the end of the stream inside a window the policy is explicit, and nothing partial leaks."""
+    whole, rest = divmod(count, accumulate)
+    expected = [list(range(i * accumulate, (i + 1) * accumulate)) for i in range(whole)]
+    stream = windows(range(count), accumulate, tail=tail)
+    found = list(itertools.islice(stream, whole))
+    assert found == expected
+    if rest and tail == "raise":
+        with pytest.raises(IncompleteWindow, match=f"after {rest}"):
+            next(stream)
+    elif rest and tail == "step":
+        assert next(stream) == list(range(whole * accumulate, count))
+    assert list(stream) == []
+
+
+@given(accumulate=sizes, taken=st.integers(1, 4))
+def test_no_microbatch_is_read_ahead_of_its_window(accumulate, taken):
+    """A07: what was not given in a window was not consumed from the stream."""
+    source = iter(range(100))
+    stream = windows(source, accumulate)
+    for _ in range(taken):
+        next(stream)
+    assert next(source) == taken * accumulate
+
+
+def test_a_stream_that_stops_inside_next_ends_and_does_not_become_a_runtime_error():
+    """A07: PEP 479; a StopIteration of the user's iterator is the end of the stream, with the policy applied."""
+
+    class Source:
+        count = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.count += 1
+            if self.count > 3:
+                raise StopIteration
+            return self.count
+
+    assert list(windows(Source(), 2, tail="drop")) == [[1, 2]]
+    with pytest.raises(IncompleteWindow):
+        list(windows(Source(), 2))
+
+
+def test_bad_arguments_are_refused_at_the_call():
+    for bad in (0, -1, True, 1.5):
+        with pytest.raises(InvalidArgument):
+            windows([], bad)
+    with pytest.raises(InvalidArgument, match="tail"):
+        windows([], 1, tail="ignore")
+
+
+@given(per_microbatch=sizes, world_size=sizes, accumulate=sizes, extra=st.integers(0, 40))
+def test_a_global_batch_divides_exactly_or_the_numbers_are_named(per_microbatch, world_size, accumulate, extra):
+    """A12: the number of accumulation steps must divide exactly, else an error (a ValueError) naming the numbers."""
+    unit = per_microbatch * world_size
+    per_step = unit * accumulate + extra
+    if extra % unit == 0:
+        found = accumulation_steps(per_step=per_step, per_microbatch=per_microbatch, world_size=world_size)
+        assert found * unit == per_step
+        return
+    with pytest.raises(BatchNotDivisible) as caught:
+        accumulation_steps(per_step=per_step, per_microbatch=per_microbatch, world_size=world_size)
+    assert isinstance(caught.value, ValueError)
+    assert all(str(number) in str(caught.value) for number in (per_step, per_microbatch, world_size))
+
+
+def test_numbers_that_are_not_positive_are_refused():
+    with pytest.raises(InvalidArgument):
+        accumulation_steps(per_step=8, per_microbatch=0)
+    with pytest.raises(InvalidArgument):
+        check_plan(microbatches=8, accumulate=2, epochs=0)
+
+
+@given(
+    microbatches=counts,
+    accumulate=sizes,
+    epochs=st.integers(1, 3),
+    max_steps=st.none() | st.integers(0, 40),
+    tail=st.sampled_from(["raise", "drop", "step"]),
+)
+def test_a_plan_is_refused_exactly_when_the_run_would_fail(microbatches, accumulate, epochs, max_steps, tail):
+    """A08: known-size data with an impossible plan is rejected; not where max_steps stops at an earlier boundary."""
+    stream = windows(range(microbatches * epochs), accumulate, tail=tail)
+    try:
+        steps = len(list(itertools.islice(stream, max_steps)))
+    except IncompleteWindow:
+        steps = None
+    try:
+        planned = check_plan(
+            microbatches=microbatches, accumulate=accumulate, epochs=epochs, max_steps=max_steps, tail=tail
+        )
+    except InvalidArgument:
+        assert steps is None or steps == 0
+    else:
+        assert planned == steps
+
+
+def test_a_stream_of_unknown_length_is_not_refused():
+    """A08: only data of a known size can be judged before the model is built."""
+    assert check_plan(microbatches=None, accumulate=3) is None
+    assert check_plan(microbatches=None, accumulate=3, max_steps=7) == 7
