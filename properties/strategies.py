@@ -1,14 +1,17 @@
 """Hypothesis strategies for what trainfold holds: leaves of every dtype, trees, states, specs and batches."""
 
+import errno
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
+from trainfold.backends.memory import CrashAt, ErrorAt, Fault
 from trainfold.core.codec import STORED, torch_dtype
 from trainfold.core.leaves import Leaves
+from trainfold.core.spec import AnySpec, LeafSpec, ScalarSpec
 from trainfold.core.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 
 DTYPES: tuple[str, ...] = tuple(STORED)
@@ -126,11 +129,18 @@ def batches(*, max_samples: int = 6, features: int = 3) -> st.SearchStrategy[dic
     return st.lists(row, min_size=1, max_size=max_samples).map(build)
 
 
-def with_ties(state: TrainState, tie: Callable[[list[str]], tuple[str, str]]) -> TrainState:
-    """The state with an extra component in which one tensor of the model's kind stands twice."""
-    name, other = tie(list((state.model or ModelState(Leaves(), Leaves())).params))
-    tensor = torch.arange(6.0)
-    return state.evolve(extra={**state.extra, "tied": {name: tensor, f"{other}_too": tensor}})
+def specs() -> st.SearchStrategy[dict[str, AnySpec]]:
+    """Specs of trees by leaf path, tensors and scalars."""
+    tensor = st.builds(LeafSpec, dtype=dtypes(), shape=shapes())
+    scalar = st.sampled_from(["int", "float", "str", "none"]).map(ScalarSpec)
+    return st.dictionaries(_NAMES, st.one_of(tensor, scalar), max_size=6)
+
+
+def faults(*, effects: int = 60) -> st.SearchStrategy[Fault]:
+    """Faults for a `MemoryStore`: a crash or an error (full, failing, read-only) at any of its first effects."""
+    index = st.integers(0, effects)
+    code = st.sampled_from([errno.ENOSPC, errno.EIO, errno.EROFS])
+    return st.one_of(st.builds(CrashAt, index), st.builds(ErrorAt, index, code, st.booleans()))
 
 
 def _strided(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:

@@ -106,7 +106,7 @@ def test_a_directory_names_its_step(step):
         "step-000000007",
         "step-0000000a",
         "latest",
-        "step-٠٠٠٠٠٠٠٧",
+        "step-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0667",
     ],
 )
 def test_foreign_and_temporary_names_are_ignored(name):
