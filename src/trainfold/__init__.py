@@ -3,6 +3,7 @@
 Training is a fold: ``state' = step(state, batch)``. Where to begin::
 
     init_state, make_step, optimizer, Loss                  compose a run from functions
+    bind_model                                              call the model with a state's parameters, to evaluate
     constant, linear, cosine, wsd                           schedules: functions of the step
     save, plan, load, fingerprint                           a state to a run on a disk, and back, or every reason why not
     attach, CheckpointManager                               the same for mutable torch objects
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
     from trainfold.adapters.live import Live as Live
     from trainfold.adapters.live import attach as attach
     from trainfold.adapters.manager import CheckpointManager as CheckpointManager
+    from trainfold.adapters.manager import DisabledManager as DisabledManager
     from trainfold.backends.collectives import SingleProcess as SingleProcess
     from trainfold.backends.interpret import SaveResult as SaveResult
     from trainfold.backends.local import LocalStore as LocalStore
     from trainfold.backends.memory import MemoryStore as MemoryStore
     from trainfold.backends.protocols import Store as Store
+    from trainfold.backends.runs import CheckpointPassedOver as CheckpointPassedOver
+    from trainfold.backends.runs import ResumeDrift as ResumeDrift
     from trainfold.backends.runs import load as load
     from trainfold.backends.runs import plan as plan
     from trainfold.backends.runs import save as save
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
     from trainfold.core.errors import StateDonated as StateDonated
     from trainfold.core.errors import TrainfoldError as TrainfoldError
     from trainfold.core.fingerprint import fingerprint as fingerprint
+    from trainfold.core.forward import bind_model as bind_model
     from trainfold.core.init import init_state as init_state
     from trainfold.core.leaves import Leaves as Leaves
     from trainfold.core.loss import Loss as Loss
@@ -81,6 +86,7 @@ if TYPE_CHECKING:
     from trainfold.core.state import TrainState as TrainState
     from trainfold.core.state import make_progress as make_progress
     from trainfold.core.step import make_step as make_step
+    from trainfold.core.window import accumulation_steps as accumulation_steps
     from trainfold.core.window import windows as windows
     from trainfold.core.world import Collectives as Collectives
     from trainfold.core.world import World as World
@@ -89,9 +95,11 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "CheckpointManager": "trainfold.adapters.manager",
+    "CheckpointPassedOver": "trainfold.backends.runs",
     "Collectives": "trainfold.core.world",
     "DataCursor": "trainfold.core.cursor",
     "Difference": "trainfold.core.spec",
+    "DisabledManager": "trainfold.adapters.manager",
     "Drift": "trainfold.core.policy",
     "Key": "trainfold.core.rng",
     "LeafSpec": "trainfold.core.spec",
@@ -108,6 +116,7 @@ _MODULE_OF = {
     "Permutation": "trainfold.core.permutation",
     "Progress": "trainfold.core.state",
     "Refusal": "trainfold.core.resume_plan",
+    "ResumeDrift": "trainfold.backends.runs",
     "ResumePlan": "trainfold.core.resume_plan",
     "ResumeRefused": "trainfold.core.errors",
     "SavePlan": "trainfold.core.save_plan",
@@ -120,7 +129,9 @@ _MODULE_OF = {
     "TrainState": "trainfold.core.state",
     "TrainfoldError": "trainfold.core.errors",
     "World": "trainfold.core.world",
+    "accumulation_steps": "trainfold.core.window",
     "attach": "trainfold.adapters.live",
+    "bind_model": "trainfold.core.forward",
     "constant": "trainfold.core.schedule",
     "cosine": "trainfold.core.schedule",
     "diff_specs": "trainfold.core.spec",
