@@ -236,9 +236,12 @@ class Live:
         write_all({name: part for name, part in parts.items() if chosen is None or name in chosen}, saved)
         self._boundary.close()
         leftover = [name for name in saved if name not in parts and (chosen is None or name in chosen)]
-        self._pending = {name: saved[name] for name in leftover}
-        if leftover:
-            _LOG.warning("the state has %s, which this run has not registered: kept until live.register()", leftover)
+        self._pending = {name: saved[name] for name in leftover if name in state.extra}
+        if self._pending:
+            _LOG.warning("the state has %s, not registered here: kept until live.register()", list(self._pending))
+        if len(self._pending) < len(leftover):
+            ignored = [name for name in leftover if name not in self._pending]
+            _LOG.warning("the state has %s, and nothing is attached that would take it: ignored", ignored)
 
     def register(self, name: str, target: Any) -> None:
         """Add a component to a run that may have been restored already (B15).

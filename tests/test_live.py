@@ -582,6 +582,17 @@ def test_a_component_registered_after_the_restore_gets_its_state(caplog):
         live.register("average", Averaged())
 
 
+def test_a_component_that_this_run_has_no_object_for_is_ignored_and_said_so(caplog):
+    """B02: a known component that this run does not produce, such as the position of a loop without a loader."""
+    state = Job(0).run(3).live.capture()
+    job = Job(1)
+    live = attach(job.model, extra={"ema": job.ema, "average": job.average})
+    live.restore(state)
+    assert live.pending == ()
+    assert "'dataset'" in caplog.text
+    assert live.progress.step == 3
+
+
 def test_a_tree_behind_two_functions_is_a_component():
     held = {"box": {"best": 0.5, "history": [1, 2]}}
     live = attach(nn.Linear(1, 1), extra={"notes": (lambda: held["box"], lambda value: held.update(box=value))})
