@@ -18,6 +18,10 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 
 ROOT = Path(__file__).parent
 
+# Tests run in as many processes as there are cores; torch's threads on top of that would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+assert "torch" not in sys.modules, "too late: torch has read OMP_NUM_THREADS"
+
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("laws", deadline=None, max_examples=1_000, print_blob=True)
