@@ -32,11 +32,14 @@ SIZES = {  # name: (width, blocks, vocabulary, sequence length, batch size)
     "5M": (256, 5, 4096, 32, 4),
     "25M": (512, 6, 12288, 32, 2),
 }
-STEPS = {"0.14M": 400, "5M": 60, "25M": 24}
+STEPS = {"0.14M": 600, "5M": 90, "25M": 36}
 BIT_STEPS = 200
+BLOCK = 6
 
 
 class Block(torch.nn.Module):
+    """One block: attention and a perceptron."""
+
     def __init__(self, width):
         super().__init__()
         self.before, self.after = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
@@ -48,6 +51,8 @@ class Block(torch.nn.Module):
         self.heads = width // 32
 
     def forward(self, x):
+        """The usual."""
+        """The usual."""
         batch, length, width = x.shape
         heads = (batch, length, self.heads, width // self.heads)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, dim=-1))
@@ -72,11 +77,14 @@ class GPT(torch.nn.Module):
                 torch.nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, x):
+        """The usual."""
+        """The usual."""
         hidden = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
         return self.head(self.norm(self.blocks(hidden)))
 
 
 def loss_fn(model, batch):
+    """The sum over tokens, and how many there are."""
     logits = model(batch["x"])
     nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="sum")
     return Loss(sum=nll, weight=batch["y"].numel())
@@ -90,6 +98,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(model.parameters(), **HYPER)
 
     def step(self, batch):
+        """One step; the loss and the gradient norm."""
         loss = loss_fn(self.model, batch)
         mean = loss.sum / loss.weight
         mean.backward()
@@ -99,6 +108,7 @@ class Loop:
         return mean.item(), norm.item()
 
     def params(self):
+        """The parameters by name."""
         return {name: value.detach() for name, value in self.model.named_parameters()}
 
 
@@ -111,20 +121,24 @@ class Fold:
         self.function = make_step(model, loss_fn, adamw, clip_norm=CLIP_NORM, donate=donate)
 
     def step(self, batch):
+        """One step; the loss and the gradient norm."""
         self.state, metrics = self.function(self.state, batch)
         return metrics["loss"], metrics["grad_norm"]
 
     def params(self):
+        """The parameters by name."""
         return dict(self.state.model.params)
 
 
 def make_model(size, device):
+    """The model of a size."""
     width, blocks, vocabulary, length, _ = SIZES[size]
     torch.manual_seed(0)
     return GPT(width, blocks, vocabulary, length).to(device)
 
 
 def make_batches(size, device, count=8):
+    """Batches of random tokens."""
     _, _, vocabulary, length, samples = SIZES[size]
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocabulary, (count, samples, length + 1), generator=generator).to(device)
@@ -132,16 +146,22 @@ def make_batches(size, device, count=8):
 
 
 def make_variant(name, model):
+    """A variant by its name."""
     return Loop(model) if name == "loop" else Fold(model, donate=name == "donated")
 
 
 def wait(device):
+    """Wait for the device."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def time_size(size, steps, device):
-    """Median seconds a step of each variant, and the median over rounds of the ratio within a round."""
+    """Median seconds a step of each variant, and the median over rounds of the ratio within a round.
+
+    In a round each variant does a block of steps, as it would in a run; the first step of a block is not counted,
+    because it finds the caches full of another variant.
+    """
     model, batches = make_model(size, device), make_batches(size, device)
     names = ("loop", "donated", "undonated")
     variants = {name: make_variant(name, copy.deepcopy(model)) for name in names}
@@ -149,15 +169,12 @@ def time_size(size, steps, device):
     gc.collect()
     gc.disable()  # a collection falls on whoever is next
     try:
-        for index in range(steps + 5):
-            order = names[index % 3 :] + names[: index % 3]
-            for name in order:
-                wait(device)
-                start = time.perf_counter()
-                variants[name].step(batches[index % len(batches)])
-                wait(device)
-                if index >= 5:
-                    secs[name].append(time.perf_counter() - start)
+        for index in range(1 + steps // BLOCK):
+            shift = index % len(names)
+            for name in names[shift:] + names[:shift]:
+                block = time_block(variants[name], batches, device)
+                if index > 0:
+                    secs[name].append(block)
     finally:
         gc.enable()
     median = {name: statistics.median(values) for name, values in secs.items()}
@@ -172,7 +189,20 @@ def time_size(size, steps, device):
     }
 
 
+def time_block(variant, batches, device):
+    """Median seconds of a few steps in a row, after one that is not counted."""
+    secs = []
+    for index in range(BLOCK + 1):
+        wait(device)
+        start = time.perf_counter()
+        variant.step(batches[index % len(batches)])
+        wait(device)
+        secs.append(time.perf_counter() - start)
+    return statistics.median(secs[1:])
+
+
 def paired(mine, theirs):
+    """The median ratio within a round."""
     return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
 
 
@@ -219,7 +249,7 @@ def run(sizes, *, quick, device):
     """The figures of every size."""
     rows = []
     for size in sizes:
-        row = time_size(size, max(10, STEPS[size] // (5 if quick else 1)), device)
+        row = time_size(size, max(18, STEPS[size] // (5 if quick else 1)), device)
         row["bit_steps"] = 20 if quick else BIT_STEPS
         row["same_bits"] = same_bits(size, row["bit_steps"], device)
         peaks = {name: [] for name in ("loop", "donated", "undonated")}

@@ -32,10 +32,10 @@ def split(batch: Any, accumulate: int) -> tuple[list[Any], int]:
     """
     if isinstance(batch, list):
         return _ready_made(batch, accumulate)
+    if accumulate == 1:
+        return [batch], _length(_leaves(batch), lambda: tree.paths(batch, "batch"), "batch")
     flat, spec = tree.flatten(batch)
     samples = _length(flat, lambda: tree.paths(batch, "batch"), "batch")
-    if accumulate == 1:
-        return [batch], samples
     if samples < accumulate:
         raise InvalidBatch(
             "batch",
@@ -68,6 +68,14 @@ def _ready_made(batch: list[Any], accumulate: int) -> tuple[list[Any], int]:
         where = f"batch[{index}]"
         samples += _length(tree.leaves(part), lambda part=part, where=where: tree.paths(part, where), where)
     return batch, samples
+
+
+def _leaves(batch: Any) -> list[Any]:
+    """The leaves; a plain dict or tuple of tensors is read without a walk, which a short step would feel."""
+    parts = list(batch.values()) if type(batch) is dict else batch if type(batch) is tuple else None
+    if parts and all(type(part) is torch.Tensor for part in parts):
+        return list(parts)
+    return tree.leaves(batch)
 
 
 def _length(flat: list[Any], paths: Any, where: str) -> int:

@@ -23,6 +23,7 @@ from trainfold.core.worker import Pool, Worker
 from trainfold.core.world import Collectives
 
 Metrics = dict[str, float]
+_ALONE = contextlib.nullcontext()
 
 
 @final
@@ -220,15 +221,18 @@ class Step:
             extra=state.extra,
         )
 
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _telling(self) -> contextlib.AbstractContextManager[None]:
         """Tell the other ranks what fails on this one, so that they do not wait for it."""
-        try:
-            yield
-        except BaseException as error:
-            if self._collectives is not None:
-                self._collectives.fail(error)
-            raise
+        return _ALONE if self._collectives is None else _telling(self._collectives)
+
+
+@contextlib.contextmanager
+def _telling(collectives: Collectives) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        collectives.fail(error)
+        raise
 
 
 def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names for the rest)
