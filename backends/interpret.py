@@ -236,8 +236,8 @@ def _component(plan: ResumePlan, action: ComponentAction, mine: Mapping[str, Any
     targets: dict[str, Any] = dict(tree.named_leaves(wanted, action.name)) if action.name in mine else {}
     at = {leaf.path: leaf for leaf in places(node, action.name)}
     needed = set(at) if action.verb == "adopt" else set(at) & set(targets)
-    indices = sorted({at[path].index for path in needed if at[path].index is not None and path not in action.kept})  # type: ignore[type-var]
-    first_path = {at[path].index: path for path in reversed(list(at)) if path in needed}
+    indices = sorted({at[path].tensor for path in needed if at[path].tensor is not None and path not in action.kept})  # type: ignore[type-var]
+    first_path = {at[path].tensor: path for path in reversed(list(at)) if path in needed}
     place = f"{plan.checkpoint}"
     loaded: dict[int | None, Any] = dict(
         zip(indices, _read(store, place, plan.manifest, [records[i] for i in indices if i is not None],  # noqa: B905
@@ -257,10 +257,10 @@ def _component(plan: ResumePlan, action: ComponentAction, mine: Mapping[str, Any
     for path, leaf in targets.items():
         if path in action.kept or path not in at:
             leaves.append(leaf)
-        elif at[path].index is None:
+        elif at[path].tensor is None:
             leaves.append(at[path].value)
         else:
-            value = take(at[path].index, path, as_numpy=isinstance(leaf, np.ndarray))  # type: ignore[arg-type]
+            value = take(at[path].tensor, path, as_numpy=isinstance(leaf, np.ndarray))  # type: ignore[arg-type]
             leaves.append(Shard(value, leaf.shape, leaf.starts) if isinstance(leaf, Shard) else value)
     return tree.unflatten(tree.structure(wanted), leaves)
 

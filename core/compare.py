@@ -10,8 +10,8 @@ from trainfold.core.scalars import Json
 from trainfold.core.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.structure import Described, places
 
-_OPTIMIZER = "trainfold.core.state.OptimizerState"
-_OPAQUE = "trainfold.core.state.Opaque"
+_OPTIMIZER = "trainfold.OptimizerState"
+_OPAQUE = "trainfold.Opaque"
 _SCALAR = ScalarSpec("scalar")
 
 
@@ -95,7 +95,7 @@ def specs_of_node(node: Json, name: str, tensors: list[LeafSpec]) -> dict[str, A
         {'e[0]': 'int8[2]', 'e[1]': 'scalar'}
     """
     return {
-        leaf.path: _SCALAR if leaf.index is None else tensors[leaf.index] for leaf in places(node, name)
+        leaf.path: _SCALAR if leaf.tensor is None else tensors[leaf.tensor] for leaf in places(node, name)
     }  # fmt: skip
 
 

@@ -60,9 +60,9 @@ def component_fingerprint(name: str, parts: Sequence[tuple[Json, Sequence[tuple[
     for rank, (node, tensors) in enumerate(parts):
         root = name if len(parts) == 1 else f"{name}@{rank}"
         for leaf in places(node, root):
-            if leaf.index is None:
+            if leaf.tensor is None:
                 kind, digest = str(leaf_spec(leaf.value, leaf.path)), leaf_digest(leaf.value, leaf.path)
             else:
-                kind, digest = tensors[leaf.index]
+                kind, digest = tensors[leaf.tensor]
             lines.append(f"{leaf.path}\t{kind}\t{digest}\n")
     return digest_of("".join(sorted(lines)).encode("utf-8", "surrogatepass"))

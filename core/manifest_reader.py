@@ -79,8 +79,8 @@ def check_structures(manifest: Manifest, where: str) -> None:
     for component in manifest.components:
         for node, table in zip(component.nodes, component.tensors, strict=True):
             for leaf in places(node, component.name):
-                if leaf.index is not None and leaf.index >= len(table):
-                    raise hostile(f"{where}: {leaf.path}", f"a tensor index below {len(table)}", leaf.index)
+                if leaf.tensor is not None and leaf.tensor >= len(table):
+                    raise hostile(f"{where}: {leaf.path}", f"a tensor index below {len(table)}", leaf.tensor)
 
 
 def decode_head(data: bytes, where: str) -> Head:

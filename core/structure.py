@@ -15,13 +15,17 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.codec import as_tensor, is_tensor_leaf
+from trainfold.core.cursor import DataCursor
 from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
 from trainfold.core.leaves import Leaves
+from trainfold.core.rng import Key
 from trainfold.core.scalars import SCALAR_TAGS, Json, decode_scalar, encode_scalar
 from trainfold.core.spec import LeafSpec, leaf_spec
+from trainfold.core.state import TrainState
 
 MAX_DEPTH = 64
+OWN_NODES = (TrainState, Key, DataCursor)  # named here so that they are registered wherever a checkpoint is read
 
 
 @final
@@ -43,12 +47,12 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: the leaf path.
-        index: the tensor's index, or None for a scalar.
+        tensor: the tensor's index, or None for a scalar.
         value: the scalar, or None for a tensor.
     """
 
     path: str
-    index: int | None
+    tensor: int | None
     value: Any = None
 
 
@@ -185,7 +189,7 @@ def rebuild(node: Json, name: str, tensor: Callable[[int, bool], Any]) -> tree.T
         >>> rebuild({"dict": {"w": {"t": 0}, "n": {"tuple": [1, None]}}}, "ema", lambda index, as_numpy: f"tensor {index}")
         {'w': 'tensor 0', 'n': (1, None)}
     """
-    return _Decoder(lambda leaf, as_numpy: leaf.value if leaf.index is None else tensor(leaf.index, as_numpy)).node(
+    return _Decoder(lambda leaf, as_numpy: leaf.value if leaf.tensor is None else tensor(leaf.tensor, as_numpy)).node(
         node, name, 0
     )
 
@@ -194,7 +198,7 @@ def places(node: Json, name: str) -> list[Leaf]:
     """Every leaf of a node with its path, in the node's order; nothing is built that a user could see.
 
     Examples:
-        >>> [(leaf.path, leaf.index, leaf.value) for leaf in places({"list": [{"t": 0}, 5]}, "extra")]
+        >>> [(leaf.path, leaf.tensor, leaf.value) for leaf in places({"list": [{"t": 0}, 5]}, "extra")]
         [('extra[0]', 0, None), ('extra[1]', None, 5)]
     """
     found: list[Leaf] = []
@@ -276,7 +280,9 @@ class _Decoder:
 
 
 def _class_name(kind: type[Any]) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    """The name of a node class in the format; trainfold's own have no module in it, so that they can move."""
+    module = "trainfold" if kind.__module__.startswith("trainfold.") else kind.__module__
+    return f"{module}.{kind.__qualname__}"
 
 
 def _registered_classes() -> dict[str, type[Any]]:

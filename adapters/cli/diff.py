@@ -112,10 +112,10 @@ def _leaves(manifest: Manifest) -> dict[str, str]:
         for part, node in enumerate(component.nodes):
             records = component.tensors[part]
             for leaf in places(node, labelled(component, part)):
-                if leaf.index is None:
+                if leaf.tensor is None:
                     found[leaf.path] = _exact(leaf.value)
                 else:
-                    record = records[leaf.index]
+                    record = records[leaf.tensor]
                     found[leaf.path] = f"{record.spec} {tensor_digest(record)}"
     return found
 

@@ -33,7 +33,7 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
         for component in manifest.components
         for part, node in enumerate(component.nodes)
         for leaf in places(node, labelled(component, part))
-        if leaf.index is None
+        if leaf.tensor is None
     ]
     head = attrs.asdict(manifest.head)
     facts = {**{name: _text(value) for name, value in head.items()}, "world_size": str(manifest.world_size)}
@@ -117,7 +117,7 @@ def _record_size(record: TensorRecord) -> int:
 
 
 def _text(value: object) -> str:
-    return "" if value is None or value == () else str(value)
+    return "" if value == () else str(value)
 
 
 def _jsonable(value: object) -> object:
