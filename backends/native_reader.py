@@ -100,16 +100,18 @@ def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Te
     sizes: dict[str, int | None] = {}
     for request in requests:
         _check(store, request, sizes)
+    # here and not in the threads, each of which would make the allocator keep another heap
+    targets = [_target(request) for request in requests]
     runs = [list(run) for run in _by_file(requests)]
     total_bytes = sum(request.stop - request.start for request in requests)
     if total_bytes < _THREADED_FROM_BYTES or len(requests) == 1 or (os.cpu_count() or 1) == 1:
-        found = [_read_run(store, requests, run) for run in runs]
+        for run in runs:
+            _read_run(store, requests, targets, run)
     else:
         shares = [share for run in runs for share in _split(requests, run, total_bytes // _THREADS)]
         with ThreadPoolExecutor(_THREADS, "trainfold-read") as pool:
-            found = list(pool.map(partial(_read_run, store, requests), shares))
-    by_index = {index: tensor for part in found for index, tensor in part}
-    return [by_index[index] for index in range(len(requests))]
+            list(pool.map(partial(_read_run, store, requests, targets), shares))
+    return [_given(request, target) for request, target in zip(requests, targets, strict=True)]
 
 
 def _check(store: Store, request: ReadRequest, sizes: dict[str, int | None]) -> None:
@@ -162,9 +164,26 @@ def _split(requests: Sequence[ReadRequest], run: list[int], limit_bytes: int) ->
         yield share
 
 
-def _read_run(store: Store, requests: Sequence[ReadRequest], run: list[int]) -> list[tuple[int, torch.Tensor]]:
+def _target(request: ReadRequest) -> torch.Tensor:
+    """The tensor to read into: ``out`` itself where its memory lies as a file does, else a fresh one."""
+    if request.out is not None and _lies_plainly(request.out):
+        return request.out.detach()
+    return torch.empty(request.shape, dtype=torch_dtype(request.dtype))
+
+
+def _given(request: ReadRequest, target: torch.Tensor) -> torch.Tensor:
+    if request.out is None:
+        return target
+    if not _lies_plainly(request.out):
+        with torch.no_grad():
+            request.out.copy_(target)
+    return request.out
+
+
+def _read_run(store: Store, requests: Sequence[ReadRequest], targets: Sequence[torch.Tensor], run: list[int]) -> None:
     with _opened(store, requests[run[0]].name) as read_into:
-        return [(index, _read(store, requests[index], read_into)) for index in run]
+        for index in run:
+            _read(store, requests[index], targets[index], read_into)
 
 
 @contextmanager
@@ -176,10 +195,7 @@ def _opened(store: Store, name: str) -> Iterator[ReadInto]:
         yield lambda buffer, start: store.read_into(name, buffer, start=start)
 
 
-def _read(store: Store, request: ReadRequest, read_into: ReadInto) -> torch.Tensor:
-    out = request.out
-    is_direct = out is not None and _lies_plainly(out)
-    target = out if out is not None and is_direct else torch.empty(request.shape, dtype=torch_dtype(request.dtype))
+def _read(store: Store, request: ReadRequest, target: torch.Tensor, read_into: ReadInto) -> None:
     memory = tensor_bytes(target)
     digest = xxhash.xxh3_128()
     for start in range(0, len(memory), PIECE_BYTES):
@@ -194,12 +210,6 @@ def _read(store: Store, request: ReadRequest, read_into: ReadInto) -> torch.Tens
             found=found,
             mend="the bytes changed on disk or on the way: verify the run, and load another checkpoint",
         )
-    if out is None:
-        return target
-    if not is_direct:
-        with torch.no_grad():
-            out.copy_(target)
-    return out
 
 
 def _lies_plainly(tensor: torch.Tensor) -> bool:
