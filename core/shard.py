@@ -35,7 +35,7 @@ def make_shard(tensor: torch.Tensor, *, shape: tuple[int, ...], starts: tuple[in
         (2, 0)
     """
     inside = len(shape) == len(starts) == tensor.dim() and all(
-        0 <= start and start + size <= whole for start, size, whole in zip(starts, tensor.shape, shape, strict=True)
+        0 <= start <= whole - size for start, size, whole in zip(starts, tensor.shape, shape, strict=True)
     )
     if not inside:
         raise InvalidState(
