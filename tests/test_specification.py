@@ -62,7 +62,7 @@ def same_bits(tensor: torch.Tensor, array: np.ndarray) -> bool:
 
 
 def test_the_reader_of_the_specification_reads_every_kind_of_leaf(reader, tmp_path):
-    """Format: what is written is what the page says, for every dtype, scalar, container and tie."""
+    """What is written is what the page says, for every dtype, scalar, container and tie."""
     tensors = {
         **every_dtype(),
         "empty": torch.empty(0, 5),
@@ -118,3 +118,11 @@ def test_the_table_of_dtypes_in_the_specification_is_complete(root):
     for name, stored in STORED.items():
         assert f"`{name}`" in page, name
         assert f"`{stored.name}`" in page, stored.name
+
+
+def test_the_reader_of_the_specification_reads_the_checkpoints_of_old_releases(reader, root):
+    """They are never written again: page, reader and bytes have to fit together for good."""
+    steps = sorted(root.glob("tests/compat/v*/run/step-*"))
+    assert steps
+    for step in steps:
+        assert reader["read_checkpoint"](step)
