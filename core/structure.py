@@ -15,8 +15,8 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.codec import as_tensor, is_tensor_leaf
-from trainfold.core.cursor import DataCursor
 from trainfold.core.collecting import without_collecting
+from trainfold.core.cursor import DataCursor
 from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
 from trainfold.core.leaves import Leaves
 from trainfold.core.rng import Key
