@@ -1,7 +1,7 @@
 """Writing a stream of bytes at disk speed: O_DIRECT where the filesystem has it, through pooled aligned buffers.
 
-One thread fills a buffer (and the caller's iterator hashes what it gives, hot in cache) while another writes the one
-before. Direct writes leave the page cache to the training process and cost a tenth of the CPU time of buffered ones.
+One thread fills a buffer (and the caller's iterator hashes what it gives, hot in cache) while two others write those
+before it. Direct writes leave the page cache to the training process and cost a tenth of the CPU time of buffered ones.
 """
 
 import ctypes
@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from trainfold.backends.protocols import Buffer
 
-BUFFER_BYTES: Final = 16 << 20
-BUFFERS: Final = 2
+BUFFER_BYTES: Final = 8 << 20
+BUFFERS: Final = 4
+WRITERS: Final = 2  # two in flight keep the disk busy while the filler waits for a core
 ALIGNMENT_BYTES: Final = 4096
 DIRECT_FROM_BYTES: Final = 1 << 20  # below this, threads and alignment cost more than the page cache
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
@@ -91,7 +92,7 @@ def write_stream(fd: int, parts: Iterable[Buffer], *, size_bytes: int) -> int:
     _allocate(fd, size_bytes)
     is_direct = try_direct(fd)
     given = 0
-    with _POOL.borrow(BUFFERS) as buffers, ThreadPoolExecutor(1, "trainfold-write") as writer:
+    with _POOL.borrow(BUFFERS) as buffers, ThreadPoolExecutor(WRITERS, "trainfold-write") as writer:
         queue = _Queue(fd, writer, deque(buffers))
         try:
             for part in parts:
