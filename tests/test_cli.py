@@ -111,8 +111,8 @@ def test_an_empty_run_is_not_a_missing_one(run, tmp_path, answered):
     for directory in run.glob("step-*"):
         (directory / "manifest.json").unlink()
     for command in ("ls", "plan", "verify", "inspect"):
-        _, error = answered(command, run, code=12 if command != "plan" else 20)
-        assert error["kind"] in ("RunEmpty", "ResumeRefused")
+        _, error = answered(command, run, code=12)
+        assert error["kind"] == "RunEmpty"
     _, error = answered("ls", tmp_path / "nothing", code=11)
     assert error["kind"] == "CheckpointMissing"
     assert str(tmp_path / "nothing") in error["where"]
@@ -226,10 +226,12 @@ def test_plan_says_what_a_resume_reads_and_changes_nothing(run, call, answered):
 def test_plan_refuses_with_every_reason(run, call, answered):
     for directory in run.glob("step-*"):
         flip(directory / "manifest.json", -40)
-    found, error = answered("plan", run, code=14)
+    found, error = answered("plan", run, code=20)
     assert not found["resumes"]
-    _, error = answered("plan", run, "--step", 5, code=11)
-    assert "steps" in error["found"]
+    assert len(found["reasons"]) == 3
+    _, error = answered("plan", run, "--step", 2, code=14)
+    assert "step-00000002" in error["where"]
+    answered("plan", run, "--step", 5, code=11)
     call("plan", run, "--step", -1, code=1)
 
 

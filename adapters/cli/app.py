@@ -39,7 +39,7 @@ app = App(
 @app.command(group=_START)
 def demo(
     *,
-    steps: Annotated[int, Parameter(help="Optimizer steps of each of the two runs.")] = 100,
+    steps: Annotated[int, Parameter(help="Optimizer steps of each of the two runs.")] = 80,
     seed: Annotated[int, Parameter(help="Of weights, dropout, data order and the moments of the kills.")] = 0,
     run: Annotated[Path, Parameter(help="Directory for everything that the demo writes.")] = Path("runs/demo"),
     donate: Annotated[bool, Parameter(help="Let each step write into the storage of the state before it.")] = True,
@@ -51,10 +51,10 @@ def demo(
     the runs differ, 41 that the kills missed, 42 that a run failed by itself.
     """
     from trainfold.adapters.cli.demo.command import run_demo
-    from trainfold.adapters.cli.demo.settings import make_settings, usable_threads
+    from trainfold.adapters.cli.demo.settings import make_settings
 
     return deliver(
-        lambda: run_demo(run, make_settings(steps=steps, seed=seed, donate=donate, threads=usable_threads())),
+        lambda: run_demo(run, make_settings(steps=steps, seed=seed, donate=donate)),
         as_json=json,
     )
 

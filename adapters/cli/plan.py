@@ -107,8 +107,9 @@ def _planned(plan: ResumePlan) -> Answer:
 
 def _refused(refusal: Refusal) -> Answer:
     error: TrainfoldError = ResumeRefused(refusal.run, refusal)
-    if len(refusal.reasons) == 1 and isinstance(refusal.reasons[0], Problem):
-        error = error_of(refusal.reasons[0])
+    first = refusal.reasons[0]
+    if isinstance(first, Problem) and (refusal.finds_nothing or len(refusal.reasons) == 1):
+        error = error_of(first)
     data = {
         "run": refusal.run,
         "resumes": False,

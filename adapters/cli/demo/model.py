@@ -67,7 +67,7 @@ def make_model(settings: Settings) -> GPT:
     Examples:
         >>> from trainfold.adapters.cli.demo.settings import make_settings
         >>> sum(parameter.numel() for parameter in make_model(make_settings()).parameters())
-        4886528
+        4882432
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)

@@ -1,7 +1,6 @@
 """`Settings`: all that the demo's two runs have in common. No torch here: the parent process never needs it."""
 
 import json
-import os
 from pathlib import Path
 from typing import final
 
@@ -13,7 +12,7 @@ SETTINGS_FILE = "demo.json"
 MADE_BY = "trainfold demo"
 _MIN_STEPS = 6
 _SAVES = 6
-_MAX_THREADS = 4
+_THREADS = 1  # two that wait for each other crawl as soon as the machine has something else to do
 
 
 @final
@@ -54,16 +53,13 @@ class Settings:
     heldout_bytes: int
 
 
-def make_settings(
-    *, steps: int = 100, seed: int = 0, donate: bool = True, threads: int = 1, tiny: bool = False
-) -> Settings:
+def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: bool = False) -> Settings:
     """Return checked settings.
 
     Args:
         steps: optimizer steps of the whole run.
         seed: of everything that is random, >= 0.
         donate: whether a step may consume its input's storage.
-        threads: CPU threads that torch may use.
         tiny: a model of 30 thousand parameters instead of 5 million, for tests.
 
     Returns:
@@ -88,7 +84,7 @@ def make_settings(
     size = (
         {"layers": 2, "width": 32, "heads": 2, "context": 16, "heldout_bytes": 1 << 10}
         if tiny
-        else {"layers": 6, "width": 256, "heads": 4, "context": 64, "heldout_bytes": 8 << 10}
+        else {"layers": 6, "width": 256, "heads": 4, "context": 48, "heldout_bytes": 4 << 10}
     )
     return Settings(
         steps=steps,
@@ -96,17 +92,12 @@ def make_settings(
         donate=donate,
         save_every=steps // _SAVES,
         kills=3,
-        threads=threads,
+        threads=_THREADS,
         batch_size=8,
         accumulate=2,
         dropout=0.1,
         **size,
     )
-
-
-def usable_threads() -> int:
-    """How many CPU threads the demo uses on this machine."""
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MAX_THREADS)
 
 
 def write_settings(settings: Settings, directory: Path) -> None:

@@ -6,6 +6,7 @@
 
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,20 +19,19 @@ from trainfold.adapters.cli.demo.settings import Settings, read_settings
 from trainfold.backends.runs import load, plan, save
 from trainfold.core.cursor import make_cursor
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.forward import Model, bind_model
 from trainfold.core.init import init_state
 from trainfold.core.loss import Loss
 from trainfold.core.optim import optimizer
 from trainfold.core.resume_plan import Refusal
 from trainfold.core.schedule import wsd
-from trainfold.core.state import TrainState
+from trainfold.core.state import Scalar, TrainState
 from trainfold.core.step import make_step
 
 _LEARNING_RATE = 1e-3
 _EVALUATION_BATCH = 32
 
 
-def loss_fn(model: Model, batch: dict[str, torch.Tensor]) -> Loss:
+def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: dict[str, torch.Tensor]) -> Loss:
     """The sum of the losses of all bytes, and how many they are."""
     logits = model(batch["x"])
     nats = functional.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="sum")
@@ -61,7 +61,7 @@ def train(run: Path, settings: Settings, log: EventLog) -> None:
     )
     cursor = make_cursor(len(corpus.train), seed=settings.seed)
     fresh = init_state(model, adamw, seed=settings.seed, schedule=schedule, dataset=cursor)
-    state, resumed_from = resume(run, fresh)
+    state, resumed_from = resume(run, fresh, step.contract)
     first = 0 if state.trainer is None else state.trainer.step
     log.write("start", first, resumed_from=resumed_from)
     for done in range(first + 1, settings.steps + 1):
@@ -72,28 +72,35 @@ def train(run: Path, settings: Settings, log: EventLog) -> None:
         log.write("step", done, loss=float(metrics["loss"]))
         if done % settings.save_every == 0 or done == settings.steps:
             log.write("save", done)
-            save(state, run)
+            save(state, run, contract=step.contract)
             log.write("saved", done)
     log.write("done", settings.steps, fingerprints=fingerprint(state), evaluation=evaluate(state, model, corpus))
 
 
-def resume(run: Path, fresh: TrainState) -> tuple[TrainState, str | None]:
+def resume(run: Path, fresh: TrainState, contract: Mapping[str, Scalar]) -> tuple[TrainState, str | None]:
     """The newest whole checkpoint of a run and its name, or the fresh state and None where there is none yet.
 
     Raises:
         ResumeRefused: if there are checkpoints, and none that continues this run exactly.
     """
-    planned = plan(run, like=fresh)
+    planned = plan(run, like=fresh, contract=contract)
     if isinstance(planned, Refusal):
         if planned.finds_nothing:
             return fresh, None
-        return load(run, like=fresh), None  # raises, with every reason
-    return load(run, like=fresh), planned.checkpoint
+        return load(run, like=fresh, contract=contract), None  # raises, with every reason
+    return load(run, like=fresh, contract=contract), planned.checkpoint
 
 
 def evaluate(state: TrainState, model: GPT, corpus: Corpus) -> float:
     """The mean loss of the held-out bytes, in nats, without dropout; summed in a fixed order in float64."""
-    forward = bind_model(model, state)
+    assert state.model is not None
+    values = {**state.model.params, **state.model.buffers}
+    model.eval()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = torch.func.functional_call(model, values, (x,))
+        return logits
+
     total, count = 0.0, 0
     with torch.inference_mode():
         for chosen in torch.split(corpus.heldout, _EVALUATION_BATCH):
