@@ -52,7 +52,6 @@ class Block(torch.nn.Module):
 
     def forward(self, x):
         """The usual."""
-        """The usual."""
         batch, length, width = x.shape
         heads = (batch, length, self.heads, width // self.heads)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, dim=-1))
@@ -77,7 +76,6 @@ class GPT(torch.nn.Module):
                 torch.nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, x):
-        """The usual."""
         """The usual."""
         hidden = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
         return self.head(self.norm(self.blocks(hidden)))
