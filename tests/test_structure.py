@@ -89,7 +89,7 @@ def test_two_empty_tensors_at_address_zero_are_not_tied():
     "leaf",
     [object(), {1, 2}, 1 + 2j, torch.float32, lambda: None, np.array(["a"]), np.array([object()]),
      torch.zeros(2).to_sparse(), torch.zeros(2, device="meta"), type("Color", (int,), {})(1)],
-    ids=str,
+    ids=lambda leaf: type(leaf).__name__,
 )  # fmt: skip
 def test_a_leaf_that_would_need_pickle_is_refused_by_name(leaf):
     with pytest.raises(UnsupportedLeaf) as caught:
