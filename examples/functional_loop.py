@@ -4,6 +4,7 @@ Run it with ``python examples/functional_loop.py runs/functional``.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.sin().sum(dim=1, keepdim=True)
 
 
-def loss_fn(model: trainfold.Model, batch: dict[str, torch.Tensor]) -> Loss:
+def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: dict[str, torch.Tensor]) -> Loss:
     """A sum and the number of its terms, never a mean."""
     return Loss(sum=(model(batch["x"]) - batch["y"]).square().sum(), weight=len(batch["y"]))
 

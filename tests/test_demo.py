@@ -5,9 +5,11 @@ import json
 import sys
 import threading
 
+import attrs
 import pytest
 import torch
 
+from trainfold.adapters.cli import main
 from trainfold.adapters.cli.demo import plot
 from trainfold.adapters.cli.demo.command import KILLED, PICTURE, REPORT, run_demo
 from trainfold.adapters.cli.demo.corpus import help_text, make_corpus
@@ -229,3 +231,45 @@ def test_the_picture_is_a_png(tmp_path):
     )
     assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "l.png").stat().st_size > 5_000
+
+
+SABOTAGED_RUN = """
+import sys
+import attrs, torch
+from trainfold.adapters.cli.demo import train
+whole = train.load
+def load(*arguments, **keywords):
+    state = whole(*arguments, **keywords)
+    params = state.model.params
+    name = next(iter(params))
+    bent = type(params)({**params, name: torch.nextafter(params[name], torch.tensor(9.0))})
+    return state.evolve(model=attrs.evolve(state.model, params=bent))
+train.load = load
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+def test_the_real_thing_ends_with_the_same_bits(tmp_path):
+    """The demo with a tiny model and real kills, through the commands that a person would use afterwards."""
+    settings = make_settings(steps=30, seed=1, tiny=True)
+    answer = run_demo(tmp_path / "demo", settings)
+    assert answer.error is None
+    assert {check["name"] for check in answer.data["checks"]} >= {
+        "model", "optimizer", "scheduler", "trainer", "dataset", "rng", "evaluation loss"
+    }  # fmt: skip
+    assert answer.data["kills"] >= 3
+    assert answer.data["kills_during_a_save"] >= 1
+    assert main(["diff", str(tmp_path / "demo" / "uninterrupted"), str(tmp_path / "demo" / KILLED)]) == 0
+    assert main(["verify", str(tmp_path / "demo" / KILLED)]) == 0
+
+
+@pytest.mark.slow
+def test_a_real_resume_that_bends_one_parameter_by_one_bit_makes_the_demo_fail(tmp_path):
+    script = tmp_path / "sabotaged.py"
+    script.write_text(SABOTAGED_RUN)
+    settings = attrs.evolve(make_settings(steps=12, seed=2, donate=False, tiny=True), kills=1)
+    answer = run_demo(tmp_path / "demo", settings, command=lambda run: [sys.executable, str(script), str(run)])
+    assert isinstance(answer.error, NotIdentical)
+    assert "model" in answer.error.found
+    assert main(["diff", str(tmp_path / "demo" / "uninterrupted"), str(tmp_path / "demo" / KILLED)]) == 3

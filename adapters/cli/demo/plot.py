@@ -55,7 +55,7 @@ def draw_losses(
     axes.set_ylabel("training loss, nats per byte")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper right")
     figure.savefig(path)
 
 
