@@ -10,6 +10,8 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 import trainfold
+from trainfold.core import errors
+from trainfold.core.policy import KINDS
 
 project = "trainfold"
 author = "the trainfold authors"
@@ -27,7 +29,6 @@ default_role = "code"
 napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!trainfold\.).*"),  # other projects are not linked: the build needs no network
     (r"py:.*", r"trainfold\.(\w+\.)*_?[A-Z]\w?"),  # type variables
@@ -52,7 +53,8 @@ def modules_of(package: str) -> list[str]:
 
 def first_line(value: object) -> str:
     """The one line that a docstring starts with."""
-    return (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ")
+    line = (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ")
+    return re.sub(r"\s+\([A-Z]\d\d(?:, [A-Z]\d\d)*\)", "", line)
 
 
 def write_reference(_app: Sphinx) -> None:
@@ -76,6 +78,8 @@ def write_reference(_app: Sphinx) -> None:
         "The names of ``trainfold``\n==========================\n\n"
         ".. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows) + "\n"
     )
+    pages["drift-kinds"] = table_of_kinds()
+    pages["exit-codes"] = table_of_exit_codes()
     GENERATED.mkdir(parents=True, exist_ok=True)
     for old in GENERATED.glob("*.rst"):
         if old.stem not in pages:
@@ -84,6 +88,32 @@ def write_reference(_app: Sphinx) -> None:
         page = GENERATED / f"{name}.rst"
         if not page.exists() or page.read_text() != text:
             page.write_text(text)
+
+
+def table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A page with one table."""
+    lines = [title, "=" * len(title), "", ".. list-table::", "   :header-rows: 1", ""]
+    for row in [head, *rows]:
+        lines += [f"   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(row)]
+    return "\n".join(lines) + "\n"
+
+
+def table_of_kinds() -> str:
+    """The kinds of drift, with what each does by default and what a policy may choose."""
+    rows = [
+        (f"``{kind}``", default, ", ".join(sorted(allowed)), about) for kind, (default, allowed, about) in KINDS.items()
+    ]
+    return table("Kinds of drift", ("kind", "by default", "a policy may say", "what it is"), rows)
+
+
+def table_of_exit_codes() -> str:
+    """The exit code of each error, as the command line gives it."""
+    found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.TrainfoldError)]
+    rows = [
+        (str(kind.exit_code), f":py:obj:`{kind.__name__} <{kind.__module__}.{kind.__name__}>`", first_line(kind))
+        for kind in sorted(found, key=lambda kind: kind.exit_code)
+    ]
+    return table("Errors and exit codes", ("exit code", "error", "what it says"), rows)
 
 
 def link_names(_app: Sphinx, _what: str, name: str, _obj: object, _options: object, lines: list[str]) -> None:
@@ -98,7 +128,8 @@ def link_names(_app: Sphinx, _what: str, name: str, _obj: object, _options: obje
             return f":py:obj:`{word} <{module.__name__}.{word}>`"
         return found[0]
 
-    lines[:] = [re.sub(r"(?<![:`\w])`(\w+)`(?!`)", link, line) for line in lines]
+    text = re.sub(r"\s+\([A-Z]\d\d(?:, [A-Z]\d\d)*\)", "", "\n".join(lines))  # ids of requirements are for contributors
+    lines[:] = [re.sub(r"(?<![:`\w])`(\w+)`(?!`)", link, line) for line in text.split("\n")]
 
 
 def sys_module_of(name: str) -> types.ModuleType | None:
