@@ -19,6 +19,7 @@ from trainfold.adapters.cli.demo.settings import Settings, read_settings
 from trainfold.backends.runs import load, plan, save
 from trainfold.core.cursor import make_cursor
 from trainfold.core.fingerprint import fingerprint
+from trainfold.core.forward import bind_model
 from trainfold.core.init import init_state
 from trainfold.core.loss import Loss
 from trainfold.core.optim import optimizer
@@ -93,14 +94,7 @@ def resume(run: Path, fresh: TrainState, contract: Mapping[str, Scalar]) -> tupl
 
 def evaluate(state: TrainState, model: GPT, corpus: Corpus) -> float:
     """The mean loss of the held-out bytes, in nats, without dropout; summed in a fixed order in float64."""
-    assert state.model is not None
-    values = {**state.model.params, **state.model.buffers}
-    model.eval()
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = torch.func.functional_call(model, values, (x,))
-        return logits
-
+    forward = bind_model(model, state)
     total, count = 0.0, 0
     with torch.inference_mode():
         for chosen in torch.split(corpus.heldout, _EVALUATION_BATCH):
