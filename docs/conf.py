@@ -33,6 +33,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!trainfold\.).*"),  # other projects are not linked: the build needs no network
     (r"py:.*", r"trainfold\.(\w+\.)*_?[A-Z]\w?"),  # type variables
     (r"py:.*", r"trainfold\.(\w+\.)*_\w+"),  # private types in signatures
+    (r"py:.*", r".* \| .*"),  # a union inside brackets, which Sphinx takes for one name
 ]
 
 GENERATED = Path(__file__).parent / "reference" / "generated"
