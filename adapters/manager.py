@@ -14,6 +14,7 @@ from trainfold.backends.interpret import SaveResult
 from trainfold.backends.inventory import examine, read_inventory
 from trainfold.core.components import validate_components
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, TrainfoldError
+from trainfold.core.inventory import lineage
 from trainfold.core.policy import check_policy
 from trainfold.core.retention import check_keep_last, plan_retention
 from trainfold.core.save_due import check_cadence, should_save
@@ -212,10 +213,11 @@ class CheckpointManager:
             )
 
     def _complete(self) -> list[tuple[str, int]]:
+        """The complete checkpoints of the present lineage; what a rewind left behind is not this run's to delete (E16)."""
         inventory = read_inventory(self._store)
         found = []
-        for entry in inventory.entries:
-            if not entry.is_candidate or entry.head is None:
+        for entry in lineage(inventory):
+            if entry.head is None:
                 continue
             if entry.name not in self._proved:
                 proved = examine(self._store, inventory, entry.name).entry(entry.name)

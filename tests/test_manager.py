@@ -470,3 +470,16 @@ def test_a_save_by_value_and_a_save_by_the_manager_are_the_same_checkpoint():
     with CheckpointManager(one) as manager:
         managed = manager.save(job.live)
     assert save(job.live.capture(), other, contract=job.live.contract()).fingerprints == managed.fingerprints
+
+
+def test_what_a_rewind_left_behind_neither_counts_nor_goes():
+    """E05: retention is per run and timeline. E16: the left-behind steps are not deleted before they are superseded."""
+    store = MemoryStore()
+    for step in (100, 200, 300):
+        save(TrainState(trainer=Progress(step)), store)
+    with CheckpointManager(store, keep_last=2) as manager:
+        for step in (110, 120, 250):
+            manager.save(TrainState(trainer=Progress(step)))
+    assert [name for name in store.list("") if name.startswith("step-")] == [
+        f"step-{step:08d}" for step in (120, 200, 250, 300)
+    ]
