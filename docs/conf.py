@@ -109,7 +109,9 @@ def table_of_kinds() -> str:
 
 def table_of_exit_codes() -> str:
     """The exit code of each error, as the command line gives it."""
-    found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.TrainfoldError)]
+    found = [
+        value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.TrainfoldError)
+    ]
     rows = [
         (str(kind.exit_code), f":py:obj:`{kind.__name__} <{kind.__module__}.{kind.__name__}>`", first_line(kind))
         for kind in sorted(found, key=lambda kind: kind.exit_code)
