@@ -27,6 +27,7 @@ from trainfold.core.manifest import (
     encode_manifest,
 )
 from trainfold.core.manifest_reader import decode_manifest
+from trainfold.core.masters import refresh_masters
 from trainfold.core.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.save_plan import MANIFEST, ComponentPlan, SavePlan, intersect
 from trainfold.core.scalars import Json
@@ -225,7 +226,16 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
                 found[action.name] = mine[action.name]
         else:
             found[action.name] = _component(plan, action, mine, store)
-    return state_of(found)
+    return _with_fresh_masters(state_of(found), {action.name: action.verb for action in plan.actions})
+
+
+def _with_fresh_masters(state: TrainState, verbs: Mapping[str, str]) -> TrainState:
+    """Weights that came without their optimizer make its fp32 masters anew: the old ones would revert them (B08, P19)."""
+    kept = verbs.get("optimizer", "keep") in ("keep", "reset") and verbs.get("model") in ("load", "adopt")
+    optimizer = state.optimizer
+    if kept and state.model is not None and isinstance(optimizer, OptimizerState) and optimizer.masters is not None:
+        return state.evolve(optimizer=refresh_masters(optimizer, state.model.params))
+    return state
 
 
 def _component(plan: ResumePlan, action: ComponentAction, mine: Mapping[str, Any], store: Store) -> Any:

@@ -1,0 +1,117 @@
+"""What is loaded is said, not guessed: full, weights only, all but one; and a checkpoint without what is asked for."""
+
+import pytest
+import torch
+from torch import nn
+
+import trainfold
+from trainfold import Loss
+from trainfold.backends.memory import MemoryStore
+from trainfold.core.errors import ResumeRefused
+from trainfold.core.fingerprint import fingerprint
+from trainfold.core.resume_plan import Refusal
+
+
+def loss_fn(model, batch):
+    return Loss(sum=model(batch).float().square().sum(), weight=len(batch))
+
+
+def trained(steps=3, *, dtype=torch.float32, masters=False, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 4).to(dtype)
+    adamw = trainfold.optimizer(torch.optim.AdamW, lr=1e-3, masters=masters)
+    schedule = trainfold.cosine(50, warmup_steps=2)
+    fresh = trainfold.init_state(model, adamw, seed=seed, schedule=schedule)
+    step = trainfold.make_step(model, loss_fn, adamw, schedule=schedule)
+    state = fresh
+    for i in range(steps):
+        state, _ = step(state, torch.full((2, 4), float(i + 1), dtype=dtype))
+    return fresh, step, state
+
+
+def saved(state, **options):
+    store = MemoryStore()
+    trainfold.save(state, store, **options)
+    return store
+
+
+def test_weights_only_starts_everything_else_anew():
+    """V07: step 0, no optimizer, scheduler or counters. V06: weights-only is an explicit mode."""
+    _, _, state = trained()
+    fresh, step, _ = trained(0, seed=1)
+    found = trainfold.load(saved(state), like=fresh, components=["model"])
+    assert fingerprint(found)["model"] == fingerprint(state)["model"]
+    for name in ("optimizer", "scheduler", "trainer", "rng"):
+        assert fingerprint(found)[name] == fingerprint(fresh)[name]
+    assert step(found, torch.ones(2, 4))[0].trainer.step == 1
+
+
+def test_weights_and_counters_is_a_selection_like_any_other():
+    """V06: weights+counters and all-but-X are explicit."""
+    _, _, state = trained()
+    fresh, _, _ = trained(0, seed=1)
+    found = trainfold.load(saved(state), like=fresh, components=["model", "trainer"])
+    assert found.trainer == state.trainer
+    assert len(found.optimizer.slots) == 0
+    all_but = trainfold.load(saved(state), like=fresh, reset={"optimizer": "another optimizer from here on"})
+    assert fingerprint(all_but)["rng"] == fingerprint(state)["rng"]
+    assert len(all_but.optimizer.slots) == 0
+
+
+def test_loaded_weights_are_not_reverted_by_old_masters():
+    """B08, V07: after loading weights only, the masters are made from them, else the first step reverts the weights."""
+    _, _, state = trained(dtype=torch.bfloat16, masters=True)
+    fresh, step, _ = trained(0, dtype=torch.bfloat16, masters=True, seed=1)
+    for options in ({"components": ["model"]}, {"reset": {"optimizer": "weights only, on purpose"}}):
+        found = trainfold.load(saved(state), like=fresh, **options)
+        assert torch.equal(found.optimizer.masters["weight"], state.model.params["weight"].float())
+        after, _ = step(found, torch.zeros(2, 4, dtype=torch.bfloat16))
+        moved = (after.model.params["weight"].float() - state.model.params["weight"].float()).abs().max()
+        assert moved < 0.02
+
+
+def test_a_full_resume_keeps_the_masters_bit_for_bit():
+    """B08: fp32 masters are part of the optimizer state."""
+    _, _, state = trained(dtype=torch.bfloat16, masters=True)
+    fresh, _, _ = trained(0, dtype=torch.bfloat16, masters=True, seed=1)
+    assert fingerprint(trainfold.load(saved(state), like=fresh)) == fingerprint(state)
+
+
+def test_a_model_only_checkpoint_is_not_taken_for_a_full_one():
+    """V06: full needs every declared part (T24). V11: a fresh optimizer is kept only if the caller allows it."""
+    _, _, state = trained()
+    fresh, _, _ = trained(0, seed=1)
+    store = saved(state, components=["model", "trainer"])
+    refusal = trainfold.plan(store, like=fresh)
+    assert isinstance(refusal, Refusal)
+    assert {(reason.kind, reason.where) for reason in refusal.reasons} == {
+        ("missing_component", "optimizer"),
+        ("missing_component", "scheduler"),
+        ("missing_component", "rng"),
+    }
+    with pytest.raises(ResumeRefused, match="optimizer"):
+        trainfold.load(store, like=fresh)
+    found = trainfold.load(store, like=fresh, policy={"missing_component": "adapt"})
+    assert found.trainer.step == 3
+    assert len(found.optimizer.slots) == 0
+
+
+def test_a_folder_of_another_format_is_not_a_run(tmp_path):
+    """V15: the format is detected from disk and must agree with the request."""
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
+    (tmp_path / "config.json").write_text("{}")
+    fresh, _, _ = trained(0)
+    with pytest.raises(ResumeRefused, match="CheckpointMissing"):
+        trainfold.load(tmp_path, like=fresh)
+
+
+def test_a_second_load_in_the_same_process_sees_what_is_there_now():
+    """V17: an in-process restart finds no stale cache."""
+    fresh, step, state = trained()
+    store = saved(state)
+    assert trainfold.load(store, like=fresh).trainer.step == 3
+    after, _ = step(state, torch.ones(2, 4))
+    trainfold.save(after, store)
+    assert trainfold.load(store, like=fresh).trainer.step == 4
+    store.delete("step-00000004/")
+    assert trainfold.load(store, like=fresh).trainer.step == 3
