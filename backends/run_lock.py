@@ -62,6 +62,7 @@ def release(fd: int) -> None:
     """Give the lock up. The file stays: removing it would let two processes lock two files of one name."""
     if fd in _HELD:
         _HELD.discard(fd)
+        fcntl.flock(fd, fcntl.LOCK_UN)  # for every copy: a child that was forked just now may not have let go yet
         os.close(fd)
 
 
