@@ -9,13 +9,14 @@ import attrs
 import numpy as np
 import torch
 
-from trainfold.backends.native_reader import ReadRequest, read_tensors
+from trainfold.backends.native_reader import ReadRequest, fresh_tensor, read_tensors
 from trainfold.backends.native_writer import WrittenFile, write_file
 from trainfold.backends.protocols import Collectives, Store
 from trainfold.core import tree
 from trainfold.core.codec import STORED, as_tensor, digest_of, torch_dtype
 from trainfold.core.components import components_of, state_of
-from trainfold.core.errors import SaveFailed, TrainfoldError
+from trainfold.core.cursor import DataCursor, check_cursor
+from trainfold.core.errors import CheckpointHostile, InvalidState, SaveFailed, TrainfoldError
 from trainfold.core.fingerprint import component_fingerprint
 from trainfold.core.manifest import (
     ComponentRecord,
@@ -217,6 +218,7 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
     Raises:
         CheckpointDamaged: if bytes that are used have another digest.
         CheckpointTorn: if a file ends too early.
+        CheckpointHostile: if the saved data position is one that cannot be (G02).
     """
     mine = components_of(like)
     found: dict[str, Any] = {}
@@ -226,7 +228,23 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
                 found[action.name] = mine[action.name]
         else:
             found[action.name] = _component(plan, action, mine, store)
-    return _with_fresh_masters(state_of(found), {action.name: action.verb for action in plan.actions})
+            _check_position(found[action.name], f"{plan.run}/{plan.checkpoint}")
+    state = state_of(found).evolve(contract=plan.contract)
+    return _with_fresh_masters(state, {action.name: action.verb for action in plan.actions})
+
+
+def _check_position(component: Any, where: str) -> None:
+    if not isinstance(component, DataCursor):
+        return
+    try:
+        check_cursor(component, length=component.length)
+    except InvalidState as error:
+        raise CheckpointHostile(
+            f"{where}: {error.where}",
+            expected=error.expected,
+            found=error.found,
+            mend='start the data anew with reset={"dataset": "why"}, or load an older step',
+        ) from error
 
 
 def _with_fresh_masters(state: TrainState, verbs: Mapping[str, str]) -> TrainState:
@@ -309,7 +327,8 @@ def _assemble(store: Store, directory: str, manifest: Manifest, record: TensorRe
     box: Box = tuple((0, size) for size in record.shape)
     if isinstance(target, Shard):
         box = tuple((start, start + size) for start, size in zip(target.starts, target.tensor.shape, strict=True))
-    out = torch.empty(tuple(stop - start for start, stop in box), dtype=torch_dtype(record.dtype))
+    where = f"{store.url}/{directory} {record.path}"
+    out = fresh_tensor(tuple(stop - start for start, stop in box), record.dtype, where)
     used = [i for i, shard in enumerate(record.shards) if intersect(shard.box, box) is not None or not record.shape]
     pieces = read_tensors(store, [_request(directory, manifest, record, i) for i in used])
     for i, piece in zip(used, pieces, strict=True):

@@ -126,7 +126,7 @@ class _Absent:
 
 
 _ABSENT: Any = _Absent()
-_DERIVED = frozenset({"optimizer.", "scheduler.", "dataset."})  # owners whose keys come from the state itself
+_DERIVED = frozenset({"optimizer.", "scheduler.", "dataset.", "step."})  # owners whose keys come from the state itself
 
 
 def _has(contract: Mapping[str, Json], owner: str) -> bool:

@@ -100,7 +100,8 @@ def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
     chosen = validate_components(components, declared=tuple(state.extra))
     if chosen is None:
         return state
-    return state_of({name: part for name, part in components_of(state).items() if name in chosen})
+    part = state_of({name: component for name, component in components_of(state).items() if name in chosen})
+    return part.evolve(contract=state.contract)
 
 
 def merge(base: TrainState, part: TrainState) -> TrainState:
@@ -111,7 +112,8 @@ def merge(base: TrainState, part: TrainState) -> TrainState:
         >>> merge(TrainState(trainer=Progress(step=1), rng=7), TrainState(trainer=Progress(step=2))).trainer.step
         2
     """
-    return state_of({**components_of(base), **components_of(part)})
+    whole = state_of({**components_of(base), **components_of(part)})
+    return whole.evolve(contract={**base.contract, **part.contract})
 
 
 def _check_extra_name(name: object) -> None:

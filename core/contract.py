@@ -11,9 +11,12 @@ from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.scalars import Json, encode_scalar
 from trainfold.core.state import OptimizerState, TrainState
 
+STEP_PREFIX = "step."
+
 
 def contract_of(state: TrainState) -> dict[str, Json]:
-    """What a state itself says about the run: optimizer and hyperparameters, schedule and horizon, dataset.
+    """What a state itself says about the run: optimizer and hyperparameters, schedule and horizon,
+    dataset, and what the step that trained it must keep.
 
     Args:
         state: any state; components that it does not have add nothing.
@@ -25,7 +28,7 @@ def contract_of(state: TrainState) -> dict[str, Json]:
         >>> contract_of(TrainState(scheduler={"kind": "constant", "total": 100}))
         {'scheduler.kind': 'constant', 'scheduler.total': 100}
     """
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {f"{STEP_PREFIX}{name}": value for name, value in state.contract.items()}
     if isinstance(state.optimizer, OptimizerState):
         found |= _optimizer(state.optimizer)
     if isinstance(state.scheduler, Mapping):
@@ -37,6 +40,16 @@ def contract_of(state: TrainState) -> dict[str, Json]:
             if hasattr(state.dataset, field)
         }
     return checked_contract(found)
+
+
+def step_contract(contract: Mapping[str, Json]) -> dict[str, Json]:
+    """The part of a saved contract that a state carries for its next step.
+
+    Examples:
+        >>> step_contract({"step.accumulate": 4, "batch_size": 8})
+        {'accumulate': 4}
+    """
+    return {key.removeprefix(STEP_PREFIX): value for key, value in contract.items() if key.startswith(STEP_PREFIX)}
 
 
 def checked_contract(contract: Mapping[str, Any]) -> dict[str, Json]:

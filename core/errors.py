@@ -76,6 +76,10 @@ class ScheduleMismatch(TrainfoldError):
     """The schedule that the step was made with is not the one that the state was trained with (A13)."""
 
 
+class ContractMismatch(TrainfoldError):
+    """A step differs from the one that trained the state in something that a resume must keep (V08)."""
+
+
 class UnknownComponent(InvalidArgument):
     """A component name that no state has; the known names are listed (B02)."""
 
@@ -111,7 +115,9 @@ class NonFinite(TrainfoldError, ArithmeticError):
     """The loss or the gradient norm is not finite; nothing was updated (A09).
 
     Attributes:
-        skipped: the state with this batch's samples counted and nothing else changed: go on from it to skip the batch.
+        skipped: the state with this batch's samples counted, in ``trainer`` and where ``dataset`` is a `DataCursor` there
+            too, and nothing else changed: go on from it to skip the batch. Any other position in the data is the
+            caller's to advance.
     """
 
     skipped: object = None

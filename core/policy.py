@@ -92,8 +92,12 @@ shape; nothing can be adapted
 
 def make_drift(kind: str, where: str, *, saved: object, wanted: object, policy: Mapping[str, Verdict]) -> Drift:
     """A drift with the verdict that the policy, or else the default of its kind, gives it."""
-    verdict = policy.get(f"contract:{where}", policy.get(kind, KINDS[kind][0]))
-    return Drift(kind, where, str(saved), str(wanted), verdict)
+    return Drift(kind, where, str(saved), str(wanted), verdict_of(kind, where, policy))
+
+
+def verdict_of(kind: str, where: str, policy: Mapping[str, Verdict]) -> Verdict:
+    """What a policy, or else the default of the kind, says about a drift."""
+    return policy.get(f"contract:{where}", policy.get(kind, KINDS[kind][0]))
 
 
 def contract_kind(key: str) -> str:
@@ -112,4 +116,5 @@ def contract_kind(key: str) -> str:
         return "horizon" if key.rsplit(".", 1)[1] in {"total", "horizon", "total_steps"} else "schedule"
     if key.startswith("dataset."):
         return "dataset"
-    return key if key in {"batch_size", "accumulate", "horizon"} else "contract"
+    name = key.removeprefix("step.")
+    return name if name in {"batch_size", "accumulate", "horizon"} else "contract"

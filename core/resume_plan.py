@@ -13,10 +13,11 @@ from trainfold.core.codec import digest_of
 from trainfold.core.collecting import without_collecting
 from trainfold.core.compare import Findings, compare_component, compare_contract
 from trainfold.core.components import BUILTIN_COMPONENTS
+from trainfold.core.contract import step_contract
 from trainfold.core.errors import InvalidArgument, UnknownComponent
 from trainfold.core.inventory import Inventory, Problem, lineage, problem_of
 from trainfold.core.manifest import Manifest
-from trainfold.core.policy import Drift, Verdict, check_policy
+from trainfold.core.policy import Drift, Verdict, check_policy, contract_kind, verdict_of
 from trainfold.core.scalars import Json
 from trainfold.core.structure import Described
 
@@ -101,6 +102,7 @@ class ResumePlan:
         drifts: everything that differs and is not refused.
         passed_over: checkpoints that would have been preferred, and what is wrong with each.
         notes: what was ignored or assumed.
+        contract: what the resumed state will hold its next step to.
     """
 
     run: str
@@ -110,6 +112,7 @@ class ResumePlan:
     drifts: tuple[Drift, ...]
     passed_over: tuple[Problem, ...]
     notes: tuple[str, ...] = ()
+    contract: Mapping[str, Json] = attrs.field(factory=dict)
 
     @property
     def step(self) -> int:
@@ -171,10 +174,14 @@ class Refusal:
 
     @property
     def finds_nothing(self) -> bool:
-        """Whether the run holds no checkpoint at all, not even a bad one, so that a program may train from the start."""
-        first = self.reasons[0] if self.reasons else None
+        """Whether the run holds no checkpoint at all, not even a bad one, so that a program may train from the start.
+
+        What a save left behind that did not finish is no checkpoint; one of a newer version, or a planted link, is a bad one.
+        """
+        first, *others = self.reasons or (None,)
         none_there = isinstance(first, Problem) and first.error in {"RunEmpty", "CheckpointMissing"}
-        return isinstance(first, Problem) and none_there and first.where == self.run
+        unfinished = all(isinstance(each, Problem) and each.error == "CheckpointTorn" for each in others)
+        return isinstance(first, Problem) and none_there and unfinished and first.where == self.run
 
     @property
     def exit_code(self) -> int:
@@ -270,8 +277,26 @@ def plan_resume(inventory: Inventory, target: Target, request: Request) -> Resum
         return Refusal(inventory.run, checkpoint, (*findings.problems, *refused))
     passed = () if request.step is not None else _passed_over(inventory, manifest)
     return ResumePlan(
-        inventory.run, checkpoint, manifest, actions, tuple(findings.drifts), passed, _notes(inventory, manifest)
+        inventory.run,
+        checkpoint,
+        manifest,
+        actions,
+        tuple(findings.drifts),
+        passed,
+        _notes(inventory, manifest),
+        _carried_contract(manifest, actions, request),
     )
+
+
+def _carried_contract(manifest: Manifest, actions: Sequence[ComponentAction], request: Request) -> dict[str, Json]:
+    """What the next step is held to: all that the old one was, less what a policy lets drift; nothing for new counters."""
+    resumed = any(action.name == "trainer" and action.verb in ("load", "adopt") for action in actions)
+    kept = {
+        key: value
+        for key, value in manifest.contract.items()
+        if verdict_of(contract_kind(key), key, request.policy) == "refuse"
+    }
+    return step_contract(kept) if resumed else {}
 
 
 def _chosen(inventory: Inventory, request: Request) -> Manifest | tuple[Problem, ...]:

@@ -22,7 +22,7 @@ class Progress:
 
     Attributes:
         step: optimizer steps done; the next step has this index.
-        epoch: epochs of data finished.
+        epoch: epochs of data finished, where a live loop counts them; a step leaves it, since its epoch is the data cursor's.
         samples: samples consumed, over all ranks.
         tokens: the sum of the loss weights (valid tokens), over all ranks.
     """
@@ -111,6 +111,8 @@ class TrainState:
         dataset: the data position, a `DataCursor` or any tree of the user's.
         rng: the random key, or the captured streams of a mutable loop.
         extra: user-declared components by name, such as ``{"ema": ...}``.
+        contract: what the step that trained this state must keep, such as ``{"accumulate": 4}``; not a component. It is
+            saved, comes back with a resume, and is compared by the next step (V08).
     """
 
     model: ModelState | None = None
@@ -120,6 +122,7 @@ class TrainState:
     dataset: Any = None
     rng: Any = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
+    contract: Mapping[str, Any] = attrs.field(factory=dict, metadata=_STATIC, repr=False)
 
     def evolve(self, **changes: Any) -> "TrainState":
         """Return this state with some components replaced.

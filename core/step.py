@@ -8,7 +8,8 @@ import attrs
 import torch
 
 from trainfold.core import tree
-from trainfold.core.errors import InvalidArgument, InvalidState, NonFinite
+from trainfold.core.cursor import DataCursor
+from trainfold.core.errors import ContractMismatch, InvalidArgument, InvalidState, NonFinite
 from trainfold.core.exchange import exchange
 from trainfold.core.gradients import LossFunction, Verdict, judge, run_window
 from trainfold.core.leaves import Lease, Leaves
@@ -18,7 +19,7 @@ from trainfold.core.optim import Optimizer
 from trainfold.core.rng import Key, fold_in, make_key
 from trainfold.core.schedule import ScheduleFunction, check_same, describe
 from trainfold.core.state import ModelState, OptimizerState, Progress, Scalar, TrainState
-from trainfold.core.template import Mould
+from trainfold.core.template import Mould, check_silent
 from trainfold.core.worker import Pool, Worker
 from trainfold.core.world import Collectives
 
@@ -61,7 +62,8 @@ class Step:
             guard against non-finite ones has read them by then, so that nobody waits for a device twice.
 
         Raises:
-            NonFinite: before anything was updated; the state is alive, and ``error.skipped`` leaves the batch out.
+            NonFinite: before anything was updated; the state is alive, and ``error.skipped`` leaves the batch out: its
+                `DataCursor` is past the batch already, so that a loop goes on with ``state = error.skipped`` alone.
             StateDonated: if an earlier step consumed the state.
             InvalidBatch: if the batch cannot be split, or has no weight.
             SharedStorage: if two leaves of a state to be donated share storage.
@@ -94,6 +96,7 @@ class Step:
                 mend="make it with init(params) of the optimizer that the step was made with",
             )
         check_same(state.scheduler, self._scheduler)
+        self._check_contract(state)
         key = make_key(0) if state.rng is None else state.rng
         if not isinstance(key, Key):
             raise InvalidState(
@@ -103,6 +106,19 @@ class Step:
                 mend="captured streams are for mutable loops; use rng=make_key(seed) with a step",
             )
         return fold_in(key, "step", state.trainer.step)
+
+    def _check_contract(self, state: TrainState) -> None:
+        """Refuse a state that another kind of step has trained: the run would go on, a little different (V08)."""
+        differs = [
+            name for name, value in state.contract.items() if name in self.contract and self.contract[name] != value
+        ]
+        if differs:
+            raise ContractMismatch(
+                "state.contract",
+                expected=", ".join(f"{name}={state.contract[name]}" for name in differs),
+                found="a step with " + ", ".join(f"{name}={self.contract[name]}" for name in differs),
+                mend="make the step as it was, or accept the change: state.evolve(contract={})",
+            )
 
     def _measure(self, worker: Worker, state: TrainState, micro: list[Any], samples: int, key: Key) -> Verdict:
         """Forward, backward and verdict; whatever is raised, the state is as it was."""
@@ -219,6 +235,7 @@ class Step:
             dataset=state.dataset,
             rng=state.rng,
             extra=state.extra,
+            contract={**state.contract, **self.contract},
         )
 
     def _telling(self) -> contextlib.AbstractContextManager[None]:
@@ -257,11 +274,12 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
     copy of it. Buffers that are not persistent have the values of ``model`` in each step (B17).
 
     Args:
-        model: gives the structure; copied without its parameters, in training mode. It is not changed and not kept.
+        model: gives the structure; copied without its parameters, in training mode. It is not changed and not kept. Not
+            one that communicates (DDP, FSDP): pass the module inside, and ``collectives``.
         loss_fn: ``(model, batch) -> Loss``, a sum and its weight.
         optimizer: what `trainfold.optimizer` returns; or any pair of pure functions, whose
             ``update(grads, opt_state, params)`` is given ``lr_factor=`` too where there is a schedule, and whose states
-            are not donated.
+            cannot be donated.
         schedule: step -> factor of the learning rates.
         accumulate: microbatches a step; the window is a batch that is split, or a list.
         clip_norm: the largest norm of the gradient, as ``torch.nn.utils.clip_grad_norm_``; None for no clipping.
@@ -270,7 +288,8 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
 
     Returns:
         ``step(state, batch) -> (state, metrics)``. ``state.trainer`` gains 1 step, the samples, and as tokens the
-        weight, rounded to a whole number where it is not one.
+        weight, rounded to a whole number where it is not one. ``state.dataset`` is as it was: whoever drew the batch
+        knows what was drawn, and advances it, as in ``state.evolve(dataset=cursor.advance(len(ids)))``.
 
     Raises:
         InvalidArgument: for an argument that can never work.
@@ -296,13 +315,19 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         raise InvalidArgument("clip_norm", expected="> 0, or None", found=clip_norm, mend="None does not clip")
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument("model", expected="a torch module", found=type(model).__name__, mend="pass the module")
+    check_silent(model)
     init, update = optimizer
     mine = isinstance(optimizer, Optimizer)
+    if donate and not mine:
+        raise InvalidArgument(
+            "donate",
+            expected="False, because a function that returns a new state writes to no old one",
+            found="True, with a pair of pure functions for an optimizer",
+            mend="leave donate out, or make the optimizer with trainfold.optimizer",
+        )
     contract: dict[str, Scalar] = {
         "accumulate": accumulate,
         "clip_norm": None if clip_norm is None else float(clip_norm),
-        "optimizer": optimizer.kind if mine else getattr(update, "__qualname__", type(update).__qualname__),
-        "masters": optimizer.masters if mine else False,
     }
     return Step(
         contract=contract,
@@ -332,8 +357,11 @@ def _consume(state: TrainState) -> None:
 
 
 def _skipped(state: TrainState, samples: int) -> TrainState:
+    """Past the batch: nobody gets to advance the position of a step that raised."""
     assert state.trainer is not None
-    return state.evolve(trainer=attrs.evolve(state.trainer, samples=state.trainer.samples + samples))
+    dataset = state.dataset.advance(samples) if isinstance(state.dataset, DataCursor) else state.dataset
+    trainer = attrs.evolve(state.trainer, samples=state.trainer.samples + samples)
+    return state.evolve(trainer=trainer, dataset=dataset)
 
 
 def _metrics(verdict: Verdict, rates: dict[str, float]) -> Metrics:

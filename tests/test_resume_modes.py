@@ -7,7 +7,7 @@ from torch import nn
 import trainfold
 from trainfold import Loss
 from trainfold.backends.memory import MemoryStore
-from trainfold.core.errors import ResumeRefused
+from trainfold.core.errors import ContractMismatch, ResumeRefused
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.resume_plan import Refusal
 
@@ -115,3 +115,36 @@ def test_a_second_load_in_the_same_process_sees_what_is_there_now():
     assert trainfold.load(store, like=fresh).trainer.step == 4
     store.delete("step-00000004/")
     assert trainfold.load(store, like=fresh).trainer.step == 3
+
+
+def test_a_state_holds_its_next_step_to_what_trained_it():
+    """V08: accumulation and clipping are saved and compared at resume, without anybody passing them along."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    sgd = trainfold.optimizer(torch.optim.SGD, lr=1e-3)
+    fresh = trainfold.init_state(model, sgd)
+    state, _ = trainfold.make_step(model, loss_fn, sgd, accumulate=4, clip_norm=1.0)(fresh, torch.ones(4, 4))
+    store = saved(state)
+    resumed = trainfold.load(store, like=fresh)
+    assert resumed.contract == {"accumulate": 4, "clip_norm": 1.0}
+    other = trainfold.make_step(model, loss_fn, sgd, accumulate=2)
+    with pytest.raises(ContractMismatch, match="accumulate=4, clip_norm=1.0") as caught:
+        other(resumed, torch.ones(4, 4))
+    assert caught.value.mend
+    assert other(resumed.evolve(contract={}), torch.ones(4, 4))[0].trainer.step == 2
+    trained_otherwise, _ = other(fresh, torch.ones(4, 4))
+    refusal = trainfold.plan(store, like=trained_otherwise)
+    assert {(reason.kind, reason.where) for reason in refusal.reasons} == {
+        ("accumulate", "step.accumulate"),
+        ("contract", "step.clip_norm"),
+    }
+    policy = {"accumulate": "adapt", "contract:step.clip_norm": "adapt"}
+    assert other(trainfold.load(store, like=fresh, policy=policy), torch.ones(4, 4))[0].trainer.step == 2
+    assert trainfold.load(store, like=fresh, components=["model"]).contract == {}
+
+
+def test_selecting_and_merging_keep_the_contract():
+    whole = trained()[2]
+    assert trainfold.select(whole, ["model"]).contract == whole.contract
+    parts = trainfold.select(whole, ["model"]), trainfold.select(whole, ["optimizer", "scheduler", "trainer", "rng"])
+    assert trainfold.merge(*parts) == whole

@@ -6,7 +6,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from trainfold.core.loss import Loss
 from trainfold.core.optim import optimizer
 from trainfold.core.resume_plan import Refusal
 from trainfold.core.schedule import wsd
-from trainfold.core.state import Scalar, TrainState
+from trainfold.core.state import TrainState
 from trainfold.core.step import make_step
 
 _LEARNING_RATE = 1e-3
@@ -62,7 +62,7 @@ def train(run: Path, settings: Settings, log: EventLog) -> None:
     )
     cursor = make_cursor(len(corpus.train), seed=settings.seed)
     fresh = init_state(model, adamw, seed=settings.seed, schedule=schedule, dataset=cursor)
-    state, resumed_from = resume(run, fresh, step.contract)
+    state, resumed_from = resume(run, fresh)
     first = 0 if state.trainer is None else state.trainer.step
     log.write("start", first, resumed_from=resumed_from)
     for done in range(first + 1, settings.steps + 1):
@@ -73,23 +73,23 @@ def train(run: Path, settings: Settings, log: EventLog) -> None:
         log.write("step", done, loss=float(metrics["loss"]))
         if done % settings.save_every == 0 or done == settings.steps:
             log.write("save", done)
-            save(state, run, contract=step.contract)
+            save(state, run)
             log.write("saved", done)
     log.write("done", settings.steps, fingerprints=fingerprint(state), evaluation=evaluate(state, model, corpus))
 
 
-def resume(run: Path, fresh: TrainState, contract: Mapping[str, Scalar]) -> tuple[TrainState, str | None]:
+def resume(run: Path, fresh: TrainState) -> tuple[TrainState, str | None]:
     """The newest whole checkpoint of a run and its name, or the fresh state and None where there is none yet.
 
     Raises:
         ResumeRefused: if there are checkpoints, and none that continues this run exactly.
     """
-    planned = plan(run, like=fresh, contract=contract)
+    planned = plan(run, like=fresh)
     if isinstance(planned, Refusal):
         if planned.finds_nothing:
             return fresh, None
-        return load(run, like=fresh, contract=contract), None  # raises, with every reason
-    return load(run, like=fresh, contract=contract), planned.checkpoint
+        return load(run, like=fresh), None  # raises, with every reason
+    return load(run, like=fresh), planned.checkpoint
 
 
 def evaluate(state: TrainState, model: GPT, corpus: Corpus) -> float:
