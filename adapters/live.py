@@ -17,14 +17,14 @@ from trainfold.adapters.restoring import CountersPart, extra_state_parts, refusa
 from trainfold.adapters.rng import RngPart, bound_device
 from trainfold.adapters.scheduler import SchedulerPart, check_schedulers
 from trainfold.core.components import components_of, state_of, validate_components
+from trainfold.core.contract import contract_of
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused
 from trainfold.core.names import named_tensors
 from trainfold.core.state import Progress, TrainState
 
 _LOG = logging.getLogger("trainfold")
-_CYCLES = {"max_momentum", "base_momentum"}
-_CYCLED = {"momentum", "betas", *_CYCLES}
-_MOVING = {"lr", "initial_lr", "max_lr", "min_lr", "base_lr"}
+# What a torch scheduler leaves in a group that it works on -> the hyperparameters that it then changes at each step.
+_SCHEDULED = {"initial_lr": {"lr"}, "max_momentum": {"momentum", "betas"}}
 
 
 def attach(
@@ -52,6 +52,7 @@ def attach(
     Raises:
         InvalidArgument: for an object whose state cannot be known.
         InvalidState: if the optimizer holds a tensor that the model does not have.
+        UnsupportedLeaf: for a hyperparameter that is not plain, and so could not be compared at a resume.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)
@@ -99,6 +100,7 @@ class Live:
         for part in self._parts().values():
             if isinstance(part, OptimizerPart):
                 part.capture()  # checks that the model has its tensors
+        self._script = self._hyperparameters()
         self._boundary = Boundary(model, optimizer)
 
     # --- counting ----------------------------------------------------------------------------------------------------
@@ -292,20 +294,30 @@ class Live:
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume for it to be exact, as plain values, beside what the state itself says.
 
-        Hyperparameters that a scheduler, or the loop, changes while it runs say ``"live"``: they are not compared, and
-        go on with the values that were saved.
+        Hyperparameters are those that the script gave: as they were when it attached the optimizer. So a changed learning
+        rate is a difference, and one that the loop sets by hand as it goes is none. Where a torch scheduler works on a
+        group, its base (``initial_lr``, ``max_lr``) is compared; what the scheduler makes of it says ``"live"``, is not
+        compared, and goes on with the value that was saved.
         """
         found: dict[str, Any] = {} if self._feed is None else self._feed.contract()
         if self._scheduler is not None:
             found["scheduler.kind"] = self._scheduler.kinds()
+        found.update(self._script)
         names = self._names()
         for group in self._optimizer.param_groups if self._optimizer is not None else ():
             label = min((names[id(parameter)] for parameter in group["params"]), default="")
-            moving = _MOVING | (_CYCLED if _CYCLES & set(group) else set())
-            found.update({f"optimizer.groups[{label!r}].{key}": "live" for key in moving & set(group)})
+            moving = {key for sign, keys in _SCHEDULED.items() if sign in group for key in keys & set(group)}
+            found.update({f"optimizer.groups[{label!r}].{key}": "live" for key in moving})
         return found
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        """Contract key -> plain value, for each hyperparameter of each group, as they are now."""
+        if self._optimizer is None:
+            return {}
+        now = OptimizerPart(self._optimizer, self._names()).capture()
+        return {key: value for key, value in contract_of(TrainState(optimizer=now)).items() if ".groups[" in key}
 
     def _names(self) -> dict[int, str]:
         """``id(parameter)`` -> name, for the model and the modules among the extras."""

@@ -16,7 +16,7 @@ from trainfold.adapters.manager import CheckpointManager, DisabledManager
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
-from trainfold.backends.runs import save
+from trainfold.backends.runs import ResumeDrift, save
 from trainfold.core.errors import (
     IncompleteWindow,
     InvalidArgument,
@@ -120,7 +120,7 @@ def test_the_law_holds_on_a_disk(tmp_path):
     jump=st.integers(1, 3),
 )
 def test_the_steps_that_are_saved_do_not_depend_on_interruptions(every, total, crashes, jump):
-    """V14, O06: each attempt goes on from the newest checkpoint; the cadence counts from step 0."""
+    """O06: the rule alone: each attempt goes on from the newest checkpoint; the cadence counts from step 0."""
 
     def saved_steps(stops):
         saved = []
@@ -135,6 +135,38 @@ def test_the_steps_that_are_saved_do_not_depend_on_interruptions(every, total, c
         return saved
 
     assert saved_steps([stop for stop in sorted(crashes) if stop < total]) == saved_steps([])
+
+
+class Recording(MemoryStore):
+    """Remembers the step of every save, whatever retention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.committed = []
+
+    def commit(self, name, data, **kwargs):
+        super().commit(name, data, **kwargs)
+        if name.endswith("/manifest.json"):
+            self.committed.append(int(name[len("step-") :].removesuffix("/manifest.json")))
+
+
+@pytest.mark.parametrize(("every", "kills"), [(4, [6]), (4, [3, 9, 13]), (5, [7, 7, 12]), (3, [8, 10])])
+@pytest.mark.parametrize("farewell", [False, True])
+@pytest.mark.parametrize("keep_last", [None, 1])
+def test_an_interrupted_run_saves_the_steps_that_an_uninterrupted_one_saves(every, kills, farewell, keep_last):
+    """V14: killed between two saves; beside the farewell of a run that was told to stop, the saved steps are the same."""
+    whole, parts, total = Recording(), Recording(), 15
+    with CheckpointManager(whole, every=every, keep_last=keep_last) as manager:
+        Job(0).run(manager, total)
+    for attempt, stop in enumerate([*kills, total]):
+        with CheckpointManager(parts, every=every, keep_last=keep_last) as manager:
+            job, before = Job(attempt), kills[attempt - 1] if attempt else 0
+            assert manager.restore(job.live).step == (before if farewell else before // every * every)
+            job.run(manager, stop)
+            if farewell and stop != total:
+                manager.save(job.live)
+    assert [step for step in parts.committed if not (farewell and step in kills)] == whole.committed
+    assert whole.committed == list(range(every, total + 1, every))
 
 
 @pytest.mark.parametrize(
@@ -256,14 +288,117 @@ def test_optimizers_whose_parameters_have_different_slots_resume_through_the_sto
     }
 
 
-def test_another_learning_rate_in_the_script_is_not_a_difference():
-    """The learning rate belongs to the schedule: the saved one goes on."""
-    store, first = MemoryStore(), Job(0)
+def test_another_base_learning_rate_under_a_scheduler_is_refused():
+    """V08: what the scheduler has made of the rate is not compared; what the script gave it is."""
+    store = MemoryStore()
     with CheckpointManager(store, every=3) as manager:
-        first.run(manager, 3)
+        Job(0).run(manager, 3)
         job = Job(1, lr=0.5)
-        manager.restore(job.live)
-    assert job.optimizer.param_groups[0]["lr"] == first.optimizer.param_groups[0]["lr"]
+        with pytest.raises(ResumeRefused, match=r"initial_lr: saved 0\.05, wanted 0\.5"):
+            manager.restore(job.live)
+        assert job.optimizer.param_groups[0]["lr"] == 0.5
+        manager.restore(Job(1).live)
+
+
+def test_the_peak_of_a_one_cycle_schedule_is_compared_and_what_it_cycles_is_not():
+    """V08."""
+
+    def build(max_lr):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=max_lr, total_steps=9)
+        return model, optimizer, scheduler, attach(model, optimizer, scheduler=scheduler)
+
+    store = MemoryStore()
+    model, optimizer, scheduler, live = build(0.1)
+    with CheckpointManager(store) as manager:
+        for _ in range(3):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+            live.advance(samples=1)
+        manager.save(live)
+        same = build(0.1)
+        manager.restore(same[3])
+        for key in ("lr", "betas"):
+            assert same[1].param_groups[0][key] == optimizer.param_groups[0][key]
+        with pytest.raises(ResumeRefused, match=r"max_lr: saved 0\.1, wanted 0\.2"):
+            manager.restore(build(0.2)[3])
+
+
+class HandScheduled:
+    """A loop without a scheduler: it sets the learning rate, and the weight decay, of each step by itself."""
+
+    def __init__(self, seed, *, lr=0.1, momentum=0.9, decay=0.0):
+        torch.manual_seed(seed)
+        self.model, self.lr = nn.Linear(2, 1), lr
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum, weight_decay=decay)
+        self.live = attach(self.model, self.optimizer)
+
+    def run(self, manager, steps):
+        for step in range(self.live.progress.step, steps):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr / (1 + step)
+                group["weight_decay"] = 0.01 * step
+            self.optimizer.zero_grad()
+            (self.model(torch.rand(3, 2)) - 1).square().mean().backward()
+            self.optimizer.step()
+            self.live.advance(samples=3)
+            manager.step(self.live)
+        return fingerprint(self.live.capture())
+
+
+def test_a_loop_that_sets_its_learning_rate_by_hand_resumes_exactly():
+    """V13: without a refusal or a warning, and again after a resume, though the saved rate is not the script's."""
+    with CheckpointManager(MemoryStore()) as manager:
+        wanted = HandScheduled(0).run(manager, 9)
+    store = MemoryStore()
+    for seed, stop in ((0, 3), (1, 7)):
+        with CheckpointManager(store, every=1) as manager:
+            job = HandScheduled(seed)
+            manager.restore(job.live)
+            job.run(manager, stop)
+    job = HandScheduled(2)
+    with CheckpointManager(store, every=1) as manager:
+        assert manager.restore(job.live).step == 7
+        assert job.optimizer.param_groups[0]["lr"] == 0.1 / 7
+        assert job.run(manager, 9) == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lr": 0.5}, r"\.lr: saved 0\.1, wanted 0\.5"),
+        ({"momentum": 0.8}, r"\.momentum: saved 0\.9, wanted 0\.8"),
+        ({"decay": 0.1}, r"\.weight_decay: saved 0\.0, wanted 0\.1"),
+    ],
+)
+def test_a_script_with_another_hyperparameter_is_refused_also_where_the_loop_sets_it_by_hand(change, words):
+    """V08: a rate that moved is told from another script's, because the script's is what is compared."""
+    store = MemoryStore()
+    with CheckpointManager(store, every=3) as manager:
+        HandScheduled(0).run(manager, 3)
+        job = HandScheduled(1, **change)
+        before = fingerprint(job.live.capture())
+        with pytest.raises(ResumeRefused, match=words):
+            manager.restore(job.live)
+        assert fingerprint(job.live.capture()) == before
+
+
+def test_a_policy_takes_the_learning_rate_of_the_script():
+    """V08: on purpose."""
+    store = MemoryStore()
+    with CheckpointManager(store, every=3) as manager:
+        HandScheduled(0).run(manager, 3)
+    job = HandScheduled(1, lr=0.5)
+    with CheckpointManager(store, every=1, policy={"hyperparameters": "warn"}) as manager:
+        with pytest.warns(ResumeDrift, match=r"lr: saved 0\.1, wanted 0\.5"):
+            manager.restore(job.live)
+        assert job.optimizer.param_groups[0]["lr"] == 0.5
+        job.run(manager, 4)
+        again = HandScheduled(2, lr=0.5)
+        manager.restore(again.live)
+    assert again.optimizer.param_groups[0]["lr"] == 0.5 / 4
 
 
 def test_a_policy_lets_another_batch_size_pass_where_it_divides():
