@@ -1,36 +1,51 @@
 """Planning at scale: plan_save and plan_resume for 1e3, 1e4 and 1e5 leaves; finding the newest of 1,000 checkpoints.
 
-    python benchmarks/plan.py [--json] [--quick]
+    python benchmarks/plan.py [--quick] [--json] [--check]
 
-The time for a plan includes describing the state, which every save and resume does. Growth is the exponent of a power
-law through the smallest and the largest size: 1.0 is linear.
+The time for a plan includes describing the state, which every save and resume does. A resume is planned three times:
+into the same state; into a fresh one, whose optimizer has no slots yet; and into one with another dtype in one place,
+which the policy adapts. ``trainfold.plan`` is all of it: the run, its manifest, the state and the decision. Growth is the
+exponent of a power law through the smallest and the largest size: 1.0 is linear.
 """
 
-import argparse
-import json
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
+from _targets import Target, finish, machine, make_parser
 
+import trainfold
 from trainfold.backends.collectives import SingleProcess
 from trainfold.backends.interpret import run_save
 from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import MemoryStore
-from trainfold.backends.runs import save
+from trainfold.core import resume_plan
 from trainfold.core.components import components_of
 from trainfold.core.leaves import Leaves
 from trainfold.core.manifest import Head
-from trainfold.core.resume_plan import Request, ResumePlan, Target, next_to_examine, plan_resume
+from trainfold.core.resume_plan import Request, ResumePlan, make_request, next_to_examine, plan_resume
 from trainfold.core.save_plan import plan_save
 from trainfold.core.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
-from trainfold.core.structure import describe
+from trainfold.core.structure import Described, describe
+
+LIMIT_SECS, LIMIT_GROWTH, LIMIT_NEWEST_SECS = 2.0, 1.2, 0.1
+STEP_1 = "step-00000001"
+COLUMNS = {  # key of a row: its heading
+    "plan_save_secs": "plan_save",
+    "plan_resume_secs": "plan_resume",
+    "plan_resume_fresh_secs": "... fresh",
+    "plan_resume_dtype_secs": "... dtype",
+    "read_manifest_secs": "manifest",
+    "whole_plan_secs": "trainfold.plan",
+}
+PLANS = [key for key in COLUMNS if key.startswith("plan_")]
 
 
 def big_state(leaves: int) -> TrainState:
@@ -41,6 +56,24 @@ def big_state(leaves: int) -> TrainState:
     group = ParamGroup({"lr": 1e-3}, tuple(names))
     optimizer = OptimizerState("torch.optim.adamw.AdamW", Leaves(slots), (group,))
     return TrainState(model=ModelState(Leaves(params), Leaves()), optimizer=optimizer, trainer=Progress(step=1))
+
+
+def without_slots(state: TrainState) -> TrainState:
+    """The state as a run has it before its first step."""
+    return state.evolve(optimizer=attrs.evolve(state.optimizer, slots=Leaves()))
+
+
+def with_other_dtype(state: TrainState) -> TrainState:
+    """The state with its last parameter in bfloat16."""
+    assert state.model is not None
+    params = dict(state.model.params)
+    name = list(params)[-1]
+    return state.evolve(model=attrs.evolve(state.model, params=Leaves({**params, name: params[name].bfloat16()})))
+
+
+def described(state: TrainState) -> dict[str, Described]:
+    """What a plan needs to know of a state."""
+    return {name: describe(component, name)[0] for name, component in components_of(state).items()}
 
 
 def median_secs(function: Callable[[], Any], repeats: int) -> float:
@@ -54,26 +87,39 @@ def median_secs(function: Callable[[], Any], repeats: int) -> float:
 
 
 def measure_plans(leaves: int, repeats: int) -> dict[str, float]:
-    """Median seconds of plan_save and plan_resume for a state of that many leaves."""
+    """Median seconds of each way to plan for a state of that many leaves, saved on a local disk."""
     state = big_state(leaves)
-
-    def described() -> dict[str, Any]:
-        return {name: describe(component, name)[0] for name, component in components_of(state).items()}
-
-    save_secs = median_secs(lambda: plan_save([described()], step=1), repeats)
-    store = MemoryStore()
-    save(state, store)
-    inventory = examine(store, read_inventory(store), "step-00000001")
-    outcome = plan_resume(inventory, Target(described()), Request())
-    assert isinstance(outcome, ResumePlan), outcome
-    resume_secs = median_secs(lambda: plan_resume(inventory, Target(described()), Request()), repeats)
-    examine_secs = median_secs(lambda: examine(store, read_inventory(store), "step-00000001"), repeats)
-    return {
-        "leaves": leaves,
-        "plan_save_secs": save_secs,
-        "plan_resume_secs": resume_secs,
-        "read_manifest_secs": examine_secs,
+    adapt = {"dtype": "adapt"}
+    wanted = {
+        "plan_resume_secs": (state, Request()),
+        "plan_resume_fresh_secs": (without_slots(state), Request()),
+        "plan_resume_dtype_secs": (with_other_dtype(state), make_request(policy=adapt)),
     }
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        trainfold.save(state, run)
+        store = LocalStore(run)
+
+        def read() -> Any:
+            return examine(store, read_inventory(store), STEP_1)
+
+        inventory = read()
+
+        def decide(like: TrainState, request: Request) -> Any:
+            return plan_resume(inventory, resume_plan.Target(described(like)), request)
+
+        for like, request in wanted.values():  # only plans count, and the policy has something to adapt
+            outcome = decide(like, request)
+            assert isinstance(outcome, ResumePlan), outcome
+            assert [drift.kind for drift in outcome.drifts if drift.kind == "dtype"] == ["dtype"] * bool(request.policy)
+        assert isinstance(trainfold.plan(run, like=state), ResumePlan)
+        return {
+            "leaves": leaves,
+            "plan_save_secs": median_secs(lambda: plan_save([described(state)], step=1), repeats),
+            **{key: median_secs(lambda pair=pair: decide(*pair), repeats) for key, pair in wanted.items()},
+            "read_manifest_secs": median_secs(read, repeats),
+            "whole_plan_secs": median_secs(lambda: trainfold.plan(run, like=state), repeats),
+        }
 
 
 def measure_discovery(checkpoints: int, repeats: int) -> float:
@@ -82,16 +128,17 @@ def measure_discovery(checkpoints: int, repeats: int) -> float:
     pairs = {name: describe(component, name) for name, component in components_of(state).items()}
     with tempfile.TemporaryDirectory() as folder:
         store = LocalStore(Path(folder) / "run")
-        save(state, store)
+        trainfold.save(state, store)
         run_id = read_inventory(store).run_id
         assert run_id is not None
         for step in range(2, checkpoints + 1):
-            decided = plan_save([{name: described for name, (described, _) in pairs.items()}], step=step)
+            decided = plan_save([{name: said for name, (said, _) in pairs.items()}], step=step)
             tensors = {name: tensors for name, (_, tensors) in pairs.items()}
             run_save(decided, tensors, head=Head(run_id, step), store=store, collectives=SingleProcess(), contract={})
 
         def find() -> None:
-            inventory = read_inventory(LocalStore(Path(folder) / "run"))
+            store = LocalStore(Path(folder) / "run")
+            inventory = read_inventory(store)
             while (name := next_to_examine(inventory, Request())) is not None:
                 inventory = examine(store, inventory, name)
             newest = inventory.entry(f"step-{checkpoints:08d}")
@@ -101,29 +148,35 @@ def measure_discovery(checkpoints: int, repeats: int) -> float:
         return median_secs(find, repeats)
 
 
-def main() -> None:
+def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer repeats")
-    options = parser.parse_args()
+    options = make_parser(__doc__, quick="300 and 3,000 leaves, 50 checkpoints").parse_args()
     sizes = (300, 3_000) if options.quick else (1_000, 10_000, 100_000)
+    checkpoints = 50 if options.quick else 1_000
+    around = machine()
     rows = [measure_plans(leaves, 3) for leaves in sizes]
-    count = 50 if options.quick else 1_000
-    found = measure_discovery(count, 5)
+    newest_secs = measure_discovery(checkpoints, 5)
     span = math.log(sizes[-1] / sizes[0])
-    growth = {key: math.log(rows[-1][key] / rows[0][key]) / span for key in ("plan_save_secs", "plan_resume_secs")}
-    if options.json:
-        print(json.dumps({"plans": rows, "growth": growth, "checkpoints": count, "find_newest_secs": found}))
-        return
-    print(f"{'leaves':>8} {'plan_save s':>12} {'plan_resume s':>14} {'read manifest s':>16}")
-    for row in rows:
-        print(
-            f"{row['leaves']:>8,} {row['plan_save_secs']:>12.3f} {row['plan_resume_secs']:>14.3f} {row['read_manifest_secs']:>16.3f}"
-        )
-    print(f"growth exponent: plan_save {growth['plan_save_secs']:.2f}, plan_resume {growth['plan_resume_secs']:.2f}")
-    print(f"newest of {count:,} checkpoints found and validated in {found * 1000:.1f} ms")
+    growth = {key: math.log(rows[-1][key] / rows[0][key]) / span for key in [*PLANS, "whole_plan_secs"]}
+    names = {
+        "plan_save_secs": "plan_save",
+        "plan_resume_secs": "plan_resume",
+        "plan_resume_fresh_secs": "plan_resume into a fresh optimizer",
+        "plan_resume_dtype_secs": "plan_resume with a dtype to adapt",
+    }
+    targets = [
+        *(Target(f"{names[key]}, {sizes[-1]:,} leaves, s", rows[-1][key], "<=", LIMIT_SECS) for key in PLANS),
+        *(Target(f"{names[key]}, growth exponent", growth[key], "<=", LIMIT_GROWTH) for key in PLANS),
+        Target(f"newest of {checkpoints:,} checkpoints, s", newest_secs, "<=", LIMIT_NEWEST_SECS),
+    ]
+    table = [
+        f"{'leaves':>8}" + "".join(f" {heading:>14}" for heading in COLUMNS.values()) + "   (seconds)",
+        *(f"{row['leaves']:>8,}" + "".join(f" {row[key]:>14.4f}" for key in COLUMNS) for row in rows),
+        f"{'growth':>8}" + "".join(f" {growth[key]:>14.2f}" if key in growth else f"{'':15}" for key in COLUMNS),
+    ]
+    found = {"machine": around, "plans": rows, "growth": growth}
+    return finish(options, {**found, "checkpoints": checkpoints, "find_newest_secs": newest_secs}, targets, table)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The benchmarks: each runs, says what it measured against which target, and measures what it says. Never how fast."""
+
+import json
+import math
+import os
+import runpy
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+KEYS = {
+    "plan": {"plans", "growth", "checkpoints", "find_newest_secs"},
+    "save": {"size_gb", "rounds", "rows", "inner", "same_bits"},
+    "step": {"rows"},
+}
+TARGETS = {
+    "plan": ["plan_save,", "plan_resume,", "fresh optimizer,", "dtype to adapt,", "growth exponent", "newest of"],
+    "save": ["raw ceiling", "torch.save", "dcp.save", "safetensors", "CPU-s per GB", "fresh pages", "live memory"],
+    "step": ["time", "first steps too", "peak memory", "same bits"],
+}
+
+
+def run_benchmark(root, folder, name, *options):
+    """The JSON that a benchmark prints, alone on its standard output."""
+    done = subprocess.run(
+        [sys.executable, root / "benchmarks" / f"{name}.py", "--quick", "--json", *options],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr  # a miss fails nobody who has not asked for it
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def targets(root):
+    """The names of the benchmarks' own module."""
+    return SimpleNamespace(**runpy.run_path(str(root / "benchmarks" / "_targets.py")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(KEYS))
+def test_a_benchmark_prints_json_with_every_target_and_leaves_nothing_behind(root, tmp_path, name):
+    found = run_benchmark(root, tmp_path, name)
+    assert KEYS[name] | {"quick", "machine", "targets"} == found.keys()
+    assert found["quick"] is True
+    assert found["machine"]["threads"] == 1
+    for target in found["targets"]:
+        assert target.keys() == {"name", "value", "relation", "limit", "ratio", "met"}
+        assert math.isfinite(target["value"]), "it measured something"
+    said = [target["name"] for target in found["targets"]]
+    assert all(any(part in name for name in said) for part in TARGETS[name]), said
+    assert list(tmp_path.iterdir()) == []
+    check_bits(found)
+
+
+def check_bits(found):
+    """Whatever says something about bits says that they are the same."""
+    for row in [found, *(row for row in found.get("rows", []) if isinstance(row, dict))]:
+        assert row.get("same_bits", True) is True
+    assert all(target["met"] for target in found["targets"] if "same bits" in target["name"])
+
+
+@pytest.mark.parametrize(
+    ("value", "relation", "limit", "ratio", "met"),
+    [
+        (0.9, ">=", 0.75, 1.2, True),
+        (0.6, ">=", 0.75, 0.8, False),
+        (1.0, ">", 1.0, 1.0, False),
+        (1.0, "<=", 2.0, 2.0, True),
+        (4.0, "<=", 2.0, 0.5, False),
+    ],
+)
+def test_a_target_says_by_how_much_it_is_met_whichever_way_it_points(targets, value, relation, limit, ratio, met):
+    target = targets.Target("a figure", value, relation, limit)
+    assert target.ratio == pytest.approx(ratio)
+    assert target.met is met
+    assert str(target).endswith("met" if met else "MISSED")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_miss_is_printed_and_fails_only_where_a_check_is_asked_for(targets, capsys, tmp_path, as_json):
+    judged = [targets.Target("good", 1.0, ">=", 0.5), targets.Target("bad", 1.0, ">=", 2.0)]
+    options = targets.make_parser("what it is", quick="little").parse_args(["--json"] if as_json else [])
+    options.out = tmp_path / "figures.json"
+    assert targets.finish(options, {"rows": []}, judged, ["a table"]) == 0
+    printed = capsys.readouterr().out
+    figures = json.loads(options.out.read_text())
+    assert [target["met"] for target in figures["targets"]] == [True, False]
+    if as_json:
+        assert json.loads(printed) == figures
+    else:
+        assert printed.startswith("a table")
+        assert [line.split()[-1] for line in printed.splitlines()[-2:]] == ["met", "MISSED"]
+    options.check = True
+    assert targets.finish(options, {}, judged, []) == 1
+    assert targets.finish(options, {}, judged[:1], []) == 0
