@@ -103,7 +103,7 @@ def judge(totals: Totals, targets: list[torch.nn.Parameter], *, normalised: bool
             where,
             expected="a finite loss and gradient norm on every rank",
             found=f"loss {loss_sum / weight}, gradient norm {grad_norm}{_blame(totals)}",
-            mend="nothing was updated: go on from error.skipped to leave this batch out, or lower the learning rate",
+            mend="nothing was updated: go on from error.skipped, which is past this batch, or lower the learning rate",
         )
     return Verdict(
         loss=loss_sum / weight,

@@ -6,11 +6,14 @@ from typing import Any, final
 
 import torch
 
-from trainfold.core.errors import InvalidState, SpecMismatch
+from trainfold.core.errors import InvalidArgument, InvalidState, SpecMismatch
 from trainfold.core.init import check_real
 from trainfold.core.names import BufferSlot, named_tensors
 from trainfold.core.spec import AnySpec, diff_specs, leaf_spec
 from trainfold.core.state import ModelState
+
+_COMMUNICATE = ("torch.nn.parallel", "torch.distributed")
+_SILENT = "torch.distributed.algorithms._checkpoint"  # activation checkpointing, which lives there all the same
 
 
 @final
@@ -180,6 +183,25 @@ def check_model(
                 expected=f"a tensor on {mould.device}, where the model is",
                 found=f"one on {value.device}",
                 mend="move the model there before the step is made",
+            )
+
+
+def check_silent(model: torch.nn.Module) -> None:
+    """Check that a backward of the model talks to nobody: a step adds up over the ranks itself, once a window.
+
+    Wrappers are known by where their classes come from, so that nothing of torch.distributed is imported here.
+
+    Raises:
+        InvalidArgument: naming the first submodule that communicates: DDP, FSDP, and their like.
+    """
+    for name, module in model.named_modules():
+        origins = [cls.__module__ for cls in type(module).__mro__]
+        if any(origin.startswith(_COMMUNICATE) and not origin.startswith(_SILENT) for origin in origins):
+            raise InvalidArgument(
+                f"model.{name}" if name else "model",
+                expected="a module whose backward does not communicate",
+                found=f"{type(module).__module__}.{type(module).__qualname__}",
+                mend="pass the module inside (model.module for DDP) and collectives=..., and the step averages over ranks",
             )
 
 

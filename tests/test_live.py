@@ -10,6 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainfold.adapters.live import Live, attach
@@ -293,6 +295,45 @@ def test_wrappers_at_any_depth_leave_no_trace_in_names():
     assert list(wrapped.capture().model.params) == list(wrapped.capture().optimizer.slots) == names
     plain.restore(wrapped.capture())
     wrapped.restore(plain.capture())
+
+
+def ddp(model):
+    return DistributedDataParallel(model)
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def checkpointed(model):
+    model[0] = checkpoint_wrapper(model[0])
+    return checkpoint_wrapper(model)
+
+
+@pytest.mark.parametrize("wrap", [ddp, compiled, checkpointed])
+def test_the_wrappers_of_torch_itself_leave_no_trace_in_names(wrap):
+    """B11, P27: DDP over a real process group, a compiled module, activation checkpointing."""
+
+    def build(wrap):
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        live = attach(model, optimizer)
+        live.advance(samples=2)
+        return live
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped, plain = build(wrap), build(lambda model: model)
+        names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert list(wrapped.capture().model.params) == list(wrapped.capture().optimizer.slots) == names
+        plain.restore(wrapped.capture())
+        wrapped.restore(plain.capture())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_optimizer_state_is_keyed_by_name_and_survives_another_order():

@@ -9,10 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from trainfold.backends.collectives import run_threads
+from trainfold.backends.inventory import read_inventory
+from trainfold.backends.memory import MemoryStore
+from trainfold.backends.runs import load, save
 from trainfold.core import schedule as schedules
 from trainfold.core import tree
+from trainfold.core.cursor import make_cursor
 from trainfold.core.errors import (
     InvalidArgument,
     InvalidBatch,
@@ -23,6 +31,7 @@ from trainfold.core.errors import (
     SharedStorage,
     SpecMismatch,
 )
+from trainfold.core.fingerprint import fingerprint
 from trainfold.core.init import init_state
 from trainfold.core.leaves import Leaves
 from trainfold.core.loss import Loss
@@ -300,7 +309,7 @@ def test_any_pair_of_pure_functions_is_an_optimizer():
     sgd = optimizer(torch.optim.SGD, lr=0.5)
     decay = schedules.linear(4)
     mine, theirs = init_state(model, (init, update)), init_state(model, sgd)
-    my_step = make_step(model, net_loss, (init, update), schedule=decay, clip_norm=1.0, donate=True)
+    my_step = make_step(model, net_loss, (init, update), schedule=decay, clip_norm=1.0)
     their_step = make_step(model, net_loss, sgd, schedule=decay, clip_norm=1.0)
     for index in range(3):
         before = tree.map_tensors(torch.clone, mine)
@@ -449,6 +458,46 @@ def test_a_loss_that_is_not_finite_stops_before_anything_changed(donate, scale, 
     assert_same_bits(after.model, reference.model)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_loop_gets_past_a_bad_batch_and_reads_every_other_sample_once(donate, accumulate):
+    """A09: a step that was skipped has advanced the data position too, over the end of an epoch as well."""
+    sgd = optimizer(torch.optim.SGD, lr=0.5)
+    model, state = linear_state(sgd)
+    length, size, epochs = 20, 4, 3
+    x = torch.ones(length, 2)
+    x[7] = float("nan")
+    step = make_step(model, linear_loss, sgd, accumulate=accumulate, donate=donate)
+    state = state.evolve(dataset=make_cursor(length, seed=3))
+    read, bad = [], []
+    for _ in range(epochs * length // size):  # the shape of examples/functional_loop.py
+        cursor = state.dataset
+        chosen = cursor.batch_across(size)
+        try:
+            state, _ = step(state, {"x": x[torch.from_numpy(chosen)], "mask": torch.ones(size)})
+        except NonFinite as error:
+            state = error.skipped
+            bad.append(chosen)
+            continue
+        state = state.evolve(dataset=cursor.advance(size))
+        read.extend(chosen.tolist())
+    assert len(bad) == epochs
+    assert all(7 in chosen for chosen in bad)
+    everything = sorted(read + [index for chosen in bad for index in chosen.tolist()])
+    assert everything == sorted(list(range(length)) * epochs)
+    assert state.dataset == make_cursor(length, seed=3, epoch=epochs)
+    assert (state.trainer.step, state.trainer.samples) == (epochs * (length // size - 1), epochs * length)
+
+
+def test_a_skipped_step_leaves_a_position_of_another_kind_to_the_caller():
+    sgd = optimizer(torch.optim.SGD, lr=0.5)
+    model, state = linear_state(sgd)
+    state = state.evolve(dataset={"shard": 3})
+    with pytest.raises(NonFinite, match=r"go on from error\.skipped") as caught:
+        make_step(model, linear_loss, sgd)(state, {"x": torch.full((2, 2), float("nan")), "mask": torch.ones(2)})
+    assert caught.value.skipped.dataset == {"shard": 3}
+
+
 def test_a_gradient_that_is_not_finite_stops_although_the_loss_is():
     def loss_fn(model, batch):
         return Loss(sum=(model(batch) * 0).abs().sqrt().sum(), weight=len(batch))
@@ -467,12 +516,14 @@ def test_a_bad_loss_on_one_rank_stops_all_ranks_and_is_named(bad_rank):
 
     def rank(ranks):
         step = make_step(model, linear_loss, sgd, donate=True, collectives=ranks)
-        mine = tree.map_tensors(torch.clone, state)
+        mine = tree.map_tensors(torch.clone, state).evolve(dataset=make_cursor(100, next_index=97))
         x = torch.ones(2, 2) * (float("nan") if ranks.rank == bad_rank else 1.0)
         with pytest.raises(NonFinite) as caught:
             step(mine, {"x": x, "mask": torch.ones(2)})
-        assert_same_bits(mine, state)
+        assert_same_bits(mine.model, state.model)
+        assert_same_bits(mine.optimizer, state.optimizer)
         assert caught.value.skipped.trainer.samples == 6
+        assert caught.value.skipped.dataset == make_cursor(100, epoch=1, next_index=3)
         return str(caught.value)
 
     messages = run_threads(3, rank)
@@ -518,22 +569,33 @@ def test_a_rank_that_fails_in_its_forward_does_not_leave_the_others_waiting():
 # --- boundaries, schedules and counters ------------------------------------------------------------------------------
 
 
-def test_a_state_exists_only_at_a_boundary():
-    """A05, A06: a window of k microbatches is one call, one step of the counter, and one state."""
-    seen = []
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_state_exists_only_at_a_boundary(donate):
+    """A05, A06: whoever looks, logs or saves inside a window of k microbatches finds the state before it, bit for bit.
+
+    The loss function stands for every hook: it is called in the middle of windows, and looks at the run from there.
+    """
+    sgd = optimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
+    run, store = {}, MemoryStore()
+    boundaries, inside, logged = [], [], []
 
     def loss_fn(model, batch):
-        seen.append(len(batch["x"]))
+        inside.append((len(batch["x"]), run["state"].trainer.step, fingerprint(run["state"])))
+        save(run["state"], store)
         return linear_loss(model, batch)
 
-    sgd = optimizer(torch.optim.SGD, lr=0.5)
-    model, state = linear_state(sgd)
-    step = make_step(model, loss_fn, sgd, accumulate=4, donate=True)
-    for index in range(3):
-        state, _ = step(state, {"x": torch.ones(8, 2), "mask": torch.ones(8)})
-        assert state.trainer.step == index + 1
-    assert seen == [2] * 12
-    assert (state.trainer.samples, state.trainer.tokens) == (24, 24)
+    model, run["state"] = linear_state(sgd)
+    step = make_step(model, loss_fn, sgd, accumulate=3, donate=donate)
+    for index in range(4):
+        boundaries.append((index, fingerprint(run["state"])))
+        run["state"], metrics = step(run["state"], {"x": torch.ones(6, 2), "mask": torch.ones(6)})
+        logged.append((run["state"].trainer.step, metrics["weight"]))
+    assert inside == [(2, *boundary) for boundary in boundaries for _ in range(3)]
+    assert logged == [(1, 6.0), (2, 6.0), (3, 6.0), (4, 6.0)]
+    assert [entry.head.step for entry in read_inventory(store).entries] == [0, 1, 2, 3]
+    for index, digests in boundaries:
+        assert fingerprint(load(store, like=run["state"], step=index)) == digests
+    assert (run["state"].trainer.samples, run["state"].trainer.tokens) == (24, 24)
 
 
 def test_counters_stay_exact_past_two_to_the_fifty():
@@ -607,6 +669,18 @@ def test_steps_in_flight_in_threads_do_not_share_a_template():
 # --- names, ties and refusals ----------------------------------------------------------------------------------------
 
 
+def make_mlp():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh())
+        model.add_module("head", torch.nn.Linear(3, 1))
+        return model
+
+
+def mlp_loss(model, batch):
+    return Loss(sum=model(batch).square().sum(), weight=len(batch))
+
+
 class Wrapper(torch.nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -624,6 +698,57 @@ def test_wrappers_do_not_show_in_a_state():
     assert_same_bits(init_state(plain, adamw()), init_state(wrapped, adamw()))
     state, _ = make_step(wrapped, net_loss, adamw())(init_state(plain, adamw()), make_batch(0))
     assert "embed.weight" in state.model.params
+
+
+@pytest.fixture
+def process_group():
+    """A world of one process, for wrappers that ask for one."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def checkpointed(model):
+    model.head = checkpoint_wrapper(model.head)
+    return checkpoint_wrapper(model)
+
+
+@pytest.mark.parametrize("wrap", [compiled, checkpointed])
+def test_the_wrappers_of_torch_leave_no_trace_in_a_state_nor_in_its_steps(wrap):
+    """B11: the same names, and the same bits of a step where the wrapper does not change the arithmetic."""
+    plain, wrapped = make_mlp(), wrap(make_mlp())
+    assert any(name.startswith(("_orig_mod.", "_checkpoint_wrapped")) for name, _ in wrapped.named_modules())
+    state = init_state(plain, adamw())
+    assert_same_bits(state, init_state(wrapped, adamw()))
+    batch = torch.ones(3, 2)
+    assert_same_bits(
+        make_step(plain, mlp_loss, adamw())(state, batch)[0], make_step(wrapped, mlp_loss, adamw())(state, batch)[0]
+    )
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_model_that_communicates_is_named_and_refused_while_its_weights_are_welcome():
+    """B11: a step of DDP would average over the ranks a second time; its names are canonical all the same."""
+    plain, wrapped = make_mlp(), DistributedDataParallel(make_mlp())
+    state = init_state(wrapped, adamw())
+    assert_same_bits(init_state(plain, adamw()), state)
+    with pytest.raises(InvalidArgument, match=r"^model: .*DistributedDataParallel; pass the module inside"):
+        make_step(wrapped, mlp_loss, adamw())
+    inside = torch.nn.Sequential(plain, DistributedDataParallel(make_mlp()))
+    with pytest.raises(InvalidArgument, match=r"^model\.1: "):
+        make_step(inside, mlp_loss, adamw())
+    make_step(wrapped.module, mlp_loss, adamw())(state, torch.ones(3, 2))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_model_that_fsdp_sharded_is_refused():
+    sharded = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(InvalidArgument, match=r"FSDPLinear; pass the module inside"):
+        make_step(sharded, mlp_loss, adamw())
 
 
 @given(st.lists(st.sampled_from(["module", "_orig_mod", "h", "0", "_checkpoint_wrapped_module"]), min_size=1))
@@ -692,6 +817,7 @@ def test_a_buffer_that_the_forward_assigns_anew_is_carried_on():
         (lambda m, o: make_step(m, net_loss, o, accumulate=0), InvalidArgument),
         (lambda m, o: make_step(m, net_loss, o, clip_norm=0.0), InvalidArgument),
         (lambda m, o: make_step(net_loss, net_loss, o), InvalidArgument),
+        (lambda m, o: make_step(m, net_loss, (o.init, o.update), donate=True), InvalidArgument),
         (lambda m, o: make_step(copy.deepcopy(m).to("meta"), net_loss, o), InvalidState),
         (lambda m, o: make_step(torch.nn.LazyLinear(2), net_loss, o), InvalidState),
         (lambda m, o: make_step(m, lambda *_: 1.0, o)(init_state(m, o), make_batch(0)), InvalidArgument),
@@ -716,7 +842,7 @@ def test_what_cannot_work_has_a_named_error(call, error):
 
 def test_the_contract_is_plain_scalars():
     contract = make_step(make_net(), net_loss, adamw(), accumulate=2, clip_norm=1).contract
-    assert contract == {"accumulate": 2, "clip_norm": 1.0, "optimizer": "torch.optim.adamw.AdamW", "masters": False}
+    assert contract == {"accumulate": 2, "clip_norm": 1.0}
 
 
 def test_states_that_were_rebuilt_from_leaves_go_on_with_the_same_bits():
