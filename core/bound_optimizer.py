@@ -56,6 +56,7 @@ class BoundOptimizer:
         self._pairs = [(params[name], self.targets[name]) for name in self._low]
         self._torch: torch.optim.Optimizer | None = None
         self._groups: tuple[ParamGroup, ...] = ()
+        self._covered: tuple[tuple[str, ...], ...] | None = None
         self._slots: dict[str, Any] | None = None
         self._masters: dict[str, torch.Tensor] | None = None
         self._order: list[str] = []
@@ -78,7 +79,10 @@ class BoundOptimizer:
                 found=state.kind,
                 mend="make the step with the optimizer that the state was made with, or make a new optimizer state",
             )
-        check_cover(state.groups, self._params)
+        members = tuple(group.params for group in state.groups)
+        if members != self._covered:  # from step to step the tuples are the same objects, and no name is looked at
+            check_cover(state.groups, self._params)
+            self._covered = members
         self._bind_masters(state)
         slots = state.slots.alive()
         check_slots(slots, state.groups, self._params)

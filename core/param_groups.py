@@ -1,6 +1,7 @@
 """Param groups by FQN: which parameter has which hyperparameters, as a function of its name alone."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -59,12 +60,12 @@ def check_cover(groups: tuple[ParamGroup, ...], names: Iterable[str]) -> None:
     Raises:
         InvalidState: naming what is missing, unknown or there twice.
     """
-    held = [name for group in groups for name in group.params]
-    wanted = list(names)
+    held = Counter(name for group in groups for name in group.params)
+    wanted = dict.fromkeys(names)
     wrong = {
-        "missing": [name for name in wanted if name not in set(held)],
-        "unknown": [name for name in dict.fromkeys(held) if name not in set(wanted)],
-        "twice": sorted({name for name in held if held.count(name) > 1}) if len(set(held)) != len(held) else [],
+        "missing": [name for name in wanted if name not in held],
+        "unknown": [name for name in held if name not in wanted],
+        "twice": sorted(name for name, count in held.items() if count > 1),
     }
     if any(wrong.values()):
         raise InvalidState(

@@ -6,11 +6,13 @@ import attrs
 import pytest
 import torch
 
-from trainfold.core import tree
+from trainfold.core import bound_optimizer, tree
 from trainfold.core.errors import InvalidArgument, InvalidState, MastersRebuilt, UnsupportedOptimizer
 from trainfold.core.leaves import Leaves
 from trainfold.core.masters import refresh_masters
 from trainfold.core.optim import optimizer
+from trainfold.core.param_groups import check_cover
+from trainfold.core.state import ParamGroup
 
 SHAPES = {"h.0.weight": (5, 3), "h.0.scale": (3,), "h.1.weight": (4, 5), "never": (2, 2), "late": (3, 2)}
 MATRICES = {name: shape for name, shape in SHAPES.items() if len(shape) == 2}
@@ -231,6 +233,54 @@ def test_a_state_of_another_optimizer_or_model_is_refused():
         adam.update({}, adam.init({k: v for k, v in start.items() if k != "late"}), start)
     with pytest.raises(InvalidState, match="nobody"):
         adam.update({"nobody": torch.ones(1)}, adam.init(start), start)
+
+
+class Looked(str):
+    """A name that counts how often it is hashed or compared."""
+
+    __slots__ = ()
+    count = 0
+
+    def __hash__(self):
+        Looked.count += 1
+        return super().__hash__()
+
+    def __eq__(self, other):
+        Looked.count += 1
+        return super().__eq__(other)
+
+
+def looks_of(check):
+    Looked.count = 0
+    check()
+    return Looked.count
+
+
+@pytest.mark.parametrize("size", [10, 1000])
+def test_the_names_of_groups_are_checked_in_linear_time(size):
+    """The looks at each name, and not the seconds, are what is bounded."""
+    names = [Looked(f"layer.{index}.weight") for index in range(size)]
+    groups = (ParamGroup({}, tuple(names[::2])), ParamGroup({}, tuple(names[1::2])))
+    assert looks_of(lambda: check_cover(groups, names)) <= 10 * size
+    wrong = (ParamGroup({}, (*names[1:], *names[1:3], "other")),)
+    Looked.count = 0
+    with pytest.raises(InvalidState, match=r"missing: \['layer\.0.*unknown: \['other.*twice: \['layer\.1\..*layer\.2"):
+        check_cover(wrong, names)
+    assert Looked.count <= 10 * size
+
+
+def test_groups_that_did_not_change_are_not_checked_again(monkeypatch):
+    """A step that does not donate binds a copy of the state each time; its names are those of the step before."""
+    checks = []
+    monkeypatch.setattr(bound_optimizer, "check_cover", lambda groups, names: checks.append(groups))
+    sgd = optimizer(torch.optim.SGD, lr=0.1)
+    params = {"a": torch.nn.Parameter(torch.ones(2)), "b": torch.nn.Parameter(torch.ones(2))}
+    state, bound = sgd.init(params), sgd.bound_to(params)
+    for _ in range(3):
+        bound.bind(tree.map_tensors(torch.clone, state))
+    assert len(checks) == 1
+    bound.bind(attrs.evolve(state, groups=(ParamGroup(state.groups[0].hyper, ("a",)),)))
+    assert len(checks) == 2
 
 
 def test_a_parameter_without_slots_is_fine_and_one_with_a_part_of_them_is_damage():
