@@ -8,10 +8,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from trainfold.backends.memory import MemoryStore
+from trainfold.backends.runs import load, save
 from trainfold.core import tree
-from trainfold.core.cursor import check_cursor, make_cursor, sample_order
-from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState
+from trainfold.core.cursor import DataCursor, check_cursor, make_cursor, sample_order
+from trainfold.core.errors import (
+    CheckpointError,
+    CheckpointHostile,
+    DataPositionMismatch,
+    InvalidArgument,
+    InvalidState,
+)
 from trainfold.core.partition import shard_of
+from trainfold.core.state import TrainState, make_progress
 
 seeds = st.integers(0, 2**64 - 1)
 epochs = st.integers(0, 2**40)
@@ -247,6 +256,40 @@ def test_a_position_in_a_dataset_of_another_length_is_refused():
     """G02: a position is validated against the dataset's size."""
     with pytest.raises(DataPositionMismatch, match="99 samples"):
         check_cursor(make_cursor(100), length=99)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"epoch": -3}, "epoch"),
+        ({"next_index": 99}, "next_index"),
+        ({"next_index": 8}, "next_index"),
+        ({"next_index": -1}, "next_index"),
+        ({"next_index": 1.5}, "next_index"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_a_saved_position_that_cannot_be_is_not_resumed(fields, field):
+    """G02: the class takes anything, since trees put specs in it; what comes from a checkpoint is checked."""
+    store = MemoryStore()
+    good = {"epoch": 0, "next_index": 0, "length": 8, "seed": 0}
+    state = TrainState(trainer=make_progress(step=3), dataset=DataCursor(**{**good, **fields}))
+    save(state, store)
+    like = state.evolve(dataset=make_cursor(8, seed=state.dataset.seed if field != "seed" else 0))
+    with pytest.raises(CheckpointHostile, match=rf"step-00000003: state\.dataset\.{field}: .*reset="):
+        load(store, like=state, step=3)
+    with pytest.raises(CheckpointError, match=rf"state\.dataset\.{field}"):
+        load(store, like=state)
+    anew = load(store, like=like, reset={"dataset": "the position was lost"}, policy={"dataset": "adapt"})
+    assert anew.dataset == like.dataset
+    assert anew.trainer == state.trainer
+
+
+def test_a_saved_position_that_can_be_is_resumed():
+    store = MemoryStore()
+    state = TrainState(trainer=make_progress(step=3), dataset=make_cursor(8, epoch=2, next_index=7))
+    save(state, store)
+    assert load(store, like=state.evolve(dataset=make_cursor(8))).dataset == state.dataset
 
 
 @pytest.mark.parametrize("call", [lambda c: c.batch(0), lambda c: c.batch_across(0), lambda c: c.advance(-1)])
