@@ -4,7 +4,8 @@ Training is a fold: ``state' = step(state, batch)``. Where to begin::
 
     init_state, make_step, optimizer, Loss                  compose a run from functions
     bind_model                                              call the model with a state's parameters, to evaluate
-    constant, linear, cosine, wsd                           schedules: functions of the step
+    constant, linear, cosine, wsd, horizon                  schedules: functions of the step
+    check_plan, accumulation_steps, windows                 how many microbatches make a step, before a model exists
     save, plan, load, fingerprint                           a state to a run on a disk, and back, or every reason why not
     attach, CheckpointManager                               the same for mutable torch objects
     TrainState, select, merge                               the value, and its components
@@ -42,7 +43,12 @@ if TYPE_CHECKING:
     from trainfold.core.components import validate_components as validate_components
     from trainfold.core.cursor import DataCursor as DataCursor
     from trainfold.core.cursor import make_cursor as make_cursor
+    from trainfold.core.errors import CheckpointDamaged as CheckpointDamaged
+    from trainfold.core.errors import NonFinite as NonFinite
+    from trainfold.core.errors import RestoreRefused as RestoreRefused
     from trainfold.core.errors import ResumeRefused as ResumeRefused
+    from trainfold.core.errors import RunLocked as RunLocked
+    from trainfold.core.errors import SaveFailed as SaveFailed
     from trainfold.core.errors import StateDonated as StateDonated
     from trainfold.core.errors import TrainfoldError as TrainfoldError
     from trainfold.core.fingerprint import fingerprint as fingerprint
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
     from trainfold.core.init import init_state as init_state
     from trainfold.core.leaves import Leaves as Leaves
     from trainfold.core.loss import Loss as Loss
+    from trainfold.core.masters import refresh_masters as refresh_masters
     from trainfold.core.optim import Optimizer as Optimizer
     from trainfold.core.optim import optimizer as optimizer
     from trainfold.core.partition import even_split as even_split
@@ -87,6 +94,7 @@ if TYPE_CHECKING:
     from trainfold.core.state import make_progress as make_progress
     from trainfold.core.step import make_step as make_step
     from trainfold.core.window import accumulation_steps as accumulation_steps
+    from trainfold.core.window import check_plan as check_plan
     from trainfold.core.window import windows as windows
     from trainfold.core.world import Collectives as Collectives
     from trainfold.core.world import World as World
@@ -94,6 +102,7 @@ if TYPE_CHECKING:
 
 
 _MODULE_OF = {
+    "CheckpointDamaged": "trainfold.core.errors",
     "CheckpointManager": "trainfold.adapters.manager",
     "CheckpointPassedOver": "trainfold.backends.runs",
     "Collectives": "trainfold.core.world",
@@ -109,6 +118,7 @@ _MODULE_OF = {
     "Loss": "trainfold.core.loss",
     "MemoryStore": "trainfold.backends.memory",
     "ModelState": "trainfold.core.state",
+    "NonFinite": "trainfold.core.errors",
     "Opaque": "trainfold.core.state",
     "Optimizer": "trainfold.core.optim",
     "OptimizerState": "trainfold.core.state",
@@ -116,9 +126,12 @@ _MODULE_OF = {
     "Permutation": "trainfold.core.permutation",
     "Progress": "trainfold.core.state",
     "Refusal": "trainfold.core.resume_plan",
+    "RestoreRefused": "trainfold.core.errors",
     "ResumeDrift": "trainfold.backends.runs",
     "ResumePlan": "trainfold.core.resume_plan",
     "ResumeRefused": "trainfold.core.errors",
+    "RunLocked": "trainfold.core.errors",
+    "SaveFailed": "trainfold.core.errors",
     "SavePlan": "trainfold.core.save_plan",
     "SaveResult": "trainfold.backends.interpret",
     "ScalarSpec": "trainfold.core.spec",
@@ -132,6 +145,7 @@ _MODULE_OF = {
     "accumulation_steps": "trainfold.core.window",
     "attach": "trainfold.adapters.live",
     "bind_model": "trainfold.core.forward",
+    "check_plan": "trainfold.core.window",
     "constant": "trainfold.core.schedule",
     "cosine": "trainfold.core.schedule",
     "diff_specs": "trainfold.core.spec",
@@ -153,6 +167,7 @@ _MODULE_OF = {
     "plan": "trainfold.backends.runs",
     "plan_resume": "trainfold.core.resume_plan",
     "plan_save": "trainfold.core.save_plan",
+    "refresh_masters": "trainfold.core.masters",
     "sample_order": "trainfold.core.permutation",
     "save": "trainfold.backends.runs",
     "seed_of": "trainfold.core.rng",
