@@ -2,7 +2,7 @@
 
 import errno
 
-from trainfold.core.errors import CheckpointMissing, CheckpointTorn, NoSpace, NotWritable, SaveFailed
+from trainfold.core.errors import CheckpointForeign, CheckpointMissing, CheckpointTorn, NoSpace, NotWritable, SaveFailed
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -37,6 +37,16 @@ def no_space(where: str, *, needed_bytes: int, free_bytes: int) -> NoSpace:
         expected=f"{needed_bytes} bytes free",
         found=f"{free_bytes}",
         mend="free some space (`trainfold prune`) or save elsewhere; nothing was written",
+    )
+
+
+def not_a_directory(path: str) -> CheckpointForeign:
+    """The refusal of a run's path at which, or on the way to which, there is something else than a directory."""
+    return CheckpointForeign(
+        path,
+        expected="a directory",
+        found="a file, or a link that leads to none",
+        mend="give the path of a run, or of a place where one can be made",
     )
 
 

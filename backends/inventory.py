@@ -1,9 +1,12 @@
 """Reading what a run holds: names and heads first, one manifest whole only when a plan asks for it."""
 
+import itertools
+
 import attrs
 
 from trainfold.backends.protocols import Store
 from trainfold.core.errors import (
+    CheckpointDamaged,
     CheckpointForeign,
     CheckpointHostile,
     CheckpointMissing,
@@ -12,7 +15,7 @@ from trainfold.core.errors import (
     TrainfoldError,
 )
 from trainfold.core.inventory import Entry, Inventory, Problem, problem_of
-from trainfold.core.manifest import HEAD_LIMIT_BYTES, MANIFEST_LIMIT_BYTES, Manifest
+from trainfold.core.manifest import HEAD_BYTES, HEAD_LIMIT_BYTES, MANIFEST_LIMIT_BYTES, Manifest
 from trainfold.core.manifest_reader import check_structures, decode_head, decode_manifest
 from trainfold.core.save_plan import MANIFEST, step_of
 from trainfold.core.scalars import canonical_json
@@ -20,6 +23,8 @@ from trainfold.core.strict import single_name, strict_json
 
 RUN_FILE = "run.json"
 RUN_VERSION = 1
+_LENGTH_BYTES = 8  # of a safetensors header's length
+_OTHER_FORMATS = (".safetensors", ".safetensors.index.json", ".bin.index.json", ".distcp", ".pt", ".pth", ".ckpt")
 _OLDER = "use an older checkpoint of the run"
 
 
@@ -59,11 +64,11 @@ def read_run_id(store: Store) -> str | None:
     size = store.size(RUN_FILE)
     if size is None:
         return None
-    if size > HEAD_LIMIT_BYTES:
+    if size > HEAD_BYTES:
         raise CheckpointHostile(
-            where, expected=f"at most {HEAD_LIMIT_BYTES} bytes", found=size, mend="restore the file"
+            where, expected=f"at most {HEAD_BYTES} bytes", found=size, mend="restore the file"
         )
-    document = strict_json(store.read(RUN_FILE, start=0, stop=HEAD_LIMIT_BYTES), where)
+    document = strict_json(store.read(RUN_FILE, start=0, stop=HEAD_BYTES), where)
     if document.get("format") != "trainfold-run":
         raise CheckpointForeign(
             where, expected="a trainfold run", found=sorted(document)[:4], mend="choose another folder"
@@ -82,6 +87,24 @@ def run_document(run_id: str) -> bytes:
         b'{"format":"trainfold-run","version":1,"run_id":"a1"}'
     """
     return canonical_json({"format": "trainfold-run", "version": RUN_VERSION, "run_id": run_id})
+
+
+def check_place(store: Store) -> None:
+    """Check that a run is here, or that one may begin here; reads names alone and writes nothing.
+
+    A folder with a user's logs and configs may become a run. A checkpoint, a folder of runs, checkpoints whose run file is
+    lost, and another format's weights may not (V04, V15).
+
+    Raises:
+        CheckpointForeign: saying which of these it is.
+        FutureVersion: if a newer trainfold made the run.
+        CheckpointHostile: if its run file is not what trainfold writes.
+    """
+    if read_run_id(store) is not None:
+        return
+    names = store.list("")
+    entries = tuple(_entry(store, name, None) for name in names if step_of(name) is not None)
+    _check_new(store, names, entries)
 
 
 def examine(store: Store, inventory: Inventory, name: str) -> Inventory:
@@ -116,15 +139,22 @@ def read_manifest(store: Store, name: str) -> Manifest:
         raise _no_manifest(store, name)
     if size > MANIFEST_LIMIT_BYTES:
         raise CheckpointHostile(where, expected=f"at most {MANIFEST_LIMIT_BYTES} bytes", found=size, mend=_OLDER)
-    manifest = decode_manifest(store.read(f"{name}/{MANIFEST}", start=0, stop=size), where)
-    check_structures(manifest, where)
+    try:
+        manifest = decode_manifest(store.read(f"{name}/{MANIFEST}", start=0, stop=size), where)
+        check_structures(manifest, where)
+    except MemoryError:
+        raise CheckpointHostile(
+            where, expected="a manifest that fits into memory", found=f"{size} bytes", mend=_OLDER
+        ) from None
     return manifest
 
 
 def _entry(store: Store, name: str, run_id: str | None) -> Entry:
     where = f"{store.url}/{name}/{MANIFEST}"
     try:
-        data = store.read(f"{name}/{MANIFEST}", start=0, stop=HEAD_LIMIT_BYTES)
+        data = store.read(f"{name}/{MANIFEST}", start=0, stop=HEAD_BYTES)
+        if len(data) == HEAD_BYTES and b",\n" not in data:  # a run that was rewound some hundred times
+            data = store.read(f"{name}/{MANIFEST}", start=0, stop=HEAD_LIMIT_BYTES)
         head = decode_head(data, where)
     except CheckpointMissing:
         return Entry(name, None, problem=problem_of(_no_manifest(store, name)))
@@ -140,14 +170,42 @@ def _entry(store: Store, name: str, run_id: str | None) -> Entry:
 def _run_problem(store: Store, run_id: str | None, names: list[str], entries: tuple[Entry, ...]) -> Problem | None:
     if run_id is not None:
         return None
-    if any(entry.head is not None for entry in entries):
-        return problem_of(
-            CheckpointForeign(store.url, expected=RUN_FILE, found="checkpoints without it",
-                              mend="restore run.json, or copy the whole run")
-        )  # fmt: skip
+    try:
+        _check_new(store, names, entries)
+    except CheckpointForeign as error:
+        return problem_of(error)
     return problem_of(
         CheckpointMissing(store.url, expected="a run", found=f"{names[:4] or 'nothing'}", mend="save into it first, or point at a run")
     )  # fmt: skip
+
+
+def _check_new(store: Store, names: list[str], entries: tuple[Entry, ...]) -> None:
+    """Check that a place without a run file is nothing that a person could have meant as a run."""
+    if any(entry.head is not None for entry in entries):
+        raise CheckpointForeign(store.url, expected=RUN_FILE, found="checkpoints without it",
+                                mend="restore run.json, copy the whole run, or save into another folder")  # fmt: skip
+    if MANIFEST in names:
+        raise CheckpointForeign(store.url, expected="a run", found=f"one checkpoint, with its {MANIFEST}",
+                                mend="name the run, which is the folder above it, and the step with step=")  # fmt: skip
+    runs = [name for name in names if _is_run(store, name)]
+    if runs:
+        raise CheckpointForeign(store.url, expected="one run", found=f"a folder of {len(runs)}: {runs[:8]}",
+                                mend=f"name one of them, such as {runs[0]}")  # fmt: skip
+    others = [name for name in names if name.endswith(_OTHER_FORMATS) or _is_torch_weights(name)]
+    if others:
+        raise CheckpointForeign(store.url, expected="a trainfold run", found=f"another format: {others[:4]}",
+                                mend="use a folder of its own for the run; load these weights into the model yourself")  # fmt: skip
+
+
+def _is_run(store: Store, name: str) -> bool:
+    try:
+        return store.size(f"{name}/{RUN_FILE}") is not None
+    except (TrainfoldError, OSError):  # a file, a link, or a folder that is closed to us
+        return False
+
+
+def _is_torch_weights(name: str) -> bool:
+    return name.startswith("pytorch_model") and name.endswith(".bin")
 
 
 def _belongs(store: Store, manifest: Manifest, name: str, run_id: str | None) -> None:
@@ -159,15 +217,29 @@ def _belongs(store: Store, manifest: Manifest, name: str, run_id: str | None) ->
 
 
 def _files_are_there(store: Store, manifest: Manifest, name: str) -> None:
-    for file in manifest.files:
+    """Check sizes, and of each file the 8 bytes on which other readers of it rely to find the tensors."""
+    first: dict[int, int] = {}
+    for component in manifest.components:
+        for record in itertools.chain.from_iterable(component.tensors):
+            for shard in record.shards:
+                first[shard.file] = min(shard.start, first.get(shard.file, shard.start))
+    for index, file in enumerate(manifest.files):
+        where = f"{store.url}/{name}/{file.name}"
         size = store.size(f"{name}/{file.name}")
         if size != file.size_bytes:
             raise CheckpointTorn(
-                f"{store.url}/{name}/{file.name}",
+                where,
                 expected=f"{file.size_bytes} bytes",
                 found="no such file" if size is None else f"{size} bytes",
                 mend=_OLDER,
             )
+        if index in first:
+            found = int.from_bytes(store.read(f"{name}/{file.name}", start=0, stop=_LENGTH_BYTES), "little")
+            wanted = first[index] - _LENGTH_BYTES
+            if found != wanted:
+                raise CheckpointDamaged(
+                    where, expected=f"a header of {wanted} bytes", found=f"one of {found}", mend=_OLDER
+                )
 
 
 def _foreign(where: str, expected: str, step: int, run_id: str) -> Problem:

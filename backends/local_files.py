@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from trainfold.backends import run_lock
-from trainfold.backends.failures import missing
-from trainfold.core.errors import CheckpointForeign, CheckpointHostile
+from trainfold.backends.failures import missing, not_a_directory
+from trainfold.core.errors import CheckpointHostile
 
 STAGED_PREFIX: Final = ".tmp-"
 _NAME_BYTES: Final = 255
@@ -40,8 +40,14 @@ def open_directory(root: str, directory: str) -> Iterator[int]:
     except OSError as error:
         if error.errno not in {errno.ENOTDIR, errno.ELOOP}:
             raise
-        kind = CheckpointHostile if directory else CheckpointForeign
-        raise kind(path, expected="a directory", found="something else", mend="give the path of a run") from error
+        if not directory:
+            raise not_a_directory(path) from error
+        raise CheckpointHostile(
+            path,
+            expected="a directory",
+            found="a link or a file",
+            mend="copy the real directory there if you trust it; trainfold follows no links inside a run",
+        ) from error
     try:
         yield fd
     finally:
@@ -86,15 +92,23 @@ def not_a_file(where: str) -> CheckpointHostile:
 
 
 def make_directories(root: str, directory: str) -> None:
-    """Make a run's directory and one below it; their entries above the run are durable on return."""
+    """Make a run's directory and one below it; their entries above the run are durable on return.
+
+    Raises:
+        CheckpointForeign: when there is a file on the way.
+        OSError: when they cannot be made.
+    """
     made = []
     above = os.path.abspath(root)  # noqa: PTH100
     while not os.path.isdir(above):  # noqa: PTH112
         made.append(above)
         above = os.path.dirname(above)  # noqa: PTH120
     for path in reversed(made):
-        with suppress(FileExistsError):
+        try:
             os.mkdir(path)  # noqa: PTH102
+        except (FileExistsError, NotADirectoryError) as error:
+            if not os.path.isdir(path):  # noqa: PTH112
+                raise not_a_directory(path) from error
         sync_directory(os.path.dirname(path))  # noqa: PTH120
     if directory:
         with suppress(FileExistsError):

@@ -16,7 +16,9 @@ from trainfold.backends.protocols import Store
 from trainfold.core.codec import DIGEST_PREFIX, STORED, size_bytes, tensor_bytes, torch_dtype
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, InvalidArgument
 
-__all__ = ["FileHeader", "HeaderEntry", "OpensFiles", "ReadRequest", "read_header", "read_tensor", "read_tensors"]
+__all__ = [
+    "FileHeader", "HeaderEntry", "OpensFiles", "ReadRequest", "fresh_tensor", "read_header", "read_tensor", "read_tensors",
+]  # fmt: skip
 
 PIECE_BYTES: Final = 512 << 10  # hashed while it is still in the core's own cache
 _THREADS: Final = 2
@@ -93,15 +95,17 @@ def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Te
 
     Raises:
         CheckpointTorn: when a file is missing or too short.
-        CheckpointHostile: when a request contradicts itself: a range of another size than dtype and shape have.
+        CheckpointHostile: when a request contradicts itself: a range of another size than dtype and shape have; or when
+            what is asked for does not fit into memory.
         CheckpointDamaged: when the bytes that were read have another digest.
         InvalidArgument: when an ``out`` has another dtype or shape.
     """
     sizes: dict[str, int | None] = {}
     for request in requests:
         _check(store, request, sizes)
+    _check_memory(store, requests)
     # here and not in the threads, each of which would make the allocator keep another heap
-    targets = [_target(request) for request in requests]
+    targets = [_target(store, request) for request in requests]
     runs = [list(run) for run in _by_file(requests)]
     total_bytes = sum(request.stop - request.start for request in requests)
     if total_bytes < _THREADED_FROM_BYTES or len(requests) == 1 or (os.cpu_count() or 1) == 1:
@@ -112,6 +116,34 @@ def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Te
         with ThreadPoolExecutor(_THREADS, "trainfold-read") as pool:
             list(pool.map(partial(_read_run, store, requests, targets), shares))
     return [_given(request, target) for request, target in zip(requests, targets, strict=True)]
+
+
+def fresh_tensor(shape: tuple[int, ...], dtype: str, where: str) -> torch.Tensor:
+    """New CPU memory for a tensor of a checkpoint; a file with holes can claim terabytes and be small on disk (U05).
+
+    Raises:
+        CheckpointHostile: when the memory cannot be had.
+
+    Examples:
+        >>> fresh_tensor((2, 3), "float32", "w").shape
+        torch.Size([2, 3])
+    """
+    try:
+        return torch.empty(shape, dtype=torch_dtype(dtype))
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        raise _too_large(where, "memory for it", size_bytes(dtype, shape)) from error
+
+
+def _check_memory(store: Store, requests: Sequence[ReadRequest]) -> None:
+    """Refuse what cannot fit before touching any of it: where memory is overcommitted the allocator would not refuse."""
+    fresh = [request for request in requests if request.out is None]
+    wanted = sum(request.stop - request.start for request in fresh)
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted > limit:
+        largest = max(fresh, key=lambda request: request.stop - request.start)
+        raise _too_large(
+            f"{store.url}/{largest.name} {largest.path}".rstrip(), f"at most the {limit} bytes of memory here", wanted
+        )
 
 
 def _check(store: Store, request: ReadRequest, sizes: dict[str, int | None]) -> None:
@@ -164,11 +196,11 @@ def _split(requests: Sequence[ReadRequest], run: list[int], limit_bytes: int) ->
         yield share
 
 
-def _target(request: ReadRequest) -> torch.Tensor:
+def _target(store: Store, request: ReadRequest) -> torch.Tensor:
     """The tensor to read into: ``out`` itself where its memory lies as a file does, else a fresh one."""
     if request.out is not None and _lies_plainly(request.out):
         return request.out.detach()
-    return torch.empty(request.shape, dtype=torch_dtype(request.dtype))
+    return fresh_tensor(request.shape, request.dtype, f"{store.url}/{request.name} {request.path}".rstrip())
 
 
 def _given(request: ReadRequest, target: torch.Tensor) -> torch.Tensor:
@@ -219,3 +251,8 @@ def _lies_plainly(tensor: torch.Tensor) -> bool:
 
 def _hostile(where: str, expected: object, found: object) -> CheckpointHostile:
     return CheckpointHostile(where, expected=expected, found=found, mend="do not use this checkpoint")
+
+
+def _too_large(where: str, expected: str, needed_bytes: int) -> CheckpointHostile:
+    mend = "if you trust this checkpoint, load it where there is more memory, or fewer components; else an older one"
+    return CheckpointHostile(where, expected=expected, found=f"{needed_bytes} bytes to load", mend=mend)

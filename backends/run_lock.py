@@ -3,6 +3,7 @@
 import fcntl
 import os
 import socket
+import stat
 from typing import Final
 
 from trainfold.core.errors import CheckpointHostile, RunLocked
@@ -25,7 +26,7 @@ def acquire(root: str) -> int:
 
     Raises:
         RunLocked: naming the holder.
-        CheckpointHostile: when the lock file is a link.
+        CheckpointHostile: when the lock file is a link or anything else but a file.
         OSError: when it cannot be made.
     """
     path = os.path.join(root, LOCK_NAME)  # noqa: PTH118  # one string, no object, on a path used once a save
@@ -33,11 +34,12 @@ def acquire(root: str) -> int:
     try:
         fd = os.open(path, flags, 0o666)
     except OSError as error:
-        if os.path.islink(path):  # noqa: PTH114
-            raise CheckpointHostile(
-                path, expected="a lock file", found="a link", mend="remove it; see who put it there"
-            ) from error
+        if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+            raise _planted(path) from error
         raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _planted(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -56,6 +58,15 @@ def acquire(root: str) -> int:
     os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     _HELD.add(fd)
     return fd
+
+
+def _planted(path: str) -> CheckpointHostile:
+    return CheckpointHostile(
+        path,
+        expected="a regular file to lock",
+        found="a link, a directory or a special file",
+        mend="see who put it there, and remove it",
+    )
 
 
 def release(fd: int) -> None:

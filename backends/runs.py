@@ -11,18 +11,17 @@ import attrs
 
 from trainfold.backends.collectives import SingleProcess
 from trainfold.backends.interpret import SaveResult, library_versions, run_resume, run_save
-from trainfold.backends.inventory import RUN_FILE, examine, read_inventory, read_run_id, run_document
+from trainfold.backends.inventory import RUN_FILE, check_place, examine, read_inventory, read_run_id, run_document
 from trainfold.backends.local import LocalStore
 from trainfold.backends.protocols import Collectives, Store
 from trainfold.core.components import components_of, select
 from trainfold.core.contract import checked_contract, contract_of
 from trainfold.core.errors import (
     CheckpointDamaged,
-    CheckpointForeign,
-    CheckpointMissing,
-    CheckpointTorn,
+    CheckpointError,
     CommitConflict,
     InvalidState,
+    RankFailed,
     RanksDisagree,
     ResumeRefused,
     TrainfoldError,
@@ -108,6 +107,8 @@ def save(  # noqa: PLR0913 - keywords
     ranks = world.gather({name: described for name, (described, _) in pairs.items()})
     agreed = checked_contract({**contract_of(state), **(contract or {})})
     step = int(state.trainer.step)
+    if world.rank == 0:
+        check_place(store)  # before the lock, which is a file
     with store.lock() if lock and world.rank == 0 else nullcontext():
         head, old = world.broadcast(_decide(store, step) if world.rank == 0 else None) or _never()
         decided = plan_save(ranks, step=step, revision=head.revision)
@@ -215,20 +216,20 @@ def load(  # noqa: PLR0913 - keywords
         if isinstance(outcome, Refusal):
             raise ResumeRefused(store.url, outcome)
         state, failure = _attempt(outcome, like, store)
-        failed = next((each for each in world.gather(None if failure is None else problem_of(failure)) if each), None)
-        if failed is None and state is not None:
+        failed = [each for each in world.gather(None if failure is None else _told(failure)) if each is not None]
+        if not failed and state is not None:
             _warn(outcome)
             return state
-        if step is not None and failure is not None:
-            raise failure
-        inventory = _without(inventory, outcome.checkpoint, failed)
+        if step is not None or not all(may_fall_back for _, may_fall_back in failed):
+            raise failure or _elsewhere(store, failed[0][0])
+        inventory = _without(inventory, outcome.checkpoint, failed[0][0])
 
 
 def _decide(store: Store, step: int) -> tuple[Head, bytes | None]:
     """The head of the next checkpoint, and the manifest that it replaces; the run is made here if it is new."""
     run_id = read_run_id(store)
     if run_id is None:
-        _check_new(read_inventory(store))
+        check_place(store)
         with suppress(CommitConflict):  # somebody made the run in the meantime: theirs is the id
             store.commit(RUN_FILE, run_document(uuid.uuid4().hex))
         run_id = read_run_id(store)
@@ -240,18 +241,6 @@ def _decide(store: Store, step: int) -> tuple[Head, bytes | None]:
         return head, None
     old = store.read(name, start=0, stop=size)
     return attrs.evolve(head, revision=_revision(store, step) + 1), old
-
-
-def _check_new(inventory: Inventory) -> None:
-    """A run is not begun among checkpoints whose run file is lost: they would become foreign to it."""
-    found = [entry.name for entry in inventory.entries if entry.head is not None]
-    if found:
-        raise CheckpointForeign(
-            f"{inventory.run}/{RUN_FILE}",
-            expected="the file that names the run of these checkpoints",
-            found=f"none, and {found[-3:]}",
-            mend="restore run.json, or save into another folder",
-        )
 
 
 def _revision(store: Store, step: int) -> int:
@@ -293,10 +282,24 @@ def _agree(outcome: ResumePlan | Refusal, store: Store, world: Collectives) -> N
 
 
 def _attempt(outcome: ResumePlan, like: TrainState, store: Store) -> tuple[TrainState | None, TrainfoldError | None]:
+    """The state, or what was in the way; it is not raised yet, since the other ranks wait to hear of it."""
     try:
         return run_resume(outcome, like, store=store), None
-    except (CheckpointDamaged, CheckpointTorn, CheckpointMissing) as error:
+    except TrainfoldError as error:
         return None, error
+    except OSError as error:
+        where = f"{store.url}/{outcome.checkpoint}"
+        mend = "look at the device and its log, or load another checkpoint"
+        return None, CheckpointDamaged(where, expected="files that can be read", found=error, mend=mend)
+
+
+def _told(failure: TrainfoldError) -> tuple[Problem, bool]:
+    """What the other ranks hear: the problem, and whether an older checkpoint may be free of it."""
+    return problem_of(failure), isinstance(failure, CheckpointError)
+
+
+def _elsewhere(store: Store, problem: Problem) -> RankFailed:
+    return RankFailed(store.url, expected="every rank to load its part", found=problem, mend=problem.mend)
 
 
 def _without(inventory: Inventory, name: str, problem: Problem | None) -> Inventory:

@@ -18,6 +18,7 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import ResumeDrift, save
 from trainfold.core.errors import (
+    CheckpointForeign,
     IncompleteWindow,
     InvalidArgument,
     InvalidState,
@@ -220,6 +221,34 @@ def test_an_empty_run_starts_fresh_and_says_so(caplog, tmp_path):
     assert restored.is_fresh
     assert restored.step == 0
     assert "starts fresh" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["runs", "runs/a/step-00000001", "runs/a/latest", "weights"])
+def test_a_path_given_by_mistake_is_no_fresh_start(place, tmp_path):
+    """V04: several runs in one place raise. V15: another format is not taken for an empty run. V02."""
+    for name in ("a", "b"):
+        save(TrainState(trainer=Progress(step=1)), tmp_path / "runs" / name)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").write_bytes(b"x")
+    before = sorted(path for path in tmp_path.rglob("*") if path.name != ".lock")
+    job = Job(0)
+    with CheckpointManager(tmp_path / place) as manager:
+        with pytest.raises(ResumeRefused, match="CheckpointForeign"):
+            manager.restore(job.live)
+        with pytest.raises(CheckpointForeign):
+            manager.save(job.live)
+    assert sorted(path for path in tmp_path.rglob("*") if path.name != ".lock") == before
+
+
+def test_a_run_whose_only_checkpoint_cannot_be_read_is_no_fresh_start(tmp_path):
+    """V02: only a run that holds nothing starts fresh; one of a newer version, or a damaged one, is something."""
+    save(TrainState(trainer=Progress(step=1)), tmp_path)
+    manifest = tmp_path / "step-00000001" / "manifest.json"
+    good = manifest.read_bytes()
+    for bad in (good.replace(b'"schema_version":1', b'"schema_version":9'), b"", b"{}", good[:-9]):
+        manifest.write_bytes(bad)
+        with CheckpointManager(tmp_path) as manager, pytest.raises(ResumeRefused):
+            manager.restore(Job(0).live)
 
 
 def test_what_a_killed_first_save_left_behind_is_a_fresh_start_too(tmp_path):

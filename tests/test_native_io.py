@@ -196,6 +196,48 @@ def test_an_absurd_request_is_refused_before_memory_is_allocated(changed, error,
         read_tensor(store, f"{DIRECTORY}/{plan.name}", **{**given, **changed})
 
 
+@pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
+def test_memory_that_cannot_be_had_is_a_named_error(error, monkeypatch):
+    """U05: a size that agrees with dtype, shape and file, and that no machine has room for."""
+    store = MemoryStore()
+    plan, found, leaves = written(store, {"a": torch.arange(9.0)})
+
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(CheckpointHostile) as caught:
+        read_tensors(store, requests(plan, found))
+    assert next(iter(leaves)) in caught.value.where
+    assert caught.value.found == "36 bytes to load"
+    assert caught.value.mend
+
+
+def test_more_than_the_machine_has_is_refused_before_any_of_it_is_touched(monkeypatch):
+    """U05: where memory is overcommitted the allocator does not refuse, and the process would be killed."""
+
+    class Huge(MemoryStoreLike):
+        def size(self, name):
+            return 1 << 61
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: pytest.fail("memory was allocated"))
+    request = ReadRequest("a/b", 8, 8 + (1 << 60), "uint8", "U8", (1 << 60,), "xxh3:" + "0" * 32, "w")
+    with pytest.raises(CheckpointHostile, match="memory here, found 1152921504606846976 bytes"):
+        read_tensors(Huge(), [request])
+
+
+def test_a_shape_that_overflows_without_an_element_is_a_named_error():
+    """U05: its range is of no bytes, so neither the file nor the memory speaks against it."""
+    store = MemoryStore()
+    plan, _, _ = written(store, {"a": torch.arange(9.0)})
+    name = f"{DIRECTORY}/{plan.name}"
+    with pytest.raises(CheckpointHostile):
+        read_tensor(
+            store, name, start=8, stop=8, dtype="uint8", stored="U8", shape=(1 << 62, 1 << 62, 1 << 62, 0),
+            digest="xxh3:" + "0" * 32,
+        )  # fmt: skip
+
+
 # --- the writer ------------------------------------------------------------------------------------------------------
 
 

@@ -101,7 +101,7 @@ def test_a_folder_of_another_format_is_not_a_run(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
     (tmp_path / "config.json").write_text("{}")
     fresh, _, _ = trained(0)
-    with pytest.raises(ResumeRefused, match="CheckpointMissing"):
+    with pytest.raises(ResumeRefused, match="CheckpointForeign"):
         trainfold.load(tmp_path, like=fresh)
 
 
