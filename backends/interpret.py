@@ -19,6 +19,7 @@ from trainfold.core.cursor import DataCursor, check_cursor
 from trainfold.core.errors import CheckpointHostile, InvalidState, SaveFailed, TrainfoldError
 from trainfold.core.fingerprint import component_fingerprint
 from trainfold.core.manifest import (
+    HEAD_LIMIT_BYTES,
     ComponentRecord,
     FileRecord,
     Head,
@@ -27,14 +28,15 @@ from trainfold.core.manifest import (
     TensorRecord,
     encode_manifest,
 )
-from trainfold.core.manifest_reader import decode_manifest
+from trainfold.core.manifest_reader import decode_head, decode_manifest
 from trainfold.core.masters import refresh_masters
 from trainfold.core.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.save_plan import MANIFEST, ComponentPlan, SavePlan, intersect
 from trainfold.core.scalars import Json
 from trainfold.core.shard import Shard
+from trainfold.core.slot_homes import beside_params, laid_out_like
 from trainfold.core.spec import Box
-from trainfold.core.state import OptimizerState, ParamGroup, TrainState
+from trainfold.core.state import ModelState, OptimizerState, ParamGroup, TrainState
 from trainfold.core.structure import places, rebuild
 
 
@@ -114,6 +116,7 @@ def run_save(  # noqa: PLR0913 - keywords
             _check_sizes(plan, store)
             data = encode_manifest(manifest)
             decode_manifest(data, plan.directory)
+            decode_head(data[:HEAD_LIMIT_BYTES], plan.directory)
             store.commit(
                 f"{plan.directory}/{MANIFEST}", data, replaces=None if replaces is None else digest_of(replaces)
             )
@@ -280,11 +283,15 @@ def _component(plan: ResumePlan, action: ComponentAction, mine: Mapping[str, Any
 
     if action.verb == "adopt":
         built = rebuild(node, action.name, lambda index, as_numpy: take(index, records[index].path, as_numpy=as_numpy))
-        return _with_kept_hyper(built, wanted, action.kept) if isinstance(built, OptimizerState) else built
+        if not isinstance(built, OptimizerState):
+            return built
+        model = mine.get("model")
+        placed = beside_params(built, model.params) if isinstance(model, ModelState) else built
+        return _with_kept_hyper(placed, wanted, action.kept)
     leaves = []
     for path, leaf in targets.items():
         if path in action.kept or path not in at:
-            leaves.append(leaf)
+            leaves.append(leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)  # the new state shares nothing
         elif at[path].tensor is None:
             leaves.append(at[path].value)
         else:
@@ -340,11 +347,7 @@ def _assemble(store: Store, directory: str, manifest: Manifest, record: TensorRe
 
 
 def _onto(value: torch.Tensor, target: Any) -> torch.Tensor:
-    if isinstance(target, Shard):
-        target = target.tensor
-    if isinstance(target, torch.Tensor) and target.device.type not in ("cpu", "meta"):
-        return value.to(target.device)
-    return value
+    return laid_out_like(value, target.tensor if isinstance(target, Shard) else target)
 
 
 def _with_kept_hyper(saved: OptimizerState, wanted: Any, kept: tuple[str, ...]) -> OptimizerState:

@@ -24,7 +24,7 @@ from trainfold.backends.local_files import (
 from trainfold.backends.names import MANIFEST, directory_of, is_component, split_name
 from trainfold.backends.protocols import Buffer
 from trainfold.core.codec import digest_of
-from trainfold.core.errors import CheckpointForeign, CommitConflict
+from trainfold.core.errors import CheckpointForeign, CommitConflict, InvalidArgument
 
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _MARGIN_BYTES: Final = 1 << 20  # directories, the manifest, and what the filesystem keeps about them
@@ -52,7 +52,11 @@ class LocalStore:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._root = os.fspath(path).rstrip("/") or "/"
+        given = os.fspath(path)
+        if not given:
+            raise InvalidArgument("path", expected="a directory", found="an empty name", mend="name the run's directory")
+        self._url = given.rstrip("/") or "/"
+        self._root = os.path.abspath(given)  # noqa: PTH100  # a later chdir must not move the run
         self._mutex = threading.Lock()
         self._swapping = threading.Lock()
         self._lock_fd: int | None = None
@@ -60,10 +64,10 @@ class LocalStore:
     @property
     def url(self) -> str:
         """The path as it was given."""
-        return self._root
+        return self._url
 
     def __repr__(self) -> str:
-        return f"LocalStore({self._root!r})"
+        return f"LocalStore({self._url!r})"
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -203,7 +207,7 @@ class LocalStore:
 
     def reserve(self, size_bytes: int) -> None:
         """See `Store.reserve`: free space by ``statvfs``, and a file made and removed."""
-        existing = os.path.abspath(self._root)  # noqa: PTH100
+        existing = self._root
         while not os.path.exists(existing):  # noqa: PTH110
             existing = os.path.dirname(existing)  # noqa: PTH120
         with self._named_errors(""):

@@ -1,5 +1,6 @@
 """The comparison of what a checkpoint holds with what a run wants: components leaf by leaf, contracts key by key."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -31,13 +32,27 @@ class Findings:
         return found.verdict
 
 
-def compare_component(
-    name: str, saved: ComponentRecord, part: int, wanted: Described | None, findings: Findings
+def compare_component(  # noqa: PLR0911, PLR0913 - one return for each way to take a component
+    name: str,
+    saved: ComponentRecord,
+    part: int,
+    wanted: Described | None,
+    findings: Findings,
+    *,
+    dims: Mapping[str, int],
 ) -> tuple[Literal["load", "adopt"], dict[str, str], tuple[str, ...]]:
     """Compare one component and say how it is taken.
 
     A component that the target lacks, and one whose structure belongs to its owner (`Opaque`), is adopted as it was
     saved. An optimizer's slots are adopted too, because they appear lazily; they are checked for wholeness.
+
+    Args:
+        name: the component.
+        saved: what the checkpoint has.
+        part: which of its structures.
+        wanted: what the target has, or None.
+        findings: where drifts and problems are noted.
+        dims: FQN -> number of dimensions of each saved parameter.
 
     Returns:
         The verb, path -> dtype to cast to, and the paths that keep the target's values.
@@ -47,14 +62,14 @@ def compare_component(
         return "adopt", {}, ()
     if _alike(node, saved.tensors[part], wanted):
         if _node_class(node) == _OPTIMIZER:
-            _whole_slots(node, findings)
+            _whole_slots(node, dims, findings)
             return "adopt", {}, ()
         return "load", {}, ()
     have = specs_of_node(node, name, [record.spec for record in saved.tensors[part]])
     want = specs_of_node(wanted.node, name, list(wanted.tensors.values()))
     if _node_class(node) == _OPTIMIZER and _node_class(wanted.node) == _OPTIMIZER:
         _optimizer_groups(node, wanted.node, findings)
-        _whole_slots(node, findings)
+        _whole_slots(node, dims, findings)
         masters = f"{name}.masters["
         have = {path: spec for path, spec in have.items() if path.startswith(masters) or _in_both_slots(path, want)}
         want = {path: spec for path, spec in want.items() if path.startswith(masters) or path in have}
@@ -64,6 +79,12 @@ def compare_component(
             )
             want = {path: spec for path, spec in want.items() if not path.startswith(masters)}
         cast, kept = _leaf_drifts(have, want, findings)
+        return "adopt", cast, kept
+    if name == "optimizer" and _node_class(wanted.node) != _OPTIMIZER:
+        shared = set(have) & set(want)  # a user's own optimizer may make its slots lazily too
+        cast, kept = _leaf_drifts(
+            {p: have[p] for p in have if p in shared}, {p: want[p] for p in want if p in shared}, findings
+        )
         return "adopt", cast, kept
     if have and want and not set(have) & set(want):
         findings.problems.append(
@@ -180,7 +201,7 @@ def _group_params(node: Json) -> set[str]:
         return set()
 
 
-def _whole_slots(node: Json, findings: Findings) -> None:
+def _whole_slots(node: Json, dims: Mapping[str, int], findings: Findings) -> None:
     """A parameter without slots never had a gradient; one with fewer slots than its group's others is corrupt (B10)."""
     slots: dict[str, frozenset[str]] = {}
     try:
@@ -193,14 +214,19 @@ def _whole_slots(node: Json, findings: Findings) -> None:
         )  # fmt: skip
         return
     for params in groups:
-        # They need not be alike, as Adafactor keeps other slots for a vector than for a matrix; a part of what
-        # another has is a loss.
-        kinds = {slots[fqn] for fqn in params if slots.get(fqn)}
+        # They need not be alike, as Adafactor keeps other slots for a vector than for a matrix and Shampoo one for each
+        # dimension; among parameters of as many dimensions, a part of what another has is a loss.
+        kinds: dict[int | None, set[frozenset[str]]] = defaultdict(set)
+        for fqn in params:
+            if slots.get(fqn):
+                kinds[dims.get(fqn)].add(slots[fqn])
         odd = [
-            f"{fqn} has {sorted(slots[fqn])}" for fqn in params if any(slots.get(fqn, kind) < kind for kind in kinds)
+            f"{fqn} has {sorted(slots[fqn])}"
+            for fqn in params
+            if any(slots.get(fqn, kind) < kind for kind in kinds[dims.get(fqn)])
         ]
         if odd:
-            most = max(kinds, key=len)
+            most = max((kind for each in kinds.values() for kind in each), key=len)
             findings.problems.append(
                 Problem("SpecMismatch", "optimizer.slots", f"slots such as {sorted(most)}, whole, for each parameter that has any", "; ".join(odd[:8]),
                         "the optimizer state is incomplete: use another checkpoint, or reset={'optimizer': why}", 20)

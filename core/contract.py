@@ -15,8 +15,7 @@ STEP_PREFIX = "step."
 
 
 def contract_of(state: TrainState) -> dict[str, Json]:
-    """What a state itself says about the run: optimizer and hyperparameters, schedule and horizon,
-    dataset, and what the step that trained it must keep.
+    """What a state itself says: optimizer, hyperparameters, schedule, horizon, dataset, and what its step must keep.
 
     Args:
         state: any state; components that it does not have add nothing.
@@ -31,7 +30,7 @@ def contract_of(state: TrainState) -> dict[str, Json]:
     found: dict[str, Any] = {f"{STEP_PREFIX}{name}": value for name, value in state.contract.items()}
     if isinstance(state.optimizer, OptimizerState):
         found |= _optimizer(state.optimizer)
-    if isinstance(state.scheduler, Mapping):
+    if isinstance(state.scheduler, Mapping) and isinstance(state.scheduler.get("kind"), str):
         found |= {f"scheduler.{name}": value for name, value in state.scheduler.items()}
     if attrs.has(type(state.dataset)):
         found |= {

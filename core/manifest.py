@@ -16,7 +16,8 @@ from trainfold.core.spec import Box, LeafSpec
 from trainfold.core.upgrade import SCHEMA_VERSION
 
 FORMAT = "trainfold"
-HEAD_LIMIT_BYTES = 4096
+HEAD_BYTES = 4096  # what is read of each manifest to order them; longer heads are read on, up to the limit
+HEAD_LIMIT_BYTES = 2**20
 MANIFEST_LIMIT_BYTES = 2**29
 TAIL = b',\n"digest":"'
 END = b'"}\n'

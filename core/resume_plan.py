@@ -352,11 +352,19 @@ def _action(name: str, manifest: Manifest, target: Target, request: Request, fin
             return ComponentAction(name, "keep", note="saved for another world")
         part = target.rank
     records = saved.tensors[part]
-    verb, cast, kept = compare_component(name, saved, part, wanted, findings)
+    verb, cast, kept = compare_component(name, saved, part, wanted, findings, dims=_dims(manifest))
     used = [record for record in records if record.path not in findings.ignored]
     size = sum(shard.stop - shard.start for record in used for shard in record.shards)
     note = "the target has none" if wanted is None else ""
     return ComponentAction(name, verb, part, len(used), size, cast, kept, note)
+
+
+def _dims(manifest: Manifest) -> dict[str, int]:
+    """FQN -> number of dimensions of each saved parameter."""
+    model = manifest.component("model")
+    prefix, suffix = "model.params['", "']"
+    records = () if model is None else model.tensors[0]
+    return {r.path[len(prefix) : -len(suffix)]: len(r.shape) for r in records if r.path.startswith(prefix)}
 
 
 def _with_targets_choices(action: ComponentAction, drifts: Sequence[Drift]) -> ComponentAction:
@@ -374,13 +382,18 @@ def _with_targets_choices(action: ComponentAction, drifts: Sequence[Drift]) -> C
 
 
 def _passed_over(inventory: Inventory, manifest: Manifest) -> tuple[Problem, ...]:
+    """What might have been preferred: newer ones with a problem, and every one that has a manifest and no readable head."""
     chosen = (manifest.head.timeline, manifest.head.step)
+    newer = f"step-{manifest.head.step:08d}"
     return tuple(
         entry.problem
         for entry in inventory.entries
         if entry.problem is not None
-        and (entry.head is None or (entry.head.timeline, entry.head.step) > chosen)
-        and (entry.head is not None or entry.name > f"step-{manifest.head.step:08d}")
+        and (
+            (entry.head.timeline, entry.head.step) > chosen
+            if entry.head is not None
+            else entry.name > newer or entry.problem.error != "CheckpointTorn"
+        )
     )
 
 

@@ -115,8 +115,8 @@ class Step:
         if differs:
             raise ContractMismatch(
                 "state.contract",
-                expected=", ".join(f"{name}={state.contract[name]}" for name in differs),
-                found="a step with " + ", ".join(f"{name}={self.contract[name]}" for name in differs),
+                expected=", ".join(f"{name}={state.contract[name]!r}" for name in differs),
+                found="a step with " + ", ".join(f"{name}={self.contract[name]!r}" for name in differs),
                 mend="make the step as it was, or accept the change: state.evolve(contract={})",
             )
 

@@ -6,10 +6,12 @@ from torch import nn
 
 import trainfold
 from trainfold import Loss
+from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
-from trainfold.core.errors import ContractMismatch, ResumeRefused
+from trainfold.core.errors import ContractMismatch, InvalidArgument, ResumeRefused
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.resume_plan import Refusal
+from trainfold.properties import laws
 
 
 def loss_fn(model, batch):
@@ -128,7 +130,7 @@ def test_a_state_holds_its_next_step_to_what_trained_it():
     resumed = trainfold.load(store, like=fresh)
     assert resumed.contract == {"accumulate": 4, "clip_norm": 1.0}
     other = trainfold.make_step(model, loss_fn, sgd, accumulate=2)
-    with pytest.raises(ContractMismatch, match="accumulate=4, clip_norm=1.0") as caught:
+    with pytest.raises(ContractMismatch, match=r"accumulate=4, clip_norm=1\.0") as caught:
         other(resumed, torch.ones(4, 4))
     assert caught.value.mend
     assert other(resumed.evolve(contract={}), torch.ones(4, 4))[0].trainer.step == 2
@@ -148,3 +150,30 @@ def test_selecting_and_merging_keep_the_contract():
     assert trainfold.select(whole, ["model"]).contract == whole.contract
     parts = trainfold.select(whole, ["model"]), trainfold.select(whole, ["optimizer", "scheduler", "trainer", "rng"])
     assert trainfold.merge(*parts) == whole
+
+
+def test_a_convolution_in_channels_last_resumes_bit_for_bit():
+    """V13: the same bits after a resume, whatever the memory format."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(
+        memory_format=torch.channels_last
+    )
+    adamw = trainfold.optimizer(torch.optim.AdamW, lr=1e-2)
+    step = trainfold.make_step(model, loss_fn, adamw, donate=True)
+    batches = [torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last) for _ in range(5)]
+    laws.resumes_exactly(step, trainfold.init_state(model, adamw), batches, at=[2])
+
+
+def test_a_run_stays_where_it_is_when_the_process_changes_its_directory(tmp_path, monkeypatch):
+    """P33: relative paths; an open store does not move with chdir, and an empty name is no run."""
+    monkeypatch.chdir(tmp_path)
+    store = LocalStore("runs/a")
+    _, step, state = trained()
+    trainfold.save(state, store)
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    trainfold.save(step(state, torch.ones(2, 4))[0], store)
+    assert sorted(path.name for path in (tmp_path / "runs" / "a").glob("step-*")) == ["step-00000003", "step-00000004"]
+    assert not (tmp_path / "sub" / "runs").exists()
+    with pytest.raises(InvalidArgument):
+        LocalStore("")

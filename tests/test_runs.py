@@ -22,6 +22,8 @@ from trainfold.core.errors import (
 )
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.leaves import Leaves
+from trainfold.core.manifest import encode_manifest
+from trainfold.core.manifest_reader import decode_manifest
 from trainfold.core.resume_plan import Refusal, ResumePlan
 from trainfold.core.shard import make_shard
 from trainfold.core.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
@@ -288,11 +290,15 @@ def test_slots_that_are_missing_for_some_parameters_only_are_legal_and_half_slot
     store = saved_run(1)
     assert list(load(store, like=state_at(0)).optimizer.slots) == ["w"]
     state = state_at(1)
-    slots = Leaves({"w": {"exp_avg": torch.zeros(2, 3), "step": 1}, "b": {"exp_avg": torch.zeros(3)}})
+    model = attrs.evolve(state.model, params=Leaves({**state.model.params, "c": torch.zeros(3)}))
+    slots = Leaves({"c": {"exp_avg": torch.zeros(3), "step": 1}, "b": {"exp_avg": torch.zeros(3)}})
+    groups = (ParamGroup({"lr": 0.1}, ("w", "b", "c")),)
+    optimizer = attrs.evolve(state.optimizer, slots=slots, groups=groups)
     broken = MemoryStore()
-    save(state.evolve(optimizer=attrs.evolve(state.optimizer, slots=slots)), broken)
+    save(state.evolve(model=model, optimizer=optimizer), broken)
+    like = state_at(0).evolve(model=model, optimizer=attrs.evolve(optimizer, slots=Leaves()))
     with pytest.raises(ResumeRefused, match="incomplete"):
-        load(broken, like=state_at(0))
+        load(broken, like=like)
 
 
 def test_a_plan_is_a_value_that_prints_and_touches_nothing():
@@ -432,3 +438,78 @@ def test_loading_leaves_the_state_that_it_is_like_alone():
     with pytest.raises(ResumeRefused):
         load(store, like=like)
     assert fingerprint(like) == before
+
+
+def test_slots_may_differ_between_parameters_of_other_dimensions():
+    """B10: Shampoo and SM3 keep one slot for each dimension; that is no corruption."""
+    state = state_at(1)
+    slots = Leaves(
+        {"w": {"precond_0": torch.zeros(2), "precond_1": torch.zeros(3)}, "b": {"precond_0": torch.zeros(3)}}
+    )
+    state = state.evolve(optimizer=attrs.evolve(state.optimizer, slots=slots))
+    store = MemoryStore()
+    save(state, store)
+    assert fingerprint(load(store, like=state_at(0))) == fingerprint(state)
+
+
+def test_a_users_own_optimizer_may_make_its_slots_lazily():
+    store = MemoryStore()
+    save(state_at(1, optimizer={"count": 3, "momentum": {"w": torch.ones(2, 3)}}), store)
+    found = load(store, like=state_at(0, optimizer={"count": 0, "momentum": {}}))
+    assert torch.equal(found.optimizer["momentum"]["w"], torch.ones(2, 3))
+
+
+def test_a_stateful_schedulers_state_is_a_value_and_not_a_contract():
+    """B12: stateful schedulers round-trip fully; what moves with the run is not compared."""
+    store = MemoryStore()
+    save(state_at(1, scheduler={"last_epoch": 5, "base_lrs": [0.1]}), store)
+    assert load(store, like=state_at(0, scheduler={"last_epoch": 0, "base_lrs": [0.1]})).scheduler["last_epoch"] == 5
+
+
+def test_a_run_that_was_rewound_hundreds_of_times_is_still_in_order():
+    """E16: the head of a manifest grows with each rewind and is read to its end."""
+    store = saved_run(100, 110, 200)
+    name = "step-00000110/manifest.json"
+    old = decode_manifest(store.read(name), name)
+    forks = tuple((timeline, 100) for timeline in range(700))
+    data = encode_manifest(attrs.evolve(old, head=attrs.evolve(old.head, timeline=700, forks=forks)))
+    assert data.index(b"\n") > 4096
+    store.delete(name)
+    store.write(name, [data], size_bytes=len(data))
+    assert load(store, like=state_at(0)).trainer.step == 110
+
+
+def test_every_manifest_that_cannot_be_read_is_told():
+    """V03: a warning each, also for one whose first line is gone."""
+    store = saved_run(100, 200)
+    save(state_at(110), store)
+    data = b"?" + store.read("step-00000110/manifest.json")[1:]
+    store.delete("step-00000110/manifest.json")
+    store.write("step-00000110/manifest.json", [data], size_bytes=len(data))
+    with pytest.warns(CheckpointPassedOver, match="step-00000110"):
+        load(store, like=state_at(0))
+
+
+def test_what_is_kept_of_the_target_is_not_shared_with_it():
+    """Purity: a donating step after the load must not write into the state that the load was like."""
+    target = state_at(0)
+    model = ModelState(Leaves({**target.model.params, "new": torch.zeros(2)}), Leaves())
+    target = target.evolve(model=model)
+    found = load(saved_run(1), like=target, policy={"missing": "adapt"})
+    found.model.params["new"].add_(1)
+    assert target.model.params["new"].sum() == 0
+
+
+def test_tensors_come_back_in_the_memory_layout_of_the_target():
+    """V13: kernels round differently in another layout, so strides are part of an exact resume."""
+    filters = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    model = ModelState(Leaves({"w": filters, "b": torch.zeros(3)}), Leaves())
+    slots = Leaves({"w": {"exp_avg": filters.clone(), "step": torch.tensor(1.0)}})
+    state = state_at(1).evolve(model=model, optimizer=attrs.evolve(state_at(1).optimizer, slots=slots))
+    store = MemoryStore()
+    save(state, store)
+    bare = state.evolve(optimizer=attrs.evolve(state.optimizer, slots=Leaves()))
+    found = load(store, like=bare)
+    assert fingerprint(found) == fingerprint(state)
+    assert found.model.params["w"].stride() == filters.stride()
+    assert found.optimizer.slots["w"]["exp_avg"].stride() == filters.stride()

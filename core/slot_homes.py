@@ -1,0 +1,64 @@
+"""Where an optimizer's slots live: on the device and in the memory layout of their parameter, as torch keeps them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from trainfold.core.leaves import Leaves
+from trainfold.core.state import OptimizerState, ParamGroup
+
+
+def beside_params(optimizer: OptimizerState, params: Mapping[str, torch.Tensor]) -> OptimizerState:
+    """The same slots and masters, each beside its parameter; those that are there already are not copied.
+
+    A slot of its parameter's shape gets the parameter's strides, because kernels round differently in another layout. A
+    ``step`` counter stays on the CPU unless its group is fused or capturable.
+
+    Examples:
+        >>> w = torch.zeros(2, 3).t()
+        >>> state = OptimizerState("k", Leaves({"w": {"exp_avg": torch.zeros(3, 2)}}), (ParamGroup({}, ("w",)),))
+        >>> beside_params(state, {"w": w}).slots["w"]["exp_avg"].stride()
+        (1, 3)
+
+    Source: ``Optimizer._process_value_according_to_param_policy`` of torch.
+    """
+    on_device = {fqn for group in optimizer.groups if _counts_on_device(group) for fqn in group.params}
+    slots = {
+        fqn: {name: _place(leaf, name, params.get(fqn), fqn in on_device) for name, leaf in held.items()}
+        for fqn, held in optimizer.slots.items()
+    }
+    masters = optimizer.masters
+    if masters is not None:
+        masters = Leaves({fqn: laid_out_like(leaf, params.get(fqn)) for fqn, leaf in masters.items()})
+    return attrs.evolve(optimizer, slots=Leaves(slots), masters=masters)
+
+
+def laid_out_like(value: torch.Tensor, target: object) -> torch.Tensor:
+    """A tensor with its values on the target's device and, where the shapes agree, with the target's strides.
+
+    Args:
+        value: contiguous values, as they are read.
+        target: a tensor, or anything else, which changes nothing; a meta tensor gives only its strides.
+
+    Examples:
+        >>> laid_out_like(torch.zeros(3, 2), torch.zeros(2, 3).t()).stride()
+        (1, 3)
+    """
+    if not isinstance(target, torch.Tensor):
+        return value
+    device = value.device if target.is_meta else target.device
+    if target.shape != value.shape or target.is_contiguous() or target.layout is not torch.strided:
+        return value.to(device)
+    return torch.empty_like(target, dtype=value.dtype, device=device, requires_grad=False).copy_(value)
+
+
+def _counts_on_device(group: ParamGroup) -> bool:
+    return bool(group.hyper.get("fused") or group.hyper.get("capturable"))
+
+
+def _place(leaf: Any, name: str, param: torch.Tensor | None, counts_on_device: bool) -> Any:  # noqa: FBT001 - private
+    if not isinstance(leaf, torch.Tensor) or param is None or (name == "step" and not counts_on_device):
+        return leaf
+    return laid_out_like(leaf, param)
