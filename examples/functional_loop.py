@@ -13,12 +13,13 @@ from torch import nn
 import trainfold
 from trainfold import Loss, TrainState
 
-STEPS, BATCH_SIZE, SAVE_EVERY = 60, 16, 5
+SAMPLES, EPOCHS, MAX_STEPS = 1000, 2, 60
+BATCH_SIZE, MICROBATCH_SIZE, SAVE_EVERY = 16, 8, 5
 
 
 def make_data() -> tuple[torch.Tensor, torch.Tensor]:
     """A thousand samples of a function to learn."""
-    x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(7))
+    x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(7))
     return x, x.sin().sum(dim=1, keepdim=True)
 
 
@@ -37,12 +38,21 @@ def start_or_resume(run: Path, fresh: TrainState) -> TrainState:
 
 def main(run: Path) -> None:
     """Train to the end, from wherever the run is."""
+    # a plan that cannot work raises here, before there is a model; the run and its schedule have one number of steps
+    accumulate = trainfold.accumulation_steps(per_step=BATCH_SIZE, per_microbatch=MICROBATCH_SIZE)
+    data_steps = trainfold.check_plan(
+        microbatches=SAMPLES // MICROBATCH_SIZE, accumulate=accumulate, epochs=EPOCHS, max_steps=MAX_STEPS
+    )
+    steps = trainfold.horizon(data_steps=data_steps)
+
     x, y = make_data()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1))
     adamw = trainfold.optimizer(torch.optim.AdamW, lr=1e-2)
-    schedule = trainfold.wsd(STEPS, warmup_steps=5, decay_steps=20)
-    step = trainfold.make_step(model, loss_fn, adamw, schedule=schedule, accumulate=2, clip_norm=1.0, donate=True)
+    schedule = trainfold.wsd(steps, warmup_steps=5, decay_steps=20)
+    step = trainfold.make_step(
+        model, loss_fn, adamw, schedule=schedule, accumulate=accumulate, clip_norm=1.0, donate=True
+    )
 
     cursor = trainfold.make_cursor(len(x), seed=0)
     fresh = trainfold.init_state(model, adamw, seed=0, schedule=schedule, dataset=cursor)
@@ -50,7 +60,7 @@ def main(run: Path) -> None:
     assert state.trainer is not None
     print(f"starting after step {state.trainer.step}", flush=True)
 
-    for done in range(state.trainer.step + 1, STEPS + 1):
+    for done in range(state.trainer.step + 1, steps + 1):
         cursor = state.dataset
         chosen = torch.from_numpy(cursor.batch_across(BATCH_SIZE))
         state, metrics = step(state, {"x": x[chosen], "y": y[chosen]})

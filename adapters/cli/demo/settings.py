@@ -7,11 +7,14 @@ from typing import final
 import attrs
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.window import accumulation_steps, check_plan
 
 SETTINGS_FILE = "demo.json"
 MADE_BY = "trainfold demo"
 _MIN_STEPS = 6
 _SAVES = 6
+_BATCH_SIZE = 8
+_MICROBATCH_SIZE = 4
 _THREADS = 1  # two that wait for each other crawl as soon as the machine has something else to do
 
 
@@ -81,6 +84,8 @@ def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: 
         )
     if not 0 <= seed < 2**63:
         raise InvalidArgument("--seed", expected="an int in [0, 2**63)", found=seed, mend="choose another seed")
+    accumulate = accumulation_steps(per_step=_BATCH_SIZE, per_microbatch=_MICROBATCH_SIZE)
+    check_plan(microbatches=None, accumulate=accumulate, max_steps=steps)  # the text has no end: it is read again
     size = (
         {"layers": 2, "width": 32, "heads": 2, "context": 16, "heldout_bytes": 1 << 10}
         if tiny
@@ -93,8 +98,8 @@ def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: 
         save_every=steps // _SAVES,
         kills=3,
         threads=_THREADS,
-        batch_size=8,
-        accumulate=2,
+        batch_size=_BATCH_SIZE,
+        accumulate=accumulate,
         dropout=0.1,
         **size,
     )

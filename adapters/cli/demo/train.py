@@ -24,7 +24,7 @@ from trainfold.core.init import init_state
 from trainfold.core.loss import Loss
 from trainfold.core.optim import optimizer
 from trainfold.core.resume_plan import Refusal
-from trainfold.core.schedule import wsd
+from trainfold.core.schedule import horizon, wsd
 from trainfold.core.state import TrainState
 from trainfold.core.step import make_step
 
@@ -50,7 +50,8 @@ def train(run: Path, settings: Settings, log: EventLog) -> None:
     corpus = make_corpus(help_text(), context=settings.context, heldout_bytes=settings.heldout_bytes)
     model = make_model(settings)
     adamw = optimizer(torch.optim.AdamW, lr=_LEARNING_RATE, weight_decay=0.1, fused=True)
-    schedule = wsd(settings.steps, warmup_steps=max(1, settings.steps // 10), decay_steps=max(1, settings.steps // 4))
+    steps = horizon(max_steps=settings.steps)
+    schedule = wsd(steps, warmup_steps=max(1, steps // 10), decay_steps=max(1, steps // 4))
     step = make_step(
         model,
         loss_fn,
@@ -65,17 +66,17 @@ def train(run: Path, settings: Settings, log: EventLog) -> None:
     state, resumed_from = resume(run, fresh)
     first = 0 if state.trainer is None else state.trainer.step
     log.write("start", first, resumed_from=resumed_from)
-    for done in range(first + 1, settings.steps + 1):
+    for done in range(first + 1, steps + 1):
         cursor = state.dataset
         chosen = torch.from_numpy(cursor.batch_across(settings.batch_size))
         state, metrics = step(state, as_batch(corpus.train[chosen]))
         state = state.evolve(dataset=cursor.advance(settings.batch_size))
         log.write("step", done, loss=float(metrics["loss"]))
-        if done % settings.save_every == 0 or done == settings.steps:
+        if done % settings.save_every == 0 or done == steps:
             log.write("save", done)
             save(state, run)
             log.write("saved", done)
-    log.write("done", settings.steps, fingerprints=fingerprint(state), evaluation=evaluate(state, model, corpus))
+    log.write("done", steps, fingerprints=fingerprint(state), evaluation=evaluate(state, model, corpus))
 
 
 def resume(run: Path, fresh: TrainState) -> tuple[TrainState, str | None]:
