@@ -43,6 +43,7 @@ from trainfold.core.structure import describe
 
 Run: TypeAlias = "str | Path | Store"
 _MANIFEST_ROOM_BYTES = 2**20
+_RELISTINGS = 5
 
 
 class CheckpointPassedOver(UserWarning):
@@ -209,11 +210,16 @@ def load(  # noqa: PLR0913 - keywords
     world = collectives or SingleProcess()
     store = open_store(run)
     target = _target(like, contract, world)
-    inventory = read_inventory(store)
+    inventory = listed = read_inventory(store)
+    relistings = 0
     while True:
         inventory, outcome = _plan(store, inventory, target, request)
         _agree(outcome, store, world)
         if isinstance(outcome, Refusal):
+            relisted = read_inventory(store)
+            if relistings < _RELISTINGS and any(world.gather(relisted != listed)):
+                inventory, listed, relistings = relisted, relisted, relistings + 1
+                continue  # somebody saved or deleted meanwhile: what was refused may be gone, and a newer one there
             raise ResumeRefused(store.url, outcome)
         state, failure = _attempt(outcome, like, store)
         failed = [each for each in world.gather(None if failure is None else _told(failure)) if each is not None]

@@ -513,3 +513,22 @@ def test_tensors_come_back_in_the_memory_layout_of_the_target():
     assert fingerprint(found) == fingerprint(state)
     assert found.model.params["w"].stride() == filters.stride()
     assert found.optimizer.slots["w"]["exp_avg"].stride() == filters.stride()
+
+
+def test_a_load_beside_a_writer_that_replaces_the_checkpoint_finds_the_new_one():
+    """V03: what was listed may be gone a moment later, because retention runs after each commit; then it lists again."""
+
+    class Busy(MemoryStore):
+        moved = True
+
+        def size(self, name):
+            if name == "step-00000100/manifest.json" and not self.moved:
+                self.moved = True
+                save(state_at(200), self)
+                self.delete("step-00000100/")
+            return super().size(name)
+
+    store = Busy()
+    save(state_at(100), store)
+    store.moved = False
+    assert load(store, like=state_at(0)).trainer.step == 200
