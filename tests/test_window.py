@@ -3,10 +3,15 @@
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.core.errors import BatchNotDivisible, IncompleteWindow, InvalidArgument
+from trainfold.core.init import init_state
+from trainfold.core.loss import Loss
+from trainfold.core.optim import optimizer
+from trainfold.core.step import make_step
 from trainfold.core.window import accumulation_steps, check_plan, windows
 
 counts = st.integers(0, 30)
@@ -117,3 +122,22 @@ def test_a_stream_of_unknown_length_is_not_refused():
     """A08: only data of a known size can be judged before the model is built."""
     assert check_plan(microbatches=None, accumulate=3) is None
     assert check_plan(microbatches=None, accumulate=3, max_steps=7) == 7
+
+
+@pytest.mark.parametrize(("tail", "steps"), [("drop", 5), ("step", 6)])
+def test_windows_of_a_ragged_stream_are_what_a_step_takes(tail, steps):
+    """A07, A08: a plan says how many steps a stream of ragged microbatches gives, and all its samples are counted."""
+    sgd = optimizer(torch.optim.SGD, lr=0.5)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)  # halves are exact
+    state = init_state(model, sgd)
+    step = make_step(model, lambda m, x: Loss(sum=m(x).sum(), weight=len(x)), sgd, accumulate=2)
+    epoch = [torch.ones(3, 1), torch.ones(3, 1), torch.ones(1, 1)] + [torch.ones(2, 1)] * 8
+    plan = check_plan(microbatches=len(epoch), accumulate=2, tail=tail)
+    seen = []
+    for window in windows(epoch, 2, tail=tail):
+        state, metrics = step(state, window)
+        seen.append(metrics["weight"])
+    assert state.trainer.step == len(seen) == plan == steps
+    assert state.trainer.samples == sum(seen) == sum(len(part) for part in epoch) - (2 if tail == "drop" else 0)
+    assert state.model.params["weight"].item() == 1 - 0.5 * steps
