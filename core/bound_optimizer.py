@@ -63,8 +63,11 @@ class BoundOptimizer:
 
     def holds(self, state: OptimizerState) -> bool:
         """Whether the state is the one that was collected last, so that nothing needs to be bound."""
+        if self._slots is None or state.kind != self._kind:
+            return False
         masters = None if state.masters is None else state.masters.alive()
-        return self._slots is not None and state.slots.alive() is self._slots and masters is self._masters
+        same_tensors = state.slots.alive() is self._slots and masters is self._masters
+        return same_tensors and self._fits(state.groups)
 
     def bind(self, state: OptimizerState) -> None:
         """Take a state's tensors, without a copy, as those that the next `apply` writes to.
@@ -96,11 +99,13 @@ class BoundOptimizer:
         self._slots = self._read_slots()
 
     def use_groups(self, groups: tuple[ParamGroup, ...]) -> None:
-        """Take the hyperparameters of a state; they are the truth, not the constructor's arguments."""
+        """Take the hyperparameters of a state; they are the truth, not the constructor's arguments.
+
+        Where the groups have other members, the slots are lost: `holds` is False then, and `bind` is what to call.
+        """
         if groups is self._groups:
             return
-        same = self._torch is not None and [g.params for g in groups] == [g.params for g in self._groups]
-        if not same:
+        if self._torch is None or not self._fits(groups):
             members = [{**group.hyper, "params": [self.targets[name] for name in group.params]} for group in groups]
             self._torch = self._cls(members, **self._hyper)
         for group, mine in zip(self._torch_optimizer().param_groups, groups, strict=True):
@@ -145,6 +150,15 @@ class BoundOptimizer:
             master.grad = None
             master.data = torch.empty(0, dtype=torch.float32, device=master.device)
         self._slots = self._masters = None
+
+    def _fits(self, groups: tuple[ParamGroup, ...]) -> bool:
+        """Whether the torch optimizer that is there can take these groups by taking their values alone.
+
+        A hyperparameter that is no longer there must be the constructor's again, and not that of an earlier state.
+        """
+        return groups is self._groups or [(group.params, group.hyper.keys()) for group in groups] == [
+            (group.params, group.hyper.keys()) for group in self._groups
+        ]
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         assert self._torch is not None, "bind comes first"

@@ -2,6 +2,7 @@
 
 import gc
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,12 +11,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainfold.core import tree
 from trainfold.core.components import select
-from trainfold.core.errors import SharedStorage, StateDonated
+from trainfold.core.errors import InvalidState, SharedStorage, StateDonated
 from trainfold.core.forward import bind_model
 from trainfold.core.init import init_state
 from trainfold.core.leaves import Leaves
 from trainfold.core.loss import Loss
 from trainfold.core.optim import optimizer
+from trainfold.core.state import ParamGroup
 from trainfold.core.step import make_step
 
 FUSED = optimizer(torch.optim.AdamW, lr=0.01, fused=True)
@@ -63,6 +65,96 @@ def test_donating_gives_the_same_bits_as_not_donating(name, donations, rebinds):
         found, metrics = (donating if donate else pure)(found, make_batch(index))
         assert metrics == expected_metrics
     assert_same_bits(expected, found)
+
+
+NAMES = tuple(name for name, _ in make_model().named_parameters())
+HYPER = {"lr": st.sampled_from([0.001, 0.1]), "weight_decay": st.sampled_from([0.0, 0.5])}
+
+
+@st.composite
+def regroupings(draw):
+    """Any partition of the parameters in any order, each part with hyperparameters of its own."""
+    order = draw(st.permutations(NAMES))
+    cuts = sorted(draw(st.sets(st.integers(1, len(NAMES) - 1), max_size=3)))
+    parts = [tuple(order[start:stop]) for start, stop in zip([0, *cuts], [*cuts, len(NAMES)], strict=True)]
+    return [(part, draw(st.fixed_dictionaries({}, optional=HYPER))) for part in parts]
+
+
+def regroup(state, parts):
+    hyper = state.optimizer.groups[0].hyper
+    groups = tuple(ParamGroup({**hyper, **changed}, part) for part, changed in parts)
+    return state.evolve(optimizer=attrs.evolve(state.optimizer, groups=groups))
+
+
+def make_step_with_frozen(frozen, opt, *, donate, dtype):
+    model = make_model().to(dtype)
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in frozen)
+    return make_step(model, loss_fn, opt, donate=donate)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    opt=st.sampled_from(
+        [
+            FUSED,
+            optimizer(torch.optim.SGD, lr=0.01, momentum=0.9),
+            optimizer(torch.optim.Adagrad, lr=0.01),
+            optimizer(torch.optim.AdamW, lr=0.01, masters=True),
+        ]
+    ),
+    changes=st.lists(st.none() | regroupings() | st.sets(st.sampled_from(NAMES[1:])), min_size=2, max_size=6),
+)
+def test_donating_gives_the_same_bits_however_groups_are_split_merged_and_unfrozen_on_the_way(opt, changes):
+    dtype = torch.bfloat16 if opt.masters else torch.float32
+    pure, donating = (make_step_with_frozen((), opt, donate=donate, dtype=dtype) for donate in (False, True))
+    expected, found = (init_state(make_model().to(dtype), opt) for _ in range(2))
+    for index, change in enumerate([None, *changes]):
+        if isinstance(change, list):
+            expected, found = regroup(expected, change), regroup(found, change)
+        elif change is not None:
+            pure, donating = (
+                make_step_with_frozen(change, opt, donate=donate, dtype=dtype) for donate in (False, True)
+            )
+        batch = make_batch(index).to(dtype)
+        expected, expected_metrics = pure(expected, batch)
+        found, metrics = donating(found, batch)
+        assert metrics == expected_metrics
+        assert_same_bits(expected, found)
+
+
+def test_a_group_that_is_split_in_the_middle_of_a_run_keeps_its_slots():
+    step = make_step(make_model(), loss_fn, FUSED, donate=True)
+    state = init_state(make_model(), FUSED)
+    for index in range(8):
+        if index == 4:
+            state = regroup(state, [(NAMES[:2], {"lr": 0.001}), (NAMES[2:], {})])
+        state, _ = step(state, make_batch(index))
+    assert {name: slots["step"].item() for name, slots in state.optimizer.slots.items()} == dict.fromkeys(NAMES, 8.0)
+    assert [group.params for group in state.optimizer.groups] == [NAMES[:2], NAMES[2:]]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_regrouping_that_loses_a_parameter_is_refused_and_the_state_is_alive(donate):
+    step = make_step(make_model(), loss_fn, FUSED, donate=donate)
+    state, _ = step(init_state(make_model(), FUSED), make_batch(0))
+    before = tree.map_tensors(torch.clone, state)
+    with pytest.raises(InvalidState, match=r"missing: \['2\.weight', '2\.bias'\]"):
+        step(regroup(state, [(NAMES[:4], {})]), make_batch(1))
+    assert_same_bits(before, state)
+    expected, _ = make_step(make_model(), loss_fn, FUSED)(before, make_batch(1))
+    assert_same_bits(expected, step(state, make_batch(1))[0])
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_hyperparameter_that_a_state_leaves_out_is_that_of_the_optimizer_not_of_an_earlier_step(donate):
+    opt = optimizer(torch.optim.SGD, lr=0.1)
+    step = make_step(make_model(), loss_fn, opt, donate=donate)
+    state = regroup(init_state(make_model(), opt), [(NAMES, {"weight_decay": 0.5})])
+    state, _ = step(state, make_batch(0))
+    state = state.evolve(optimizer=attrs.evolve(state.optimizer, groups=(ParamGroup({"lr": 0.1}, NAMES),)))
+    expected, _ = make_step(make_model(), loss_fn, opt)(state, make_batch(1))
+    assert_same_bits(expected, step(state, make_batch(1))[0])
 
 
 def test_a_donated_state_is_dead_and_names_the_leaf_and_the_step():
