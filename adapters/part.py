@@ -112,8 +112,8 @@ class TreePart:
     path: str
 
     def capture(self) -> Any:
-        """What ``get()`` returns."""
-        return self.get()
+        """What ``get()`` returns; opaque, because its shape is its owner's and may grow."""
+        return Opaque(self.get())
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """None that could be known here: the owner of the tree may have changed its shape."""
@@ -124,7 +124,7 @@ class TreePart:
         """Call ``set`` with a copy."""
         before = copied(self.get())
         try:
-            self.set(copied(saved))
+            self.set(copied(saved.value if isinstance(saved, Opaque) else saved))
         except Exception:
             self.set(before)
             raise

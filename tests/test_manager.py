@@ -647,3 +647,19 @@ def test_what_a_rewind_left_behind_neither_counts_nor_goes():
     assert [name for name in store.list("") if name.startswith("step-")] == [
         f"step-{step:08d}" for step in (120, 200, 250, 300)
     ]
+
+
+def test_a_tree_behind_two_functions_may_have_grown_since_the_run_began():
+    """B15: its shape is its owner's: a history that got longer, a best score that was None."""
+    store = MemoryStore()
+    kept = {"history": [1.0, 2.0], "best": torch.ones(2)}
+    live = attach(nn.Linear(1, 1), extra={"log": (lambda: kept, kept.update)})
+    live.advance(samples=1)
+    with CheckpointManager(store) as manager:
+        manager.save(live)
+    fresh = {"history": [], "best": None}
+    again = attach(nn.Linear(1, 1), extra={"log": (lambda: fresh, fresh.update)})
+    with CheckpointManager(store) as manager:
+        assert manager.restore(again).step == 1
+    assert fresh["history"] == [1.0, 2.0]
+    assert torch.equal(fresh["best"], torch.ones(2))
