@@ -35,7 +35,7 @@ def main(run: str) -> None:
 
     live = trainfold.attach(model, optimizer, scheduler=scheduler, loader=loader)  # trainfold
     with trainfold.CheckpointManager(run, every=SAVE_EVERY, keep_last=3) as manager:  # trainfold
-        manager.restore(live)  # trainfold
+        restored = manager.restore(live)  # trainfold
         print(f"starting after step {live.progress.step}", flush=True)
 
         for x, y in live.batches(epochs=EPOCHS):  # trainfold: was two loops, over the epochs and over the loader
@@ -48,6 +48,8 @@ def main(run: str) -> None:
             live.advance(samples=len(x))  # trainfold
             print(f"step {live.progress.step}: loss {loss.item():.4f}", flush=True)
             manager.step(live)  # trainfold
+        if live.progress.step != restored.step:  # trainfold: started again when it is finished, it saves nothing
+            manager.save(live)  # trainfold: the last state, which is between two multiples of SAVE_EVERY
 
     for component, digest in trainfold.fingerprint(live.capture()).items():
         print(f"{component} {digest}")

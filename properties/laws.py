@@ -18,12 +18,15 @@ from trainfold.core import tree
 from trainfold.core.codec import is_tensor_leaf, leaf_digest
 from trainfold.core.components import components_of, merge, select
 from trainfold.core.cursor import DataCursor
-from trainfold.core.errors import ResumeRefused
+from trainfold.core.errors import ResumeRefused, StateDonated
 from trainfold.core.fingerprint import fingerprint
+from trainfold.core.names import named_tensors
 from trainfold.core.partition import shard_of
 from trainfold.core.spec import leaf_spec
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state import OptimizerState, Progress, TrainState
+from trainfold.properties.traces import module_facts, random_states
 
+Tensors: TypeAlias = Mapping[str, torch.Tensor] | torch.nn.Module
 Step: TypeAlias = Callable[[TrainState, Any], tuple[TrainState, Any]]
 
 
@@ -70,7 +73,9 @@ def check_same(law: str, one: TrainState, other: TrainState, doing: str) -> None
 
 
 def is_pure(step: Step, state: TrainState, batch: Any) -> None:
-    """Purity: a step leaves the bits of its input, the batch and the global random state, and does the same twice.
+    """Purity: a step leaves the bits of its input, the batch and the global random states, and does the same twice.
+
+    The random states are torch's, numpy's and Python's.
 
     Args:
         step: a step that does not donate.
@@ -80,12 +85,11 @@ def is_pure(step: Step, state: TrainState, batch: Any) -> None:
     Raises:
         LawBroken: naming the first leaf that changed.
     """
-    before, data, noise = clone(state), copy.deepcopy(batch), torch.random.get_rng_state()
+    before, data, noise = clone(state), copy.deepcopy(batch), random_states()
     first, _ = step(state, batch)
     kept = clone(first)
     check_same("purity", before, state, "the step changed its input")
-    if not torch.equal(noise, torch.random.get_rng_state()):
-        raise LawBroken("purity", "torch.random", "the step moved the global random state")
+    _check_random_states("purity", noise, "the step moved the global random state")
     _check_same_batch(data, batch)
     second, _ = step(state, batch)
     check_same("purity", kept, second, "the same step gave another result the second time")
@@ -93,40 +97,54 @@ def is_pure(step: Step, state: TrainState, batch: Any) -> None:
 
 
 def donates_equally(step: Step, donating: Step, state: TrainState, batches: Sequence[Any]) -> None:
-    """Donation: a donating step gives the same bits as one that does not, at every step of a run.
+    """Donation: a donating step gives the same bits as one that does not, at every step of a run; and it does donate.
+
+    After it the state that it was given is dead: reading a leaf of it raises `StateDonated`. A state without `Leaves`, which
+    cannot be dead, was donated if the next one lies in its storage; without tensors it has nothing to donate.
 
     Raises:
-        LawBroken: naming the first leaf that differs, and the step.
+        LawBroken: naming the first leaf that differs, and the step; or a state that was not donated.
     """
     kept, given = clone(state), clone(state)
     for i, batch in enumerate(batches):
         kept, _ = step(kept, batch)
+        places, before = _storages(given), given
         given, _ = donating(given, batch)
         check_same("donation", kept, given, f"after step {i + 1}")
+        has_leaves = before.model is not None or isinstance(before.optimizer, OptimizerState)
+        if not _is_dead(before) and places and (has_leaves or not places & _storages(given)):
+            raise LawBroken("donation", "state", f"the state that was given to step {i + 1} is still alive")
 
 
-def equals_mutable(
-    step: Step, state: TrainState, loop: Callable[[Any], Mapping[str, torch.Tensor]], batches: Sequence[Any]
-) -> None:
+def equals_mutable(step: Step, state: TrainState, loop: Callable[[Any], Tensors], batches: Sequence[Any]) -> None:
     """Mutable equivalence: k pure steps have the parameters of k steps of a hand-written loop, bit for bit.
 
     Args:
         step: any step.
         state: the state that equals the loop's start.
-        loop: does one optimizer step of the mutable loop with a batch and returns FQN -> parameter.
+        loop: does one optimizer step of the mutable loop with a batch, and returns its module; or FQN -> tensor, with every
+            parameter, and with buffers if they are to be compared.
         batches: the batches.
 
     Raises:
-        LawBroken: naming the first parameter that differs, and the step.
+        LawBroken: naming the first tensor that differs, that the loop did not return, or that the state does not have; and
+            the step.
     """
     now = clone(state)
     for i, batch in enumerate(batches):
         now, _ = step(now, batch)
+        theirs = _by_name(loop(batch))
+        mine = _by_name(now)
+        ties = dict(now.model.ties) if now.model is not None else {}
         params = now.model.params if now.model is not None else {}
-        for name, tensor in loop(batch).items():
-            if leaf_digest(tensor.detach()) != leaf_digest(params[name]):
-                detail = _values(params[name], tensor.detach())
-                raise LawBroken("mutable equivalence", f"model.params[{name!r}]", f"{detail}; after step {i + 1}")
+        for name in [*params, *(name for name in theirs if name not in params)]:
+            part = "params" if name in params or name in ties else "buffers"
+            leaf, own = f"model.{part}[{name!r}]", ties.get(name, name)
+            if own not in mine or name not in theirs:
+                lacks = "the loop did not return it" if own in mine else "the loop returned it, and the state has none"
+                raise LawBroken("mutable equivalence", leaf, f"{lacks}; after step {i + 1}")
+            if first := _tensor_difference(mine[own], theirs[name].detach()):
+                raise LawBroken("mutable equivalence", leaf, f"{first}; after step {i + 1}")
 
 
 def accumulates(steps: Sequence[Step], state: TrainState, batch: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None:
@@ -224,7 +242,7 @@ def selects(state: TrainState, components: Sequence[str]) -> None:
 
 
 def reads_each_sample_once(cursor: DataCursor, plan: Sequence[tuple[int, int]]) -> None:
-    """Cursor: however world and batch sizes change, an epoch reads each sample exactly once (G01).
+    """Cursor: however world and batch sizes change, an epoch reads each sample exactly once.
 
     Args:
         cursor: at the start of an epoch.
@@ -280,19 +298,42 @@ def survives_crashes(states: Sequence[TrainState]) -> int:
     return disks
 
 
-def leaves_no_trace(state: TrainState, *, store: Store | Callable[[], Store] = MemoryStore) -> None:
-    """Side-effect freedom: saving and loading leave the state and the global random state as they were (C14, H05).
+def leaves_no_trace(
+    state: TrainState | Callable[[], TrainState],
+    *,
+    store: Store | Callable[[], Store] = MemoryStore,
+    model: torch.nn.Module | None = None,
+) -> None:
+    """Side-effect freedom: saving and loading leave the state and the global random states as they were (C14, H05).
+
+    Args:
+        state: a state; or what captures one from live objects, such as ``live.capture``: then nor may that leave a trace.
+        store: where to save, or a function that makes an empty place.
+        model: the live module, if there is one: its parameters, buffers, gradients, ``requires_grad`` and modes are compared.
 
     Raises:
         LawBroken: naming what changed.
+
+    Examples:
+        >>> from trainfold.core.state import Progress
+        >>> leaves_no_trace(TrainState(trainer=Progress()), model=torch.nn.Dropout())
     """
-    place = store() if callable(store) else store
-    before, noise = clone(state), torch.random.get_rng_state()
-    save(state, place)
-    load(place, like=state)
-    check_same("side-effect freedom", before, state, "after a save and a load")
-    if not torch.equal(noise, torch.random.get_rng_state()):
-        raise LawBroken("side-effect freedom", "torch.random", "a save or a load moved the global random state")
+    law, place = "side-effect freedom", store() if callable(store) else store
+    noise, module = random_states(), {} if model is None else module_facts(model)
+    captured = state() if callable(state) else state
+    before = clone(captured)
+    save(captured, place)
+    load(place, like=captured)
+    check_same(law, before, captured, "after a save and a load")
+    _check_random_states(law, noise, "a save or a load moved the global random state")
+    now = {} if model is None else module_facts(model)
+    for leaf in [*module, *(leaf for leaf in now if leaf not in module)]:
+        one, other = module.get(leaf), now.get(leaf)
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            if first := _tensor_difference(one, other):
+                raise LawBroken(law, leaf, f"{first}; after a save and a load")
+        elif one is not other:
+            raise LawBroken(law, leaf, f"{_shown(one)} against {_shown(other)}; after a save and a load")
 
 
 def clone(state: TrainState) -> TrainState:
@@ -344,6 +385,45 @@ def _leaves(state: TrainState) -> dict[str, Any]:
         for name, component in components_of(state).items()
         for path, leaf in tree.named_leaves(component, name)
     }
+
+
+def _check_random_states(law: str, before: Mapping[str, Any], broken: str) -> None:
+    for library, now in random_states().items():
+        if before[library] != now:
+            raise LawBroken(law, library, broken)
+
+
+def _shown(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _by_name(tensors: Tensors | TrainState) -> dict[str, torch.Tensor]:
+    """Name -> parameter or buffer, of a module, a state or a mapping."""
+    if isinstance(tensors, torch.nn.Module):
+        named = named_tensors(tensors)
+        return {**named.params, **named.buffers}
+    if isinstance(tensors, TrainState):
+        return {**tensors.model.params, **tensors.model.buffers} if tensors.model is not None else {}
+    return dict(tensors)
+
+
+def _tensor_difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
+    if leaf_spec(one, "") != leaf_spec(other, ""):
+        return f"{leaf_spec(one, '')} against {leaf_spec(other, '')}"
+    return None if leaf_digest(one) == leaf_digest(other) else _values(one, other)
+
+
+def _storages(state: TrainState) -> set[int]:
+    leaves = [leaf for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)]
+    return {leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.numel()}
+
+
+def _is_dead(state: TrainState) -> bool:
+    try:
+        tree.leaves(state)
+    except StateDonated:
+        return True
+    return False
 
 
 def _values(one: Any, other: Any) -> str:

@@ -170,7 +170,7 @@ def test_an_order_of_impossible_arguments_is_refused_by_name(arguments):
 )
 @settings(deadline=None)
 def test_resharding_neither_loses_nor_repeats_a_sample(seed, n, plan):
-    """G01: however the world size and the batch size change on the way, each sample of an epoch is read exactly once."""
+    """However the world size and the batch size change on the way, each sample of an epoch is read exactly once."""
     cursor = make_cursor(n, seed=seed)
     seen: list[int] = []
     turn = 0

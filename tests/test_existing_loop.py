@@ -63,24 +63,25 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(root, whol
 
 
 def test_a_finished_run_started_again_trains_nothing_more(root, whole):
-    """A11: no step is taken beyond the last, and no checkpoint is written again."""
+    """A11: no step is taken, not even the last one again, and no checkpoint is written again."""
     run, said = whole
 
     def written():
         return {str(path): path.stat().st_mtime_ns for path in run.glob("step-*/manifest.json")}
 
     before = written()
+    assert sorted(Path(path).parent.name for path in before) == ["step-00000070", "step-00000075", "step-00000076"]
     again = finish(root, run)
-    assert again[0] == "starting after step 75"
-    assert again[1:] == said[76:]
+    assert again[0] == "starting after step 76"
+    assert not [line for line in again if line.startswith("step ")]
+    assert again[1:] == [line for line in said if "xxh3:" in line]
     assert written() == before
-    assert len(before) == 3
 
 
 def test_the_added_lines_are_marked_and_few(root):
     lines = (root / "examples" / "existing_loop.py").read_text().splitlines()
     marked = [line for line in lines if "# trainfold" in line and not line.startswith('"""')]
-    assert len(marked) == 7
+    assert len(marked) == 9
     assert all(
         "# trainfold" in line
         for line in lines

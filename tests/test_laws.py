@@ -1,6 +1,9 @@
 """The laws that users can call: they hold for trainfold's own parts, and each one finds a part that breaks it."""
 
+import random
+
 import attrs
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,12 +12,16 @@ from torch import nn
 
 import trainfold
 from trainfold import Loss
+from trainfold.backends import interpret
+from trainfold.backends.collectives import run_threads
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore, SimulatedCrash
 from trainfold.backends.runs import CheckpointPassedOver
 from trainfold.core.cursor import make_cursor
 from trainfold.core.errors import ResumeRefused, SaveFailed
 from trainfold.core.fingerprint import fingerprint
+from trainfold.core.partition import shard_of
+from trainfold.core.permutation import sample_order
 from trainfold.core.spec import diff_specs
 from trainfold.core.state import Progress, TrainState
 from trainfold.properties import laws, strategies
@@ -89,6 +96,35 @@ def test_a_pure_step_is_pure_and_a_donating_one_equals_it():
     laws.donates_equally(step, donating, state, some_batches(4))
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_that_only_says_that_it_donates_is_found_out(donate):
+    """Also one that donates by itself, and then gives other bits."""
+    step, state = make()
+    donating, _ = make(donate=True)
+
+    def other_bits(state, batch):
+        after, metrics = donating(state, batch)
+        after.model.params["head.bias"].add_(1e-3)
+        return after, metrics
+
+    broken, words = (other_bits, r"head\.bias.*after step 1") if donate else (step, "given to step 1 is still alive")
+    with pytest.raises(LawBroken, match=words):
+        laws.donates_equally(step, broken, state, some_batches(2))
+
+
+def test_a_donating_step_of_ones_own_need_not_have_leaves():
+    def copies(state, batch):
+        return state.evolve(extra={"total": state.extra["total"] + batch}), {}
+
+    def writes(state, batch):
+        return state.evolve(extra={"total": state.extra["total"].add_(batch)}), {}
+
+    state = TrainState(extra={"total": torch.zeros(3)})
+    laws.donates_equally(copies, writes, state, [1.0, 2.0])
+    with pytest.raises(LawBroken, match="still alive"):
+        laws.donates_equally(copies, copies, state, [1.0])
+
+
 def test_an_impure_step_is_found_out():
     def writes(state, batch):
         state.model.params["head.bias"].add_(1)
@@ -98,12 +134,27 @@ def test_an_impure_step_is_found_out():
         torch.rand(1)
         return state, {}
 
+    def draws_numpy(state, batch):
+        np.random.rand()  # noqa: NPY002
+        return state, {}
+
+    def draws_python(state, batch):
+        random.random()
+        return state, {}
+
     def wanders(state, batch, seen=[]):  # noqa: B006 - the hidden state is the point
         seen.append(1)
         return state.evolve(trainer=Progress(len(seen))), {}
 
     _, state = make()
-    for step, leaf in ((writes, "head.bias"), (draws, "torch.random"), (wanders, "trainer.step")):
+    broken = {
+        "head.bias": writes,
+        "torch.random": draws,
+        "numpy.random": draws_numpy,
+        "purity: random": draws_python,
+        "trainer.step": wanders,
+    }
+    for leaf, step in broken.items():
         with pytest.raises(LawBroken, match=leaf):
             laws.is_pure(step, state, some_batches(1)[0])
 
@@ -121,11 +172,32 @@ def test_pure_steps_equal_a_hand_written_loop():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        return dict(model.named_parameters())
+        return model if batch["x"].sum() > 0 else dict(model.named_parameters())
 
     laws.equals_mutable(step, state, loop, some_batches(6))
     with pytest.raises(LawBroken, match=r"model\.params"):
         laws.equals_mutable(step, state, loop, some_batches(1))
+
+
+def test_a_loop_that_returns_less_or_other_buffers_is_found_out():
+    step, state = make(dropout=0.0)
+    batch = some_batches(1)[0]
+    after, _ = step(laws.clone(state), batch)
+    whole = {**after.model.params, **after.model.buffers}
+    tied = {**whole, **{alias: whole[name] for alias, name in after.model.ties}}
+    for returned in (whole, tied, dict(after.model.params)):
+        laws.equals_mutable(step, state, lambda _, returned=returned: returned, [batch])
+    less = {name: value for name, value in whole.items() if name != "head.bias"}
+    moved = {**whole, "norm.running_mean": whole["norm.running_mean"] + 1}
+    for returned, words in (
+        ({}, r"model\.params\['frozen'\]: the loop did not return it"),
+        (less, r"model\.params\['head\.bias'\]: the loop did not return it"),
+        (moved, r"model\.buffers\['norm\.running_mean'\]: element 0"),
+        ({**whole, "other": torch.ones(1)}, "other.*the state has none"),
+        ({**whole, "head.bias": whole["head.bias"].double()}, r"head\.bias.*float32.*against.*float64"),
+    ):
+        with pytest.raises(LawBroken, match=words):
+            laws.equals_mutable(step, state, lambda _, returned=returned: returned, [batch])
 
 
 @settings(deadline=None, max_examples=20)
@@ -167,8 +239,46 @@ def test_a_mean_of_means_is_found_out():
     plan=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 16)), min_size=1, max_size=5),
 )
 def test_an_epoch_reads_each_sample_once_however_the_world_changes(length, seed, plan):
-    """G01: after resume the next sample is the one that would have come next, whatever the world size."""
     laws.reads_each_sample_once(make_cursor(length, seed=seed), plan)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    length=st.integers(2, 40),
+    seed=st.integers(0, 2**64 - 1),
+    first=st.tuples(st.integers(1, 3), st.integers(1, 7)),
+    then=st.tuples(st.integers(1, 3), st.integers(1, 7)),
+    data=st.data(),
+)
+def test_a_saved_position_goes_on_with_the_next_sample_in_another_world(length, seed, first, then, data):
+    """G01: stopped anywhere, also inside an epoch; saved by one number of ranks and loaded by another."""
+
+    def read(state, count, size, collectives):
+        mine = []
+        for _ in range(count):
+            ids = state.dataset.batch_across(size)
+            mine.append([int(index) for index in shard_of(ids, collectives.rank, collectives.world_size)])
+            state = state.evolve(dataset=state.dataset.advance(size))
+        return state, mine
+
+    def whole(of_ranks):
+        return [index for batch in zip(*of_ranks, strict=True) for share in batch for index in share]
+
+    def start(collectives):
+        state, mine = read(fresh, before, first[1], collectives)
+        trainfold.save(state.evolve(trainer=Progress(before)), store, collectives=collectives)
+        return mine
+
+    def resume(collectives):
+        return read(trainfold.load(store, like=fresh, collectives=collectives), after, then[1], collectives)[1]
+
+    store, fresh = MemoryStore(), TrainState(trainer=Progress(), dataset=make_cursor(length, seed=seed))
+    before, after = data.draw(st.integers(0, 2 * length // first[1])), -(-length // then[1])
+    seen = [*whole(run_threads(first[0], start)), *whole(run_threads(then[0], resume))]
+    epochs = -(-len(seen) // length)
+    wanted = [int(index) for epoch in range(epochs) for index in sample_order(seed, epoch, length)[:]]
+    assert seen == wanted[: len(seen)]
+    assert len(seen) == before * first[1] + after * then[1]
 
 
 def test_a_cursor_that_starts_over_is_found_out():
@@ -257,3 +367,89 @@ def test_a_lossy_store_is_found_out():
 
     with pytest.raises(ResumeRefused):
         laws.round_trips(TrainState(trainer=Progress(1, samples=5)), store=Lossy)
+
+
+def test_a_load_that_loses_a_bit_after_its_digest_was_checked_is_found_out(monkeypatch):
+    """The law, and not the digest, sees it."""
+    honest = interpret.read_tensors
+
+    def careless(store, requests):
+        tensors = honest(store, requests)
+        for tensor in tensors:
+            if tensor.numel():
+                tensor.view(-1).view(torch.uint8)[0] ^= 1
+        return tensors
+
+    state = TrainState(trainer=Progress(1), extra={"ema": {"w": torch.zeros(3)}})
+    laws.round_trips(state)
+    monkeypatch.setattr(interpret, "read_tensors", careless)
+    with pytest.raises(LawBroken, match=r"round trip: ema\['w'\]: element 0 is 0\.0 against 1\.4"):
+        laws.round_trips(state)
+
+
+def test_a_selection_that_is_no_partition_is_found_out(monkeypatch):
+    """B01."""
+    _, state = make()
+    laws.selects(state, ["model", "rng"])
+    with monkeypatch.context() as patch:
+        patch.setattr(laws, "merge", lambda one, other: one)
+        with pytest.raises(LawBroken, match=r"selection: .*only one of the two has it; merging"):
+            laws.selects(state, ["model"])
+    with monkeypatch.context() as patch:
+        patch.setattr(laws, "select", lambda state, names: state)
+        with pytest.raises(LawBroken, match="is in both parts"):
+            laws.selects(state, ["model"])
+
+
+def traces(model, state):
+    """What a careless save could do, and where that shows."""
+    return {
+        "torch.random": lambda: torch.rand(1),
+        "numpy.random": np.random.rand,
+        "side-effect freedom: random": random.random,
+        r"ema\['w'\]": lambda: state.extra["ema"]["w"].add_(1),
+        r"params\['head\.bias'\]: element 0": lambda: model.head.bias.data.add_(1),
+        r"params\['first\.weight'\]\.grad: a tensor against None": model.zero_grad,
+        r"params\['first\.bias'\]\.grad: element": lambda: model.first.bias.grad.add_(1),
+        r"params\['frozen'\]\.requires_grad: False against True": lambda: model.frozen.requires_grad_(True),
+        r"buffers\['norm\.running_mean'\]": lambda: model.norm.running_mean.add_(1),
+        r"modules\['drop'\]\.training: True against False": model.drop.eval,
+    }
+
+
+@pytest.mark.parametrize("trace", list(traces(Net(), None)))
+@pytest.mark.parametrize("by", ["save", "load"])
+def test_a_save_that_leaves_a_trace_is_found_out(trace, by, monkeypatch):
+    """C14: parameters, buffers, gradients, modes and random states."""
+    torch.manual_seed(0)
+    model, honest = Net(), getattr(laws, by)
+    model(torch.randn(5, 3)).sum().backward()
+    state = TrainState(trainer=Progress(1), extra={"ema": {"w": torch.zeros(3)}})
+    careless = traces(model, state)[trace]
+
+    def broken(*args, **kwargs):
+        careless()
+        return honest(*args, **kwargs)
+
+    laws.leaves_no_trace(state, model=model)
+    monkeypatch.setattr(laws, by, broken)
+    with pytest.raises(LawBroken, match=trace):
+        laws.leaves_no_trace(state, model=model)
+
+
+def test_saving_a_live_run_leaves_no_trace_in_its_objects():
+    """C14: capturing included."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    live = trainfold.attach(model, optimizer)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    live.advance(samples=5)
+    laws.leaves_no_trace(live.capture, model=model)
+
+    def careless():
+        model.eval()
+        return live.capture()
+
+    with pytest.raises(LawBroken, match="training"):
+        laws.leaves_no_trace(careless, model=model)
