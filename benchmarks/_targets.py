@@ -47,7 +47,7 @@ class Target:
     def __str__(self) -> str:
         verdict = "met" if self.met else "MISSED"
         return (
-            f"{self.name:52} {self.value:9.4g} {self.relation:2} {self.limit:<5g}  ratio {self.ratio:8.3f}  {verdict}"
+            f"{self.name:56} {self.value:9.4g} {self.relation:2} {self.limit:<5g}  ratio {self.ratio:8.3f}  {verdict}"
         )
 
 

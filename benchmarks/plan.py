@@ -154,7 +154,7 @@ def main() -> int:
     sizes = (300, 3_000) if options.quick else (1_000, 10_000, 100_000)
     checkpoints = 50 if options.quick else 1_000
     around = machine()
-    rows = [measure_plans(leaves, 3) for leaves in sizes]
+    rows = [measure_plans(leaves, max(5, 20_000 // leaves)) for leaves in sizes]
     newest_secs = measure_discovery(checkpoints, 5)
     span = math.log(sizes[-1] / sizes[0])
     growth = {key: math.log(rows[-1][key] / rows[0][key]) / span for key in [*PLANS, "whole_plan_secs"]}

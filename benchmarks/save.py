@@ -1,9 +1,10 @@
 """Saving and loading a training state: trainfold beside the raw disk, memcpy, and the usual ways to save.
 
-``trainfold.save`` and ``trainfold.load`` are timed whole, as a user calls them: describe, plan, lock, reserve, write, check,
-commit the manifest; read the run and its manifest, plan, allocate, read, verify, rebuild. "files only" is their inner part:
-ready requests and a manifest that is a stub. A load into live memory exists at that level alone, since ``trainfold.load``
-always makes fresh memory. The yardstick of loads is a memcpy by one thread; the reader has two, and hashes. Every save is of a fresh step into a run that is there; the old step goes outside the timed part.
+``trainfold.save`` and ``trainfold.load`` are timed whole, as a user calls them: describe, plan, lock, reserve, write,
+check, commit the manifest; read the run and its manifest, plan, allocate, read, verify, rebuild. "files only" and "read"
+are their inner parts: ready requests, and a manifest that is a stub. A load into live memory exists at that level alone,
+since ``trainfold.load`` always makes fresh memory. The yardstick of loads is a memcpy by one thread; the reader has two,
+and hashes. Every save is of a fresh step into a run that is there; the old step goes outside the timed part.
 
 Every round runs each contestant once, in an order shuffled anew, because disks throttle: compare ratios of one round,
 not numbers of two runs. What is judged are medians over the rounds of (yardstick's time / this contestant's time).
@@ -15,6 +16,7 @@ import ctypes
 import gc
 import itertools
 import json
+import math
 import mmap
 import os
 import random
@@ -58,7 +60,7 @@ def make_state(size_mb: int) -> TrainState:
     width = 2000 if size_mb >= 480 else 500
     generator = torch.Generator().manual_seed(0)
     params: Tensors = {}
-    for layer in range(max(1, size_mb * 1_000_000 // (3 * 4 * width * (width + 1)))):
+    for layer in range(math.ceil(size_mb * 1e6 / (3 * 4 * width * (width + 1)))):
         params[f"h.{layer:03d}.weight"] = torch.randn(width, width, generator=generator)
         params[f"h.{layer:03d}.bias"] = torch.randn(width, generator=generator)
     slots = {
@@ -318,7 +320,7 @@ def main() -> int:
             f"  {name:16} {row['gb_per_sec']:6.2f} GB/s  {row['cpu_secs_per_gb']:5.2f} CPU-s/GB"
             for name, row in rows.items()
         ),
-        *(f"  {name:52} {ratio:9.4g}" for name, ratio in inner.items()),
+        *(f"  {name:56} {ratio:9.4g}" for name, ratio in inner.items()),
         f"  same bits loaded: {'yes' if same else 'NO'}",
     ]
     return finish(options, found, targets, table)
