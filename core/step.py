@@ -130,7 +130,7 @@ class Step:
         try:
             with self._telling():
                 if self.donate and worker.bound is not None:
-                    worker.template.keep_buffers()  # elsewhere the forward writes to copies
+                    worker.template.keep_buffers()  # elsewhere they are copies already
                 totals = run_window(
                     micro,
                     module=worker.template.module,

@@ -62,7 +62,7 @@ class Template:
         self._pristine = [_clone(value) for _, value in self._transient]
         self._bound: dict[str, torch.Tensor] | None = None
         self._buffers: dict[str, torch.Tensor] | None = None
-        self._backup: dict[str, torch.Tensor] = {}
+        self._scratch: dict[str, torch.Tensor] = {}
 
     def holds(self, model: ModelState) -> bool:
         """Whether the state's tensors are bound already."""
@@ -78,38 +78,37 @@ class Template:
         check_model(self._mould, params, buffers, ties)
         for name, param in self.params.items():
             param.data = params[name]
-        for slot in self._persistent:
-            slot.owner[slot.key] = buffers[slot.name]
+        self._place(buffers)
         self._bound, self._buffers = params, buffers
-        self._backup = {}
+        self._scratch = {}
 
     def keep_buffers(self) -> None:
-        """Remember the buffers, because the forward writes to them."""
+        """Let the forward write to copies of the buffers, so that nobody sees a state change in the middle of a window (A05)."""
         if not self._buffers:
             return
-        if self._backup:
-            torch._foreach_copy_(list(self._backup.values()), list(self._buffers.values()))
+        if self._scratch:
+            torch._foreach_copy_(list(self._scratch.values()), list(self._buffers.values()))
         else:
-            self._backup = {name: value.clone() for name, value in self._buffers.items()}
+            self._scratch = {name: value.clone() for name, value in self._buffers.items()}
+            self._place(self._scratch)
 
     def undo(self) -> None:
-        """Put the buffers back as they were at `keep_buffers`, and drop the gradients."""
+        """Forget what the forward wrote and assigned, and the gradients."""
         self.drop_grads()
         self._reset_transient()
-        if self._buffers and self._backup:
-            torch._foreach_copy_(list(self._buffers.values()), list(self._backup.values()))
-            for slot in self._persistent:
-                slot.owner[slot.key] = self._buffers[slot.name]
+        if self._buffers:
+            self._place(self._scratch or self._buffers)
 
     def harvest(self) -> dict[str, torch.Tensor]:
         """The persistent buffers after the forward; those that are no state are as they were in the model (B17)."""
         assert self._buffers is not None, "bind comes first"
         self._reset_transient()
+        mine = self._scratch or self._buffers
         replaced = {
-            slot.name: value
-            for slot in self._persistent
-            if (value := slot.owner[slot.key]) is not self._buffers[slot.name]
+            slot.name: value for slot in self._persistent if (value := slot.owner[slot.key]) is not mine[slot.name]
         }
+        if self._scratch:
+            torch._foreach_copy_(list(self._buffers.values()), list(self._scratch.values()))
         if replaced:
             self._replace(replaced)
         return self._buffers
@@ -133,7 +132,7 @@ class Template:
             value = slot.owner[slot.key]
             slot.owner[slot.key] = None if value is None else _hollow(value)
         self._bound = self._buffers = None
-        self._backup = {}
+        self._scratch = {}
 
     def _replace(self, replaced: Mapping[str, torch.Tensor | None]) -> None:
         """Take buffers that the forward assigned anew; copied, since they may be a part of something larger."""
@@ -148,9 +147,12 @@ class Template:
                     mend="register the buffer with persistent=False if it may be absent",
                 )
             self._buffers[name] = value.detach().clone()
+        self._place(self._buffers)
+        self._scratch = {}
+
+    def _place(self, buffers: Mapping[str, torch.Tensor]) -> None:
         for slot in self._persistent:
-            slot.owner[slot.key] = self._buffers[slot.name]
-        self._backup = {}
+            slot.owner[slot.key] = buffers[slot.name]
 
     def _reset_transient(self) -> None:
         for (slot, value), pristine in zip(self._transient, self._pristine, strict=True):
