@@ -8,11 +8,11 @@ import attrs
 import torch
 
 from trainfold.adapters.boundary import Boundary
-from trainfold.adapters.feed import Feed
+from trainfold.adapters.feed import Feed, mismatch
 from trainfold.adapters.loader import feed_of
 from trainfold.adapters.module import ModulePart
 from trainfold.adapters.optimizer import OptimizerPart
-from trainfold.adapters.part import ObjectPart, Part, Stateful, TreePart
+from trainfold.adapters.part import ObjectPart, Part, Stateful, TreePart, copied, copied_containers
 from trainfold.adapters.restoring import CountersPart, extra_state_parts, refusals, write_all
 from trainfold.adapters.rng import RngPart, bound_device
 from trainfold.adapters.scheduler import SchedulerPart, check_schedulers
@@ -95,6 +95,7 @@ class Live:
         self._extra = dict(extra)
         self._progress = Progress()
         self._pending: dict[str, Any] = {}
+        self._taken = 0  # batches handed out since the last optimizer step
         self._implied = extra_state_parts(model)
         components_of(TrainState(extra=self._extra))  # checks the names
         for part in self._parts().values():
@@ -127,7 +128,7 @@ class Live:
 
         Args:
             samples: samples trained on since the last call, over all ranks; with a ``DataLoader``, None means those of
-                every batch that was handed out, and a number has to agree with them.
+                every batch that was handed out, and a number has to agree with them; 0 for a step on none.
             tokens: valid tokens among them.
             steps: optimizer steps; 0 inside an accumulation window, which then stays open: nothing can be saved (A06).
 
@@ -136,7 +137,8 @@ class Live:
 
         Raises:
             InvalidArgument: for a negative number.
-            DataPositionMismatch: if the samples are not those of whole batches from `batches` (G02).
+            DataPositionMismatch: if the samples are not those of whole batches from `batches` (G02), or a loader is
+                attached and none of its batches came from there since the last step.
 
         Examples:
             >>> live = attach(torch.nn.Linear(2, 1))
@@ -148,7 +150,16 @@ class Live:
                 raise InvalidArgument(
                     f"advance.{name}", expected="an int >= 0", found=repr(value), mend="only count up"
                 )
+        taken = self._taken + (0 if self._feed is None else self._feed.undelivered())
+        if self._feed is not None and steps and samples != 0 and not taken:
+            raise mismatch(
+                "advance",
+                "a step on batches from live.batches(), where a loader is attached",
+                "none handed out since the last step",
+                "iterate over live.batches() and not over the loader itself; or say samples=0, for a step on no new data",
+            )
         counted = (samples or 0) if self._feed is None else self._feed.advance(samples)
+        self._taken = 0 if steps else taken
         counted = counted if samples is None else samples
         now = self._progress
         self._progress = attrs.evolve(
@@ -169,6 +180,7 @@ class Live:
             The counters.
         """
         dropped = 0 if self._feed is None else self._feed.drop()
+        self._taken = 0
         self._progress = attrs.evolve(self._progress, samples=self._progress.samples + dropped)
         for parameter in self._model.parameters():
             parameter.grad = None
@@ -207,14 +219,15 @@ class Live:
         random stream, no gradient, no mode, no position (C14).
 
         Returns:
-            A state of all components.
+            A state of all components; those that are kept for `register` are in it as they were restored (B15).
 
         Raises:
             IncompleteWindow: inside an accumulation window, as far as it shows: a batch was handed out, or the optimizer
                 stepped, without `advance`; `advance` with ``steps=0``; gradients that changed since `advance` (A06).
         """
         self.check_boundary()
-        return state_of({name: part.capture() for name, part in self._parts().items()})
+        captured = {name: part.capture() for name, part in self._parts().items()}
+        return state_of({**captured, **copied_containers(self._pending)})
 
     def restore(self, state: TrainState, *, components: Iterable[str] | None = None) -> None:
         """Make the live objects what a state says: all of it, or nothing if any part does not fit (V12).
@@ -235,14 +248,17 @@ class Live:
         reasons = refusals(parts, saved, chosen)
         if reasons:
             raise RestoreRefused("live", reasons)
+        leftover = [name for name in saved if name not in parts and (chosen is None or name in chosen)]
+        kept = {name: copied(saved[name]) for name in leftover if name in state.extra}
         write_all({name: part for name, part in parts.items() if chosen is None or name in chosen}, saved)
         self._boundary.close()
-        leftover = [name for name in saved if name not in parts and (chosen is None or name in chosen)]
-        self._pending = {name: saved[name] for name in leftover if name in state.extra}
-        if self._pending:
-            _LOG.warning("the state has %s, not registered here: kept until live.register()", list(self._pending))
-        if len(self._pending) < len(leftover):
-            ignored = [name for name in leftover if name not in self._pending]
+        self._taken = 0
+        unchosen = () if chosen is None else tuple(name for name in self._pending if name not in chosen)
+        self._pending = {**{name: self._pending[name] for name in unchosen}, **kept}
+        if kept:
+            _LOG.warning("the state has %s, not registered here: kept until live.register()", list(kept))
+        if len(kept) < len(leftover):
+            ignored = [name for name in leftover if name not in kept]
             _LOG.warning("the state has %s, and nothing is attached that would take it: ignored", ignored)
 
     def register(self, name: str, target: Any) -> None:

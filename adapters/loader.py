@@ -26,12 +26,19 @@ def feed_of(loader: Any) -> Feed:
     """The feed for a loader.
 
     Raises:
-        InvalidArgument: for a loader whose position nobody knows.
+        InvalidArgument: for a loader whose position nobody knows, or whose batches come in no order.
 
     Examples:
         >>> type(feed_of(DataLoader([1, 2, 3]))).__name__
         'MapFeed'
     """
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+        raise InvalidArgument(
+            "attach.loader",
+            expected="in_order=True: with workers, only then do the batches come in the order of the samples",
+            found="in_order=False",
+            mend="make the loader with in_order=True; a position counts samples in their order",
+        )
     mapped: DataLoader[Any] | None = None
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         mapped = loader

@@ -113,10 +113,12 @@ class CheckpointManager:
         """
         self._check_open()
         names = self._names(live)
+        like = live.capture()
+        extra = {name: value for name, value in like.extra.items() if name not in live.pending}  # owed to nobody yet
         try:
             state = runs.load(
                 self._store,
-                like=live.capture(),
+                like=like.evolve(extra=extra),
                 step=step,
                 components=names,
                 policy=self._policy,

@@ -21,7 +21,7 @@ from trainfold.adapters.feed import (
 )
 from trainfold.adapters.part import Undo, copied, kind_of
 from trainfold.adapters.rng import preserved_rng
-from trainfold.adapters.tap import Tap, capture_order, order_problems
+from trainfold.adapters.tap import Tap, capture_order, order_problems, unfollowed
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.state import Opaque
 
@@ -47,7 +47,7 @@ class MapFeed:
         self._deliveries = Deliveries()
         self._epoch = self._samples = self._batches = 0
         self._drawing = 0
-        self._order: tuple[int, Opaque] | None = None  # (epoch, what its order was drawn from)
+        self._orders: dict[int, Opaque] = {}  # epoch that batches are read from -> what its order was drawn from
         self._run = 0
         self._opened = False
 
@@ -64,6 +64,8 @@ class MapFeed:
         """Go back to the position: batches that were handed out and not consumed will be handed out again."""
         self._deliveries.waiting.clear()
         self._drawing = self._epoch
+        begun = self._epoch if self._samples else -1  # an order of which nothing was consumed is in no saved position
+        self._orders = {epoch: order for epoch, order in self._orders.items() if epoch == begun}
 
     def advance(self, samples: int | None) -> int:
         """Count batches that were handed out as consumed."""
@@ -71,6 +73,7 @@ class MapFeed:
         for size, last in taken:
             self._samples, self._batches = self._samples + size, self._batches + 1
             if last:
+                self._orders.pop(self._epoch, None)
                 self._epoch, self._samples, self._batches = self._epoch + 1, 0, 0  # G03
         return sum(size for size, _ in taken)
 
@@ -84,9 +87,8 @@ class MapFeed:
         run = self._run
         self.rewind()
         while (epochs is None or self._drawing < epochs) and not done():
-            iterator, tap = self._open(), self._tap.current
-            assert tap is not None
-            last = False
+            iterator = self._open()
+            tap, last = _present(self._tap.current), False
             while not last and not done():
                 batch = next(iterator, END)
                 if batch is END:
@@ -96,15 +98,16 @@ class MapFeed:
                         found="none",
                         mend="make the batch size smaller than the dataset, or set drop_last=False",
                     )
-                self._order = (self._drawing, _present(self._tap.started_from))
-                size, last = tap.passed.popleft()
+                self._orders[self._drawing] = _present(self._tap.started_from)
+                size, last = tap.passed.popleft() if tap.passed else (-1, True)
+                if size < 0 or (last and next(iterator, END) is not END):
+                    raise unfollowed(self._loader, "one that yields more batches than its sampler")
                 self._deliveries.waiting.append((size, last))
                 yield batch
                 if self._run != run:
                     raise stale()
             del iterator
-            if last:
-                self._drawing += 1
+            self._drawing += int(last)
 
     def _open(self) -> Iterator[Any]:
         """An iterator of the loader at the position; `set_epoch` comes before the seek (G04)."""
@@ -118,7 +121,7 @@ class MapFeed:
                 self._tap.start = capture_order(self._generators)
             return self._iterate()
         now = {name: generator.get_state() for name, generator in self._generators.items()}
-        self._tap.start, self._tap.skip = _present(self._order)[1], self._samples
+        self._tap.start, self._tap.skip = self._orders[self._epoch], self._samples
         with preserved_rng():
             iterator = self._iterate()
             _present(self._tap.current).prime()
@@ -127,12 +130,15 @@ class MapFeed:
         return iterator
 
     def _iterate(self) -> Iterator[Any]:
-        own = vars(self._loader)[self._slot]
+        own, self._tap.current = vars(self._loader)[self._slot], None
         vars(self._loader)[self._slot] = self._tap  # for the time of this call; a loader's attributes cannot be set
         try:
-            return iter(self._loader)
+            iterator = iter(self._loader)
         finally:
             vars(self._loader)[self._slot] = own
+        if self._tap.current is None:
+            raise unfollowed(self._loader, "one that does not start the sampler")
+        return iterator
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume."""
@@ -147,7 +153,7 @@ class MapFeed:
 
     def capture(self) -> Opaque:
         """The position: ``epoch``, ``samples`` and ``batches`` in it, and what the order of the epoch was drawn from."""
-        order = self._order[1].value if self._samples and self._order else None
+        order = self._orders[self._epoch].value if self._samples else None
         return Opaque(
             {
                 "kind": "map",
@@ -231,7 +237,7 @@ class MapFeed:
         def take(value: dict[str, Any]) -> None:
             self._run += 1
             self._epoch, self._samples, self._batches = value["epoch"], value["samples"], value["batches"]
-            self._order = None if value["order"] is None else (self._epoch, Opaque(value["order"]))
+            self._orders = {} if value["order"] is None else {self._epoch: Opaque(value["order"])}
             set_generators(self._generators, value["generators"])
             self.rewind()
 

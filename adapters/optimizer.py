@@ -13,6 +13,11 @@ from trainfold.core.leaves import Leaves
 from trainfold.core.state import OptimizerState, ParamGroup
 
 _NOT_HYPER = ("params", "param_names")
+# Slots that every optimizer of torch.optim makes with zeros_like or full_like of the parameter or its gradient.
+_LIKE_PARAMETER = frozenset(
+    {"acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer"}
+    | {"prev", "square_avg", "step_size", "sum"}
+)
 
 
 def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerState:
@@ -114,18 +119,22 @@ class OptimizerPart:
     def _slot_problems(self, saved: OptimizerState, params: Mapping[str, torch.Tensor]) -> list[TrainfoldError]:
         """A parameter without any slot never had a gradient; one with some of its slots is damaged (B10).
 
-        Parameters of one group and of as many dimensions are treated alike by every torch optimizer, so they must have
-        the same slots, and a slot that has its parameter's shape for most of them must have it for all.
+        Parameters of one group and of as many dimensions are treated alike by every optimizer of torch, so they must
+        have the same slots. Somebody else's may keep more for a large parameter, or in another dtype: there, parameters
+        must be of one shape and dtype to be alike, and nothing is known of the shapes of their slots.
         """
-        alike: dict[tuple[int, int], list[str]] = {}
+        is_torchs = type(self.optimizer).__module__.startswith("torch.optim.")
+        alike: dict[tuple[Any, ...], list[str]] = {}
         for number, group in enumerate(saved.groups):
             for name in group.params:
                 if name in params and saved.slots.get(name):
-                    alike.setdefault((number, params[name].dim()), []).append(name)
+                    value = params[name]
+                    likeness = (value.dim(),) if is_torchs else (value.shape, value.dtype)
+                    alike.setdefault((number, *likeness), []).append(name)
         found: list[TrainfoldError] = []
         for members in alike.values():
             keys = {key for name in members for key in saved.slots[name]}
-            fitting = {key for key in keys if _mostly_shaped_like(key, members, saved.slots, params)}
+            fitting = keys & _LIKE_PARAMETER if is_torchs else set[str]()
             for name in members:
                 held = saved.slots[name]
                 missing = sorted(keys - set(held))
@@ -211,14 +220,6 @@ class OptimizerPart:
 
 def _shape(value: object) -> torch.Size | None:
     return value.shape if isinstance(value, torch.Tensor) else None
-
-
-def _mostly_shaped_like(
-    key: str, members: list[str], slots: Mapping[str, Mapping[str, Any]], params: Mapping[str, torch.Tensor]
-) -> bool:
-    """For most, not for one: the factored slot of a matrix with one row has the shape of that matrix by chance."""
-    alike = [name for name in members if _shape(slots[name].get(key)) == params[name].shape]
-    return 2 * len(alike) > len(members)
 
 
 def _device_of(key: str, parameter: torch.Tensor, hyper: Mapping[str, Any]) -> torch.device:

@@ -8,7 +8,7 @@ import torch
 
 from trainfold.adapters.feed import END, OTHER, generator_problems, mismatch, set_generators
 from trainfold.adapters.rng import capture_streams, restore_streams, stream_problems
-from trainfold.core.errors import TrainfoldError
+from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.state import Opaque
 
 
@@ -82,6 +82,22 @@ class _TapIterator:
 
     def _size(self, item: Any) -> int:
         return len(item) if self.tap.counts else 1
+
+
+def unfollowed(loader: Any, found: str) -> InvalidArgument:
+    """The error for a loader whose batches cannot be told from what passes its sampler."""
+    workers = "persistent_workers" if getattr(loader, "persistent_workers", False) else ""
+    return InvalidArgument(
+        "attach.loader",
+        expected="a DataLoader whose iterator starts its sampler, and yields one batch for each that the sampler gives",
+        found=f"{found}, of a {type(loader).__qualname__}"
+        + (f" with {workers} that may run already" if workers else ""),
+        mend="make a new loader and iterate over live.batches() only: persistent_workers hold on to the order that they "
+        "were started with"
+        if workers
+        else "attach a plain DataLoader and change its batches in the loop over live.batches(), or give the loader "
+        "state_dict and load_state_dict",
+    )
 
 
 def capture_order(generators: dict[str, torch.Generator]) -> Opaque:

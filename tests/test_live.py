@@ -15,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainfold.adapters.live import Live, attach
+from trainfold.adapters.manager import CheckpointManager
 from trainfold.adapters.optimizer import _device_of
 from trainfold.adapters.part import copied
+from trainfold.backends.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.components import components_of, select
 from trainfold.core.errors import (
@@ -403,6 +405,77 @@ def test_a_parameter_without_slots_is_legal_and_one_with_some_of_them_is_not():
         Job(1).live.restore(partial)
 
 
+def factored(heads):
+    torch.manual_seed(heads)
+    model = nn.ModuleList([nn.Linear(4, 8), *(nn.Linear(8, 1) for _ in range(heads))])
+    optimizer = torch.optim.Adafactor(model.parameters())
+    return model, optimizer, attach(model, optimizer)
+
+
+def heads_step(model, optimizer, live):
+    trunk, *heads = model
+    optimizer.zero_grad()
+    sum(head(trunk(torch.ones(2, 4))).square().sum() for head in heads).backward()
+    optimizer.step()
+    live.advance(samples=2)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_slots_shaped_like_their_parameters_by_chance_are_no_rule(heads):
+    """B10: the factored slots of a matrix with one row have its shape; those of the others never do."""
+    run = factored(heads)
+    heads_step(*run)
+    state = copied(run[2].capture())
+    resumed = factored(heads)
+    resumed[2].restore(state)
+    heads_step(*run)
+    heads_step(*resumed)
+    assert differing(run[2].capture(), resumed[2].capture()) == []
+
+
+def test_a_slot_that_cannot_be_its_parameters_is_refused():
+    """B10: torch's own moments have the shape of their parameter, all of them."""
+    state = Job(0).run(3).live.capture()
+    broken = {name: dict(held) for name, held in state.optimizer.slots.items()}
+    for held in broken.values():
+        held["exp_avg"] = torch.zeros(17)
+    bad = state.evolve(optimizer=type(state.optimizer)(state.optimizer.kind, Leaves(broken), state.optimizer.groups))
+    with pytest.raises(RestoreRefused, match=r"slots\['head.weight'\]\['exp_avg'\].*\[17\]"):
+        Job(1).live.restore(bad)
+
+
+class BySize(torch.optim.Optimizer):
+    """Somebody's optimizer that keeps more for a large parameter than for a small one, and as much as it likes."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            held = self.state[parameter]
+            held["seen"] = torch.cat([held.get("seen", torch.zeros(0)), torch.ones(1)])
+            if parameter.numel() > 8:
+                held["scale"] = torch.ones(2)
+
+
+def test_what_an_optimizer_of_somebody_else_keeps_is_not_judged_by_the_size_of_a_parameter():
+    """B10: legal states are taken."""
+
+    def build():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizer = BySize(model.parameters())
+        return optimizer, attach(model, optimizer)
+
+    optimizer, live = build()
+    for _ in range(2):
+        optimizer.step()
+    live.advance(samples=1, steps=2)
+    _, resumed = build()
+    resumed.restore(copied(live.capture()))
+    assert differing(resumed.capture(), live.capture()) == []
+
+
 def test_slots_of_a_run_that_had_gone_on_disappear_when_the_state_has_none():
     job = Job(0)
     fresh = copied(job.live.capture())
@@ -621,6 +694,58 @@ def test_a_component_registered_after_the_restore_gets_its_state(caplog):
     assert torch.equal(late.value, state.extra["average"].value["value"])
     with pytest.raises(InvalidArgument, match="new name"):
         live.register("average", Averaged())
+
+
+def test_a_component_that_nothing_is_registered_for_yet_is_saved_through():
+    """B15: what is kept until `register` is in every state that is captured until then, unchanged."""
+    state = copied(Job(0).run(3).live.capture())
+    expected = bits(state)
+    job = Job(1)
+    live = attach(job.model, job.optimizer, scheduler=job.scheduler, loader=job.loader, extra={"ema": job.ema})
+    live.restore(state)
+    state.extra["average"].value["value"].fill_(7)  # the caller goes on with its own
+    state.extra["average"].value["seen"] = 7
+    assert bits(live.capture()) == expected
+    live.restore(copied(live.capture()), components=["model"])
+    assert bits(live.capture()) == expected
+    once_more = Job(2)
+    once_more.live.restore(live.capture())
+    assert once_more.average.seen == 3
+
+
+def test_a_component_that_is_still_pending_outlives_the_checkpoints_before_it():
+    """B15, E01: retention deletes the checkpoint that it came from."""
+    store = MemoryStore()
+    with CheckpointManager(store, keep_last=1) as manager:
+        manager.save(Job(0).run(3).live)
+    job = Job(1)
+    live = attach(job.model, job.optimizer, scheduler=job.scheduler, loader=job.loader, extra={"average": job.average})
+    with CheckpointManager(store, keep_last=1) as manager:
+        manager.restore(live)
+        for x, _y in live.batches(steps=4):
+            live.advance(samples=len(x))
+        manager.save(live)
+    whole = Job(2)
+    with CheckpointManager(store) as manager:
+        assert manager.restore(whole.live).step == 4
+    assert torch.equal(whole.ema.module.head.weight, Job(0).run(3).ema.module.head.weight)
+
+
+def test_a_component_that_is_still_pending_does_not_keep_a_run_from_an_earlier_checkpoint():
+    """B15: nothing in the run wants it, so a checkpoint without it, or with another one, is whole."""
+
+    def build(**extra):
+        model = nn.Linear(1, 1)
+        return attach(model, torch.optim.SGD(model.parameters(), lr=0.1), extra=extra)
+
+    with CheckpointManager(MemoryStore()) as manager:
+        for step, extra in enumerate(({}, {"ema": nn.Linear(1, 2)}, {"ema": nn.Linear(1, 3)}), 1):
+            live = build(**extra)
+            live.advance(samples=1, steps=step)
+            manager.save(live)
+        live = build()
+        pending = [(manager.restore(live, step=step).step, live.pending) for step in (3, 2, 1)]
+    assert pending == [(3, ("ema",)), (2, ("ema",)), (1, ())]
 
 
 def test_a_component_that_this_run_has_no_object_for_is_ignored_and_said_so(caplog):

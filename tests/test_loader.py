@@ -266,6 +266,42 @@ def test_leaving_the_loop_and_coming_back_goes_on_where_it_stopped():
     assert sorted(chain(*seen[:4])) == list(range(N))
 
 
+def test_an_iteration_left_when_it_had_run_into_the_next_epoch_comes_back_to_the_epoch_that_is_open():
+    """G01: a prefetcher, or a window over the end of an epoch, has drawn batches of two epochs, and an error stops it."""
+    for ahead in (1, 2, 3, 6):
+        torch.manual_seed(1)
+        live = attach(torch.nn.Linear(1, 1), loader=DataLoader(Numbers(), batch_size=4, shuffle=True))
+        batches, seen = live.batches(), []
+        for _ in range(3):
+            seen += next(batches).tolist()
+            live.advance()
+        expected, *_ = [next(batches).tolist() for _ in range(ahead)]
+        again = live.batches()
+        assert next(again).tolist() == expected
+        live.advance()
+        assert sorted(seen + expected) == list(range(N))
+        following = [next(again).tolist() for _ in range(4)]
+        assert sorted(chain(*following)) == list(range(N))
+
+
+@pytest.mark.parametrize("taken", [0, 2, 4, 5])
+@pytest.mark.parametrize("ahead", [1, 3, 5, 9])
+def test_a_position_taken_after_an_abandoned_iteration_is_resumed_as_the_run_itself_goes_on(taken, ahead):
+    """G01: what an abandoned iteration drew of later epochs is known to neither."""
+    reader = Reader(LOADERS["shuffled"], 1)
+    reader.read(2)
+    abandoned = reader.live.batches()
+    for _ in range(ahead):
+        next(abandoned)
+    reader.read(2 + taken)
+    assert list(reader.live.batches(steps=0)) == []  # this forgets what was handed out
+    state = copied(reader.live.capture())
+    went_on = reader.read(12)
+    resumed = Reader(LOADERS["shuffled"], 99)
+    resumed.live.restore(state)
+    assert resumed.read(12) == went_on
+
+
 def test_a_loader_with_its_own_state_cannot_hand_out_a_batch_twice():
     reader = Reader(LOADERS["stateful"], 1)
     next(reader.live.batches())
@@ -376,6 +412,69 @@ def test_a_loop_over_the_loader_itself_is_noticed():
     next(iter(loader))
     with pytest.raises(DataPositionMismatch, match=r"live\.batches"):
         live.advance(samples=4)
+
+
+@pytest.mark.parametrize("name", ["shuffled", "stateful"])
+@pytest.mark.parametrize("samples", [None, 4])
+def test_a_step_on_batches_that_did_not_come_from_the_run_is_noticed(name, samples):
+    """P03: without samples too, and for a loader with a state of its own; nothing is counted."""
+    reader = Reader(LOADERS[name], 1)
+    next(iter(reader.loader))
+    with pytest.raises(DataPositionMismatch, match=r"live\.batches"):
+        reader.live.advance(samples=samples)
+    assert reader.live.progress.step == 0
+
+
+@pytest.mark.parametrize("name", ["shuffled", "stateful"])
+def test_a_step_may_close_a_window_that_is_counted_already_or_take_no_sample_on_purpose(name):
+    """A06: the batches of a window are those since the last step, not since the last call."""
+    live = Reader(LOADERS[name], 1).live
+    batches = live.batches()
+    for _ in range(2):
+        live.advance(samples=len(next(batches)), steps=0)
+    assert live.advance().step == 1
+    assert live.advance(samples=0).step == 2
+    with pytest.raises(DataPositionMismatch, match=r"live\.batches"):
+        live.advance()
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_loader_that_hands_out_batches_in_any_order_is_refused(kind):
+    """G01: a number of samples is no position in it."""
+    with pytest.raises(InvalidArgument, match="in_order=True"):
+        attach(torch.nn.Linear(1, 1), loader=kind(Numbers(), batch_size=2, num_workers=1, in_order=False))
+    attach(torch.nn.Linear(1, 1), loader=kind(Numbers(), batch_size=2, in_order=False))  # no worker, no other order
+
+
+class Generating(DataLoader):
+    """Starts its sampler when the first batch is asked for, not when the iterator is made."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+class Halving(DataLoader):
+    """Makes two batches of one."""
+
+    def __iter__(self):
+        return (half for batch in list(super().__iter__()) for half in batch.chunk(2))
+
+
+@pytest.mark.parametrize("kind", [Generating, Halving])
+def test_a_loader_whose_iterator_is_not_that_of_a_dataloader_is_refused_by_name(kind):
+    """G01: nobody could say which samples a batch of it has."""
+    live = attach(torch.nn.Linear(1, 1), loader=kind(Numbers(), batch_size=4))
+    with pytest.raises(InvalidArgument, match=kind.__name__):
+        list(live.batches(epochs=1))
+
+
+def test_persistent_workers_that_were_started_before_are_refused_with_what_to_do():
+    """G01: they hold on to the order that they were started with."""
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=1, persistent_workers=True)
+    live = attach(torch.nn.Linear(1, 1), loader=loader)
+    next(iter(loader))
+    with pytest.raises(InvalidArgument, match="persistent_workers"):
+        next(live.batches())
 
 
 class Endless(IterableDataset):
