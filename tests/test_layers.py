@@ -55,6 +55,21 @@ def test_the_layers_of_this_tree_are_kept(copy_of_tree):
         ("core/zz_violation.py", "import pathlib\n", "trainfold.core is not allowed to import pathlib"),
         ("backends/zz_violation.py", "import optree\n", "trainfold is not allowed to import optree"),
         ("adapters/zz_violation.py", "import rich\n", "trainfold is not allowed to import rich"),
+        (
+            "properties/zz_violation.py",
+            "from trainfold.backends.local import LocalStore\n",
+            "trainfold.properties is not allowed to import trainfold.backends.local",
+        ),
+        (
+            "core/zz_violation.py",
+            "import trainfold\n",
+            "trainfold.core.zz_violation is not allowed to import trainfold",
+        ),
+        (
+            "adapters/zz_violation.py",
+            "from trainfold import save\n",
+            "trainfold.adapters.zz_violation is not allowed to import trainfold",
+        ),
     ],
 )
 def test_a_violation_of_the_layers_is_caught(copy_of_tree, module, line, broken):
@@ -67,12 +82,15 @@ def test_a_violation_of_the_layers_is_caught(copy_of_tree, module, line, broken)
 def test_core_cannot_reach_torch_distributed_or_pickle(copy_of_tree):
     """Ruff's TID251 guards what import-linter cannot see: sub-packages of others, and functions."""
     module = copy_of_tree / "core" / "zz_violation.py"
-    module.write_text('"""No."""\n\nimport pickle\n\nimport torch\nimport torch.distributed\n\ntorch.load("x")\n')
+    module.write_text(
+        '"""No."""\n\nimport pickle\n\nimport numpy as np\nimport torch\nimport torch.distributed\nimport trainfold.properties\n\n'
+        'torch.load("x")\nnp.random.rand()\n'
+    )
     done = subprocess.run(
         [RUFF, "check", "--no-cache", "--select", "TID251", "--output-format", "concise", module],
         capture_output=True,
         text=True,
         check=False,
     )
-    for banned in ("pickle", "torch.distributed", "torch.load"):
+    for banned in ("pickle", "torch.distributed", "torch.load", "trainfold.properties", "numpy.random"):
         assert f"TID251 `{banned}` is banned" in done.stdout, done.stdout
