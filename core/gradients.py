@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, final
 import attrs
 import torch
 
-from trainfold.core.errors import InvalidBatch, NonFinite
+from trainfold.core.errors import InvalidArgument, InvalidBatch, NonFinite
 from trainfold.core.loss import Loss, Totals, check_loss, read
 from trainfold.core.rng import Key, fold_in, forked_rng
 
@@ -69,10 +69,8 @@ def run_window(  # noqa: PLR0913 (every one is named where it is called)
         with forked_rng(part_key, device), torch.enable_grad():
             loss = check_loss(loss_fn(module, part))
             totals.add(loss)
-            if normalise:
-                torch.autograd.backward(loss.sum / loss.weight)
-            elif loss.sum.requires_grad:  # a microbatch without a valid token may have a constant for its loss
-                torch.autograd.backward(loss.sum)
+            if loss.sum.requires_grad:  # a microbatch without a valid token may have a constant for its loss
+                torch.autograd.backward(loss.sum / loss.weight if normalise else loss.sum)
         after_each()
     return totals
 
@@ -82,6 +80,7 @@ def judge(totals: Totals, targets: list[torch.nn.Parameter], *, normalised: bool
 
     Raises:
         InvalidBatch: on every rank, if the weight of the whole window is not positive.
+        InvalidArgument: on every rank, if no parameter has a gradient.
         NonFinite: on every rank, if the loss or the gradient norm of any rank is not finite (A09).
     """
     grads = [target.grad for target in targets if target.grad is not None]
@@ -97,6 +96,13 @@ def judge(totals: Totals, targets: list[torch.nn.Parameter], *, normalised: bool
             expected="> 0 over all microbatches and ranks",
             found=weight,
             mend="drop batches without a valid token, or use larger windows",
+        )
+    if not grads:
+        raise InvalidArgument(
+            "loss_fn",
+            expected="a loss that depends on a parameter that requires a gradient",
+            found=f"a loss of {loss_sum / weight} that does not depend on any parameter",
+            mend="compute it from the model that loss_fn is given, without detach() or no_grad(), and freeze less than all",
         )
     if not finite:
         raise NonFinite(

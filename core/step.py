@@ -66,6 +66,7 @@ class Step:
                 `DataCursor` is past the batch already, so that a loop goes on with ``state = error.skipped`` alone.
             StateDonated: if an earlier step consumed the state.
             InvalidBatch: if the batch cannot be split, or has no weight.
+            InvalidArgument: if the loss does not depend on any parameter, or is no `Loss`.
             SharedStorage: if two leaves of a state to be donated share storage.
         """
         with self._telling():

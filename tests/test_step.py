@@ -498,6 +498,40 @@ def test_a_skipped_step_leaves_a_position_of_another_kind_to_the_caller():
     assert caught.value.skipped.dataset == {"shard": 3}
 
 
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("world_size", [None, 1, 2])
+@pytest.mark.parametrize(
+    "cut", [torch.detach, lambda total: torch.zeros(()), lambda total: torch.ones(()).requires_grad_()]
+)
+def test_a_loss_that_depends_on_no_parameter_is_named_before_anything_changed(donate, accumulate, world_size, cut):
+    sgd = optimizer(torch.optim.SGD, lr=0.5)
+    model, state = linear_state(sgd)
+    batch = {"x": torch.ones(2, 2), "mask": torch.ones(2)}
+
+    def loss_fn(model, batch):
+        loss = linear_loss(model, batch)
+        return Loss(sum=cut(loss.sum), weight=loss.weight)
+
+    def rank(ranks):
+        mine = tree.map_tensors(torch.clone, state)
+        step = make_step(model, loss_fn, sgd, donate=donate, accumulate=accumulate, collectives=ranks)
+        with pytest.raises(InvalidArgument, match=r"loss_fn: .* does not depend on any parameter"):
+            step(mine, batch)
+        assert_same_bits(mine, state)
+
+    rank(None) if world_size is None else run_threads(world_size, rank)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_constant_loss_without_a_weight_is_a_window_without_a_valid_token(accumulate):
+    sgd = optimizer(torch.optim.SGD, lr=0.5)
+    model, state = linear_state(sgd)
+    step = make_step(model, lambda model, batch: Loss(sum=torch.zeros(()), weight=0), sgd, accumulate=accumulate)
+    with pytest.raises(InvalidBatch, match="loss weights"):
+        step(state, {"x": torch.ones(2, 2), "mask": torch.ones(2)})
+
+
 def test_a_gradient_that_is_not_finite_stops_although_the_loss_is():
     def loss_fn(model, batch):
         return Loss(sum=(model(batch) * 0).abs().sqrt().sum(), weight=len(batch))
