@@ -64,8 +64,6 @@ class MapFeed:
         """Go back to the position: batches that were handed out and not consumed will be handed out again."""
         self._deliveries.waiting.clear()
         self._drawing = self._epoch
-        begun = self._epoch if self._samples else -1  # an order of which nothing was consumed is in no saved position
-        self._orders = {epoch: order for epoch, order in self._orders.items() if epoch == begun}
 
     def advance(self, samples: int | None) -> int:
         """Count batches that were handed out as consumed."""
