@@ -12,6 +12,7 @@ import torch
 from trainfold.backends.native_reader import ReadRequest, fresh_tensor, read_tensors
 from trainfold.backends.native_writer import WrittenFile, write_file
 from trainfold.backends.protocols import Collectives, Store
+from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.core import tree
 from trainfold.core.codec import STORED, as_tensor, digest_of, torch_dtype
 from trainfold.core.components import components_of, state_of
@@ -104,29 +105,33 @@ def run_save(  # noqa: PLR0913 - keywords
     """
     written: list[str] = []
     data = b""
-    try:
+
+    def write() -> list[WrittenFile]:
         records = []
         for file in plan.files_of(collectives.rank):
             written.append(file.name)
             held = {path: as_tensor(leaf, path) for path, leaf in tensors[file.component].items()}
             records.append(write_file(file, held, store=store, directory=plan.directory))
-        everyone = {file.name: file for rank in collectives.gather(records) for file in rank}
+        return records
+
+    def commit() -> None:
+        nonlocal data
+        _check_sizes(plan, store)
+        data = encode_manifest(manifest)
+        decode_manifest(data, plan.directory)
+        decode_head(data[:HEAD_LIMIT_BYTES], plan.directory)
+        store.commit(f"{plan.directory}/{MANIFEST}", data, replaces=None if replaces is None else digest_of(replaces))
+        _after_commit(manifest, plan, store)
+
+    try:
+        everyone = {file.name: file for rank in on_all_ranks(collectives, write) for file in rank}
         manifest = _manifest(plan, everyone, head, contract, omitted)
-        if collectives.rank == 0:
-            _check_sizes(plan, store)
-            data = encode_manifest(manifest)
-            decode_manifest(data, plan.directory)
-            decode_head(data[:HEAD_LIMIT_BYTES], plan.directory)
-            store.commit(
-                f"{plan.directory}/{MANIFEST}", data, replaces=None if replaces is None else digest_of(replaces)
-            )
-            _after_commit(manifest, plan, store)
+        on_rank_zero(collectives, commit)
     except BaseException:
         _clean_up(plan, written, data, store)
         raise
     fingerprints = {component.name: component.fingerprint for component in manifest.components}
-    result = SaveResult(store.url, plan.directory, head.step, head.timeline, manifest.size_bytes, fingerprints)
-    return collectives.broadcast(result)
+    return SaveResult(store.url, plan.directory, head.step, head.timeline, manifest.size_bytes, fingerprints)
 
 
 def _clean_up(plan: SavePlan, written: list[str], data: bytes, store: Store) -> None:

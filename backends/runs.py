@@ -3,7 +3,7 @@
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from trainfold.backends.interpret import SaveResult, library_versions, run_resum
 from trainfold.backends.inventory import RUN_FILE, check_place, examine, read_inventory, read_run_id, run_document
 from trainfold.backends.local import LocalStore
 from trainfold.backends.protocols import Collectives, Store
+from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.core.components import components_of, select
 from trainfold.core.contract import checked_contract, contract_of
 from trainfold.core.errors import (
@@ -39,7 +40,7 @@ from trainfold.core.resume_plan import (
 )
 from trainfold.core.save_plan import MANIFEST, directory_of, plan_save
 from trainfold.core.state import TrainState
-from trainfold.core.structure import describe
+from trainfold.core.structure import Described, describe
 
 Run: TypeAlias = "str | Path | Store"
 _MANIFEST_ROOM_BYTES = 2**20
@@ -104,17 +105,26 @@ def save(  # noqa: PLR0913 - keywords
     store = open_store(run)
     chosen = select(state, components)
     omitted = tuple(name for name in components_of(state) if name not in components_of(chosen))
-    pairs = {name: describe(component, name) for name, component in components_of(chosen).items()}
-    ranks = world.gather({name: described for name, (described, _) in pairs.items()})
+    pairs: dict[str, Any] = {}
+
+    def described() -> dict[str, Described]:
+        pairs.update({name: describe(component, name) for name, component in components_of(chosen).items()})
+        return {name: each for name, (each, _) in pairs.items()}
+
+    ranks = on_all_ranks(world, described)
     agreed = checked_contract({**contract_of(state), **(contract or {})})
     step = int(state.trainer.step)
-    if world.rank == 0:
-        check_place(store)  # before the lock, which is a file
-    with store.lock() if lock and world.rank == 0 else nullcontext():
-        head, old = world.broadcast(_decide(store, step) if world.rank == 0 else None) or _never()
+    with ExitStack() as held:
+
+        def begin() -> tuple[Head, bytes | None]:
+            check_place(store)  # before the lock, which is a file
+            if lock:
+                held.enter_context(store.lock())
+            return _decide(store, step)
+
+        head, old = on_rank_zero(world, begin)
         decided = plan_save(ranks, step=step, revision=head.revision)
-        if world.rank == 0:
-            store.reserve(decided.size_bytes + _MANIFEST_ROOM_BYTES)
+        on_rank_zero(world, lambda: store.reserve(decided.size_bytes + _MANIFEST_ROOM_BYTES))
         return run_save(
             decided,
             {name: tensors for name, (_, tensors) in pairs.items()},
@@ -319,7 +329,3 @@ def _warn(outcome: ResumePlan) -> None:
     for drift in outcome.drifts:
         if drift.verdict == "warn":
             warnings.warn(str(drift), ResumeDrift, stacklevel=3)
-
-
-def _never() -> tuple[Head, bytes | None]:
-    raise AssertionError

@@ -532,3 +532,45 @@ def test_a_load_beside_a_writer_that_replaces_the_checkpoint_finds_the_new_one()
     save(state_at(100), store)
     store.moved = False
     assert load(store, like=state_at(0)).trainer.step == 200
+
+
+@pytest.mark.parametrize("effect", ["reserve", "finish", "commit"])
+def test_a_disk_that_fails_one_rank_fails_the_save_on_all_and_they_can_go_on(effect):
+    """C07: an error on one rank raises on all, naming the rank and what it said; the next save works."""
+    fired = []
+
+    def fault(_index, each):
+        if each.kind == effect and not fired and armed:
+            fired.append(each)
+            return OSError(errno.EIO, "EIO")
+        return None
+
+    store, armed = MemoryStore(fault=fault), []
+    save(state_at(1), store)
+    armed.append(True)
+
+    def train(world):
+        with pytest.raises((SaveFailed, RankFailed)) as caught:
+            save(state_at(2), store, collectives=world)
+        assert caught.value.mend
+        return type(caught.value), save(state_at(3), store, collectives=world).step
+
+    outcomes = run_threads(3, train)
+    assert fired
+    assert {kind for kind, _ in outcomes} == {SaveFailed, RankFailed}
+    assert {step for _, step in outcomes} == {3}
+
+
+def test_a_leaf_that_one_rank_cannot_save_is_told_to_all():
+    outcomes = thread_outcomes(
+        2, lambda world: save(state_at(1, extra={"x": object() if world.rank else 1}), MemoryStore(), collectives=world)
+    )
+    assert [type(outcome.error).__name__ for outcome in outcomes] == ["RankFailed", "UnsupportedLeaf"]
+    assert "extra" in str(outcomes[0].error) or "x" in str(outcomes[0].error)
+
+
+def test_a_locked_run_is_told_to_every_rank():
+    store = MemoryStore()
+    with store.lock():
+        outcomes = thread_outcomes(3, lambda world: save(state_at(1), store, collectives=world))
+    assert [type(outcome.error).__name__ for outcome in outcomes] == ["RunLocked", "RankFailed", "RankFailed"]
