@@ -65,9 +65,7 @@ def read_run_id(store: Store) -> str | None:
     if size is None:
         return None
     if size > HEAD_BYTES:
-        raise CheckpointHostile(
-            where, expected=f"at most {HEAD_BYTES} bytes", found=size, mend="restore the file"
-        )
+        raise CheckpointHostile(where, expected=f"at most {HEAD_BYTES} bytes", found=size, mend="restore the file")
     document = strict_json(store.read(RUN_FILE, start=0, stop=HEAD_BYTES), where)
     if document.get("format") != "trainfold-run":
         raise CheckpointForeign(

@@ -54,7 +54,9 @@ class LocalStore:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         given = os.fspath(path)
         if not given:
-            raise InvalidArgument("path", expected="a directory", found="an empty name", mend="name the run's directory")
+            raise InvalidArgument(
+                "path", expected="a directory", found="an empty name", mend="name the run's directory"
+            )
         self._url = given.rstrip("/") or "/"
         self._root = os.path.abspath(given)  # noqa: PTH100  # a later chdir must not move the run
         self._mutex = threading.Lock()
