@@ -22,54 +22,36 @@ from trainfold.core.errors import ResumeRefused, StateDonated
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.names import named_tensors
 from trainfold.core.partition import shard_of
-from trainfold.core.spec import leaf_spec
 from trainfold.core.state import OptimizerState, Progress, TrainState
+from trainfold.properties.differences import (
+    LawBroken,
+    check_same,
+    clone,
+    first_difference,
+    tensor_difference,
+    values_of,
+)
 from trainfold.properties.traces import module_facts, random_states
+
+__all__ = [
+    "LawBroken",
+    "accumulates",
+    "check_same",
+    "clone",
+    "donates_equally",
+    "equals_mutable",
+    "first_difference",
+    "is_pure",
+    "leaves_no_trace",
+    "reads_each_sample_once",
+    "resumes_exactly",
+    "round_trips",
+    "selects",
+    "survives_crashes",
+]
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor] | torch.nn.Module
 Step: TypeAlias = Callable[[TrainState, Any], tuple[TrainState, Any]]
-
-
-class LawBroken(AssertionError):
-    """A law does not hold; the message names the law, the leaf, both sides, and what was being done.
-
-    Attributes:
-        law: the law's name.
-        leaf: the path of the first leaf that differs, or what else broke.
-    """
-
-    def __init__(self, law: str, leaf: str, detail: str) -> None:
-        super().__init__(f"{law}: {leaf}: {detail}")
-        self.law = law
-        self.leaf = leaf
-
-
-def first_difference(one: TrainState, other: TrainState) -> tuple[str, str] | None:
-    """The first leaf in which two states differ in a bit, with what each has; None if they are the same.
-
-    Examples:
-        >>> from trainfold.core.state import Progress
-        >>> first_difference(TrainState(trainer=Progress(1)), TrainState(trainer=Progress(2)))
-        ('trainer.step', '1 against 2')
-    """
-    if fingerprint(one) == fingerprint(other):
-        return None
-    mine, theirs = _leaves(one), _leaves(other)
-    for path in [*mine, *(path for path in theirs if path not in mine)]:
-        if path not in mine or path not in theirs:
-            return path, "only one of the two has it"
-        if str(leaf_spec(mine[path], path)) != str(leaf_spec(theirs[path], path)):
-            return path, f"{leaf_spec(mine[path], path)} against {leaf_spec(theirs[path], path)}"
-        if leaf_digest(mine[path], path) != leaf_digest(theirs[path], path):
-            return path, _values(mine[path], theirs[path])
-    return "state", "the fingerprints differ and no leaf does"
-
-
-def check_same(law: str, one: TrainState, other: TrainState, doing: str) -> None:
-    """Raise `LawBroken` with the first leaf in which two states differ."""
-    found = first_difference(one, other)
-    if found is not None:
-        raise LawBroken(law, found[0], f"{found[1]}; {doing}")
 
 
 def is_pure(step: Step, state: TrainState, batch: Any) -> None:
@@ -143,7 +125,7 @@ def equals_mutable(step: Step, state: TrainState, loop: Callable[[Any], Tensors]
             if own not in mine or name not in theirs:
                 lacks = "the loop did not return it" if own in mine else "the loop returned it, and the state has none"
                 raise LawBroken("mutable equivalence", leaf, f"{lacks}; after step {i + 1}")
-            if first := _tensor_difference(mine[own], theirs[name].detach()):
+            if first := tensor_difference(mine[own], theirs[name].detach()):
                 raise LawBroken("mutable equivalence", leaf, f"{first}; after step {i + 1}")
 
 
@@ -166,7 +148,7 @@ def accumulates(steps: Sequence[Step], state: TrainState, batch: Any, *, rtol: f
         for name, tensor in (result.model.params if result.model is not None else {}).items():
             same = leaf_digest(tensor) == leaf_digest(reference[name])
             if not same and not (rtol + atol > 0 and torch.allclose(tensor, reference[name], rtol=rtol, atol=atol)):
-                detail = f"{_values(reference[name], tensor)}; split {i}"
+                detail = f"{values_of(reference[name], tensor)}; split {i}"
                 raise LawBroken("accumulation", f"model.params[{name!r}]", detail)
 
 
@@ -330,21 +312,10 @@ def leaves_no_trace(
     for leaf in [*module, *(leaf for leaf in now if leaf not in module)]:
         one, other = module.get(leaf), now.get(leaf)
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            if first := _tensor_difference(one, other):
+            if first := tensor_difference(one, other):
                 raise LawBroken(law, leaf, f"{first}; after a save and a load")
         elif one is not other:
             raise LawBroken(law, leaf, f"{_shown(one)} against {_shown(other)}; after a save and a load")
-
-
-def clone(state: TrainState) -> TrainState:
-    """A state with the same bits in memory of its own; tied leaves stay tied."""
-    copies: dict[int, torch.Tensor] = {}
-
-    def once(tensor: torch.Tensor) -> torch.Tensor:
-        return copies.setdefault(id(tensor), tensor.detach().clone())
-
-    cloned: TrainState = tree.map_tensors(once, state)
-    return cloned
 
 
 def _run(step: Step, state: TrainState, batches: Sequence[Any]) -> TrainState:
@@ -379,14 +350,6 @@ def _load_quietly(disk: MemoryStore, like: TrainState) -> TrainState:
         return load(disk, like=like)
 
 
-def _leaves(state: TrainState) -> dict[str, Any]:
-    return {
-        path: leaf
-        for name, component in components_of(state).items()
-        for path, leaf in tree.named_leaves(component, name)
-    }
-
-
 def _check_random_states(law: str, before: Mapping[str, Any], broken: str) -> None:
     for library, now in random_states().items():
         if before[library] != now:
@@ -407,12 +370,6 @@ def _by_name(tensors: Tensors | TrainState) -> dict[str, torch.Tensor]:
     return dict(tensors)
 
 
-def _tensor_difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
-    if leaf_spec(one, "") != leaf_spec(other, ""):
-        return f"{leaf_spec(one, '')} against {leaf_spec(other, '')}"
-    return None if leaf_digest(one) == leaf_digest(other) else _values(one, other)
-
-
 def _storages(state: TrainState) -> set[int]:
     leaves = [leaf for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)]
     return {leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.numel()}
@@ -424,15 +381,6 @@ def _is_dead(state: TrainState) -> bool:
     except StateDonated:
         return True
     return False
-
-
-def _values(one: Any, other: Any) -> str:
-    if not is_tensor_leaf(one) or not isinstance(one, torch.Tensor):
-        return f"{one!r} against {other!r}"
-    mine, theirs = one.reshape(-1), other.reshape(-1)
-    raw_one, raw_other = mine.view(torch.uint8).reshape(len(mine), -1), theirs.view(torch.uint8).reshape(len(mine), -1)
-    at = int((raw_one != raw_other).any(dim=1).nonzero()[0])
-    return f"element {at} is {mine[at].item()!r} against {theirs[at].item()!r}"
 
 
 def _check_same_batch(before: Any, after: Any) -> None:

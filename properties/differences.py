@@ -1,0 +1,90 @@
+"""Differences: the first leaf in which two states differ in a bit, and the error that names it."""
+
+from typing import Any
+
+import torch
+
+from trainfold.core import tree
+from trainfold.core.codec import is_tensor_leaf, leaf_digest
+from trainfold.core.components import components_of
+from trainfold.core.fingerprint import fingerprint
+from trainfold.core.spec import leaf_spec
+from trainfold.core.state import TrainState
+
+
+class LawBroken(AssertionError):
+    """A law does not hold; the message names the law, the leaf, both sides, and what was being done.
+
+    Attributes:
+        law: the law's name.
+        leaf: the path of the first leaf that differs, or what else broke.
+    """
+
+    def __init__(self, law: str, leaf: str, detail: str) -> None:
+        super().__init__(f"{law}: {leaf}: {detail}")
+        self.law = law
+        self.leaf = leaf
+
+
+def first_difference(one: TrainState, other: TrainState) -> tuple[str, str] | None:
+    """The first leaf in which two states differ in a bit, with what each has; None if they are the same.
+
+    Examples:
+        >>> from trainfold.core.state import Progress
+        >>> first_difference(TrainState(trainer=Progress(1)), TrainState(trainer=Progress(2)))
+        ('trainer.step', '1 against 2')
+    """
+    if fingerprint(one) == fingerprint(other):
+        return None
+    mine, theirs = _leaves(one), _leaves(other)
+    for path in [*mine, *(path for path in theirs if path not in mine)]:
+        if path not in mine or path not in theirs:
+            return path, "only one of the two has it"
+        if str(leaf_spec(mine[path], path)) != str(leaf_spec(theirs[path], path)):
+            return path, f"{leaf_spec(mine[path], path)} against {leaf_spec(theirs[path], path)}"
+        if leaf_digest(mine[path], path) != leaf_digest(theirs[path], path):
+            return path, values_of(mine[path], theirs[path])
+    return "state", "the fingerprints differ and no leaf does"
+
+
+def check_same(law: str, one: TrainState, other: TrainState, doing: str) -> None:
+    """Raise `LawBroken` with the first leaf in which two states differ."""
+    found = first_difference(one, other)
+    if found is not None:
+        raise LawBroken(law, found[0], f"{found[1]}; {doing}")
+
+
+def clone(state: TrainState) -> TrainState:
+    """A state with the same bits in memory of its own; tied leaves stay tied."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        return copies.setdefault(id(tensor), tensor.detach().clone())
+
+    cloned: TrainState = tree.map_tensors(once, state)
+    return cloned
+
+
+def _leaves(state: TrainState) -> dict[str, Any]:
+    return {
+        path: leaf
+        for name, component in components_of(state).items()
+        for path, leaf in tree.named_leaves(component, name)
+    }
+
+
+def tensor_difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
+    """What differs between two tensors, or None."""
+    if leaf_spec(one, "") != leaf_spec(other, ""):
+        return f"{leaf_spec(one, '')} against {leaf_spec(other, '')}"
+    return None if leaf_digest(one) == leaf_digest(other) else values_of(one, other)
+
+
+def values_of(one: Any, other: Any) -> str:
+    """Both sides of a difference in words: the first element that differs."""
+    if not is_tensor_leaf(one) or not isinstance(one, torch.Tensor):
+        return f"{one!r} against {other!r}"
+    mine, theirs = one.reshape(-1), other.reshape(-1)
+    raw_one, raw_other = mine.view(torch.uint8).reshape(len(mine), -1), theirs.view(torch.uint8).reshape(len(mine), -1)
+    at = int((raw_one != raw_other).any(dim=1).nonzero()[0])
+    return f"element {at} is {mine[at].item()!r} against {theirs[at].item()!r}"
