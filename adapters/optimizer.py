@@ -123,7 +123,7 @@ class OptimizerPart:
         have the same slots. Somebody else's may keep more for a large parameter, or in another dtype: there, parameters
         must be of one shape and dtype to be alike, and nothing is known of the shapes of their slots.
         """
-        is_torchs = type(self.optimizer).__module__.startswith("torch.optim.")
+        is_torchs = kind_of(self.optimizer).startswith("torch.optim.")
         alike: dict[tuple[Any, ...], list[str]] = {}
         for number, group in enumerate(saved.groups):
             for name in group.params:

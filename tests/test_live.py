@@ -444,6 +444,18 @@ def test_a_slot_that_cannot_be_its_parameters_is_refused():
         Job(1).live.restore(bad)
 
 
+def test_an_optimizer_that_torch_names_without_its_module_is_torchs_too():
+    """B10: half of the factored slots is damage, also among matrices of different shapes."""
+    run = factored(2)
+    heads_step(*run)
+    state = run[2].capture()
+    broken = {name: dict(held) for name, held in state.optimizer.slots.items()}
+    del broken["0.weight"]["row_var"]
+    bad = state.evolve(optimizer=type(state.optimizer)(state.optimizer.kind, Leaves(broken), state.optimizer.groups))
+    with pytest.raises(RestoreRefused, match=r"slots\['0.weight'\].*row_var"):
+        factored(2)[2].restore(bad)
+
+
 class BySize(torch.optim.Optimizer):
     """Somebody's optimizer that keeps more for a large parameter than for a small one, and as much as it likes."""
 
