@@ -40,10 +40,10 @@ SIZES = {  # name: (width, blocks, vocabulary, sequence length, batch size)
     "5M": (256, 5, 4096, 32, 4),
     "25M": (512, 6, 12288, 32, 2),
 }
-STEPS = {"0.14M": 600, "5M": 90, "25M": 36}
+STEPS = {"0.14M": 1440, "5M": 90, "25M": 36}
+BLOCK = {"0.14M": 24, "5M": 6, "25M": 6}  # a turn of some 60 ms and more: the caches are then the variant's own
 BIT_STEPS = 200
 VARIANTS = ("loop", "donated", "undonated")
-BLOCK = 6
 
 
 class Block(torch.nn.Module):
@@ -172,9 +172,9 @@ def time_size(size, steps, device):
     gc.collect()
     gc.disable()  # a collection falls on whoever is next
     try:
-        for index, order in zip(range(1 + steps // BLOCK), orders, strict=False):
+        for index, order in zip(range(1 + steps // BLOCK[size]), orders, strict=False):
             for name in order:
-                block = time_block(variants[name], batches, device)
+                block = time_block(variants[name], batches, BLOCK[size], device)
                 if index > 0:  # the first round warms up
                     secs[name].append(statistics.median(block[1:]))
                     whole[name].append(sum(block))
@@ -194,10 +194,10 @@ def time_size(size, steps, device):
     }
 
 
-def time_block(variant, batches, device):
+def time_block(variant, batches, count, device):
     """Seconds of each of some steps in a row; the first one finds the caches full of another variant."""
     secs = []
-    for index in range(BLOCK + 1):
+    for index in range(count + 1):
         wait(device)
         start = time.perf_counter()
         variant.step(batches[index % len(batches)])
@@ -252,7 +252,7 @@ def status_bytes(field):
 
 def measure(size, *, quick, device):
     """The figures of a size."""
-    row = time_size(size, max(18, STEPS[size] // (5 if quick else 1)), device)
+    row = time_size(size, max(3 * BLOCK[size], STEPS[size] // (5 if quick else 1)), device)
     row["bit_steps"] = 20 if quick else BIT_STEPS
     row["same_bits"] = same_bits(size, row["bit_steps"], device)
     peaks = {name: [] for name in VARIANTS}

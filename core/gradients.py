@@ -9,6 +9,7 @@ import torch
 
 from trainfold.core.errors import InvalidArgument, InvalidBatch, NonFinite
 from trainfold.core.loss import Loss, Totals, check_loss, read
+from trainfold.core.norm import total_norm
 from trainfold.core.rng import Key, fold_in, forked_rng
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss]
@@ -39,6 +40,7 @@ class Verdict:
 def run_window(  # noqa: PLR0913 (every one is named where it is called)
     micro: list[Any],
     *,
+    step: int,
     module: torch.nn.Module,
     loss_fn: LossFunction,
     key: Key,
@@ -51,9 +53,10 @@ def run_window(  # noqa: PLR0913 (every one is named where it is called)
 
     Args:
         micro: the microbatches.
+        step: of the state.
         module: the model.
         loss_fn: ``(model, batch) -> Loss``.
-        key: the key of this step; each microbatch and rank draws from a key of its own.
+        key: the run's; each step, microbatch and rank draws from a key of its own.
         device: where the model computes.
         rank: the data-parallel rank.
         normalise: divide the loss by its weight before the backward: for the only microbatch of a single rank, where
@@ -65,7 +68,7 @@ def run_window(  # noqa: PLR0913 (every one is named where it is called)
     """
     totals = Totals()
     for index, part in enumerate(micro):
-        part_key = fold_in(key, "microbatch", index, "rank", rank)
+        part_key = fold_in(key, f"step {step} microbatch {index} rank {rank}")  # one part is one hash
         with forked_rng(part_key, device), torch.enable_grad():
             loss = check_loss(loss_fn(module, part))
             totals.add(loss)
@@ -86,7 +89,7 @@ def judge(totals: Totals, targets: list[torch.nn.Parameter], *, normalised: bool
     grads = [target.grad for target in targets if target.grad is not None]
     if grads and not normalised:
         torch._foreach_div_(grads, totals.weight)
-    norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+    norm = total_norm(grads)
     ratios = [number for pair in totals.metrics.values() for number in pair]
     loss_sum, weight, grad_norm, *numbers = read([totals.loss, totals.weight, norm, *ratios])
     finite = not totals.suspects and all(map(math.isfinite, (loss_sum, weight, grad_norm)))

@@ -59,18 +59,20 @@ class Totals:
 
 
 def wide(value: Number) -> Number:
-    """A number as it is; a tensor summed to one element, in float64 or int64, without its graph.
+    """The sum of a tensor in float64 or int64, without its graph: read where that is free, which is on a CPU.
 
     Examples:
         >>> wide(torch.tensor([1.5, 2.5])), wide(torch.tensor([True, True])), wide(3)
-        (tensor(4., dtype=torch.float64), tensor(2), 3)
+        (4.0, 2, 3)
     """
     if not isinstance(value, torch.Tensor):
         return value
+    is_float = value.is_floating_point()
+    if is_float and value.device.type == "cpu" and value.numel() == 1:
+        return value.item()
     value = value.detach()
-    if value.is_floating_point():
-        return value.double().sum() if value.dim() else value.double()
-    return value.sum()
+    total = value.double().sum() if is_float else value.sum()
+    return total.item() if total.device.type == "cpu" else total
 
 
 def read(values: list[Number]) -> list[float | int]:

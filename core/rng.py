@@ -45,7 +45,7 @@ def make_key(seed: int) -> Key:
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise InvalidArgument("seed", expected="an int", found=repr(seed), mend="choose any whole number")
-    return Key(_hash(b"trainfold root", [seed]))
+    return Key(_hash(b"trainfold root", seed))
 
 
 def fold_in(key: Key, *path: int | str) -> Key:
@@ -59,7 +59,7 @@ def fold_in(key: Key, *path: int | str) -> Key:
         path: such as ``"step", 120, "rank", 3``; ``1`` and ``"1"`` differ.
 
     Returns:
-        The derived key; ``key`` itself for an empty path.
+        The derived key; ``key`` for an empty path.
 
     Raises:
         InvalidArgument: for a part that is neither an int nor a string.
@@ -73,9 +73,10 @@ def fold_in(key: Key, *path: int | str) -> Key:
 
     Source: a keyed hash as a pseudo-random function, BLAKE2 (RFC 7693); the name is that of ``jax.random.fold_in``.
     """
+    bits = key.bits
     for part in path:
-        key = Key(_hash(key.bits.to_bytes(_KEY_BITS // 8, "little"), [part]))
-    return key
+        bits = _hash(bits.to_bytes(_KEY_BITS // 8, "little"), part)
+    return Key(bits)
 
 
 def seed_of(key: Key) -> int:
@@ -129,13 +130,11 @@ def _generators(device: torch.device | str | None) -> list[torch.Generator]:
     return generators
 
 
-def _hash(key: bytes, path: list[int | str]) -> int:
-    digest = hashlib.blake2b(key=key, digest_size=_KEY_BITS // 8)
-    for part in path:
-        if isinstance(part, bool) or not isinstance(part, int | str):
-            raise InvalidArgument(
-                "fold_in", expected="ints and strings", found=repr(part), mend="name it with a string or count it"
-            )
-        text = str(part).encode()
-        digest.update((b"i" if isinstance(part, int) else b"s") + len(text).to_bytes(8, "little") + text)
-    return int.from_bytes(digest.digest(), "little")
+def _hash(key: bytes, part: int | str) -> int:
+    if isinstance(part, bool) or not isinstance(part, int | str):
+        raise InvalidArgument(
+            "fold_in", expected="ints and strings", found=repr(part), mend="name it with a string or count it"
+        )
+    text = str(part).encode()
+    told = (b"i" if isinstance(part, int) else b"s") + len(text).to_bytes(8, "little") + text
+    return int.from_bytes(hashlib.blake2b(told, key=key, digest_size=_KEY_BITS // 8).digest(), "little")

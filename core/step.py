@@ -15,8 +15,9 @@ from trainfold.core.gradients import LossFunction, Verdict, judge, run_window
 from trainfold.core.leaves import Lease, Leaves
 from trainfold.core.loss import Totals
 from trainfold.core.microbatch import split
+from trainfold.core.norm import clip
 from trainfold.core.optim import Optimizer
-from trainfold.core.rng import Key, fold_in, make_key
+from trainfold.core.rng import Key, make_key
 from trainfold.core.schedule import ScheduleFunction, check_same, describe
 from trainfold.core.state import ModelState, OptimizerState, Progress, Scalar, TrainState
 from trainfold.core.template import Mould, check_silent
@@ -80,7 +81,7 @@ class Step:
                 return self._update(worker, state, verdict)
 
     def _check(self, state: TrainState) -> Key:
-        """The key of this step, of a state that can be trained."""
+        """The key of a state that can be trained."""
         if state.model is None or state.optimizer is None or state.trainer is None:
             raise InvalidState(
                 "state",
@@ -106,7 +107,7 @@ class Step:
                 found=type(key).__name__,
                 mend="captured streams are for mutable loops; use rng=make_key(seed) with a step",
             )
-        return fold_in(key, "step", state.trainer.step)
+        return key
 
     def _check_contract(self, state: TrainState) -> None:
         """Refuse a state that another kind of step has trained: the run would go on, a little different (V08)."""
@@ -125,6 +126,7 @@ class Step:
         """Forward, backward and verdict; whatever is raised, the state is as it was."""
         ranks = self._collectives
         alone = ranks is None and len(micro) == 1
+        assert state.trainer is not None
         totals = Totals()
         with self._telling():
             self._enter(worker, state)
@@ -134,6 +136,7 @@ class Step:
                     worker.template.keep_buffers()  # elsewhere they are copies already
                 totals = run_window(
                     micro,
+                    step=state.trainer.step,
                     module=worker.template.module,
                     loss_fn=self._loss_fn,
                     key=key,
@@ -145,7 +148,6 @@ class Step:
                 totals.samples = samples
             if ranks is not None:
                 totals = exchange(totals, worker.targets, ranks)
-            assert state.trainer is not None
             return judge(totals, worker.targets, normalised=alone, where=f"step {state.trainer.step}")
         except BaseException as error:
             worker.undo()
@@ -183,7 +185,7 @@ class Step:
         assert state.trainer is not None
         factor = 1.0 if self._schedule is None else self._schedule(state.trainer.step)
         if self._clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(worker.targets, self._clip_norm, verdict.norm)
+            clip(worker.targets, self._clip_norm, verdict.norm, verdict.grad_norm)
         if self.donate:
             _consume(state)  # before the first write: an update that fails half-way leaves no state behind
         try:
@@ -204,7 +206,7 @@ class Step:
         assert state.model is not None
         assert state.trainer is not None
         if self._clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(worker.targets, self._clip_norm, verdict.norm)
+            clip(worker.targets, self._clip_norm, verdict.norm, verdict.grad_norm)
         scheduled = {} if self._schedule is None else {"lr_factor": self._schedule(state.trainer.step)}
         named = worker.template.params
         grads = {name: param.grad for name, param in named.items() if param.grad is not None}

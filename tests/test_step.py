@@ -225,7 +225,7 @@ def test_pure_steps_give_the_bits_of_the_hand_written_loop(name, hyper, donate):
     for index in range(4):
         batch = make_batch(index)
         theirs.cache.zero_()
-        key = fold_in(state.rng, "step", index, "microbatch", 0, "rank", 0)
+        key = fold_in(state.rng, f"step {index} microbatch 0 rank 0")
         with forked_rng(key):
             loss = net_loss(theirs, batch)
             (loss.sum / loss.weight).backward()
@@ -258,7 +258,7 @@ def test_accumulation_is_the_sum_of_the_sums_divided_once():
         assert [len(part["x"]) for part in micro] == [3, 3, 2]
         theirs.cache.zero_()
         for position, part in enumerate(micro):
-            with forked_rng(fold_in(state.rng, "step", index, "microbatch", position, "rank", 0)):
+            with forked_rng(fold_in(state.rng, f"step {index} microbatch {position} rank 0")):
                 net_loss(theirs, part).sum.backward()
         for param in theirs.parameters():
             if param.grad is not None:
