@@ -9,7 +9,7 @@ import torch
 
 from trainfold.core.errors import InvalidArgument, InvalidBatch, NonFinite
 from trainfold.core.loss import Loss, Totals, check_loss, read
-from trainfold.core.norm import total_norm
+from trainfold.core.norm import Norm
 from trainfold.core.rng import Key, fold_in, forked_rng
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss]
@@ -27,6 +27,7 @@ class Verdict:
         samples: over all ranks.
         metrics: the ratios of the user's metrics; nan where nothing was counted.
         norm: the norm as a tensor, to clip by.
+        grads: the gradients, normalised.
     """
 
     loss: float
@@ -35,6 +36,7 @@ class Verdict:
     samples: int
     metrics: dict[str, float]
     norm: torch.Tensor = attrs.field(eq=False, repr=False)
+    grads: list[torch.Tensor] = attrs.field(eq=False, repr=False)
 
 
 def run_window(  # noqa: PLR0913 (every one is named where it is called)
@@ -78,7 +80,7 @@ def run_window(  # noqa: PLR0913 (every one is named where it is called)
     return totals
 
 
-def judge(totals: Totals, targets: list[torch.nn.Parameter], *, normalised: bool, where: str) -> Verdict:
+def judge(totals: Totals, norm_of: Norm, *, normalised: bool, where: str) -> Verdict:
     """Divide the gradients by the weight and read what the window came to; nothing but gradients is changed.
 
     Raises:
@@ -86,10 +88,10 @@ def judge(totals: Totals, targets: list[torch.nn.Parameter], *, normalised: bool
         InvalidArgument: on every rank, if no parameter has a gradient.
         NonFinite: on every rank, if the loss or the gradient norm of any rank is not finite (A09).
     """
-    grads = [target.grad for target in targets if target.grad is not None]
+    grads = norm_of.grads()
     if grads and not normalised:
         torch._foreach_div_(grads, totals.weight)
-    norm = total_norm(grads)
+    norm = norm_of.of(grads)
     ratios = [number for pair in totals.metrics.values() for number in pair]
     loss_sum, weight, grad_norm, *numbers = read([totals.loss, totals.weight, norm, *ratios])
     finite = not totals.suspects and all(map(math.isfinite, (loss_sum, weight, grad_norm)))
@@ -124,6 +126,7 @@ def judge(totals: Totals, targets: list[torch.nn.Parameter], *, normalised: bool
             for name, num, den in zip(totals.metrics, numbers[::2], numbers[1::2], strict=True)
         },
         norm=norm,
+        grads=grads,
     )
 
 

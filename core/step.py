@@ -15,7 +15,6 @@ from trainfold.core.gradients import LossFunction, Verdict, judge, run_window
 from trainfold.core.leaves import Lease, Leaves
 from trainfold.core.loss import Totals
 from trainfold.core.microbatch import split
-from trainfold.core.norm import clip
 from trainfold.core.optim import Optimizer
 from trainfold.core.rng import Key, make_key
 from trainfold.core.schedule import ScheduleFunction, check_same, describe
@@ -148,7 +147,7 @@ class Step:
                 totals.samples = samples
             if ranks is not None:
                 totals = exchange(totals, worker.targets, ranks)
-            return judge(totals, worker.targets, normalised=alone, where=f"step {state.trainer.step}")
+            return judge(totals, worker.norm, normalised=alone, where=f"step {state.trainer.step}")
         except BaseException as error:
             worker.undo()
             self._leave(worker, state)
@@ -185,7 +184,7 @@ class Step:
         assert state.trainer is not None
         factor = 1.0 if self._schedule is None else self._schedule(state.trainer.step)
         if self._clip_norm is not None:
-            clip(worker.targets, self._clip_norm, verdict.norm, verdict.grad_norm)
+            worker.norm.clip(verdict.grads, self._clip_norm, verdict.norm, verdict.grad_norm)
         if self.donate:
             _consume(state)  # before the first write: an update that fails half-way leaves no state behind
         try:
@@ -206,7 +205,7 @@ class Step:
         assert state.model is not None
         assert state.trainer is not None
         if self._clip_norm is not None:
-            clip(worker.targets, self._clip_norm, verdict.norm, verdict.grad_norm)
+            worker.norm.clip(verdict.grads, self._clip_norm, verdict.norm, verdict.grad_norm)
         scheduled = {} if self._schedule is None else {"lr_factor": self._schedule(state.trainer.step)}
         named = worker.template.params
         grads = {name: param.grad for name, param in named.items() if param.grad is not None}

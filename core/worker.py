@@ -10,6 +10,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.leaves import Lease, Leaves
+from trainfold.core.norm import Norm
 from trainfold.core.optim import Optimizer
 from trainfold.core.sharing import check_apart
 from trainfold.core.state import ModelState, OptimizerState, TrainState
@@ -30,6 +31,7 @@ class Worker:
         self.template.module.train()
         self.bound = optimizer.bound_to(self.template.params) if isinstance(optimizer, Optimizer) else None
         self.targets = list((self.template.params if self.bound is None else self.bound.targets).values())
+        self.norm = Norm(self.targets)
         self.watch: weakref.ref[Lease] | None = None
         self._seen_extra: object = None
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from trainfold.core.norm import clip, total_norm
+from trainfold.core.norm import Norm
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -18,6 +18,14 @@ def params_of(shapes, dtypes, scale, seed):
         param.grad = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
         params.append(param)
     return params
+
+
+def clipped(params, limit):
+    """Clip the gradients of parameters; their norm."""
+    norm_of = Norm(params)
+    norm = norm_of.of(norm_of.grads())
+    norm_of.clip(norm_of.grads(), limit, norm, norm.item())
+    return norm
 
 
 def same_bits(one, other):
@@ -41,8 +49,7 @@ def same_bits(one, other):
 def test_clipping_has_the_bits_of_torch(shapes, dtypes, scale, clip_norm, seed):
     """Also where it leaves the gradients alone, since torch would multiply them by 1."""
     mine, theirs = (params_of(shapes, dtypes, scale, seed) for _ in range(2))
-    norm = total_norm([param.grad for param in mine])
-    clip(mine, clip_norm, norm, norm.item())
+    norm = clipped(mine, clip_norm)
     wanted = torch.nn.utils.clip_grad_norm_(theirs, clip_norm)
     assert norm.dtype == wanted.dtype
     assert torch.equal(norm, wanted) or (norm.isnan() and wanted.isnan())
@@ -57,8 +64,7 @@ def test_clipping_at_the_edge_has_the_bits_of_torch(limit):
     for value in values:
         mine, theirs = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
         mine.grad, theirs.grad = value.clone(), value.clone()
-        norm = total_norm([mine.grad])
-        clip([mine], limit, norm, norm.item())
+        clipped([mine], limit)
         torch.nn.utils.clip_grad_norm_([theirs], limit)
         assert torch.equal(mine.grad, theirs.grad)
 
@@ -72,9 +78,8 @@ def test_sparse_gradients_are_clipped_as_torch_does_or_refused_as_torch_does():
         wanted = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
     except (RuntimeError, NotImplementedError) as error:
         with pytest.raises(type(error)):
-            total_norm([mine.weight.grad])
+            clipped([mine.weight], 1.0)
         return
-    norm = total_norm([mine.weight.grad])
-    clip([mine.weight], 1.0, norm, norm.item())
+    norm = clipped([mine.weight], 1.0)
     assert torch.equal(norm, wanted)
     assert torch.equal(mine.weight.grad.to_dense(), theirs.weight.grad.to_dense())
