@@ -19,6 +19,7 @@ from trainfold.adapters.scheduler import SchedulerPart, check_schedulers
 from trainfold.core.components import components_of, state_of, validate_components
 from trainfold.core.contract import contract_of
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused
+from trainfold.core.init import check_real
 from trainfold.core.names import named_tensors
 from trainfold.core.state import Progress, TrainState
 
@@ -51,7 +52,7 @@ def attach(
 
     Raises:
         InvalidArgument: for an object whose state cannot be known.
-        InvalidState: if the optimizer holds a tensor that the model does not have.
+        InvalidState: if the optimizer holds a tensor that the model does not have, or the model has no values yet.
         UnsupportedLeaf: for a hyperparameter that is not plain, and so could not be compared at a resume.
 
     Examples:
@@ -88,6 +89,7 @@ class Live:
                 found=f"a {type(optimizer).__qualname__}",
                 mend="attach the optimizer itself, and a wrapper's own state under extra=",
             )
+        check_real(model)
         self._model = model
         self._optimizer = optimizer
         self._scheduler = None if scheduler is None else SchedulerPart(check_schedulers(scheduler))
@@ -227,7 +229,7 @@ class Live:
         """
         self.check_boundary()
         captured = {name: part.capture() for name, part in self._parts().items()}
-        return state_of({**captured, **copied_containers(self._pending)})
+        return state_of({**captured, **copied_containers(self._pending)}).evolve(contract=self.contract())
 
     def restore(self, state: TrainState, *, components: Iterable[str] | None = None) -> None:
         """Make the live objects what a state says: all of it, or nothing if any part does not fit (V12).

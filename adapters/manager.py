@@ -11,7 +11,7 @@ import attrs
 from trainfold.adapters.live import Live
 from trainfold.backends import runs
 from trainfold.backends.interpret import SaveResult
-from trainfold.backends.inventory import examine, read_inventory
+from trainfold.backends.inventory import check_place, examine, read_inventory
 from trainfold.core.components import validate_components
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, TrainfoldError
 from trainfold.core.inventory import lineage
@@ -56,6 +56,7 @@ class CheckpointManager:
 
     Raises:
         InvalidArgument: for a mode, cadence or budget that cannot be.
+        CheckpointForeign: if the place holds something else than a run; nothing is written there.
         RunLocked: if another process saves into this run.
 
     Examples:
@@ -93,6 +94,7 @@ class CheckpointManager:
         self._proved: set[str] = set()  # complete checkpoints do not change, so each is read once
         self._store = runs.open_store(run)
         self._held = ExitStack()
+        check_place(self._store)  # before the lock, which is a file
         self._held.enter_context(self._store.lock())
         self._is_open = True
 
@@ -123,7 +125,7 @@ class CheckpointManager:
                 components=names,
                 policy=self._policy,
                 reset=reset,
-                contract={**live.contract(), **self._contract},
+                contract=self._contract,
             )
         except ResumeRefused as refused:
             if step is not None or not refused.refusal.finds_nothing:
@@ -169,11 +171,9 @@ class CheckpointManager:
             SaveFailed: if the save failed; the earlier checkpoints are untouched.
         """
         self._check_open()
-        is_live = isinstance(run, Live)
         state = run.capture() if isinstance(run, Live) else run
-        contract = {**(run.contract() if isinstance(run, Live) else {}), **self._contract}
-        names = self._names(run) if is_live else self._components
-        result = runs.save(state, self._store, components=names, contract=contract, lock=False)
+        names = self._names(run) if isinstance(run, Live) else self._components
+        result = runs.save(state, self._store, components=names, contract=self._contract, lock=False)
         self._last_saved = result.step
         self._proved.add(result.checkpoint)
         self._retain(result)

@@ -16,6 +16,7 @@ from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.core import tree
 from trainfold.core.codec import STORED, as_tensor, digest_of, torch_dtype
 from trainfold.core.components import components_of, state_of
+from trainfold.core.contract import run_contract
 from trainfold.core.cursor import DataCursor, check_cursor
 from trainfold.core.errors import CheckpointHostile, InvalidState, SaveFailed, TrainfoldError
 from trainfold.core.fingerprint import component_fingerprint
@@ -237,7 +238,7 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
         else:
             found[action.name] = _component(plan, action, mine, store)
             _check_position(found[action.name], f"{plan.run}/{plan.checkpoint}")
-    state = state_of(found).evolve(contract=plan.contract)
+    state = state_of(found).evolve(contract={**run_contract(like.contract), **plan.contract})
     return _with_fresh_masters(state, {action.name: action.verb for action in plan.actions})
 
 

@@ -206,7 +206,9 @@ def load(  # noqa: PLR0913 - keywords
     Raises:
         ResumeRefused: with every reason, when there is nothing to resume or it would not be exact.
         CheckpointDamaged: if the step asked for has bytes with another digest.
+        CheckpointHostile: if what it says of itself cannot be, such as a data position beyond the data.
         RanksDisagree: if ranks see different checkpoints (V05).
+        RankFailed: if another rank could not load its part.
 
     Examples:
         >>> from trainfold.backends.memory import MemoryStore

@@ -27,7 +27,7 @@ def contract_of(state: TrainState) -> dict[str, Json]:
         >>> contract_of(TrainState(scheduler={"kind": "constant", "total": 100}))
         {'scheduler.kind': 'constant', 'scheduler.total': 100}
     """
-    found: dict[str, Any] = {f"{STEP_PREFIX}{name}": value for name, value in state.contract.items()}
+    found: dict[str, Any] = {}
     if isinstance(state.optimizer, OptimizerState):
         found |= _optimizer(state.optimizer)
     if isinstance(state.scheduler, Mapping) and isinstance(state.scheduler.get("kind"), str):
@@ -38,7 +38,7 @@ def contract_of(state: TrainState) -> dict[str, Json]:
             for field in ("length", "seed")
             if hasattr(state.dataset, field)
         }
-    return checked_contract(found)
+    return checked_contract({**found, **state.contract})  # what the state was told goes before what shows
 
 
 def step_contract(contract: Mapping[str, Json]) -> dict[str, Json]:
@@ -46,9 +46,19 @@ def step_contract(contract: Mapping[str, Json]) -> dict[str, Json]:
 
     Examples:
         >>> step_contract({"step.accumulate": 4, "batch_size": 8})
-        {'accumulate': 4}
+        {'step.accumulate': 4}
     """
-    return {key.removeprefix(STEP_PREFIX): value for key, value in contract.items() if key.startswith(STEP_PREFIX)}
+    return {key: value for key, value in contract.items() if key.startswith(STEP_PREFIX)}
+
+
+def run_contract(contract: Mapping[str, Json]) -> dict[str, Json]:
+    """The rest of it: what a state says of the run around it, such as a captured one of its loader.
+
+    Examples:
+        >>> run_contract({"step.accumulate": 4, "batch_size": 8})
+        {'batch_size': 8}
+    """
+    return {key: value for key, value in contract.items() if not key.startswith(STEP_PREFIX)}
 
 
 def checked_contract(contract: Mapping[str, Any]) -> dict[str, Json]:

@@ -111,7 +111,7 @@ class TrainState:
         dataset: the data position, a `DataCursor` or any tree of the user's.
         rng: the random key, or the captured streams of a mutable loop.
         extra: user-declared components by name, such as ``{"ema": ...}``.
-        contract: what the step that trained this state must keep, such as ``{"accumulate": 4}``; not a component. It is
+        contract: what a resume must keep beside the components, such as ``{"step.accumulate": 4}``; not a component. It is
             saved, comes back with a resume, and is compared by the next step (V08).
     """
 

@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from trainfold.core import tree
+from trainfold.core.contract import STEP_PREFIX
 from trainfold.core.cursor import DataCursor
 from trainfold.core.errors import ContractMismatch, InvalidArgument, InvalidState, NonFinite
 from trainfold.core.exchange import exchange
@@ -328,8 +329,8 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
             mend="leave donate out, or make the optimizer with trainfold.optimizer",
         )
     contract: dict[str, Scalar] = {
-        "accumulate": accumulate,
-        "clip_norm": None if clip_norm is None else float(clip_norm),
+        f"{STEP_PREFIX}accumulate": accumulate,
+        f"{STEP_PREFIX}clip_norm": None if clip_norm is None else float(clip_norm),
     }
     return Step(
         contract=contract,

@@ -28,7 +28,7 @@ class Mould:
         named = check_real(model)
         memo: dict[int, Any] = {id(value): _hollow_parameter(value) for value in named.params.values()}
         memo |= {id(value): _hollow(value) for value in named.buffers.values()}
-        self._module = copy.deepcopy(model, memo)  # the memo stands in for the large tensors: they are not copied
+        self._module = _copied(model, memo)  # the memo stands in for the large tensors: they are not copied
         self.ties = named.ties
         self.specs: dict[str, AnySpec] = {}
         self.specs |= {f"params[{name!r}]": leaf_spec(value, name) for name, value in named.params.items()}
@@ -205,6 +205,31 @@ def check_silent(model: torch.nn.Module) -> None:
                 found=f"{type(module).__module__}.{type(module).__qualname__}",
                 mend="pass the module inside (model.module for DDP) and collectives=..., and the step averages over ranks",
             )
+
+
+def _copied(model: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(
+            f"model{_uncopyable(model, memo)}",
+            expected="something that copy.deepcopy can copy",
+            found=str(error).partition(".")[0],
+            mend="use torch.nn.utils.parametrizations in the place of old weight_norm, keep locks, files and graphs out of "
+            "the model, or give it a __deepcopy__",
+        ) from error
+
+
+def _uncopyable(model: torch.nn.Module, memo: dict[int, Any]) -> str:
+    """The first attribute of a submodule that cannot be copied, as a path."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            try:
+                if key != "_modules":
+                    copy.deepcopy(value, dict(memo))
+            except (RuntimeError, TypeError):
+                return "".join(f".{part}" for part in (name, key) if part)
+    return ""
 
 
 def _reset(slot: BufferSlot, value: torch.Tensor | None, pristine: torch.Tensor | None) -> None:

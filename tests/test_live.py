@@ -909,3 +909,11 @@ def test_an_optimizer_does_not_keep_a_run_alive():
 
 def test_live_is_what_attach_returns():
     assert isinstance(attach(nn.Linear(1, 1)), Live)
+
+
+def test_a_model_whose_shapes_are_not_known_yet_is_refused_with_what_to_do():
+    """V12: before anything is read."""
+    with pytest.raises(InvalidState, match=r"0\.weight.*run the model once"):
+        attach(torch.nn.Sequential(torch.nn.LazyLinear(3)))
+    with pytest.raises(InvalidState, match="meta device"):
+        attach(torch.nn.Linear(2, 2, device="meta"))

@@ -16,7 +16,7 @@ from trainfold.adapters.manager import CheckpointManager, DisabledManager
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
-from trainfold.backends.runs import ResumeDrift, save
+from trainfold.backends.runs import ResumeDrift, load, plan, save
 from trainfold.core.errors import (
     CheckpointForeign,
     IncompleteWindow,
@@ -27,6 +27,7 @@ from trainfold.core.errors import (
     UnknownComponent,
 )
 from trainfold.core.fingerprint import fingerprint
+from trainfold.core.resume_plan import ResumePlan
 from trainfold.core.retention import plan_retention
 from trainfold.core.save_due import should_save
 from trainfold.core.state import Progress, TrainState
@@ -230,14 +231,22 @@ def test_a_path_given_by_mistake_is_no_fresh_start(place, tmp_path):
         save(TrainState(trainer=Progress(step=1)), tmp_path / "runs" / name)
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "model.safetensors").write_bytes(b"x")
-    before = sorted(path for path in tmp_path.rglob("*") if path.name != ".lock")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointForeign):
+        CheckpointManager(tmp_path / place)
+    assert sorted(tmp_path.rglob("*")) == before, "not even a lock"
+
+
+def test_a_folder_that_becomes_somebody_elses_is_not_resumed_or_written_to(tmp_path):
+    """V15: the manager was made before the weights were put there."""
     job = Job(0)
-    with CheckpointManager(tmp_path / place) as manager:
+    with CheckpointManager(tmp_path) as manager:
+        (tmp_path / "model.safetensors").write_bytes(b"x")
         with pytest.raises(ResumeRefused, match="CheckpointForeign"):
             manager.restore(job.live)
         with pytest.raises(CheckpointForeign):
             manager.save(job.live)
-    assert sorted(path for path in tmp_path.rglob("*") if path.name != ".lock") == before
+    assert {path.name for path in tmp_path.iterdir()} <= {"model.safetensors", ".lock"}
 
 
 def test_a_run_whose_only_checkpoint_cannot_be_read_is_no_fresh_start(tmp_path):
@@ -633,7 +642,26 @@ def test_a_save_by_value_and_a_save_by_the_manager_are_the_same_checkpoint():
     one, other, job = MemoryStore(), MemoryStore(), Job(0)
     with CheckpointManager(one) as manager:
         managed = manager.save(job.live)
-    assert save(job.live.capture(), other, contract=job.live.contract()).fingerprints == managed.fingerprints
+    assert save(job.live.capture(), other).fingerprints == managed.fingerprints
+
+
+def test_a_run_saved_by_value_is_resumed_by_a_manager_and_the_other_way_round():
+    """V08: a captured state says of the loop around it what the manager would have said."""
+    store, job = MemoryStore(), Job(0)
+    job.run(DisabledManager(), 2)
+    save(job.live.capture(), store)
+    assert isinstance(plan(store, like=Job(0).live.capture()), ResumePlan)
+    resumed = Job(1)
+    with CheckpointManager(store) as manager:
+        assert manager.restore(resumed.live).step == 2
+        resumed.run(manager, 3)
+        manager.save(resumed.live)
+    again = load(store, like=Job(0).live.capture())
+    assert again.trainer.step == 3
+    assert again.contract == Job(0).live.contract()
+    for other, where in ((Job(0, decay=0.5), "weight_decay"), (Job(0, batch_size=2), "batch_size")):
+        refusal = plan(store, like=other.live.capture())
+        assert any(where in reason.where for reason in refusal.reasons), refusal
 
 
 def test_what_a_rewind_left_behind_neither_counts_nor_goes():

@@ -128,9 +128,9 @@ def test_a_state_holds_its_next_step_to_what_trained_it():
     state, _ = trainfold.make_step(model, loss_fn, sgd, accumulate=4, clip_norm=1.0)(fresh, torch.ones(4, 4))
     store = saved(state)
     resumed = trainfold.load(store, like=fresh)
-    assert resumed.contract == {"accumulate": 4, "clip_norm": 1.0}
+    assert resumed.contract == {"step.accumulate": 4, "step.clip_norm": 1.0}
     other = trainfold.make_step(model, loss_fn, sgd, accumulate=2)
-    with pytest.raises(ContractMismatch, match=r"accumulate=4, clip_norm=1\.0") as caught:
+    with pytest.raises(ContractMismatch, match=r"step\.accumulate=4, step\.clip_norm=1\.0") as caught:
         other(resumed, torch.ones(4, 4))
     assert caught.value.mend
     assert other(resumed.evolve(contract={}), torch.ones(4, 4))[0].trainer.step == 2

@@ -878,7 +878,7 @@ def test_what_cannot_work_has_a_named_error(call, error):
 
 def test_the_contract_is_plain_scalars():
     contract = make_step(make_net(), net_loss, adamw(), accumulate=2, clip_norm=1).contract
-    assert contract == {"accumulate": 2, "clip_norm": 1.0}
+    assert contract == {"step.accumulate": 2, "step.clip_norm": 1.0}
 
 
 def test_states_that_were_rebuilt_from_leaves_go_on_with_the_same_bits():
@@ -892,3 +892,14 @@ def test_states_that_were_rebuilt_from_leaves_go_on_with_the_same_bits():
     assert isinstance(resumed.optimizer, OptimizerState)
     assert isinstance(resumed.model.params, Leaves)
     assert_same_bits(straight, resumed)
+
+
+def test_a_model_that_cannot_be_copied_is_refused_with_the_attribute_that_is_in_the_way():
+    with pytest.warns(FutureWarning):
+        normed = torch.nn.utils.weight_norm(torch.nn.Linear(2, 2))
+    with pytest.raises(InvalidArgument, match=r"model\.0\.weight: .*parametrizations"):
+        make_step(torch.nn.Sequential(normed), net_loss, adamw())
+    locked = make_net()
+    locked.guard = threading.Lock()
+    with pytest.raises(InvalidArgument, match=r"model\.guard: .*lock"):
+        make_step(locked, net_loss, adamw())
