@@ -4,7 +4,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from trainfold.core.errors import InvalidArgument, UnknownComponent
-from trainfold.core.state import TrainState
+from trainfold.core.masters import with_fitting_masters
+from trainfold.core.state import OptimizerState, TrainState
 
 BUILTIN_COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng")
 
@@ -107,12 +108,17 @@ def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
 def merge(base: TrainState, part: TrainState) -> TrainState:
     """A state with the components of ``part``, and those of ``base`` where ``part`` has none.
 
+    Weights that replace others make the fp32 masters anew that do not round to them: these would revert them (B08).
+
     Examples:
         >>> from trainfold.core.state import Progress
         >>> merge(TrainState(trainer=Progress(step=1), rng=7), TrainState(trainer=Progress(step=2))).trainer.step
         2
     """
     whole = state_of({**components_of(base), **components_of(part)})
+    new_weights = part.model is not None and part.optimizer is None and part.model is not base.model
+    if new_weights and part.model is not None and isinstance(base.optimizer, OptimizerState):
+        whole = whole.evolve(optimizer=with_fitting_masters(base.optimizer, part.model.params))
     return whole.evolve(contract={**base.contract, **part.contract})
 
 

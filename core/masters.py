@@ -82,3 +82,28 @@ def refresh_masters(opt_state: OptimizerState, params: Mapping[str, torch.Tensor
         tensor([1.])
     """
     return attrs.evolve(opt_state, masters=make_masters(params))
+
+
+def with_fitting_masters(opt_state: OptimizerState, params: Mapping[str, torch.Tensor]) -> OptimizerState:
+    """Keep each master that rounds to its parameter, and make the others anew: they are of other weights.
+
+    Examples:
+        >>> old, new = torch.tensor([1.001]), torch.tensor([1.0], dtype=torch.bfloat16)
+        >>> state = OptimizerState("torch.optim.sgd.SGD", Leaves(), (), Leaves({"w": old}))
+        >>> with_fitting_masters(state, {"w": new}).masters["w"], with_fitting_masters(state, {"w": new + 1}).masters["w"]
+        (tensor([1.0010]), tensor([2.]))
+    """
+    masters = opt_state.masters
+    if masters is None:
+        return opt_state
+    fresh = {
+        name: value.detach().float()
+        for name, value in params.items()
+        if name in masters and not _rounds_to(masters[name], value)
+    }
+    return attrs.evolve(opt_state, masters=Leaves({**masters, **fresh})) if fresh else opt_state
+
+
+def _rounds_to(master: torch.Tensor, param: torch.Tensor) -> bool:
+    rounded = master.to(device=param.device, dtype=param.dtype)
+    return rounded.shape == param.shape and bool(((rounded == param) | (rounded.isnan() & param.isnan())).all())

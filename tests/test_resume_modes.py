@@ -72,6 +72,20 @@ def test_loaded_weights_are_not_reverted_by_old_masters():
         assert moved < 0.02
 
 
+def test_weights_merged_by_hand_are_not_reverted_by_old_masters():
+    """B08: those that round to the weights stay, with what is below their precision; the others are made anew."""
+    _, _, state = trained(dtype=torch.bfloat16, masters=True)
+    fresh, _, _ = trained(0, dtype=torch.bfloat16, masters=True, seed=1)
+    mixed = trainfold.merge(fresh, trainfold.select(state, ["model"]))
+    for name, param in state.model.params.items():
+        assert torch.equal(mixed.optimizer.masters[name], param.float())
+    rest = ["optimizer", "scheduler", "trainer", "rng"]
+    for one, other in ((["model"], rest), (rest, ["model"])):
+        whole = trainfold.merge(trainfold.select(state, one), trainfold.select(state, other))
+        assert fingerprint(whole) == fingerprint(state)
+    assert fingerprint(trainfold.merge(state, trainfold.select(state, ["model"]))) == fingerprint(state)
+
+
 def test_a_full_resume_keeps_the_masters_bit_for_bit():
     """B08: fp32 masters are part of the optimizer state."""
     _, _, state = trained(dtype=torch.bfloat16, masters=True)
