@@ -45,19 +45,21 @@ def acquire(root: str) -> int:
     except BlockingIOError:
         holder = os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "an unnamed process"
         os.close(fd)
-        raise RunLocked(
-            root,
-            expected="no other writer",
-            found=holder,
-            mend="wait for it or stop it (the lock goes with the process), or save into another run",
-        ) from None
+        mend = "wait for it or stop it (the lock goes with the process), or save into another run"
+        if holder == _myself():
+            holder, mend = f"{holder}, which is this one", "close the manager that holds it, or leave its with block"
+        raise RunLocked(root, expected="no other writer", found=holder, mend=mend) from None
     except BaseException:
         os.close(fd)
         raise
     os.ftruncate(fd, 0)
-    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    os.pwrite(fd, f"{_myself()}\n".encode(), 0)
     _HELD.add(fd)
     return fd
+
+
+def _myself() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _planted(path: str) -> CheckpointHostile:

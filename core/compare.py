@@ -1,7 +1,7 @@
 """The comparison of what a checkpoint holds with what a run wants: components leaf by leaf, contracts key by key."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal
 
 from trainfold.core.inventory import Problem
@@ -120,11 +120,22 @@ def specs_of_node(node: Json, name: str, tensors: list[LeafSpec]) -> dict[str, A
     }  # fmt: skip
 
 
-def compare_contract(
-    manifest: Manifest, wanted: Mapping[str, Json], world_size: int, versions: Mapping[str, str], findings: Findings
+def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
+    manifest: Manifest,
+    wanted: Mapping[str, Json],
+    *,
+    left_out: Container[str],
+    world_size: int,
+    versions: Mapping[str, str],
+    findings: Findings,
 ) -> None:
-    """Compare the resume contracts, worlds and versions; every difference is noted (V08)."""
+    """Compare the resume contracts, worlds and versions; every difference is noted (V08).
+
+    What describes a component that is not resumed, such as the learning rate of an optimizer that starts anew, may differ.
+    """
     for key in sorted({*manifest.contract, *wanted}):
+        if _component_of(key) in left_out:
+            continue
         have, want = manifest.contract.get(key, _ABSENT), wanted.get(key, _ABSENT)
         if have is _ABSENT or want is _ABSENT:
             owner = key.split(".")[0] + "."
@@ -141,12 +152,18 @@ def compare_contract(
             findings.drift("versions", library, saved=manifest.versions.get(library), wanted=version)
 
 
+def _component_of(key: str) -> str:
+    owner = key.partition(".")[0]
+    return _DESCRIBES.get(owner, owner)
+
+
 class _Absent:
     def __str__(self) -> str:
         return "nothing"
 
 
 _ABSENT: Any = _Absent()
+_DESCRIBES = {"step": "trainer", "loader": "dataset", "batch_size": "dataset", "dataset_size": "dataset"}
 _DERIVED = frozenset({"optimizer.", "scheduler.", "dataset.", "step."})  # owners whose keys come from the state itself
 
 

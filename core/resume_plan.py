@@ -269,7 +269,14 @@ def plan_resume(inventory: Inventory, target: Target, request: Request) -> Resum
     _check_names(manifest, target, request)
     findings = Findings(request.policy)
     actions = tuple(_action(name, manifest, target, request, findings) for name in _names(manifest, target))
-    compare_contract(manifest, target.contract, target.world_size, target.versions, findings)
+    compare_contract(
+        manifest,
+        target.contract,
+        left_out={action.name for action in actions if action.verb in ("keep", "reset")},
+        world_size=target.world_size,
+        versions=target.versions,
+        findings=findings,
+    )
     actions = tuple(_with_targets_choices(action, findings.drifts) for action in actions)
     checkpoint = f"step-{manifest.head.step:08d}"
     refused = tuple(drift for drift in findings.drifts if drift.verdict == "refuse")

@@ -573,7 +573,7 @@ def test_a_deletion_that_fails_is_a_warning_and_not_a_failed_save(caplog):
 
 def test_a_second_manager_of_one_run_is_refused_until_the_first_is_closed(tmp_path):
     manager = CheckpointManager(tmp_path / "run")
-    with pytest.raises(RunLocked):
+    with pytest.raises(RunLocked, match=r"which is this one; close the manager"):
         CheckpointManager(tmp_path / "run")
     manager.close()
     manager.close()

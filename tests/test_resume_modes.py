@@ -72,6 +72,37 @@ def test_loaded_weights_are_not_reverted_by_old_masters():
         assert moved < 0.02
 
 
+def described(*, lr=0.1, seed=0):
+    """A state whose optimizer, dataset and step have something to say in the contract."""
+    torch.manual_seed(0)
+    model, adamw = nn.Linear(4, 4), trainfold.optimizer(torch.optim.AdamW, lr=lr)
+    cursor = trainfold.DataCursor(length=100, seed=seed, epoch=0, next_index=0)
+    return trainfold.init_state(model, adamw).evolve(dataset=cursor, contract={"step.accumulate": 1 + seed})
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({}, {"accumulate", "dataset", "hyperparameters"}),
+        ({"components": ["model"]}, set()),
+        ({"components": ["model", "trainer"]}, {"accumulate"}),
+        ({"components": ["model", "optimizer"]}, {"hyperparameters"}),
+        ({"reset": {"dataset": "another order"}}, {"accumulate", "hyperparameters"}),
+        ({"reset": {"optimizer": "another rate", "trainer": "from 0", "dataset": "another order"}}, set()),
+    ],
+)
+def test_what_describes_a_component_that_is_not_resumed_may_differ(options, kinds):
+    """V06, V07, V08: weights alone go into a run with another learning rate, data order and accumulation."""
+    store = saved(described())
+    other = described(lr=0.5, seed=1)
+    outcome = trainfold.plan(store, like=other, **options)
+    reasons = outcome.reasons if isinstance(outcome, Refusal) else ()
+    assert {reason.kind for reason in reasons} == kinds
+    if not kinds:
+        found = trainfold.load(store, like=other, **options)
+        assert (found.optimizer.groups, found.dataset) == (other.optimizer.groups, other.dataset)
+
+
 def test_weights_merged_by_hand_are_not_reverted_by_old_masters():
     """B08: those that round to the weights stay, with what is below their precision; the others are made anew."""
     _, _, state = trained(dtype=torch.bfloat16, masters=True)
