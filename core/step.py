@@ -153,7 +153,7 @@ class Step:
             worker.undo()
             self._leave(worker, state)
             if isinstance(error, NonFinite):
-                error.skipped = _skipped(state, totals.samples)
+                error.skipped = _skipped(state, totals.samples or samples)
             raise
 
     def _enter(self, worker: Worker, state: TrainState) -> None:
@@ -277,8 +277,9 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
     copy of it. Buffers that are not persistent have the values of ``model`` in each step (B17).
 
     Args:
-        model: gives the structure; copied without its parameters, in training mode. It is not changed and not kept. Not
-            one that communicates (DDP, FSDP): pass the module inside, and ``collectives``.
+        model: gives the structure; copied without its parameters. It is not changed and not kept. It computes in
+            training mode; submodules in eval mode of a model in training mode, such as a frozen normalisation, stay so.
+            Not one that communicates (DDP, FSDP): pass the module inside, and ``collectives``.
         loss_fn: ``(model, batch) -> Loss``, a sum and its weight.
         optimizer: what `trainfold.optimizer` returns; or any pair of pure functions, whose
             ``update(grads, opt_state, params)`` is given ``lr_factor=`` too where there is a schedule, and whose states

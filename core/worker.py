@@ -28,7 +28,8 @@ class Worker:
 
     def __init__(self, mould: Mould, optimizer: Any) -> None:
         self.template = mould.cast()
-        self.template.module.train()
+        if not self.template.module.training:  # elsewhere a frozen normalisation, say, is in eval mode on purpose
+            self.template.module.train()
         self.bound = optimizer.bound_to(self.template.params) if isinstance(optimizer, Optimizer) else None
         self.targets = list((self.template.params if self.bound is None else self.bound.targets).values())
         self.norm = Norm(self.targets)

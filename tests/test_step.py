@@ -903,3 +903,46 @@ def test_a_model_that_cannot_be_copied_is_refused_with_the_attribute_that_is_in_
     locked.guard = threading.Lock()
     with pytest.raises(InvalidArgument, match=r"model\.guard: .*lock"):
         make_step(locked, net_loss, adamw())
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("in_eval", [False, True])
+def test_a_step_computes_in_the_modes_of_a_model_in_training(donate, frozen, in_eval):
+    """The loop that puts a normalisation into eval mode after ``model.train()`` is matched bit for bit."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    model.train(not in_eval)
+    if frozen:
+        model[1].eval()
+    sgd = optimizer(torch.optim.SGD, lr=0.1)
+
+    def loss_fn(module, batch):
+        return Loss(sum=module(batch).square().sum(), weight=len(batch))
+
+    state = init_state(model, sgd)
+    x = torch.randn(8, 3)
+    after, _ = make_step(model, loss_fn, sgd, donate=donate)(state, x)
+    loop = copy.deepcopy(model)
+    if in_eval:
+        loop.train()
+    loss = loss_fn(loop, x)
+    (loss.sum / loss.weight).backward()
+    torch.optim.SGD(loop.parameters(), lr=0.1).step()
+    for name, value in loop.state_dict().items():
+        mine = after.model.params[name] if name in after.model.params else after.model.buffers[name]
+        assert torch.equal(mine, value), name
+    assert model[1].training is not (frozen or in_eval)
+
+
+def test_a_loss_function_that_finds_its_own_loss_not_finite_is_skipped_like_any_other():
+    """A09."""
+
+    def loss_fn(model, batch):
+        raise NonFinite("my loss", expected="a finite one", found="inf", mend="look at the batch")
+
+    sgd = optimizer(torch.optim.SGD, lr=0.1)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(NonFinite) as caught:
+        make_step(model, loss_fn, sgd)(init_state(model, sgd), torch.ones(5, 2))
+    assert caught.value.skipped.trainer.samples == 5
