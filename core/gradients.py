@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from trainfold.core.errors import InvalidArgument, InvalidBatch, NonFinite
-from trainfold.core.loss import Loss, Totals, check_loss, read
+from trainfold.core.loss import Loss, Totals, check_loss, normaliser, read
 from trainfold.core.norm import Norm
 from trainfold.core.rng import Key, fold_in, forked_rng
 
@@ -75,7 +75,7 @@ def run_window(  # noqa: PLR0913 (every one is named where it is called)
             loss = check_loss(loss_fn(module, part))
             totals.add(loss)
             if loss.sum.requires_grad:  # a microbatch without a valid token may have a constant for its loss
-                torch.autograd.backward(loss.sum / loss.weight if normalise else loss.sum)
+                torch.autograd.backward(loss.sum / normaliser(loss.weight) if normalise else loss.sum)
         after_each()
     return totals
 

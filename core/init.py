@@ -8,6 +8,7 @@ import torch
 from trainfold.core.errors import InvalidState
 from trainfold.core.leaves import Leaves
 from trainfold.core.names import NamedTensors, named_tensors
+from trainfold.core.optim import pair_of
 from trainfold.core.rng import make_key
 from trainfold.core.schedule import ScheduleFunction, describe
 from trainfold.core.sharing import check_apart
@@ -52,7 +53,7 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
         mend="tie by assigning the same Parameter object, or give each a storage of its own",
     )
     params = {name: value.detach().clone() for name, value in named.params.items()}
-    init, _ = optimizer
+    init, _ = pair_of(optimizer)
     return TrainState(
         model=ModelState(
             params=Leaves(params),

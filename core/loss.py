@@ -9,6 +9,7 @@ import torch
 from trainfold.core.errors import InvalidArgument
 
 Number: TypeAlias = int | float | torch.Tensor
+_REPORTED = frozenset({"loss", "grad_norm", "lr", "weight"})
 
 
 @final
@@ -75,6 +76,18 @@ def wide(value: Number) -> Number:
     return total.item() if total.device.type == "cpu" else total
 
 
+def normaliser(weight: Number) -> Number:
+    """What a sum is divided by, through which no gradient flows; a tensor of several elements counts as its sum.
+
+    Examples:
+        >>> normaliser(3), normaliser(torch.tensor(3)), normaliser(torch.tensor([True, False, True]))
+        (3, tensor(3), 2)
+    """
+    if isinstance(weight, torch.Tensor):
+        return weight.detach() if weight.numel() == 1 else wide(weight)
+    return weight
+
+
 def read(values: list[Number]) -> list[float | int]:
     """The values as Python numbers, with one transfer where they are on a device.
 
@@ -99,6 +112,17 @@ def check_loss(value: object) -> Loss:
         InvalidArgument: if it is not a `Loss` whose sum is one number.
     """
     if isinstance(value, Loss) and isinstance(value.sum, torch.Tensor) and value.sum.numel() == 1:
+        if isinstance(value.weight, bool) or not isinstance(value.weight, int | float | torch.Tensor):
+            raise InvalidArgument(
+                "loss_fn",
+                expected="a weight that is a number, or a tensor",
+                found=repr(value.weight),
+                mend="return Loss(sum=..., weight=the number of terms in the sum)",
+            )
+        if value.metrics and (taken := sorted(_REPORTED & value.metrics.keys())):
+            raise InvalidArgument(
+                "loss_fn", expected="metrics beside those of the step", found=taken, mend="choose other names"
+            )
         return value
     found = type(value).__name__
     if isinstance(value, Loss):

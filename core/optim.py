@@ -52,7 +52,8 @@ class Optimizer:
             params: FQN -> tensor; not changed and not kept.
 
         Raises:
-            InvalidArgument: if there is no parameter, or a rule sets a hyperparameter that the class does not have.
+            InvalidArgument: if there is no parameter, a rule sets a hyperparameter that the class does not have, or the
+            class refuses a value.
         """
         if not params:
             raise InvalidArgument("params", expected="at least one", found="none", mend="give the model's parameters")
@@ -60,9 +61,13 @@ class Optimizer:
         full: Params = masters if masters is not None else {}
         targets = {name: _parameter(full.get(name, value)) for name, value in params.items()}
         members = assign(params, self.groups)
-        inner = self.cls(
-            [{**hyper, "params": [targets[name] for name in names]} for hyper, names in members], **self.hyper
-        )
+        given = [{**hyper, "params": [targets[name] for name in names]} for hyper, names in members]
+        try:
+            inner = self.cls(given, **self.hyper)
+        except (ValueError, TypeError) as error:
+            raise InvalidArgument(
+                self.kind, expected="arguments that the class takes", found=str(error), mend="correct the arguments"
+            ) from error
         for hyper, _ in members:
             if unknown := [key for key in hyper if key not in inner.defaults]:
                 raise InvalidArgument(
@@ -178,3 +183,23 @@ def optimizer(
 def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
     trains = value.is_floating_point() or value.is_complex()
     return torch.nn.Parameter(value.detach(), requires_grad=trains)
+
+
+def pair_of(optimizer: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The pair ``(init, update)`` that an argument is.
+
+    Raises:
+        InvalidArgument: if it is none, such as an instance of a torch optimizer.
+
+    Examples:
+        >>> init, update = pair_of(optimizer(torch.optim.SGD, lr=0.5))
+    """
+    pair = tuple(optimizer) if isinstance(optimizer, Optimizer | tuple | list) else ()
+    if len(pair) != len(("init", "update")) or not all(map(callable, pair)):
+        raise InvalidArgument(
+            "optimizer",
+            expected="what trainfold.optimizer returns, or a pair of pure functions (init, update)",
+            found=f"a {type(optimizer).__qualname__}",
+            mend="pass trainfold.optimizer(torch.optim.AdamW, lr=...), the class and not an instance of it",
+        )
+    return pair[0], pair[1]

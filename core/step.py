@@ -1,6 +1,8 @@
 """`make_step`: one optimizer step as a function from a state and a batch to the next state."""
 
 import contextlib
+import math
+import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
@@ -16,7 +18,7 @@ from trainfold.core.gradients import LossFunction, Verdict, judge, run_window
 from trainfold.core.leaves import Lease, Leaves
 from trainfold.core.loss import Totals
 from trainfold.core.microbatch import split
-from trainfold.core.optim import Optimizer
+from trainfold.core.optim import Optimizer, pair_of
 from trainfold.core.rng import Key, make_key
 from trainfold.core.schedule import ScheduleFunction, check_same, describe
 from trainfold.core.state import ModelState, OptimizerState, Progress, Scalar, TrainState
@@ -72,13 +74,14 @@ class Step:
         """
         with self._telling():
             key = self._check(state)
+            factor = self._factor(state)
             micro, samples = split(batch, self._accumulate)
         with self._pool.worker(state) as worker:
             verdict = self._measure(worker, state, micro, samples, key)
             with self._telling():
                 if worker.bound is None:
-                    return self._update_by_function(worker, state, verdict)
-                return self._update(worker, state, verdict)
+                    return self._update_by_function(worker, state, verdict, factor)
+                return self._update(worker, state, verdict, 1.0 if factor is None else factor)
 
     def _check(self, state: TrainState) -> Key:
         """The key of a state that can be trained."""
@@ -108,6 +111,20 @@ class Step:
                 mend="captured streams are for mutable loops; use rng=make_key(seed) with a step",
             )
         return key
+
+    def _factor(self, state: TrainState) -> float | None:
+        """What the schedule says, known before anything is touched."""
+        if self._schedule is None or state.trainer is None:
+            return None
+        factor: object = self._schedule(state.trainer.step)
+        if isinstance(factor, bool) or not isinstance(factor, numbers.Real) or not math.isfinite(factor):
+            raise InvalidArgument(
+                f"schedule({state.trainer.step})",
+                expected="a finite number, the factor of the learning rates",
+                found=repr(factor),
+                mend="nothing was updated: mend the schedule",
+            )
+        return float(factor)
 
     def _check_contract(self, state: TrainState) -> None:
         """Refuse a state that another kind of step has trained: the run would go on, a little different (V08)."""
@@ -149,29 +166,22 @@ class Step:
             if ranks is not None:
                 totals = exchange(totals, worker.targets, ranks)
             return judge(totals, worker.norm, normalised=alone, where=f"step {state.trainer.step}")
-        except BaseException as error:
-            worker.undo()
-            self._leave(worker, state)
-            if isinstance(error, NonFinite):
-                error.skipped = _skipped(state, totals.samples or samples)
+        except NonFinite as error:
+            error.skipped = _skipped(state, totals.samples or samples)
             raise
 
     def _enter(self, worker: Worker, state: TrainState) -> None:
         model = state.model
         assert model is not None
-        try:
-            if worker.bound is None:  # the forward writes to nothing but buffers
-                copied = attrs.evolve(model, buffers=tree.map_tensors(_copy, model.buffers))
-                worker.enter(state.evolve(model=copied))
-            elif self.donate:
-                worker.check_apart(state)
-                worker.enter(state)
-            else:
-                model, optimizer = tree.map_tensors(_copy, (model, state.optimizer))
-                worker.enter(state.evolve(model=model, optimizer=optimizer))
-        except BaseException:
-            worker.release()
-            raise
+        if worker.bound is None:  # the forward writes to nothing but buffers
+            copied = attrs.evolve(model, buffers=tree.map_tensors(_copy, model.buffers))
+            worker.enter(state.evolve(model=copied))
+        elif self.donate:
+            worker.check_apart(state)
+            worker.enter(state)
+        else:
+            model, optimizer = tree.map_tensors(_copy, (model, state.optimizer))
+            worker.enter(state.evolve(model=model, optimizer=optimizer))
 
     def _leave(self, worker: Worker, state: TrainState) -> None:
         if self.donate and worker.bound is not None and state.model is not None:
@@ -179,47 +189,40 @@ class Step:
         else:
             worker.release()
 
-    def _update(self, worker: Worker, state: TrainState, verdict: Verdict) -> tuple[TrainState, Metrics]:
+    def _update(self, worker: Worker, state: TrainState, verdict: Verdict, factor: float) -> tuple[TrainState, Metrics]:
         """The update in place, of the state's own tensors or of their copies."""
         assert worker.bound is not None
-        assert state.trainer is not None
-        factor = 1.0 if self._schedule is None else self._schedule(state.trainer.step)
         if self._clip_norm is not None:
             worker.norm.clip(verdict.grads, self._clip_norm, verdict.norm, verdict.grad_norm)
         if self.donate:
             _consume(state)  # before the first write: an update that fails half-way leaves no state behind
-        try:
-            worker.bound.apply(factor)
-            lease = Lease()
-            model, optimizer = worker.collect(state, lease)
-        except BaseException:
-            worker.release()
-            raise
+        worker.bound.apply(factor)
+        lease = Lease()
+        model, optimizer = worker.collect(state, lease)
         after = self._next(state, model, optimizer, verdict)
         self._leave(worker, after)
         rate = optimizer.groups[0].hyper.get("lr")
         rates = {} if rate is None else {"lr": float(rate) * factor}
         return after, _metrics(verdict, rates)
 
-    def _update_by_function(self, worker: Worker, state: TrainState, verdict: Verdict) -> tuple[TrainState, Metrics]:
+    def _update_by_function(
+        self, worker: Worker, state: TrainState, verdict: Verdict, factor: float | None
+    ) -> tuple[TrainState, Metrics]:
         """The update by a user's own pure function; nothing is donated."""
         assert state.model is not None
-        assert state.trainer is not None
         if self._clip_norm is not None:
             worker.norm.clip(verdict.grads, self._clip_norm, verdict.norm, verdict.grad_norm)
-        scheduled = {} if self._schedule is None else {"lr_factor": self._schedule(state.trainer.step)}
+        scheduled = {} if factor is None else {"lr_factor": factor}
         named = worker.template.params
         grads = {name: param.grad for name, param in named.items() if param.grad is not None}
-        try:
-            _, update = self._optimizer
-            params, optimizer = update(grads, state.optimizer, dict(state.model.params), **scheduled)
-            model = ModelState(
-                Leaves({name: params[name].detach() for name in named}),
-                Leaves(worker.template.harvest()),
-                state.model.ties,
-            )
-        finally:
-            worker.release()
+        _, update = self._optimizer
+        params, optimizer = update(grads, state.optimizer, dict(state.model.params), **scheduled)
+        model = ModelState(
+            Leaves({name: params[name].detach() for name in named}),
+            Leaves(worker.template.harvest()),
+            state.model.ties,
+        )
+        worker.release()
         return self._next(state, model, optimizer, verdict), _metrics(verdict, scheduled)
 
     def _next(self, state: TrainState, model: ModelState, optimizer: Any, verdict: Verdict) -> TrainState:
@@ -320,7 +323,11 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument("model", expected="a torch module", found=type(model).__name__, mend="pass the module")
     check_silent(model)
-    init, update = optimizer
+    init, update = pair_of(optimizer)
+    if schedule is not None and not callable(schedule):
+        raise InvalidArgument(
+            "schedule", expected="a function of the step", found=repr(schedule), mend="such as trainfold.cosine(...)"
+        )
     mine = isinstance(optimizer, Optimizer)
     if donate and not mine:
         raise InvalidArgument(

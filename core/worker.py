@@ -130,13 +130,20 @@ class Pool:
 
     @contextlib.contextmanager
     def worker(self, state: TrainState) -> Iterator[Worker]:
-        """A worker for one step: the one that holds the state already, where there is one."""
+        """A worker for one step: the one that holds the state already, where there is one.
+
+        Whatever fails in the block, nothing of it stays in the worker: no gradient, no buffer, no binding.
+        """
         with self._lock:
             index = next((i for i, worker in enumerate(self._idle) if worker.holds(state)), -1)
             worker = self._idle.pop(index) if self._idle else None
         worker = worker or Worker(self._mould, self._optimizer)
         try:
             yield worker
+        except BaseException:
+            worker.undo()
+            worker.release()
+            raise
         finally:
             with self._lock:
                 self._idle.append(worker)

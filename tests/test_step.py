@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import threading
 
 import attrs
@@ -38,7 +39,7 @@ from trainfold.core.loss import Loss
 from trainfold.core.microbatch import split
 from trainfold.core.names import canonical_name
 from trainfold.core.optim import optimizer
-from trainfold.core.rng import fold_in, forked_rng
+from trainfold.core.rng import fold_in, forked_rng, make_key
 from trainfold.core.state import OptimizerState
 from trainfold.core.step import make_step
 
@@ -946,3 +947,133 @@ def test_a_loss_function_that_finds_its_own_loss_not_finite_is_skipped_like_any_
     with pytest.raises(NonFinite) as caught:
         make_step(model, loss_fn, sgd)(init_state(model, sgd), torch.ones(5, 2))
     assert caught.value.skipped.trainer.samples == 5
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("frozen_masters", [False, True])
+def test_a_step_that_failed_has_not_happened_wherever_it_failed(donate, frozen_masters):
+    """A09: a schedule that raises once leaves no gradient, no buffer and no binding behind."""
+    calls = []
+
+    def schedule(step):
+        calls.append(step)
+        if len(calls) == 2:
+            raise RuntimeError("the schedule failed")
+        return 0.5
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    model = model.bfloat16() if frozen_masters else model
+    adamw = optimizer(torch.optim.AdamW, lr=0.1, masters=frozen_masters)
+
+    def loss_fn(module, batch):
+        return Loss(sum=module(batch).square().sum(), weight=len(batch))
+
+    step = make_step(model, loss_fn, adamw, schedule=schedule, donate=donate)
+    x = torch.randn(8, 3, dtype=model[0].weight.dtype)
+    state, _ = step(init_state(model, adamw), x)
+    before = fingerprint(state)
+    with pytest.raises(RuntimeError, match="the schedule failed"):
+        step(state, x)
+    assert fingerprint(state) == before
+    wanted, said = make_step(model, loss_fn, adamw, schedule=schedule)(state, x)
+    after, metrics = step(state, x)
+    assert metrics == said
+    assert fingerprint(after) == fingerprint(wanted)
+
+
+def test_an_update_that_failed_leaves_no_gradient_behind():
+    """A09, and the same arguments give the same bits: a user's function raises once, after the backward."""
+    failures = [ValueError("the update failed")]
+
+    def update(grads, opt_state, params):
+        if failures:
+            raise failures.pop()
+        return {name: params[name] - 0.1 * grads[name] for name in params}, opt_state
+
+    pair = (lambda _: {}, update)
+    model = torch.nn.Linear(2, 1)
+    state = init_state(model, pair)
+    step = make_step(model, lambda m, b: Loss(sum=m(b).square().sum(), weight=len(b)), pair, clip_norm=0.1)
+    x = torch.randn(4, 2)
+    with pytest.raises(ValueError, match="the update failed"):
+        step(state, x)
+    first, said = step(state, x)
+    second, again = step(state, x)
+    assert said == again
+    assert fingerprint(first) == fingerprint(second)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, "0.5", None, torch.tensor(1.0)])
+def test_a_schedule_that_gives_no_finite_number_is_refused_before_anything_is_updated(factor):
+    """A09: the guard against numbers that are not finite sees the factor too."""
+    sgd = optimizer(torch.optim.SGD, lr=0.1)
+    model = torch.nn.Linear(2, 1)
+    state = init_state(model, sgd)
+    step = make_step(model, lambda m, b: Loss(sum=m(b).sum(), weight=len(b)), sgd, schedule=lambda _: factor)
+    with pytest.raises(InvalidArgument, match=r"schedule\(0\)"):
+        step(state, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_a_weight_that_is_a_mask_or_has_a_graph_counts_as_its_sum(accumulate):
+    """A01, A02: the normaliser is a number, and no gradient flows through it, however the window is split."""
+    torch.manual_seed(0)
+    model, sgd = torch.nn.Linear(2, 1), optimizer(torch.optim.SGD, lr=0.1)
+    batch = {"x": torch.randn(8, 2), "mask": (torch.arange(8) % 3 > 0).float()}
+    state = init_state(model, sgd)
+
+    def by_mask(module, part):
+        return Loss(sum=(module(part["x"]).squeeze(1) * part["mask"]).sum(), weight=part["mask"])
+
+    def by_number(module, part):
+        return Loss(sum=(module(part["x"]).squeeze(1) * part["mask"]).sum(), weight=int(part["mask"].sum()))
+
+    def by_graph(module, part):
+        weight = part["mask"].sum() + 0 * module(part["x"]).sum()
+        return Loss(sum=(module(part["x"]).squeeze(1) * part["mask"]).sum(), weight=weight)
+
+    found = [make_step(model, fn, sgd, accumulate=accumulate)(state, batch)[1] for fn in (by_mask, by_number, by_graph)]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("weight", [None, "8", [8]])
+def test_a_weight_that_is_no_number_is_refused(weight):
+    sgd = optimizer(torch.optim.SGD, lr=0.1)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(InvalidArgument, match="weight"):
+        make_step(model, lambda m, b: Loss(sum=m(b).sum(), weight=weight), sgd)(
+            init_state(model, sgd), torch.ones(2, 2)
+        )
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "lr", "weight"])
+def test_a_metric_with_a_name_that_the_step_reports_under_is_refused(name):
+    sgd = optimizer(torch.optim.SGD, lr=0.1)
+    model = torch.nn.Linear(2, 1)
+    step = make_step(model, lambda m, b: Loss(sum=m(b).sum(), weight=len(b), metrics={name: (1, 1)}), sgd)
+    with pytest.raises(InvalidArgument, match=name):
+        step(init_state(model, sgd), torch.ones(2, 2))
+
+
+def test_ranks_draw_from_keys_of_their_own():
+    """H03: a step draws from (seed, step, microbatch, rank), so two ranks with the same rows have other masks."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1))
+    sgd = optimizer(torch.optim.SGD, lr=0.1)
+    x = torch.ones(2, 4)
+
+    def loss_fn(module, batch):
+        drawn.append(module(batch).detach())
+        return Loss(sum=module(batch).sum(), weight=len(batch))
+
+    def on_rank(collectives):
+        return make_step(model, loss_fn, sgd, collectives=collectives)(init_state(model, sgd), x)[1]
+
+    drawn = []
+    run_threads(2, on_rank)
+    assert not torch.equal(drawn[0], drawn[1])
+    wanted = []
+    for rank in range(2):
+        with forked_rng(fold_in(make_key(0), f"step 0 microbatch 0 rank {rank}")):
+            wanted.append(copy.deepcopy(model).train()(x).detach())
+    assert all(any(torch.equal(one, other) for other in drawn) for one in wanted)
