@@ -4,12 +4,15 @@ from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal
 
+from trainfold.core.contract import contract_of
+from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.policy import Drift, Verdict, contract_kind, make_drift
 from trainfold.core.scalars import Json
 from trainfold.core.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
-from trainfold.core.structure import Described, places
+from trainfold.core.state import TrainState
+from trainfold.core.structure import Described, places, rebuild
 
 _OPTIMIZER = "trainfold.OptimizerState"
 _OPAQUE = "trainfold.Opaque"
@@ -132,17 +135,19 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     """Compare the resume contracts, worlds and versions; every difference is noted (V08).
 
     What describes a component that is not resumed, such as the learning rate of an optimizer that starts anew, may differ.
+    What an old checkpoint does not say is read from its components where they prove it (V09).
     """
-    for key in sorted({*manifest.contract, *wanted}):
+    saved = {**_proved_by_components(manifest), **manifest.contract}
+    for key in sorted({*saved, *wanted}):
         if _component_of(key) in left_out:
             continue
-        have, want = manifest.contract.get(key, _ABSENT), wanted.get(key, _ABSENT)
+        have, want = saved.get(key, _ABSENT), wanted.get(key, _ABSENT)
         if have is _ABSENT or want is _ABSENT:
             owner = key.split(".")[0] + "."
-            if owner not in _DERIVED:
-                findings.drift("uncompared", key, saved=have, wanted=want)
-            elif _has(manifest.contract, owner) and _has(wanted, owner):
+            if owner in _DERIVED and _has(saved, owner) and _has(wanted, owner):
                 findings.drift(contract_kind(key), key, saved=have, wanted=want)
+            elif owner not in _DERIVED:
+                findings.drift("unproven" if have is _ABSENT else "uncompared", key, saved=have, wanted=want)
         elif not _same(have, want):
             findings.drift(contract_kind(key), key, saved=have, wanted=want)
     if manifest.world_size != world_size:
@@ -150,6 +155,17 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     for library, version in versions.items():
         if manifest.versions.get(library) != version:
             findings.drift("versions", library, saved=manifest.versions.get(library), wanted=version)
+
+
+def _proved_by_components(manifest: Manifest) -> dict[str, Json]:
+    """What the contract leaves out and the saved components say themselves, such as the horizon of a schedule."""
+    silent = [name for name in ("optimizer", "scheduler", "dataset") if not _has(manifest.contract, f"{name}.")]
+    records = {name: record for name in silent if (record := manifest.component(name)) is not None}
+    try:
+        held = {name: rebuild(record.nodes[0], name, lambda *_: None) for name, record in records.items()}
+    except UnsupportedLeaf:  # a class of the user's own, which says nothing of itself
+        return {}
+    return contract_of(TrainState(**held))
 
 
 def _component_of(key: str) -> str:

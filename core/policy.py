@@ -30,7 +30,8 @@ KINDS: Mapping[str, tuple[Verdict, frozenset[str], str]] = {
     "batch_size": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another batch size"),
     "accumulate": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another number of microbatches"),
     "contract": ("refuse", frozenset({"refuse", "warn", "adapt"}), "any other key of the contract"),
-    "uncompared": ("warn", frozenset({"refuse", "warn", "adapt"}), "a contract key that only one side has"),
+    "unproven": ("refuse", frozenset({"refuse", "warn", "adapt"}), "a contract key of this run that the checkpoint does not have"),
+    "uncompared": ("warn", frozenset({"refuse", "warn", "adapt"}), "a contract key of the checkpoint that this run does not have"),
 }  # fmt: skip
 
 

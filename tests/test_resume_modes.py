@@ -1,5 +1,6 @@
 """What is loaded is said, not guessed: full, weights only, all but one; and a checkpoint without what is asked for."""
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -8,8 +9,12 @@ import trainfold
 from trainfold import Loss
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
+from trainfold.backends.runs import CheckpointPassedOver
+from trainfold.core.codec import digest_of
 from trainfold.core.errors import ContractMismatch, InvalidArgument, ResumeRefused
 from trainfold.core.fingerprint import fingerprint
+from trainfold.core.manifest import encode_manifest
+from trainfold.core.manifest_reader import decode_manifest
 from trainfold.core.resume_plan import Refusal
 from trainfold.properties import laws
 
@@ -222,3 +227,69 @@ def test_a_run_stays_where_it_is_when_the_process_changes_its_directory(tmp_path
     assert not (tmp_path / "sub" / "runs").exists()
     with pytest.raises(InvalidArgument):
         LocalStore("")
+
+
+def as_an_older_version_wrote_it(state):
+    """A checkpoint whose contract says nothing."""
+    store = saved(state)
+    name = f"step-{state.trainer.step:08d}/manifest.json"
+    data = store.read(name)
+    bare = attrs.evolve(decode_manifest(data, name), contract={})
+    store.commit(name, encode_manifest(bare), replaces=digest_of(data))
+    return store
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda state: state.evolve(scheduler={**state.scheduler, "total_steps": 60}), "horizon"),
+        (lambda state: state.evolve(dataset=trainfold.DataCursor(0, 4, 13, seed=1)), "dataset_size"),
+        (lambda state: with_rate(state, 0.5), "hyperparameters"),
+    ],
+)
+def test_what_an_old_contract_does_not_say_is_proved_by_its_components(change, kind):
+    """V09: legacy checkpoints that miss a key: derive it if provable, as the horizon from the scheduler's state."""
+    _, _, state = trained()
+    state = state.evolve(dataset=trainfold.DataCursor(0, 4, 12, seed=1))
+    store = as_an_older_version_wrote_it(state)
+    assert fingerprint(trainfold.load(store, like=state)) == fingerprint(state)
+    refusal = trainfold.plan(store, like=change(state))
+    assert isinstance(refusal, Refusal)
+    assert {reason.kind for reason in refusal.reasons} == {kind}
+
+
+def test_what_nothing_in_a_checkpoint_proves_is_not_guessed():
+    """V09: else refuse; never guess. V08: a policy for each key."""
+    _, _, state = trained()
+    store = saved(state)
+    refusal = trainfold.plan(store, like=state, contract={"tokenizer": "bytes"})
+    assert isinstance(refusal, Refusal)
+    assert [(reason.kind, reason.where) for reason in refusal.reasons] == [("unproven", "tokenizer")]
+    allowed = {"contract:tokenizer": "adapt"}
+    assert trainfold.load(store, like=state, contract={"tokenizer": "bytes"}, policy=allowed).trainer.step == 3
+
+
+def with_rate(state, rate):
+    groups = tuple(attrs.evolve(group, hyper={**group.hyper, "lr": rate}) for group in state.optimizer.groups)
+    return state.evolve(optimizer=attrs.evolve(state.optimizer, groups=groups))
+
+
+@pytest.mark.parametrize("component", ["model", "optimizer", "rng", "dataset"])
+def test_a_damaged_part_takes_all_parts_from_the_older_checkpoint(component):
+    """V16: weights, data position and random state come from one source, and a warning says which was passed over."""
+    fresh, step, state = trained(1)
+    states = [state]
+    states.append(step(states[-1], torch.ones(2, 4))[0])
+    states = [each.evolve(dataset=torch.tensor([i]), rng=torch.tensor([i])) for i, each in enumerate(states)]
+    store = MemoryStore()
+    for each in states:
+        trainfold.save(each, store)
+    like = fresh.evolve(dataset=torch.zeros(1, dtype=torch.int64), rng=torch.zeros(1, dtype=torch.int64))
+    name = f"step-00000002/{component}-00000-of-00001.safetensors"
+    data = bytearray(store.read(name))
+    data[-1] ^= 1
+    store.delete(name)
+    store.write(name, [bytes(data)], size_bytes=len(data))
+    with pytest.warns(CheckpointPassedOver, match="step-00000002"):
+        loaded = trainfold.load(store, like=like)
+    assert fingerprint(loaded) == fingerprint(states[0])
