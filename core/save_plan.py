@@ -11,9 +11,10 @@ from typing import final
 
 import attrs
 
+from trainfold.core.boxes import check_cover, volume, whole_box
 from trainfold.core.codec import STORED, size_bytes, stored_shape
 from trainfold.core.collecting import without_collecting
-from trainfold.core.errors import InvalidArgument, InvalidState, RanksDisagree
+from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.scalars import Json, canonical_json
 from trainfold.core.spec import Box, LeafSpec
 from trainfold.core.structure import Described
@@ -249,55 +250,6 @@ def _pieces(path: str, specs: list[LeafSpec]) -> list[tuple[str, LeafSpec, Box, 
     check_cover(path, list(holders), spec.shape)
     itemsize = STORED[spec.dtype].itemsize
     return [(path, spec, box, ranks, volume(box) * itemsize) for box, ranks in holders.items()]
-
-
-def check_cover(path: str, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
-    """Check that boxes tile a shape: disjoint, and covering all of it.
-
-    Raises:
-        InvalidState: naming the leaf and what is not covered once.
-
-    Examples:
-        >>> check_cover("w", [((0, 2),), ((2, 3),)], (3,))
-    """
-    overlap = any(
-        volume(one) and volume(other) and intersect(one, other) is not None
-        for i, one in enumerate(boxes)
-        for other in boxes[:i]
-    )
-    covered, whole = sum(volume(box) for box in boxes), volume(whole_box(shape))
-    if overlap or covered != whole or not boxes:
-        raise InvalidState(
-            path,
-            expected=f"slices that cover {list(shape)} once",
-            found=f"{len(boxes)} slices with {covered} of {whole} elements{', overlapping' if overlap else ''}",
-            mend="give each rank its own slice of the global tensor",
-        )
-
-
-@lru_cache(maxsize=4096)
-def whole_box(shape: tuple[int, ...]) -> Box:
-    """The box that is all of a shape."""
-    return tuple((0, size) for size in shape)
-
-
-def volume(box: Box) -> int:
-    """How many elements a box holds; 1 for a scalar's."""
-    total = 1
-    for start, stop in box:
-        total *= stop - start
-    return total
-
-
-def intersect(one: Box, other: Box) -> Box | None:
-    """The common part of two boxes, or None.
-
-    Examples:
-        >>> intersect(((0, 4), (0, 2)), ((2, 6), (0, 2)))
-        ((2, 4), (0, 2))
-    """
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
 
 
 def _file(name: str, component: str, rank: int, held: list[tuple[str, LeafSpec, Box]]) -> FilePlan:

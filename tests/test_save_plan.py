@@ -13,7 +13,7 @@ from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import save
 from trainfold.core.errors import InvalidArgument, InvalidState, RanksDisagree
 from trainfold.core.leaves import Leaves
-from trainfold.core.save_plan import check_cover, directory_of, intersect, plan_save, step_of, volume
+from trainfold.core.save_plan import directory_of, plan_save, step_of
 from trainfold.core.shard import make_shard
 from trainfold.core.state import ModelState, Progress, TrainState
 from trainfold.core.structure import describe
@@ -143,24 +143,3 @@ def test_a_step_below_zero_and_a_world_of_none_are_refused():
     for ranks, step in (([], 1), ([{}], -1)):
         with pytest.raises(InvalidArgument):
             plan_save(ranks, step=step)
-
-
-_BOX = st.lists(
-    st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda p: (min(p), max(p))), min_size=2, max_size=2
-).map(tuple)
-
-
-@given(_BOX, _BOX)
-def test_the_common_part_of_two_boxes_is_their_common_points(one, other):
-    points = {(i, j) for i in range(*one[0]) for j in range(*one[1])} & {
-        (i, j) for i in range(*other[0]) for j in range(*other[1])
-    }
-    common = intersect(one, other)
-    assert (volume(common) if common else 0) == len(points)
-
-
-@given(st.integers(0, 6), st.integers(1, 4))
-def test_even_rows_cover_a_tensor(rows, parts):
-    cuts = torch.arange(rows).tensor_split(parts)
-    boxes = [((int(cut[0]), int(cut[-1]) + 1), (0, 3)) for cut in cuts if len(cut)] or [((0, 0), (0, 3))]
-    check_cover("w", boxes, (rows, 3))

@@ -1,0 +1,87 @@
+"""Boxes: rectangular slices of a tensor, as (start, stop) for each dimension, and whether some of them tile a shape."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from trainfold.core.errors import InvalidState
+from trainfold.core.spec import Box
+
+
+@lru_cache(maxsize=4096)
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """The box that is all of a shape.
+
+    Examples:
+        >>> whole_box((3, 2))
+        ((0, 3), (0, 2))
+    """
+    return tuple((0, size) for size in shape)
+
+
+def volume(box: Box) -> int:
+    """How many elements a box holds; 1 for a scalar's.
+
+    Examples:
+        >>> volume(((0, 3), (4, 6))), volume(())
+        (6, 1)
+    """
+    total = 1
+    for start, stop in box:
+        total *= stop - start
+    return total
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """The common part of two boxes, or None.
+
+    Examples:
+        >>> intersect(((0, 4), (0, 2)), ((2, 6), (0, 2)))
+        ((2, 4), (0, 2))
+    """
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def overlap(boxes: Sequence[Box]) -> bool:
+    """Whether two of some boxes have an element in common; empty boxes have none.
+
+    A sweep along the dimension with the most cuts: a box is compared with those that it meets there, so that n slices along
+    one dimension cost n comparisons after sorting, and a grid of n boxes about n times the boxes of one of its rows.
+
+    Examples:
+        >>> overlap([((0, 2),), ((2, 3),)]), overlap([((0, 2),), ((1, 3),)])
+        (False, True)
+    """
+    held = [box for box in boxes if volume(box)]
+    if len(held) <= 1:
+        return False
+    if not held[0]:
+        return True
+    axis = max(range(len(held[0])), key=lambda i: len({box[i][0] for box in held}))
+    open_boxes: list[Box] = []
+    for box in sorted(held, key=lambda box: box[axis][0]):
+        open_boxes = [other for other in open_boxes if other[axis][1] > box[axis][0]]
+        if any(intersect(box, other) is not None for other in open_boxes):
+            return True
+        open_boxes.append(box)
+    return False
+
+
+def check_cover(path: str, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
+    """Check that boxes tile a shape: disjoint, and covering all of it.
+
+    Raises:
+        InvalidState: naming the leaf and what is not covered once.
+
+    Examples:
+        >>> check_cover("w", [((0, 2),), ((2, 3),)], (3,))
+    """
+    covered, whole = sum(volume(box) for box in boxes), volume(whole_box(shape))
+    twice = overlap(boxes)
+    if twice or covered != whole or not boxes:
+        raise InvalidState(
+            path,
+            expected=f"slices that cover {list(shape)} once",
+            found=f"{len(boxes)} slices with {covered} of {whole} elements{', overlapping' if twice else ''}",
+            mend="give each rank its own slice of the global tensor",
+        )
