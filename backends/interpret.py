@@ -14,6 +14,7 @@ from trainfold.backends.native_writer import WrittenFile, write_file
 from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.core import tree
+from trainfold.core.boxes import intersect
 from trainfold.core.codec import STORED, as_tensor, digest_of, torch_dtype
 from trainfold.core.components import components_of, state_of
 from trainfold.core.contract import run_contract
@@ -33,7 +34,7 @@ from trainfold.core.manifest import (
 from trainfold.core.manifest_reader import decode_head, decode_manifest
 from trainfold.core.masters import refresh_masters
 from trainfold.core.resume_plan import ComponentAction, ResumePlan
-from trainfold.core.save_plan import MANIFEST, ComponentPlan, SavePlan, intersect
+from trainfold.core.save_plan import MANIFEST, ComponentPlan, SavePlan
 from trainfold.core.scalars import Json
 from trainfold.core.shard import Shard
 from trainfold.core.slot_homes import beside_params, laid_out_like

@@ -29,6 +29,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.inventory import Inventory, Problem, next_head, problem_of
 from trainfold.core.manifest import Head
+from trainfold.core.node_kinds import check_kinds
 from trainfold.core.resume_plan import (
     Refusal,
     Request,
@@ -109,6 +110,8 @@ def save(  # noqa: PLR0913 - keywords
 
     def described() -> dict[str, Described]:
         pairs.update({name: describe(component, name) for name, component in components_of(chosen).items()})
+        for name, (each, _) in pairs.items():
+            check_kinds(each.node, name)
         return {name: each for name, (each, _) in pairs.items()}
 
     ranks = on_all_ranks(world, described)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from trainfold.core.boxes import check_cover
 from trainfold.core.codec import STORED, digest_of, size_bytes
 from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, InvalidState
@@ -16,8 +17,8 @@ from trainfold.core.manifest import (
     ShardRecord,
     TensorRecord,
 )
-from trainfold.core.save_plan import check_cover
-from trainfold.core.scalars import Json
+from trainfold.core.node_kinds import misfit_of
+from trainfold.core.scalars import Json, shown
 from trainfold.core.strict import (
     count,
     digest_text,
@@ -71,7 +72,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 
 @without_collecting
 def check_structures(manifest: Manifest, where: str) -> None:
-    """Check that every structure is one that can be rebuilt, and points at tensors that are listed.
+    """Check that every structure is one that can be rebuilt, holds what its classes say, and points at listed tensors.
 
     Raises:
         CheckpointHostile: naming the leaf.
@@ -81,6 +82,9 @@ def check_structures(manifest: Manifest, where: str) -> None:
             for leaf in places(node, component.name):
                 if leaf.tensor is not None and leaf.tensor >= len(table):
                     raise hostile(f"{where}: {leaf.path}", f"a tensor index below {len(table)}", leaf.tensor)
+            misfit = misfit_of(node, component.name)
+            if misfit is not None:
+                raise hostile(f"{where}: {misfit.path}", misfit.expected, misfit.found)
 
 
 def decode_head(data: bytes, where: str) -> Head:
@@ -166,7 +170,7 @@ class _Tensors:
         path, dtype = text_of(document["path"], self._where), document["dtype"]
         where = f"{self._where}: {path[:200]}"
         if not isinstance(dtype, str) or dtype not in STORED:
-            raise hostile(where, "a known dtype", repr(dtype)[:40])
+            raise hostile(where, "a known dtype", shown(dtype))
         shape = tuple(count(size, where) for size in list_of(document["shape"], where))
         if len(shape) > _MAX_DIMENSIONS:
             raise hostile(where, f"at most {_MAX_DIMENSIONS} dimensions", len(shape))
@@ -181,7 +185,7 @@ class _Tensors:
     def shard(self, document: Json, dtype: str, shape: tuple[int, ...], where: str) -> ShardRecord:
         index, start, stop, sides, digest = sized(document, 5, where)
         if type(index) is not int or not 0 <= index < len(self._files):
-            raise hostile(where, f"a file index below {len(self._files)}", repr(index)[:40])
+            raise hostile(where, f"a file index below {len(self._files)}", shown(index))
         start, stop = count(start, where), count(stop, where)
         box = tuple(
             (count(low, where), count(high, where))

@@ -14,6 +14,7 @@ import base64
 import binascii
 import json
 import math
+import reprlib
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +26,21 @@ from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
 
 Json: TypeAlias = Any
 EXACT_INT = 2**53
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
+
+
+def shown(value: object) -> str:
+    """The beginning of a value's repr, however large or deep the value is: `repr` itself fails for what is hostile.
+
+    Examples:
+        >>> shown([[[[[[]]]]]]), shown({"t": "0"})
+        ('[[[[...]]]]', "{'t': '0'}")
+    """
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python refuses to write out an int of thousands of digits
+        return f"a very large {type(value).__name__}"
 
 
 def canonical_json(value: Json) -> bytes:
@@ -86,7 +102,7 @@ def decode_scalar(node: Json, path: str) -> Any:
         if reader is not None:
             try:
                 return reader(value, path)
-            except (ValueError, TypeError, struct.error, binascii.Error, AttributeError) as error:
+            except (ValueError, TypeError, struct.error, binascii.Error, AttributeError, RecursionError) as error:
                 raise _malformed(path, node) from error
     raise _malformed(path, node)
 
@@ -110,13 +126,14 @@ def _counter(value: list[list[Json]], path: str) -> "Counter[Any]":
 
 def _numpy(value: list[str], _path: str) -> Any:
     name, data = value
-    dtype = np.dtype(name)
-    if dtype.kind not in "biufc":
+    if name not in _NUMPY_NAMES:  # numpy.dtype itself reads much more than names
         raise ValueError(name)
+    dtype = np.dtype(name)
     (found,) = np.frombuffer(bytes.fromhex(data), dtype=dtype.newbyteorder("<")).astype(dtype)
     return found
 
 
+_NUMPY_NAMES = frozenset(np.dtype(code).name for code in np.typecodes["All"] if np.dtype(code).kind in "biufc")
 _READERS: dict[str, Callable[[Any, str], Any]] = {
     "int": _int,
     "float": _float,
@@ -131,6 +148,6 @@ def _malformed(path: str, node: Json) -> CheckpointHostile:
     return CheckpointHostile(
         path,
         expected="a scalar in the form of the format's specification",
-        found=repr(node)[:80],
+        found=shown(node),
         mend="do not use this checkpoint; fall back to an older one",
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainfold.core.codec import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointHostile
-from trainfold.core.scalars import Json
+from trainfold.core.scalars import Json, shown
 
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 _HEX = frozenset("0123456789abcdef")
@@ -50,7 +50,7 @@ def single_name(value: object, where: str) -> str:
         'model-00000-of-00001.safetensors'
     """
     if not isinstance(value, str) or not 0 < len(value) <= 200 or value[0] == "." or not set(value) <= _NAME_CHARACTERS:
-        raise hostile(where, "a plain name in one directory", repr(value)[:80])
+        raise hostile(where, "a plain name in one directory", shown(value))
     return value
 
 
@@ -70,7 +70,7 @@ def fields(document: Json, names: set[str], where: str, *, exact: bool) -> None:
 def count(value: object, where: str, *, least: int = 0) -> int:
     """A checked int in ``least..2**62``."""
     if type(value) is not int or not least <= value <= _MAX_COUNT:
-        raise hostile(where, f"an int in {least}..2**62", repr(value)[:40])
+        raise hostile(where, f"an int in {least}..2**62", shown(value))
     return value
 
 
@@ -107,7 +107,7 @@ def digest_text(value: object, where: str) -> str:
     """A checked digest in text form."""
     size = len(DIGEST_PREFIX) + 32
     if not isinstance(value, str) or len(value) != size or value[:5] != DIGEST_PREFIX or not set(value[5:]) <= _HEX:
-        raise hostile(where, "a digest xxh3:<32 hex digits>", repr(value)[:60])
+        raise hostile(where, "a digest xxh3:<32 hex digits>", shown(value))
     return value
 
 

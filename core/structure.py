@@ -20,7 +20,7 @@ from trainfold.core.cursor import DataCursor
 from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
 from trainfold.core.leaves import Leaves
 from trainfold.core.rng import Key
-from trainfold.core.scalars import SCALAR_TAGS, Json, decode_scalar, encode_scalar
+from trainfold.core.scalars import SCALAR_TAGS, Json, decode_scalar, encode_scalar, shown
 from trainfold.core.spec import LeafSpec, leaf_spec
 from trainfold.core.state import TrainState
 
@@ -141,7 +141,7 @@ class _Encoder:
         fields = zip(entries, children, strict=True)
         static = {f.name: getattr(value, f.name) for f in attrs.fields(kind) if f.name not in entries and f.init}
         node: dict[str, Json] = {
-            "node": _class_name(kind),
+            "node": class_name(kind),
             "fields": {key: self.node(child, tree.join(path, kind, key), depth + 1) for key, child in fields},
         }
         if static:
@@ -222,12 +222,12 @@ class _Decoder:
         if tag == "t":
             index = node["t"]
             if type(index) is not int or index < 0 or set(node) - {"t", "as"} or node.get("as", "numpy") != "numpy":
-                raise _hostile(path, "a tensor's index", repr(node)[:80])
+                raise _hostile(path, "a tensor's index", shown(node))
             return self._visit(Leaf(path, index), "as" in node)
         if tag == "node":
             return self._registered(node, path, depth)
         if len(node) != 1 or tag is None:
-            raise _hostile(path, "one tag", sorted(node)[:4])
+            raise _hostile(path, "one tag", shown(node))
         held = node[tag]
         if tag in SCALAR_TAGS:
             return self._visit(Leaf(path, None, decode_scalar(node, path)), False)  # noqa: FBT003
@@ -245,48 +245,50 @@ class _Decoder:
         built = kind()
         for pair in held:
             if not (isinstance(pair, list) and len(pair) == 2):
-                raise _hostile(path, "pairs of key and value", repr(pair)[:80])
+                raise _hostile(path, "pairs of key and value", shown(pair))
             try:
                 key = _Decoder(lambda leaf, _as_numpy: leaf.value).node(pair[0], path, depth + 1)
                 twice = key in built
             except TypeError:
-                raise _hostile(path, "a key that can be hashed", repr(pair[0])[:80]) from None
+                raise _hostile(path, "a key that can be hashed", shown(pair[0])) from None
             if twice:
-                raise _hostile(path, "each key once", repr(key)[:80])
+                raise _hostile(path, "each key once", shown(key))
             built[key] = self.node(pair[1], tree.join(path, dict, key), depth + 1)
         return built
 
     def _registered(self, node: Mapping[str, Json], path: str, depth: int) -> Any:
         name, fields, static = node["node"], node.get("fields"), node.get("static", {})
-        if not (isinstance(name, str) and isinstance(fields, dict) and isinstance(static, dict)):
-            raise _hostile(path, "a node with fields", repr(node)[:80])
+        named = isinstance(name, str) and len(node) == 2 + ("static" in node)
+        if not (named and isinstance(fields, dict) and isinstance(static, dict) and fields.keys().isdisjoint(static)):
+            raise _hostile(path, "a node with fields", shown(node))
         values = {key: self.node(child, f"{path}.{key}", depth + 1) for key, child in fields.items()}
         if not self._build:
             return None
         quiet = _Decoder(lambda leaf, _as_numpy: leaf.value)
         held = {key: quiet.node(child, f"{path}.{key}", depth + 1) for key, child in static.items()}
-        kind = _registered_classes().get(name)
+        kind = registered_classes().get(name)
         if kind is None:
             raise UnsupportedLeaf(
                 path, expected="a registered node class", found=name, mend="import the module that defines the class"
             )
         names = {field.name for field in attrs.fields(kind) if field.init}
-        if not set(values).isdisjoint(held) or not set(values) | set(held) <= names:
+        if not set(values) | set(held) <= names:
             raise _hostile(path, f"the fields {sorted(names)}", sorted({*values, *held}))
         try:
             return kind(**values, **held)
-        except TypeError:
-            raise _hostile(path, f"the fields {sorted(names)}", sorted({*values, *held})) from None
+        except Exception as error:  # the class is a user's, and its checks may raise anything
+            raise _hostile(path, f"the fields {sorted(names)} with values that {name} takes", shown(error)) from error
 
 
-def _class_name(kind: type[Any]) -> str:
+def class_name(kind: type[Any]) -> str:
     """The name of a node class in the format; trainfold's own have no module in it, so that they can move."""
     module = "trainfold" if kind.__module__.startswith("trainfold.") else kind.__module__
     return f"{module}.{kind.__qualname__}"
 
 
-def _registered_classes() -> dict[str, type[Any]]:
-    return {_class_name(kind): kind for kind in tree.registered_classes() if attrs.has(kind)}
+def registered_classes() -> dict[str, type[Any]]:
+    """Name in the format -> class, for every node class of this process that a checkpoint may name."""
+    return {class_name(kind): kind for kind in tree.registered_classes() if attrs.has(kind)}
 
 
 def _hostile(path: str, expected: str, found: object) -> CheckpointHostile:

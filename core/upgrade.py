@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainfold.core.errors import CheckpointHostile, FutureVersion
+from trainfold.core.scalars import shown
 
 SCHEMA_VERSION = 1
 
@@ -47,7 +48,7 @@ def upgraded(
         raise CheckpointHostile(
             where,
             expected=f"a schema_version in {known.start}..{current}",
-            found=repr(written)[:40],
+            found=shown(written),
             mend="do not use this checkpoint; fall back to an older one",
         )
     for version in range(written, current):

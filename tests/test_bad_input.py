@@ -217,6 +217,57 @@ def test_a_hostile_manifest_is_refused_by_name(run, case):
     falls_back(run, name)
 
 
+def fields_of(document, name):
+    return next(each for each in document["components"] if each["name"] == name)["nodes"][0]["fields"]
+
+
+def group_of(document):
+    return fields_of(document, "optimizer")["groups"]["tuple"][0]
+
+
+WRONG_KINDS = {
+    "optimizer.masters": lambda d: fields_of(d, "optimizer").update(masters="x"),
+    "optimizer.groups[0].params[0]": lambda d: group_of(d)["static"]["params"]["tuple"].__setitem__(0, {"dict": {}}),
+    "optimizer.slots['w']": lambda d: fields_of(d, "optimizer")["slots"]["leaves"].update(w=5),
+    "optimizer.groups": lambda d: fields_of(d, "optimizer").update(groups=5),
+    "optimizer.groups[1]": lambda d: fields_of(d, "optimizer")["groups"]["tuple"].append({"dict": {}}),
+    "optimizer.groups[0].hyper": lambda d: group_of(d)["fields"].update(hyper="x"),
+    "optimizer.groups[0]": lambda d: group_of(d)["static"].pop("params"),
+    "optimizer.kind": lambda d: fields_of(d, "optimizer").update(kind=5),
+    "optimizer.color": lambda d: fields_of(d, "optimizer").update(color="red"),
+    "model.params['w']": lambda d: fields_of(d, "model")["params"]["leaves"].update(w={"t": 0, "as": "numpy"}),
+    "model.buffers": lambda d: fields_of(d, "model").update(buffers={"dict": {}}),
+    "model": lambda d: next(e for e in d["components"] if e["name"] == "model").update(nodes=[{"dict": {}}]),
+    "trainer.step": lambda d: fields_of(d, "trainer").update(step=True),
+    "trainer.samples": lambda d: fields_of(d, "trainer").update(samples=1.0),
+}
+
+
+@pytest.mark.parametrize("place", WRONG_KINDS)
+def test_a_field_of_another_kind_is_refused_by_its_place(run, place):
+    """U05: what a reader is about to build or look into is checked first, and no tensor byte is read for it."""
+    edit_manifest(run / "step-00000002" / "manifest.json", WRONG_KINDS[place])
+    error = refused(run, step=2)
+    assert names_of(error) == ["CheckpointHostile"]
+    (problem,) = error.refusal.reasons
+    assert str(run / "step-00000002" / "manifest.json") in problem.where
+    assert problem.where.endswith(f": {place}")
+    assert isinstance(trainfold.plan(run, like=state_at(0), step=2), trainfold.Refusal)
+    falls_back(run, "CheckpointHostile")
+
+
+@pytest.mark.parametrize(
+    "change", [{"kind": 5}, {"slots": {"w": {}}}, {"masters": "x"}, {"groups": [ParamGroup({}, ())]}]
+)
+def test_what_a_reader_would_refuse_is_not_saved(run, change):
+    """C02: what save has acknowledged can be loaded."""
+    state = state_at(3)
+    with pytest.raises(errors.InvalidState, match=f"state.optimizer.{next(iter(change))}") as caught:
+        trainfold.save(state.evolve(optimizer=attrs.evolve(state.optimizer, **change)), run)
+    says_all(caught.value)
+    assert not (run / "step-00000003").exists()
+
+
 @pytest.mark.parametrize("what", ["file", "manifest", "directory", "fifo"])
 def test_links_and_special_files_are_refused(run, tmp_path, what):
     """U04: symlinks cannot lead out of the run, whatever they point at."""
