@@ -10,6 +10,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 import trainfold
+from trainfold.adapters.cli.output import exit_code
 from trainfold.core import errors
 from trainfold.core.policy import KINDS
 
@@ -109,12 +110,16 @@ def table_of_kinds() -> str:
 
 def table_of_exit_codes() -> str:
     """The exit code of each error, as the command line gives it."""
-    found = [
-        value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.TrainfoldError)
-    ]
+    for name in modules_of("adapters"):
+        importlib.import_module(name)
+    found, kinds = [errors.TrainfoldError], []
+    while found:
+        kind = found.pop()
+        kinds.append(kind)
+        found += [below for below in kind.__subclasses__() if below.__module__.startswith("trainfold.")]
     rows = [
-        (str(kind.exit_code), f":py:obj:`{kind.__name__} <{kind.__module__}.{kind.__name__}>`", first_line(kind))
-        for kind in sorted(found, key=lambda kind: kind.exit_code)
+        (str(exit_code(kind)), f":py:obj:`{kind.__name__} <{kind.__module__}.{kind.__name__}>`", first_line(kind))
+        for kind in sorted(set(kinds), key=lambda kind: (exit_code(kind), kind.__module__, kind.__name__))
     ]
     return table("Errors and exit codes", ("exit code", "error", "what it says"), rows)
 

@@ -65,9 +65,12 @@ def call(capsys):
 def answered(call):
     def answered(*arguments, code=0):
         out, err = call(*arguments, "--json", code=code)
-        error = json.loads(err)["error"] if code else None
+        found = json.loads(out)
+        error = found.pop("error", None)
+        assert (error is None) == (code == 0) == (err == "")
         assert error is None or (error["exit_code"] == code and all(error[part] for part in EXPLAINED))
-        return json.loads(out) if out else None, error
+        assert error is None or err.startswith(f"{error['kind']}: {error['where']}\n")
+        return found, error
 
     return answered
 
@@ -232,7 +235,7 @@ def test_plan_refuses_with_every_reason(run, call, answered):
     _, error = answered("plan", run, "--step", 2, code=14)
     assert "step-00000002" in error["where"]
     answered("plan", run, "--step", 5, code=11)
-    call("plan", run, "--step", -1, code=1)
+    call("plan", run, "--step", -1, code=2)
 
 
 # --- diff ------------------------------------------------------------------------------------------------------------
@@ -281,10 +284,46 @@ def test_a_state_without_tensors_can_be_looked_at_too(tmp_path, answered):
 # --- the frame -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["bogus"], ["ls"], ["demo", "--steps", "many"], ["verify", "a", "b"]])
-def test_a_command_line_that_cannot_be_read_has_its_own_exit_code(arguments, call):
-    _, err = call(*arguments, code=2)
-    assert "Error" in err
+COMMANDS = {"demo": 0, "ls": 1, "inspect": 1, "diff": 2, "verify": 1, "plan": 1}  # and how many arguments each needs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "found"),
+    [
+        (["bogus"], "trainfold", "bogus"),
+        (["--bogus"], "trainfold", "--bogus"),
+        ([""], "trainfold", '""'),
+        *(([name, *"abc"[:needs], "--bogus"], f"trainfold {name}", "--bogus") for name, needs in COMMANDS.items()),
+        *(([name, *"abc"[: needs + 1]], f"trainfold {name}", "abc"[needs]) for name, needs in COMMANDS.items()),
+        *(([name, *"ab"[: needs - 1]], f"trainfold {name}", "argument") for name, needs in COMMANDS.items() if needs),
+        (["demo", "--steps", "many"], "trainfold demo", "many"),
+        (["demo", "--steps", "7.5"], "trainfold demo", "7.5"),
+        (["demo", "--steps"], "trainfold demo", "--steps"),
+        (["plan", "a", "--step", "2.5"], "trainfold plan", "2.5"),
+        (["demo", "--steps", "0"], "--steps", "0"),
+        (["demo", "--steps", "5"], "--steps", "5"),
+        (["demo", "--steps", "-80"], "--steps", "-80"),
+        (["demo", "--seed", "-1"], "--seed", "-1"),
+        (["demo", "--seed", str(2**63)], "--seed", str(2**63)),
+        (["plan", "a", "--step", "-1"], "trainfold plan", "-1"),
+        (["plan", "a", "--step", "last"], "trainfold plan", "last"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_command_line_that_makes_no_sense_is_a_usage_error_in_words_and_in_json(
+    arguments, where, found, call, answered, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    out, err = call(*arguments, code=2)
+    assert out == ""
+    assert err.splitlines()[0].partition(": ")[2] == where
+    assert found in err
+    assert all(f"\n  {part}" in err for part in EXPLAINED)
+    rest, error = answered(*arguments, code=2)
+    assert rest == {}
+    assert error["where"] == where
+    assert found in error["found"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_version_and_help_say_what_a_newcomer_asks(call):
@@ -312,7 +351,7 @@ def test_the_module_exits_with_the_code_of_the_command(tmp_path):
         check=False,
         timeout=60,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("InvalidArgument: --steps")
     assert not (tmp_path / "demo").exists()
 
@@ -337,8 +376,12 @@ def test_an_answer_with_an_error_shows_both(capsys):
     error = CheckpointDamaged("f", expected="a", found="b", mend="c")
     assert deliver(lambda: Answer({"x": 1}, (), error), as_json=True) == 14
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == {"x": 1}
-    assert json.loads(captured.err)["error"]["where"] == "f"
+    found = json.loads(captured.out)
+    assert found["x"] == 1
+    assert found["error"] == {
+        "kind": "CheckpointDamaged", "exit_code": 14, "where": "f", "expected": "a", "found": "b", "mend": "c"
+    }  # fmt: skip
+    assert captured.err.startswith("CheckpointDamaged: f")
 
 
 def test_looking_takes_no_lock(run, answered):

@@ -10,8 +10,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None for those of this process.
 
     Returns:
-        The exit code: 0, 2 for a command line that cannot be read, or the `exit_code` of the error (see
-        `trainfold.core.errors`).
+        The exit code: 0, 2 for a command line that cannot be read or an argument that can never work, or the
+        `exit_code` of the error (see `trainfold.core.errors`).
     """
     from trainfold.adapters.cli.app import run
 

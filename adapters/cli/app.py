@@ -5,11 +5,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Group, Parameter
-from cyclopts.exceptions import CycloptsError
+from cyclopts import App, Group, Parameter, Token
+from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
+from cyclopts.validators import Number
 
 from trainfold import __version__
-from trainfold.adapters.cli.output import INTERRUPTED, USAGE, deliver
+from trainfold.adapters.cli.output import INTERRUPTED, Answer, UsageError, deliver
+
+
+def _whole(_type: object, tokens: Sequence[Token]) -> int:
+    """An int as it is typed; by itself cyclopts would take 7.5 for 8."""
+    typed = tokens[0].value
+    try:
+        return int(typed)
+    except ValueError:
+        raise ValueError(f'"{typed}" is not a whole number') from None
+
 
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON instead of tables.")]
 RunPath = Annotated[Path, Parameter(help="Directory of a run, such as runs/a.")]
@@ -39,8 +50,10 @@ app = App(
 @app.command(group=_START)
 def demo(
     *,
-    steps: Annotated[int, Parameter(help="Optimizer steps of each of the two runs.")] = 80,
-    seed: Annotated[int, Parameter(help="Of weights, dropout, data order and the moments of the kills.")] = 0,
+    steps: Annotated[int, Parameter(converter=_whole, help="Optimizer steps of each of the two runs.")] = 80,
+    seed: Annotated[
+        int, Parameter(converter=_whole, help="Of weights, dropout, data order and the moments of the kills.")
+    ] = 0,
     run: Annotated[Path, Parameter(help="Directory for everything that the demo writes.")] = Path("runs/demo"),
     donate: Annotated[bool, Parameter(help="Let each step write into the storage of the state before it.")] = True,
     json: Json = False,
@@ -103,7 +116,10 @@ def verify(checkpoint: CheckpointPath, *, json: Json = False) -> int:
 def plan(
     run: RunPath,
     *,
-    step: Annotated[int | None, Parameter(help="A step to resume from; the newest one otherwise.")] = None,
+    step: Annotated[
+        int | None,
+        Parameter(converter=_whole, validator=Number(gte=0), help="A step to resume from; the newest one otherwise."),
+    ] = None,
     json: Json = False,
 ) -> int:
     """Say what a resume of a run would load, and why newer checkpoints are passed over. Loads nothing."""
@@ -116,9 +132,24 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Parse and run a command line; see `trainfold.adapters.cli.main`."""
     tokens = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = app(tokens, exit_on_error=False, print_error=True, result_action="return_value")
-    except CycloptsError:
-        return USAGE
+        code = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    except CycloptsError as error:
+        answer = Answer({}, error=usage_error(error))
+        return deliver(lambda: answer, as_json="--json" in tokens)
     except KeyboardInterrupt:
         return INTERRUPTED
     return code if isinstance(code, int) else 0
+
+
+def usage_error(error: CycloptsError) -> UsageError:
+    """What is wrong with a command line, as an error like all others."""
+    command = " ".join(("trainfold", *(error.command_chain or ())))
+    first, _, rest = str(error).strip().partition(". ")
+    if isinstance(error, UnusedCliTokensError):
+        first = f"more than it takes: {' '.join(error.unused_tokens or ())}"
+    return UsageError(
+        command,
+        expected=f"a command line as `{command} --help` shows",
+        found=first.rstrip("."),
+        mend=rest.strip() or f"see `{command} --help`",
+    )

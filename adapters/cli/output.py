@@ -10,10 +10,15 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from trainfold.core.errors import TrainfoldError
+from trainfold.core.errors import InvalidArgument, TrainfoldError
 
-USAGE = 2
 INTERRUPTED = 130
+
+
+class UsageError(TrainfoldError):
+    """A command line that cannot be read: an unknown command or option, a value missing, too many, or of a wrong kind."""
+
+    exit_code = 2
 
 
 @final
@@ -53,24 +58,35 @@ def deliver(make: Callable[[], Answer], *, as_json: bool) -> int:
 
     Args:
         make: the command.
-        as_json: JSON on the standard output, and an error as JSON on the standard error.
+        as_json: one JSON object on the standard output, whatever happens; an error is its field ``error``.
 
     Returns:
-        The exit code: 0, or the `exit_code` of the error.
+        The exit code: 0, or that of the error, which people read on the standard error.
     """
     try:
         answer = make()
     except TrainfoldError as error:
-        show_error(error, as_json=as_json)
-        return error.exit_code
+        answer = Answer({}, error=error)
     if as_json:
-        sys.stdout.write(json.dumps(answer.data, indent=2, allow_nan=True) + "\n")
+        failed = {} if answer.error is None else {"error": error_fields(answer.error)}
+        sys.stdout.write(json.dumps({**answer.data, **failed}, indent=2, allow_nan=True) + "\n")
     else:
         show_tables(answer.tables, sys.stdout)
     if answer.error is None:
         return 0
-    show_error(answer.error, as_json=as_json)
-    return answer.error.exit_code
+    sys.stdout.flush()  # so that the error comes last where both go to one place
+    show_error(answer.error)
+    return exit_code(type(answer.error))
+
+
+def exit_code(kind: type[TrainfoldError]) -> int:
+    """The exit code of a kind of error: its own; that of a usage error for arguments that can never work.
+
+    Examples:
+        >>> exit_code(InvalidArgument), exit_code(UsageError)
+        (2, 2)
+    """
+    return UsageError.exit_code if issubclass(kind, InvalidArgument) else kind.exit_code
 
 
 def show_tables(tables: tuple[Table, ...], stream: TextIO) -> None:
@@ -100,11 +116,8 @@ def aligned(table: Table) -> list[str]:
     return [table.title, *lines] if table.title else lines
 
 
-def show_error(error: TrainfoldError, *, as_json: bool) -> None:
+def show_error(error: TrainfoldError) -> None:
     """Write an error to the standard error: what it concerns, what was expected and found, and the next move."""
-    if as_json:
-        sys.stderr.write(json.dumps({"error": error_fields(error)}, indent=2) + "\n")
-        return
     console = Console(stderr=True)
     console.print(Text(f"{type(error).__name__}: {error.where}", style="bold red"), soft_wrap=True)
     for name, value in (("expected", error.expected), ("found", error.found), ("mend", error.mend)):
@@ -115,7 +128,7 @@ def error_fields(error: TrainfoldError) -> dict[str, Any]:
     """An error as JSON can hold it."""
     return {
         "kind": type(error).__name__,
-        "exit_code": error.exit_code,
+        "exit_code": exit_code(type(error)),
         "where": error.where,
         "expected": str(error.expected),
         "found": str(error.found),

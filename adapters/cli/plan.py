@@ -42,8 +42,8 @@ def plan_run(run: Path, *, step: int | None = None) -> Answer:
         CheckpointError: of the kind that fits, if it is no run.
         InvalidArgument: for a step below 0.
     """
+    request = make_request(step=step)  # first: a step that cannot be is wrong whatever the run holds
     store, inventory = open_run(run)
-    request = make_request(step=step)
     while (name := next_to_examine(inventory, request)) is not None:
         inventory = examine(store, inventory, name)
     planned = plan_resume(inventory, _same_run(inventory, request), request)

@@ -187,7 +187,8 @@ def _left_text(kill: Kill) -> str:
     """What a kill during a save left in the run."""
     if kill.committed:
         return "a whole checkpoint, not yet acknowledged"
-    return f"torn: {size_text(sum(kill.leftovers.values()))} in {len(kill.leftovers)} files, no manifest"
+    files = "1 file" if len(kill.leftovers) == 1 else f"{len(kill.leftovers)} files"
+    return f"torn: {size_text(sum(kill.leftovers.values()))} in {files}, no manifest"
 
 
 def _exact(value: float) -> str:
