@@ -1,6 +1,7 @@
 """Hypothesis profiles for all tests, and Sybil: every code block of the Markdown pages runs as a test."""
 
 import contextlib
+import doctest
 import os
 import re
 import shlex
@@ -32,32 +33,42 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 def run_console(example: Example) -> None:
     """Run each `$ trainfold ...` line of a console block; look up each `make` target instead of making it.
 
+    A command has to succeed, unless it ends with `; echo $?`: then the last line shown is its exit code. What else a
+    block shows below a command is all that the command prints, with `...` for what differs; nothing shown says nothing.
     Any other command fails: nobody would run it, and the page would promise what no test has seen.
-    What a block shows below a command has to be in the command's output, line by line; `...` stands for the rest.
     """
-    commands = re.split(r"^\$ ", str(example.parsed), flags=re.MULTILINE)[1:]
-    assert commands, "a console block has commands that start with '$ '"
-    for text in commands:
-        command, _, shown = text.partition("\n")
+    commands = re.split(r"^\$ ", str(example.parsed), flags=re.MULTILINE)
+    assert len(commands) > 1, "a console block has commands that start with '$ '"
+    assert not commands[0].strip(), f"above the first command: {commands[0]}"
+    for text in commands[1:]:
+        line, _, shown = text.partition("\n")
+        command, asks, _ = line.partition("; echo $?")
         words = shlex.split(command, comments=True)
         assert words[:1] in (["make"], ["trainfold"]), (
             f"no test runs this command; show it in a block of text: {command}"
         )
+        assert not {"|", "||", "&", "&&", ">", "<"} & set(words), f"no shell runs this command: {command}"
         if words[0] == "make":
-            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+            for target in words[1:]:
+                assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+            assert not asks + shown.strip(), f"no test runs what this shows: {text}"
         else:
-            done = subprocess.run(
-                [sys.executable, "-m", "trainfold", *words[1:]],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=120,
-            )
-            output = done.stdout + done.stderr
-            missing = [line for line in shown.splitlines() if line.strip() not in {"", "..."} and line not in output]
-            assert not missing, (
-                f"{command}\nshown and not printed: {missing}\nprinted (exit {done.returncode}):\n{output}"
-            )
+            run_command(words[1:], shown, asks_code=bool(asks))
+
+
+def run_command(arguments: list[str], shown: str, *, asks_code: bool) -> None:
+    """Run the command line as a reader would, and compare its exit code and what it prints with what the page shows."""
+    done = subprocess.run(
+        [sys.executable, "-m", "trainfold", *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+    printed, code = done.stdout + done.stderr, 0
+    if asks_code:
+        shown, _, last = shown.rstrip().rpartition("\n")
+        assert last.isdigit(), f"trainfold {arguments}: the last line shown is the exit code, not {last!r}"
+        code = int(last)
+    assert done.returncode == code, f"trainfold {arguments}: exit {done.returncode}, not {code}:\n{printed}"
+    matches = doctest.OutputChecker().check_output(f"{shown.strip()}\n", f"{printed.strip()}\n", doctest.ELLIPSIS)
+    assert not shown.strip() or matches, f"trainfold {arguments}\nshown:\n{shown}\nprinted:\n{printed}"
 
 
 @pytest.hookimpl(trylast=True)

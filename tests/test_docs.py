@@ -1,16 +1,34 @@
 """What the documentation promises runs: docstring examples, the strict build, the reference, the pages' links."""
 
+import contextlib
 import doctest
 import importlib
+import io
+import itertools
+import json
 import pkgutil
 import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
+import torch
 
 import trainfold
+from trainfold.adapters.cli import main
+from trainfold.adapters.cli.demo.command import run_demo
+from trainfold.adapters.cli.demo.kill import Attempt, Kill
+from trainfold.adapters.cli.demo.report import Check, Comparison, tables
+from trainfold.adapters.cli.demo.settings import make_settings
+from trainfold.adapters.cli.output import aligned, deliver
+from trainfold.backends.collectives import run_threads
+from trainfold.core.codec import digest_of
+from trainfold.core.fingerprint import component_fingerprint
+from trainfold.core.leaves import Leaves
+from trainfold.core.shard import make_shard
+from trainfold.core.state import ModelState, OptimizerState, Progress, TrainState
 
 MODULES = sorted(
     found.name
@@ -102,3 +120,220 @@ def test_every_decision_has_a_number_a_status_and_its_four_parts(root):
         assert text.startswith(f"# ADR-{page.name[:4]}: "), page
         for part in ("## Context", "## Decision", "## Consequences", "## How we would know that it was wrong"):
             assert part in text, f"{page.name}: no {part!r}"
+
+
+# --- blocks of pages -------------------------------------------------------------------------------------------------
+
+
+def blocks(root: Path) -> list[tuple[str, str, str]]:
+    """(page, language, text) of every fenced block; the Python and console blocks are run by the root's conftest.py."""
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
+    return [
+        (str(page.relative_to(root)), language, text)
+        for page in pages
+        if "_build" not in page.parts
+        for _, language, text in re.findall(r"^(```+|:::+)(.*?)\n(.*?)^\1$", page.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> tuple[Path, str]:
+    """A real demo with a tiny model, real processes and real kills: its folder, and all that it printed at its end."""
+    folder, stdout = tmp_path_factory.mktemp("demo"), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(stdout):
+        settings = make_settings(steps=24, tiny=True)
+        code = deliver(lambda: run_demo(Path("runs/demo"), settings), as_json=False)
+    assert code in {0, 41}, stdout.getvalue()  # 41: this machine was too busy to hit a save; the lines are the same
+    return folder, stdout.getvalue()
+
+
+@pytest.fixture(scope="module")
+def run_of_two(tmp_path_factory) -> Path:
+    """A run with one checkpoint at step 120, saved by two ranks."""
+    weight, run = torch.arange(24.0).reshape(4, 6), tmp_path_factory.mktemp("runs") / "two"
+
+    def on_rank(collectives):
+        start = 2 * collectives.rank
+        part = make_shard(weight[start : start + 2], shape=(4, 6), starts=(start, 0))
+        state = TrainState(
+            model=ModelState(Leaves({"h.0.weight": part}), Leaves({})),
+            optimizer=OptimizerState("adamw", Leaves({"h.0.weight": {"exp_avg": part}}), ()),
+            trainer=Progress(step=120),
+        )
+        trainfold.save(state, run, collectives=collectives)
+
+    run_threads(2, on_rank)
+    return run
+
+
+def cells(line: str, heading: str) -> list[str]:
+    """A line of the demo's first table, cut where its heading says that the columns are."""
+    starts = [0, *(heading.index(name) for name in ("never killed", "killed and resumed", "same"))]
+    return [line[start:stop].strip() for start, stop in itertools.pairwise([*starts, None])]
+
+
+def attempts_in(rows: list[list[str]]) -> list[Attempt]:
+    """The processes that the table tells of."""
+    told = {label: text for label, _, text, _ in rows}
+    found = []
+    for number in range(1, sum(label.startswith("start ") for label in told) + 1):
+        end, left = told[f"end {number}"], told.get(f"left {number}", "")
+        step = re.search(r"SIGKILL (in|during the save of) step (\d+)", end)
+        files = re.search(r"torn: ([\d.]+) (k|M)?B in (\d+) file", left)
+        sizes = {}
+        if files:
+            each = float(files[1]) * {"k": 1e3, "M": 1e6, None: 1}[files[2]] / int(files[3])
+            sizes = {str(index): round(each) for index in range(int(files[3]))}
+        in_save = step is not None and step[1] != "in"
+        kill = step and Kill(
+            int(step[2]) - (not in_save), "save" if in_save else "step", not files if in_save else None, sizes
+        )
+        resumed = told[f"start {number}"]
+        found.append(Attempt(None if resumed == "fresh" else resumed, 0, kill or None))
+    return found
+
+
+def holds_the_report_of_the_demo(text, request):
+    """Its first table is the one that the program makes of the same facts; a real demo prints the same lines around."""
+    _, printed = request.getfixturevalue("demo")
+    table, _, facts = text.partition("\n\n")
+    _, heading, *lines = table.splitlines()
+    rows = [cells(line, heading) for line in lines]
+    names = [row[0] for row in rows]
+    checks = [Check(*row[:3]) for row in rows if row[3]]
+    assert {row[3] for row in rows} == {"yes", ""}
+    assert rows[names.index("kills")][2].startswith(str(sum(name.startswith("start ") for name in names) - 1))
+    assert table.splitlines() == aligned(tables(Comparison(tuple(checks), tuple(attempts_in(rows)), 3), ())[0])
+
+    real, _, real_facts = printed.partition("\n\n")
+    real_title, real_heading, *real_lines = real.splitlines()
+    real_rows = [cells(line, real_heading) for line in real_lines]
+    assert (table.splitlines()[0], heading.split()) == (real_title, real_heading.split())
+    history = re.compile(r"(start|end|left) \d+$")
+    assert [n for n in names if not history.match(n)] == [row[0] for row in real_rows if not history.match(row[0])]
+
+    def machine(line):
+        return re.sub(r"[\d.]+$", "#", line)
+
+    assert [machine(line) for line in facts.splitlines()] == [machine(line) for line in real_facts.splitlines()]
+
+
+def holds_what_to_look_at_next(text, request):
+    """The demo names these commands itself, and they succeed."""
+    folder, printed = request.getfixturevalue("demo")
+    assert text.splitlines() == re.findall(r"trainfold (?:ls|diff) .*", printed)
+    with contextlib.chdir(folder):
+        assert [main(line.split()[1:]) for line in text.splitlines()] == [0, 0]
+
+
+def holds_the_files_of_a_run(text, request):
+    """Two ranks write what is listed: nothing else but the lock, what is not sharded, and rank 1's other files."""
+    run = request.getfixturevalue("run_of_two")
+    found = {str(path.relative_to(run)) for path in run.rglob("*") if not path.is_dir() or path.is_symlink()}
+    listed = {line.split()[0] for line in text.splitlines()}
+    assert listed <= found
+    assert {name for name in found - listed if not name.startswith(".")} == {
+        "step-00000120/optimizer-00001-of-00002.safetensors"
+    }
+
+
+def holds_the_manifest(text, request):
+    """Line by line the same keys in the same order, and values of the same types."""
+    raw = (request.getfixturevalue("run_of_two") / "step-00000120" / "manifest.json").read_text()
+    shown = text.replace("{...}", "{}").replace("[...]", "[]")
+    assert list(json.loads(shown)) == list(json.loads(raw))
+    for one, other in zip(json.loads(shown).values(), json.loads(raw).values(), strict=True):
+        assert type(one) is type(other) or None in {one, other}
+    last_keys = [re.findall(r'"(\w+)":', line)[-1] for line in shown.splitlines()]
+    assert last_keys[0] == "revision"
+    assert [
+        line.startswith(f'"{name}":') for line, name in zip(raw.splitlines()[1:], ("world_size", "digest"), strict=True)
+    ]
+    assert len(shown.splitlines()) == len(raw.splitlines()) == 3
+    assert len(shown.splitlines()[2]) == len(raw.splitlines()[2])
+
+
+def holds_the_entry_of_a_tensor(text, request):
+    """With words in place of the numbers and digests, it is the entry that two ranks write for half a tensor each."""
+    raw = (request.getfixturevalue("run_of_two") / "step-00000120" / "manifest.json").read_text()
+    model = next(each for each in json.loads(raw)["components"] if each["name"] == "model")
+    (entry,) = model["tensors"][0]
+    entry["shards"] = [["file", "start", "stop", box, "digest"] for *_, box, _ in entry["shards"]]
+    assert json.loads(re.sub(r"\b(file|start|stop|digest)\b", r'"\1"', text)) == entry
+
+
+def holds_the_line_of_a_fingerprint(text, request):
+    """The digest of such a line is the fingerprint of a component with one leaf."""
+    del request
+    filled = {"path": "n", "kind": "int", "digest": digest_of(b"5"), "TAB": "\t", "LF": "\n"}
+    line = "".join(filled[word] for word in text.split())
+    assert component_fingerprint("n", [(5, [])]) == digest_of(line.encode())
+
+
+HELD = {
+    "One run, twice": holds_the_report_of_the_demo,
+    "trainfold ls runs/demo/killed": holds_what_to_look_at_next,
+    "run.json                                        which run this is": holds_the_files_of_a_run,
+    '{"format":"trainfold","schema_version":1,"run_id":"...","step":120,': holds_the_manifest,
+    '{"path": "model.params[\'h.0.weight\']",': holds_the_entry_of_a_tensor,
+    "path TAB kind TAB digest LF": holds_the_line_of_a_fingerprint,
+}
+
+
+def test_every_block_of_a_page_is_of_a_kind_that_a_test_holds(root):
+    found = blocks(root)
+    kinds = {language for _, language, _ in found}
+    assert kinds == {"python", "console", "text", "{toctree}", "{glossary}"}
+    fences = sum(
+        len(re.findall(r"^(?:```|~~~|:::)", (root / page).read_text(), re.MULTILINE))
+        for page in {page for page, *_ in found}
+    )
+    assert fences == 2 * len(found)
+    texts = [text for _, language, text in found if language == "text"]
+    assert all(sum(text.startswith(first) for text in texts) == 1 for first in HELD)
+    assert len(texts) == len(HELD)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", HELD, ids=lambda first: HELD[first].__name__)
+def test_a_block_of_text_is_what_the_program_writes(first, root, request):
+    (text,) = [text for _, language, text in blocks(root) if language == "text" and text.startswith(first)]
+    HELD[first](text, request)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "$ trainfold ls nowhere\n",
+        "$ trainfold ls nowhere; echo $?\n...\n12\n",
+        "$ trainfold ls nowhere; echo $?\n",
+        "$ trainfold ls nowhere; echo $?\nCheckpointMissing: somewhere\n...\n11\n",
+        "$ trainfold --version\n9.9.9\n",
+        "$ trainfold --version; echo $?\n...\n1\n",
+        "$ trainfold --version | tail -1\n",
+        "$ trainfold --bogus\n",
+        "$ make nonsense\n",
+        "$ make test nonsense\n",
+        "$ make test\nall is well\n",
+        "$ rm -r runs\n",
+        "trainfold --version\n",
+    ],
+)
+def test_a_console_block_that_is_not_true_fails(block, root, pytestconfig):
+    run_console = pytestconfig.pluginmanager.get_plugin(str(root / "conftest.py")).run_console
+    with pytest.raises(AssertionError):
+        run_console(types.SimpleNamespace(parsed=block))
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        f"$ trainfold --version\n{trainfold.__version__}\n",
+        "$ trainfold --version  # which one is it\n\n$ make check test  # both\n",
+        "$ trainfold ls nowhere; echo $?\n...\n11\n",
+        "$ trainfold ls nowhere; echo $?\n11\n",
+    ],
+)
+def test_a_console_block_that_is_true_passes(block, root, pytestconfig):
+    run_console = pytestconfig.pluginmanager.get_plugin(str(root / "conftest.py")).run_console
+    run_console(types.SimpleNamespace(parsed=block))
