@@ -301,6 +301,19 @@ def test_a_block_of_text_is_what_the_program_writes(first, root, request):
     HELD[first](text, request)
 
 
+@pytest.mark.parametrize(("page", "calls"), [("README.md", ""), ("docs/how-to/resumable-loop.md", "train('no run')")])
+def test_a_loop_without_its_eight_marked_lines_is_a_plain_loop_that_runs(page, calls, root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (loop,) = [text for name, _, text in blocks(root) if name == page and "# +" in text]
+    plain = "".join(line for line in loop.splitlines(keepends=True) if "  # +" not in line)
+    assert len(loop.splitlines()) - len(plain.splitlines()) == 8
+    assert re.search(r"eight lines( marked `# \+`)? make", (root / page).read_text(), re.IGNORECASE)
+    assert not re.search(r"trainfold|\blive\b|\bmanager\b", plain)
+    given = {"torch": torch, "model": torch.nn.Linear(8, 2)}
+    exec(compile(f"{plain}\n{calls}", page, "exec"), given)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "block",
     [

@@ -1,33 +1,71 @@
-"""The example of an ordinary loop: killed for real, and the same bits at the end."""
+"""The example of an ordinary loop: eight lines are added to it, it is killed for real, and ends with the same bits."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from trainfold.adapters.cli import main
 
-def start(root, run):
+MARK = "  # trainfold"
+RUN = "runs/existing"
+# What is in the example before anything is added to it, from the data on.
+PLAIN_LOOP = '''
+def main() -> None:
+    """Train for so many epochs."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 (an existing loop)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98**step)
+    loader = DataLoader(make_data(), batch_size=BATCH_SIZE, shuffle=True)
+    stream: Iterable[Any] = (batch for _ in range(EPOCHS) for batch in loader)
+
+    for x, y in stream:
+        noisy = x + 0.05 * random.gauss(0.0, 1.0)
+        loss = nn.functional.mse_loss(model(noisy), y)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        scheduler.step()
+        print(f"step {scheduler.last_epoch}: loss {loss.item()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+@pytest.fixture(scope="module")
+def example(pytestconfig):
+    return pytestconfig.rootpath / "examples" / "existing_loop.py"
+
+
+def start(program, folder):
+    folder.mkdir(exist_ok=True)
     return subprocess.Popen(
-        [sys.executable, str(root / "examples" / "existing_loop.py"), str(run)],
+        [sys.executable, str(program)],
         stdout=subprocess.PIPE,
         text=True,
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 
-def finish(root, run):
-    with start(root, run) as process:
+def finish(program, folder):
+    with start(program, folder) as process:
         lines = process.stdout.read().splitlines()
     assert process.returncode == 0
     return lines
 
 
-def kill_after(root, run, step):
+def kill_after(program, folder, step):
     """Run until the line of a step, then SIGKILL."""
-    with start(root, run) as process:
+    with start(program, folder) as process:
         for line in process.stdout:
             if line.startswith(f"step {step}:"):
                 process.send_signal(signal.SIGKILL)
@@ -36,55 +74,48 @@ def kill_after(root, run, step):
 
 
 @pytest.fixture(scope="module")
-def root():
-    return Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="module")
-def whole(root, tmp_path_factory):
+def whole(example, tmp_path_factory):
     """A run that was never killed: where it is and what it said."""
-    run = tmp_path_factory.mktemp("existing") / "whole"
-    return run, finish(root, run)
+    folder = tmp_path_factory.mktemp("existing") / "whole"
+    return folder, finish(example, folder)
 
 
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(root, whole, tmp_path):
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(example, whole, tmp_path):
     """V13, G01: 4 epochs of 19 steps; killed in the first epoch, and in the third after a resume."""
-    killed = tmp_path / "killed"
-    kill_after(root, killed, 13)
-    kill_after(root, killed, 49)
-    resumed = finish(root, killed)
-    start_line, *steps = resumed
-    started = int(start_line.removeprefix("starting after step "))
-    assert started >= 45
-    assert started % 5 == 0
-    assert steps == whole[1][1 + started :]
-    components = [line.split()[0] for line in steps if "xxh3:" in line]
-    assert components == ["model", "optimizer", "scheduler", "trainer", "dataset", "rng"]
+    kill_after(example, tmp_path, 13)
+    kill_after(example, tmp_path, 49)
+    resumed = finish(example, tmp_path)
+    first = int(re.match(r"step (\d+):", resumed[0])[1])
+    assert first >= 49  # the checkpoint of step 48 was durable before the line of step 49
+    assert first % 4 == 1
+    assert resumed == whole[1][first - 1 :]
+    assert main(["diff", str(whole[0] / RUN), str(tmp_path / RUN)]) == 0
 
 
-def test_a_finished_run_started_again_trains_nothing_more(root, whole):
+def test_a_finished_run_started_again_trains_nothing_more(example, whole):
     """A11: no step is taken, not even the last one again, and no checkpoint is written again."""
-    run, said = whole
+    folder, _ = whole
 
     def written():
-        return {str(path): path.stat().st_mtime_ns for path in run.glob("step-*/manifest.json")}
+        return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob(f"{RUN}/step-*/manifest.json")}
 
     before = written()
-    assert sorted(Path(path).parent.name for path in before) == ["step-00000070", "step-00000075", "step-00000076"]
-    again = finish(root, run)
-    assert again[0] == "starting after step 76"
-    assert not [line for line in again if line.startswith("step ")]
-    assert again[1:] == [line for line in said if "xxh3:" in line]
+    assert sorted(before) == ["step-00000068", "step-00000072", "step-00000076"]
+    assert finish(example, folder) == []
     assert written() == before
 
 
-def test_the_added_lines_are_marked_and_few(root):
-    lines = (root / "examples" / "existing_loop.py").read_text().splitlines()
-    marked = [line for line in lines if "# trainfold" in line and not line.startswith('"""')]
-    assert len(marked) == 9
-    assert all(
-        "# trainfold" in line
-        for line in lines
-        if "live" in line.split("#")[0] or "manager" in line.split("#")[0]
-        if "print(" not in line and "fingerprint" not in line
-    )
+def test_without_the_marked_lines_it_is_the_plain_loop_with_the_same_losses(example, whole, tmp_path):
+    """Nothing but the marked lines knows of trainfold, and they change no bit of what the loop computes."""
+    text = example.read_text()
+    marked = [line for line in text.splitlines() if MARK in line]
+    plain = "".join(line for line in text.splitlines(keepends=True) if MARK not in line)
+    assert len(marked) == 8
+    assert "the eight lines" in text.splitlines()[0]
+    assert plain.endswith(PLAIN_LOOP)
+    code = plain.split('"""', 2)[2]
+    assert not re.search(r"trainfold|\blive\b|\bmanager\b", code)
+    (tmp_path / "plain_loop.py").write_text(plain)
+    losses = finish(tmp_path / "plain_loop.py", tmp_path / "plain")
+    assert len(losses) == 76
+    assert losses == whole[1]
