@@ -42,7 +42,8 @@ app = App(
         "A run is a directory; each checkpoint in it is a directory `step-...` that is complete if, and only if, it has "
         "a `manifest.json`. Nothing here changes a run.\n\n"
         "Exit codes: 0 all is well; 2 the command line is wrong; 3 `diff` found differences; 10 and above a checkpoint "
-        "is missing, torn, damaged, foreign or refused, and the text says what to do."
+        "is missing, torn, damaged, foreign or refused, and the text says what to do. With --json one object is printed in "
+        "any case, and its field `error` says the same."
     ),
 )
 
