@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainfold.adapters.part import Undo
+from trainfold.adapters.part import Stateful, Undo
 from trainfold.core.errors import DataPositionMismatch, InvalidState, TrainfoldError
 from trainfold.core.state import Opaque
 
@@ -91,6 +91,21 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
         generator = getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator) and not any(generator is known for known in found.values()):
             found[name] = generator
+    return found
+
+
+def samplers_of(loader: Any) -> dict[str, Stateful]:
+    """The samplers of a loader that have a state."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = {
+        "sampler": getattr(loader, "sampler", None),
+        "batch_sampler": batch_sampler,
+        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+    }
+    found: dict[str, Stateful] = {}
+    for name, owner in owners.items():
+        if isinstance(owner, Stateful) and not any(owner is known for known in found.values()):
+            found[name] = owner
     return found
 
 

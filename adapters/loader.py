@@ -2,31 +2,34 @@
 
 `MapFeed` drives an ordinary ``DataLoader`` over a map-style dataset: the position is counted in samples, and a resume
 draws the same indices again and skips them, so that no skipped sample is ever read. `StatefulFeed` drives anything with
-``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
+``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``; where its sampler has no state, and
+could only be started anew, `MapFeed` drives that one too. Batches of an iterable dataset without a state are drawn again
+to resume, and compared with those that were drawn (`Replay`).
 
 Limits: worker processes (``num_workers > 0``) have random streams of their own that nobody can capture, so random
 augmentation in them is not resumed exactly; a sampler that draws from a *global* stream while the epoch goes on (not
-at its start) is not either. Draw from the index, or from a generator that is given to the loader.
+at its start) is not either. Draw from the index, or from a generator that is given to the loader. A dataset or sampler
+that changes itself from epoch to epoch needs ``state_dict`` or ``set_epoch``.
 """
 
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from trainfold.adapters.feed import Feed
 from trainfold.adapters.map_feed import MapFeed
-from trainfold.adapters.part import Stateful
+from trainfold.adapters.part import Stateful, kind_of
+from trainfold.adapters.replay import iterates, torchdatas
 from trainfold.adapters.stateful_feed import StatefulFeed
 from trainfold.core.errors import InvalidArgument
-
-_TORCH = ("torch", "torchdata")
 
 
 def feed_of(loader: Any) -> Feed:
     """The feed for a loader.
 
     Raises:
-        InvalidArgument: for a loader whose position nobody knows, or whose batches come in no order.
+        InvalidArgument: for a loader whose position nobody knows or can follow, or whose batches come in no order.
 
     Examples:
         >>> type(feed_of(DataLoader([1, 2, 3]))).__name__
@@ -39,11 +42,19 @@ def feed_of(loader: Any) -> Feed:
             found="in_order=False",
             mend="make the loader with in_order=True; a position counts samples in their order",
         )
+    if iterates(loader) and loader.num_workers > 0 and loader.persistent_workers:
+        raise InvalidArgument(
+            "attach.loader",
+            expected="workers that are started in each epoch, for an iterable dataset",
+            found=f"persistent_workers over a {type(loader.dataset).__qualname__}",
+            mend="make the loader with persistent_workers=False: what a worker has read ahead at the end of an epoch, and "
+            "its random streams, go into the next epoch, and are in no state",
+        )
     mapped: DataLoader[Any] | None = None
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         mapped = loader
-    if isinstance(loader, Stateful) and hasattr(loader, "__iter__") and (mapped is None or not _knows_less(mapped)):
-        return StatefulFeed(loader)
+    if isinstance(loader, Stateful) and hasattr(loader, "__iter__"):
+        return StatefulFeed(loader) if mapped is None or not _knows_less(mapped) else _indexed(mapped)
     if mapped is not None:
         return MapFeed(mapped)
     kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
@@ -58,10 +69,40 @@ def feed_of(loader: Any) -> Feed:
 
 
 def _knows_less(loader: "DataLoader[Any]") -> bool:
-    """Whether a loader with a state has a sampler of the user's without one, and would only start it again to resume.
+    """Whether a loader with a state has a sampler without one, and would only start it again to resume.
 
-    Such a sampler may draw its order from a stream each time that it is started; `MapFeed` keeps what it drew from.
+    Such a sampler may draw its order from a stream each time that it is started, and a torch one does so when the first
+    index is asked for; `MapFeed` keeps what it drew from. No sampler is started to find this out: that may draw too.
     """
-    own = loader.batch_sampler if type(loader.batch_sampler).__module__.split(".")[0] not in _TORCH else loader.sampler
-    foreign = own is not None and type(own).__module__.split(".")[0] not in _TORCH
-    return foreign and not isinstance(own, Stateful) and not isinstance(loader.dataset, Stateful)
+    index = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if _origin(index) == "torchdata":  # its iterators have a state; that of a batch sampler has what its sampler has
+        inner = getattr(index, "sampler", index)
+        known = _origin(inner) == "torchdata" or type(inner) is SequentialSampler
+        return not (known or isinstance(inner, Stateful) or isinstance(loader.dataset, Stateful))
+    if isinstance(index, Stateful):
+        return False
+    # the position of a class of the user's is the user's word; torchdata skips in a sampler that is started anew
+    parts = (index, getattr(index, "sampler", index))
+    foreign = any(_origin(part) not in ("torch", "torchdata") for part in parts)
+    return torchdatas(loader) or (foreign and not isinstance(loader.dataset, Stateful))
+
+
+def _indexed(loader: "DataLoader[Any]") -> Feed:
+    """The feed for a loader whose sampler has no state: by index, which is no way for a dataset that has one."""
+    if not isinstance(loader.dataset, Stateful):
+        return MapFeed(loader)
+    index = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    order = index.sampler if type(index) is BatchSampler else index
+    if type(order) in (SequentialSampler, DistributedSampler):  # whose order is the same, whenever it is started
+        return StatefulFeed(loader)
+    raise InvalidArgument(
+        "attach.loader",
+        expected="a sampler whose position can be known, where the dataset has a state of its own",
+        found=f"a {kind_of(order)} without state_dict, and a {type(loader.dataset).__qualname__} with one",
+        mend="give the sampler state_dict and load_state_dict, or give StatefulDataLoader batch_size= and shuffle= or "
+        "sampler= instead of batch_sampler=: then it keeps the order",
+    )
+
+
+def _origin(value: object) -> str:
+    return type(value).__module__.split(".")[0]

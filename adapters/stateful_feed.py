@@ -15,11 +15,13 @@ from trainfold.adapters.feed import (
     length_of,
     mismatch,
     position_problems,
+    samplers_of,
     set_generators,
     stale,
     tell_epoch,
 )
 from trainfold.adapters.part import Undo, copied, copied_containers, kind_of
+from trainfold.adapters.replay import Replay, ended_in_part, iterates, keeps_nothing, torchdatas
 from trainfold.adapters.rng import preserved_rng
 from trainfold.adapters.tap import capture_order, order_problems, restore_order
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, TrainfoldError
@@ -29,6 +31,11 @@ from trainfold.core.state import Opaque
 @final
 class StatefulFeed:
     """A loader that knows its own position, asked for it at the right moment: between two batches.
+
+    Where the loader's state says nothing of its dataset, an iterable one without a state, the position is the number of
+    batches and a digest of them: a resume starts the epoch again, from the random streams that it was started from,
+    and draws and compares as many. So does one where an iterable dataset has come to its end in one worker and not in
+    another.
 
     Args:
         loader: an iterable with ``state_dict`` and ``load_state_dict``.
@@ -43,6 +50,10 @@ class StatefulFeed:
         self._iterator: Iterator[Any] | None = None
         self._order: Opaque | None = None  # what the epoch's order was drawn from
         self._loaded: Any = None  # a state that the loader has taken and not been iterated with
+        self._replay: Replay | None = None  # how batches are drawn that may have to be drawn again
+        self._digest: str | None = None  # of those of the epoch that were consumed; None: the loader's state will do
+        self._samplers: dict[str, Any] = {}  # states between two epochs
+        self._began: Any = None  # the loader's state when the epoch began, where it has one
         self._run = 0
 
     @property
@@ -74,7 +85,13 @@ class StatefulFeed:
             self._batches += 1
             if last:
                 self._epoch, self._batches = self._epoch + 1, 0
+        self._settle()
         return samples or 0
+
+    def _settle(self) -> None:
+        """Everything that was drawn is consumed."""
+        if self._replay is not None:
+            self._digest = self._replay.digest if self._drawn else ""
 
     def drop(self) -> int:
         """Give up what was handed out and not consumed."""
@@ -91,13 +108,13 @@ class StatefulFeed:
             iterator, total = self._iterator, length_of(self._loader)
             last = False
             while not last and not done():
-                batch = next(iterator, END)
+                batch = self._draw(iterator)
                 if batch is END:
                     self._end_late()
                     break
                 self._drawn += 1
                 last = self._drawn == total
-                if last and next(iterator, END) is not END:  # so that the loader knows of its end, and saves that
+                if last and self._draw(iterator) is not END:  # so that the loader knows of its end, and saves that
                     raise mismatch("attach.loader", f"{total} batches, as len() says", "more", "mend its __len__")
                 self._deliveries.waiting.append((0, last))
                 if last:
@@ -105,6 +122,9 @@ class StatefulFeed:
                 yield batch
                 if self._run != run:
                     raise stale()
+
+    def _draw(self, iterator: Iterator[Any]) -> Any:
+        return next(iterator, END) if self._replay is None else self._replay.draw(iterator)
 
     def _end_late(self) -> None:
         """The end of an epoch of unknown length is known one call after its last batch."""
@@ -117,33 +137,92 @@ class StatefulFeed:
             self._deliveries.waiting[-1] = (0, True)
         else:
             self._epoch, self._batches = self._epoch + 1, 0
+            self._settle()
 
     def _open(self) -> Iterator[Any]:
         tell_epoch(self._loader, self._drawing)
-        loaded, self._loaded = self._loaded, None
         if not isinstance(self._loader, DataLoader):
+            self._loaded = None
             return iter(self._loader)
-        if loaded is None:
-            return self._start()
+        if self._drawn > 0:
+            return self._inside()
+        if self._loaded is not None:
+            self._end_again()
+        return self._start()
+
+    def _inside(self) -> Iterator[Any]:
+        """An iterator in the middle of an epoch, from a position that was taken."""
+        loader, state, digest = self._loader, self._loaded, self._digest
+        if digest is not None and (state is None or ended_in_part(state) or loader.batch_size is None):
+            return self._again(digest)  # without batches a worker's state does not say that it has ended
         now = {name: generator.get_state() for name, generator in self._generators.items()}
         with preserved_rng():  # the run that was not interrupted made this iterator when the epoch began
             if self._order is not None:
                 restore_order(self._order, self._generators)  # for samplers whose state the loader cannot keep
-            iterator = iter(self._loader)
-        ran_ahead = self._loader.num_workers > 0 and getattr(self._loader.sampler, "replacement", False)
-        if self._drawn == 0 or not ran_ahead:
+            iterator: Iterator[Any] = iter(loader)
+        if loader.num_workers == 0 or not getattr(loader.sampler, "replacement", False):  # else it has read ahead
             set_generators(self._generators, now)
-        if self._drawn > 0:
-            return iterator
-        if hasattr(self._loader.sampler, "next_yielded"):
+        if iterates(loader) and keeps_nothing(loader.state_dict()):
+            raise mismatch("attach.loader", "the dataset with a state that was saved", "one without", OTHER)
+        if digest is not None and self._order is not None:
+            self._replay = Replay(loader, self._order, digest=digest)
+        self._loaded = None
+        return iterator
+
+    def _end_again(self) -> None:
+        """Bring the loader to the end of an epoch, where the next one has not begun."""
+        loader, state = self._loader, self._loaded
+        now = {name: generator.get_state() for name, generator in self._generators.items()}
+        with preserved_rng():
+            if not isinstance(state, dict) or not state.get("_iterator_finished"):
+                iter(loader)
+            elif loader.num_workers > 0 and not loader.persistent_workers:
+                self._give(None)  # the datasets end with their workers, and what reads ahead would move the sampler
+            else:
+                loader.state_dict()  # makes the iterator that has ended, and not the next one
+        set_generators(self._generators, now)
+        for name, sampler in samplers_of(loader).items():
+            if name in self._samplers:
+                sampler.load_state_dict(copied(self._samplers[name]))
+        if hasattr(loader.sampler, "next_yielded"):
             # torchdata 0.11: a StatefulDistributedSampler at the end of an epoch would skip the whole next one
-            self._loader.sampler.next_yielded = None
-        return self._start()
+            loader.sampler.next_yielded = None
+        tell_epoch(loader, self._drawing)
+
+    def _give(self, state: Any) -> None:
+        self._loader.load_state_dict({} if state is None else copied(state))
+        if state is None and hasattr(self._loader, "next_iter_state"):
+            self._loader.next_iter_state = None  # torchdata 0.11: {} leaves the one that was loaded before
 
     def _start(self) -> Iterator[Any]:
         """An iterator at the start of an epoch, which is made now, whether the run was interrupted or not."""
         self._order = capture_order(self._generators)
-        return iter(self._loader)
+        iterator: Iterator[Any] = iter(self._loader)
+        self._loaded = self._replay = self._began = None
+        if iterates(self._loader):
+            state = copied_containers(self._loader.state_dict())
+            if not keeps_nothing(state):
+                self._began = state
+            if self._began is None or self._loader.num_workers > 0:
+                self._replay = Replay(self._loader, self._order)
+        if self._replay is None:
+            self._digest = None
+        return iterator
+
+    def _again(self, digest: str) -> Iterator[Any]:
+        """An iterator of an epoch that is started again, after the batches that were drawn of it."""
+        assert self._order is not None
+        now = {name: generator.get_state() for name, generator in self._generators.items()}
+        with preserved_rng():
+            restore_order(self._order, self._generators)
+            if self._began is not None:
+                self._loader.load_state_dict(copied(self._began))
+            iterator: Iterator[Any] = iter(self._loader)
+            replay = Replay(self._loader, self._order)
+            replay.skip(iterator, self._drawn, digest)
+        set_generators(self._generators, now)
+        self._replay, self._loaded = replay, None
+        return iterator
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume."""
@@ -163,13 +242,24 @@ class StatefulFeed:
                 "epoch": self._epoch,
                 "batches": self._batches,
                 "state": self._state(),
+                "samplers": self._sampler_states(),
+                "digest": self._digest,
+                "began": self._began if self._batches and self._digest is not None else None,
                 "order": self._order.value if self._batches and self._order is not None else None,
                 "generators": {name: generator.get_state() for name, generator in self._generators.items()},
             }
         )
 
-    def _state(self) -> Any:
+    def _sampler_states(self) -> dict[str, Any]:
+        """Between two epochs: the loader's state has those from when the last batch was asked for."""
         if self._loaded is not None:
+            return self._samplers
+        between = self._iterator is None and self._drawing > 0 and torchdatas(self._loader)
+        states = {name: sampler.state_dict() for name, sampler in samplers_of(self._loader).items() if between}
+        return {name: copied_containers(state) for name, state in states.items()}
+
+    def _state(self) -> Any:
+        if self._loaded is not None or (self._digest is not None and self._began is None):
             return self._loaded
         untouched = self._iterator is None and self._drawing == 0
         if untouched and isinstance(self._loader, DataLoader):
@@ -184,10 +274,15 @@ class StatefulFeed:
         value = saved.value
         if value.get("loader") != kind_of(self._loader):
             found.append(mismatch("state.dataset.loader", kind_of(self._loader), value.get("loader"), OTHER))
-        if "state" not in value or (value["state"] is None and (value["epoch"] or value["batches"])):
+        digest, moved = value.get("digest"), value["epoch"] or value["batches"]
+        if "state" not in value or (value["state"] is None and moved and digest is None):
             found.append(mismatch("state.dataset.state", "the loader's own state", "nothing", OTHER))
-        if value.get("order") is not None:
-            found.extend(order_problems(value["order"], self._generators))
+        if set(value.get("samplers", {})) - set(samplers_of(self._loader)):
+            found.append(mismatch("state.dataset.samplers", "samplers with a state", "others", OTHER))
+        if digest is not None and type(digest) is not str:
+            found.append(mismatch("state.dataset.digest", "a digest of the batches, as text", repr(digest), OTHER))
+        if value.get("order") is not None or (digest is not None and value["batches"]):
+            found.extend(order_problems(value.get("order"), self._generators))
         found.extend(generator_problems(self._generators, value.get("generators"), "generators"))
         return found
 
@@ -197,11 +292,13 @@ class StatefulFeed:
 
         def take(value: dict[str, Any]) -> None:
             state = value["state"]
-            self._loader.load_state_dict({} if state is None else copied(state))
+            self._give(state)
             self._run += 1
             self._epoch, self._batches = value["epoch"], value["batches"]
             self._drawing, self._drawn = self._epoch, self._batches
             self._iterator, self._loaded = None, state
+            self._replay, self._digest, self._began = None, value.get("digest"), value.get("began")
+            self._samplers = value.get("samplers", {})
             self._order = None if value["order"] is None else Opaque(value["order"])
             self._deliveries.waiting.clear()
             set_generators(self._generators, value["generators"])

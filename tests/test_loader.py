@@ -7,13 +7,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from trainfold.adapters.live import attach
 from trainfold.adapters.part import copied
+from trainfold.core.codec import digest_of
 from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, InvalidState, RestoreRefused
 from trainfold.core.state import Opaque
 from trainfold.core.structure import describe
@@ -92,6 +105,121 @@ class Stream(IterableDataset):
         self.at = state["at"]
 
 
+class Forgetful(IterableDataset):
+    """An iterable dataset without a state; with workers, each has its part."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        yield from map(torch.tensor, range(N) if worker is None else range(worker.id, N, worker.num_workers))
+
+
+class Measured(Forgetful):
+    """One that knows its length."""
+
+    def __len__(self):
+        return N
+
+
+class Shuffling(Forgetful):
+    """One with a shuffle buffer, and augmentation: it draws from the global streams at every sample."""
+
+    def __iter__(self):
+        held = []
+        for number in super().__iter__():
+            held.append(torch.tensor([number, random.random(), float(torch.rand(()))]))
+            if len(held) == 4:
+                yield held.pop(random.randrange(4))
+        random.shuffle(held)
+        yield from held
+
+
+class Remembered:
+    """The iterator of the next."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == N:
+            raise StopIteration
+        self.at += 1
+        return torch.tensor(self.at)
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Remembering(IterableDataset):
+    """One whose iterator has the state, and not the dataset."""
+
+    def __iter__(self):
+        return Remembered()
+
+
+class Shards(Forgetful):
+    """One with a state, in workers."""
+
+    def __init__(self, n=N):
+        self.n = n
+        self.at = 0
+
+    def __iter__(self):
+        for number in [i for i in super().__iter__() if i < self.n][self.at :]:
+            self.at += 1
+            yield number
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Counting(Numbers):
+    """A map-style dataset with a state: every sample says how many were read before it."""
+
+    def __getitem__(self, index):
+        super().__getitem__(index)
+        return torch.tensor([index, len(self.read)])
+
+    def state_dict(self):
+        return {"read": list(self.read)}
+
+    def load_state_dict(self, state):
+        self.read = list(state["read"])
+
+
+class Bookmark(Sampler[int]):
+    """A sampler with a state."""
+
+    def __init__(self):
+        self.order, self.at = [], 0
+
+    def __iter__(self):
+        if not self.order:
+            self.order = torch.randperm(N).tolist()
+        while self.at < N:
+            self.at += 1
+            yield self.order[self.at - 1]
+        self.order, self.at = [], 0
+
+    def __len__(self):
+        return N
+
+    def state_dict(self):
+        return {"order": list(self.order), "at": self.at}
+
+    def load_state_dict(self, state):
+        self.order, self.at = list(state["order"]), state["at"]
+
+
 class Pages:
     """Somebody's own loader: no DataLoader at all."""
 
@@ -148,7 +276,42 @@ LOADERS: dict[str, Any] = {
     "stateful, distributed": lambda: StatefulDataLoader(
         Numbers(2 * N), batch_size=4, sampler=StatefulDistributedSampler(Numbers(2 * N), num_replicas=2, rank=1, seed=5)
     ),
+    "stateful, sampler with a state": lambda: StatefulDataLoader(Numbers(), batch_size=4, sampler=Bookmark()),
+    "stateful, sampler with a state in torch's batches": lambda: StatefulDataLoader(
+        Numbers(), batch_sampler=BatchSampler(Bookmark(), 4, drop_last=False)
+    ),
+    "stateful, dataset with a state": lambda: StatefulDataLoader(Counting(), batch_size=4, shuffle=True),
+    "stateful, dataset and torch's sampler": lambda: StatefulDataLoader(
+        Counting(), batch_size=4, sampler=SubsetRandomSampler(range(N))
+    ),
+    "stateful, dataset and batches in order": lambda: StatefulDataLoader(
+        Counting(), batch_sampler=BatchSampler(SequentialSampler(range(N)), 4, drop_last=False)
+    ),
+    "stateful, no batches": lambda: StatefulDataLoader(Numbers(), batch_size=None, shuffle=True),
+    "stateful stream, no batches": lambda: StatefulDataLoader(Stream(), batch_size=None),
+    "stateful stream, iterator with a state": lambda: StatefulDataLoader(Remembering(), batch_size=4),
+    "stream without a state": lambda: StatefulDataLoader(Forgetful(), batch_size=4),
+    "stream without a state, drop_last": lambda: StatefulDataLoader(Forgetful(), batch_size=4, drop_last=True),
+    "stream without a state, no batches": lambda: StatefulDataLoader(Forgetful(), batch_size=None),
+    "stream without a state, with a length": lambda: StatefulDataLoader(Measured(), batch_size=4),
+    "stream without a state, shuffled": lambda: StatefulDataLoader(Shuffling(), batch_size=4),
+    "stream without a state, own generator": lambda: StatefulDataLoader(
+        Shuffling(), batch_size=4, generator=generator()
+    ),
     "own class": Pages,
+}
+BATCH_SAMPLERS: dict[str, Any] = {
+    "shuffled": lambda: BatchSampler(RandomSampler(range(N)), 4, drop_last=False),
+    "shuffled, drop_last": lambda: BatchSampler(RandomSampler(range(N)), 4, drop_last=True),
+    "own generator": lambda: BatchSampler(RandomSampler(range(N), generator=generator()), 4, drop_last=False),
+    "subset": lambda: BatchSampler(SubsetRandomSampler(range(N)), 4, drop_last=False),
+    "in order": lambda: BatchSampler(SequentialSampler(range(N)), 4, drop_last=False),
+    "in order, drop_last": lambda: BatchSampler(SequentialSampler(range(N)), 4, drop_last=True),
+}
+LOADERS |= {
+    f"{kind.__name__}, BatchSampler {name}": lambda kind=kind, make=make: kind(Numbers(), batch_sampler=make())
+    for kind in (DataLoader, StatefulDataLoader)
+    for name, make in BATCH_SAMPLERS.items()
 }
 WORKERS: dict[str, Any] = {
     "workers": lambda: DataLoader(Numbers(), batch_size=3, shuffle=True, num_workers=2),
@@ -159,6 +322,30 @@ WORKERS: dict[str, Any] = {
         Numbers(), batch_size=3, shuffle=True, num_workers=1, persistent_workers=True
     ),
     "stateful workers": lambda: StatefulDataLoader(Numbers(), batch_size=3, shuffle=True, num_workers=2),
+    "stateful workers, BatchSampler": lambda: StatefulDataLoader(
+        Numbers(), batch_sampler=BatchSampler(RandomSampler(range(N)), 3, drop_last=False), num_workers=2
+    ),
+    "stateful workers, dataset with a state": lambda: StatefulDataLoader(
+        Counting(), batch_size=3, shuffle=True, num_workers=2
+    ),
+    "stateful workers, sampler with a state": lambda: StatefulDataLoader(
+        Numbers(), batch_size=3, sampler=Bookmark(), num_workers=2
+    ),
+    "stateful workers, stream": lambda: StatefulDataLoader(Shards(), batch_size=3, num_workers=2),
+    "stateful workers, stream, no batches": lambda: StatefulDataLoader(Shards(5), batch_size=None, num_workers=2),
+    "stateful persistent workers, sampler with a state": lambda: StatefulDataLoader(
+        Numbers(), batch_size=3, sampler=Bookmark(), num_workers=1, persistent_workers=True
+    ),
+    "stateful persistent workers, dataset with a state": lambda: StatefulDataLoader(
+        Counting(), batch_size=3, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "stateful workers, stream without a state": lambda: StatefulDataLoader(Forgetful(), batch_size=3, num_workers=2),
+    "stateful workers, stream without a state, shuffled": lambda: StatefulDataLoader(
+        Shuffling(), batch_size=None, num_workers=2
+    ),
+    "stateful workers, stream without a state, seldom asked": lambda: StatefulDataLoader(
+        Forgetful(), batch_size=2, num_workers=2, snapshot_every_n_steps=3
+    ),
 }
 
 
@@ -180,30 +367,51 @@ class Reader:
         return seen
 
 
-def check_resumes_everywhere(make, steps, at):
+def check_resumes_everywhere(make, steps, chains):
+    """Killed at each step of a chain, in one epoch or in several, a run reads what it would have read."""
     whole = Reader(make, 1).read(steps)
-    for k in at:
-        first = Reader(make, 1)
-        assert first.read(k) == whole[:k]
-        state = copied(first.live.capture())
-        resumed = Reader(make, 99 + k)
-        resumed.live.restore(state)
-        assert resumed.live.progress == first.live.progress
-        again = resumed.live.capture()
-        describe(again.dataset, "dataset")  # it can be saved
-        assert resumed.read(steps) == whole[k:], k
+    for chain_of_kills in chains:
+        reader, seen = Reader(make, 1), []
+        for number, k in enumerate(chain_of_kills):
+            seen += reader.read(k)
+            assert digests(seen) == digests(whole[:k]), (chain_of_kills, k)
+            state = copied(reader.live.capture())
+            describe(state.dataset, "dataset")  # it can be saved
+            killed, reader = reader, Reader(make, 99 + 7 * k + number)
+            reader.live.restore(state)
+            assert reader.live.progress == killed.live.progress
+            describe(reader.live.capture().dataset, "dataset")
+        seen += reader.read(steps)
+        assert digests(seen) == digests(whole), chain_of_kills
+
+
+def digests(seen):
+    """One for the order of the data, which a failure shows, and one for the random streams."""
+    return [batch for batch, *_ in seen], digest_of(repr(seen).encode())
 
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_next_batch_is_the_one_that_would_have_come_next(name):
     """G01, G03, G04: in the middle of an epoch, at its end, and in later epochs; the random streams too."""
-    check_resumes_everywhere(LOADERS[name], 11, range(11))
+    check_resumes_everywhere(LOADERS[name], 11, [(k,) for k in range(11)])
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@settings(max_examples=8, deadline=None)
+@example(kills=(1, 2, 3))
+@example(kills=(1, 1, 2))
+@example(kills=(2, 5, 9))
+@example(kills=(3, 4, 8))
+@given(kills=st.lists(st.integers(0, 10), min_size=2, max_size=3).map(lambda kills: tuple(sorted(kills))))
+def test_it_comes_next_however_often_the_run_is_killed_in_an_epoch_and_over_epochs(name, kills):
+    """G01, G03: a resumed run saves a position as good as the one that it was resumed from."""
+    check_resumes_everywhere(LOADERS[name], 11, [kills])
 
 
 @pytest.mark.parametrize("name", WORKERS)
 def test_it_comes_next_from_worker_processes_too(name):
     """G01: workers have prefetched what was not trained on."""
-    check_resumes_everywhere(WORKERS[name], 8, (2, 5))
+    check_resumes_everywhere(WORKERS[name], 8, [(2,), (1, 2, 3), (2, 5, 7), (4, 6)])
 
 
 @pytest.mark.parametrize("name", ["shuffled", "batch sampler"])
@@ -508,3 +716,104 @@ def test_capturing_before_the_first_batch_starts_no_worker_and_draws_nothing():
     assert reader.live.capture().dataset.value["state"] is None
     assert torch.equal(before, torch.get_rng_state())
     assert reader.loader._iterator is None
+
+
+class Untouchable(Sampler[int]):
+    """A sampler that must not be started."""
+
+    def __iter__(self):
+        raise AssertionError
+
+    def __len__(self):
+        return N
+
+
+def test_attaching_starts_no_sampler():
+    """C14: it may draw from a stream when it is started."""
+    for batches in (Untouchable(), BatchSampler(Untouchable(), 4, drop_last=False)):
+        attach(torch.nn.Linear(1, 1), loader=StatefulDataLoader(Numbers(), batch_sampler=batches))
+
+
+@pytest.mark.parametrize("order", [RandomSampler(range(N)), PythonShuffle()])
+def test_a_dataset_with_a_state_under_batches_of_a_sampler_without_one_is_refused(order):
+    """G01: torchdata would draw another order at a resume, and a resume by index would lose the state."""
+    loader = StatefulDataLoader(Counting(), batch_sampler=BatchSampler(order, 4, drop_last=False))
+    with pytest.raises(InvalidArgument, match=rf"{type(order).__name__} without state_dict.*Counting"):
+        attach(torch.nn.Linear(1, 1), loader=loader)
+
+
+@pytest.mark.parametrize("stream", [Forgetful, Shards])
+def test_workers_that_go_on_over_a_stream_are_refused(stream):
+    """G01: what they have read ahead is in no state."""
+    loader = StatefulDataLoader(stream(), batch_size=4, num_workers=1, persistent_workers=True)
+    with pytest.raises(InvalidArgument, match="persistent_workers=False"):
+        attach(torch.nn.Linear(1, 1), loader=loader)
+
+
+class Moody(Forgetful):
+    """Iterates over something else than it did."""
+
+    def __init__(self, start):
+        self.start = start
+
+    def __iter__(self):
+        return iter(range(self.start, N))
+
+
+@pytest.mark.parametrize(("start", "found"), [(1, "others"), (8, "2 batches")])
+def test_a_stream_without_a_state_that_gives_other_samples_is_an_error_as_often_as_it_is_asked(start, found):
+    """G01: no sample is lost or repeated in silence."""
+    first = Reader(lambda: StatefulDataLoader(Moody(0), batch_size=4), 1)
+    first.read(3)
+    state = copied(first.live.capture())
+    resumed = Reader(lambda: StatefulDataLoader(Moody(start), batch_size=4), 1)
+    resumed.live.restore(state)
+    for _ in range(2):
+        with pytest.raises(DataPositionMismatch, match=found):
+            next(resumed.live.batches())
+
+
+def test_a_stream_that_lost_its_state_is_an_error():
+    """G01: torchdata would skip, and count what it skipped twice."""
+    first = Reader(LOADERS["stateful stream"], 1)
+    first.read(2)
+    state = copied(first.live.capture())
+    resumed = Reader(LOADERS["stream without a state"], 1)
+    resumed.live.restore(state)
+    with pytest.raises(DataPositionMismatch, match="with a state"):
+        next(resumed.live.batches())
+
+
+@pytest.mark.parametrize("changes", [{"digest": 5}, {"order": None}, {"digest": None}])
+def test_a_position_in_a_stream_without_a_state_that_is_not_whole_is_refused(changes):
+    """G02."""
+    reader = Reader(LOADERS["stream without a state"], 1)
+    reader.read(2)
+    state = reader.live.capture()
+    with pytest.raises(RestoreRefused, match=r"state\.dataset"):
+        reader.live.restore(state.evolve(dataset=Opaque({**state.dataset.value, **changes})))
+
+
+def test_a_stream_without_a_state_draws_from_streams_of_its_own():
+    """G01, H05: only so can it be drawn again without training again."""
+    plain, shuffled = (
+        [tail for _, *tail in Reader(LOADERS[name], 1).read(11)]
+        for name in ("stream without a state", "stream without a state, shuffled")
+    )
+    assert plain == shuffled
+    orders = [[batch for batch, *_ in Reader(LOADERS["stream without a state, shuffled"], k).read(8)] for k in (1, 2)]
+    assert orders[0] != orders[1]
+    assert orders[0][:4] != orders[0][4:]
+
+
+@pytest.mark.parametrize("name", ["stateful", "stateful stream", "stream without a state"])
+def test_a_restore_that_is_followed_by_another_leaves_nothing(name):
+    """G01: torchdata keeps a state that it was given, when it is given none."""
+    start = copied(Reader(LOADERS[name], 1).live.capture())
+    whole = Reader(LOADERS[name], 1).read(3)
+    moved = Reader(LOADERS[name], 1)
+    moved.read(2)
+    resumed = Reader(LOADERS[name], 5)
+    resumed.live.restore(copied(moved.live.capture()))
+    resumed.live.restore(start)
+    assert resumed.read(3) == whole

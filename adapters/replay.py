@@ -1,0 +1,116 @@
+"""`Replay`: the batches of an iterable dataset whose position is not kept, drawn so that they can be drawn again."""
+
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainfold.adapters.feed import END, mismatch
+from trainfold.adapters.rng import capture_streams, derive_streams, preserved_rng, restore_streams
+from trainfold.core import tree
+from trainfold.core.codec import digest_of, leaf_digest
+from trainfold.core.errors import TrainfoldError
+from trainfold.core.state import Opaque
+
+
+@final
+class Replay:
+    """One epoch of an iterable dataset: its batches as a function of what the epoch was started from.
+
+    In this process the dataset draws from random streams of its own, as it does in a worker: if it drew from those of
+    the training, nobody could say later what it drew, for a shuffle buffer say, without training again.
+
+    Args:
+        loader: torchdata's loader over the dataset.
+        order: everything that the epoch was started from.
+        digest: of the batches that were drawn already.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]", order: Opaque, *, digest: str = "") -> None:
+        self.digest = digest
+        self._kind = type(loader.dataset).__qualname__
+        seed = int(digest_of(_content(order.value["streams"]).encode())[-15:], 16)
+        self._streams = derive_streams(seed, step=0) if loader.num_workers == 0 else None
+
+    def draw(self, iterator: Iterator[Any]) -> Any:
+        """The next batch, or `END`."""
+        if self._streams is None:
+            batch = next(iterator, END)
+        else:
+            with preserved_rng():
+                restore_streams(self._streams)
+                batch = next(iterator, END)
+                self._streams = capture_streams()
+        if batch is not END:
+            self.digest = digest_of((self.digest + _content(batch)).encode())
+        return batch
+
+    def skip(self, iterator: Iterator[Any], batches: int, digest: str) -> None:
+        """Draw batches again.
+
+        Raises:
+            DataPositionMismatch: if they are fewer, or others.
+        """
+        drawn = 0
+        while drawn < batches and self.draw(iterator) is not END:
+            drawn += 1
+        if drawn < batches or self.digest != digest:
+            raise mismatch(
+                "state.dataset.digest",
+                f"the {batches} batches that the epoch had, from a {self._kind} whose position is not known",
+                "others" if drawn == batches else f"{drawn} batches",
+                "give it the data that the run was started with; if it gives other samples each time that it is "
+                "iterated, give it state_dict and load_state_dict",
+            )
+
+
+def torchdatas(loader: object) -> bool:
+    """Whether it is torchdata's loader; one of the user's says itself what it saves."""
+    return any(base.__module__.split(".")[0] == "torchdata" for base in type(loader).__mro__)
+
+
+def iterates(loader: Any) -> bool:
+    """Whether it is torchdata's loader over an iterable dataset."""
+    return torchdatas(loader) and isinstance(loader.dataset, IterableDataset)
+
+
+def keeps_nothing(state: Any) -> bool:
+    """Whether the state of such a loader says nothing of its dataset.
+
+    Examples:
+        >>> keeps_nothing({"dataset_state": None}), keeps_nothing({"dataset_state": {"at": 5}})
+        (True, False)
+    """
+    return all(held is None for held in _held(state, "dataset_state", "dataset_iter_state"))
+
+
+def ended_in_part(state: Any) -> bool:
+    """Whether the dataset has come to its end in a worker; torchdata 0.11 would start it there again.
+
+    Examples:
+        >>> ended_in_part({"worker_0": {"fetcher_ended": True}, "worker_1": {"fetcher_ended": False}})
+        True
+    """
+    return any(_held(state, "fetcher_ended"))
+
+
+def _held(state: Any, *names: str) -> Iterator[Any]:
+    if isinstance(state, dict):
+        for name, value in state.items():
+            if name in names:
+                yield value
+            else:
+                yield from _held(value, *names)
+
+
+def _content(batch: Any) -> str:
+    return " ".join(_leaf_content(leaf) for leaf in tree.leaves(batch))
+
+
+def _leaf_content(leaf: Any) -> str:
+    """The digest of what can be stored; of anything else only the kind, because its text may hold an address."""
+    try:
+        return leaf_digest(leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf)
+    except TrainfoldError:
+        return type(leaf).__qualname__
