@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from trainfold.adapters.feed import Feed
+from trainfold.adapters.feed import Feed, samplers_of
 from trainfold.adapters.map_feed import MapFeed
 from trainfold.adapters.part import Stateful, kind_of
 from trainfold.adapters.replay import iterates, torchdatas
@@ -53,6 +53,8 @@ def feed_of(loader: Any) -> Feed:
     mapped: DataLoader[Any] | None = None
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         mapped = loader
+    if mapped is not None and torchdatas(loader):
+        _refuse_moved_datasets(mapped)
     if isinstance(loader, Stateful) and hasattr(loader, "__iter__"):
         return StatefulFeed(loader) if mapped is None or not _knows_less(mapped) else _indexed(mapped)
     if mapped is not None:
@@ -85,6 +87,18 @@ def _knows_less(loader: "DataLoader[Any]") -> bool:
     parts = (index, getattr(index, "sampler", index))
     foreign = any(_origin(part) not in ("torch", "torchdata") for part in parts)
     return torchdatas(loader) or (foreign and not isinstance(loader.dataset, Stateful))
+
+
+def _refuse_moved_datasets(loader: "DataLoader[Any]") -> None:
+    """At the end of an epoch a sampler of the user's starts the next one, and workers that go on read for it twice."""
+    own = [sampler for sampler in samplers_of(loader).values() if _origin(sampler) != "torchdata"]
+    if own and loader.num_workers > 0 and loader.persistent_workers and isinstance(loader.dataset, Stateful):
+        raise InvalidArgument(
+            "attach.loader",
+            expected="workers that are started in each epoch, for a sampler and a dataset with a state each",
+            found=f"persistent_workers, a {type(own[0]).__qualname__} and a {type(loader.dataset).__qualname__}",
+            mend="make the loader with persistent_workers=False",
+        )
 
 
 def _indexed(loader: "DataLoader[Any]") -> Feed:

@@ -750,6 +750,13 @@ def test_workers_that_go_on_over_a_stream_are_refused(stream):
         attach(torch.nn.Linear(1, 1), loader=loader)
 
 
+def test_workers_that_go_on_with_a_dataset_and_a_sampler_with_a_state_are_refused():
+    """G01: at the end of an epoch, what the sampler starts reads from the dataset."""
+    loader = StatefulDataLoader(Counting(), batch_size=3, sampler=Bookmark(), num_workers=1, persistent_workers=True)
+    with pytest.raises(InvalidArgument, match=r"a Bookmark and a Counting.*persistent_workers=False"):
+        attach(torch.nn.Linear(1, 1), loader=loader)
+
+
 class Moody(Forgetful):
     """Iterates over something else than it did."""
 
