@@ -34,8 +34,9 @@ from trainfold.core.manifest import (
 from trainfold.core.manifest_reader import decode_head, decode_manifest
 from trainfold.core.masters import refresh_masters
 from trainfold.core.resume_plan import ComponentAction, ResumePlan
+from trainfold.core.rng import KEY_BITS, Key
 from trainfold.core.save_plan import MANIFEST, ComponentPlan, SavePlan
-from trainfold.core.scalars import Json
+from trainfold.core.scalars import Json, shown
 from trainfold.core.shard import Shard
 from trainfold.core.slot_homes import beside_params, laid_out_like
 from trainfold.core.spec import Box
@@ -244,6 +245,9 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
 
 
 def _check_position(component: Any, where: str) -> None:
+    if isinstance(component, Key) and not 0 <= component.bits < 1 << KEY_BITS:
+        raise CheckpointHostile(f"{where}: rng.bits", expected=f"{KEY_BITS} bits", found=shown(component.bits),
+                                mend='start a new key with reset={"rng": "why"}, or load an older step')  # fmt: skip
     if not isinstance(component, DataCursor):
         return
     try:

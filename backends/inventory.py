@@ -12,6 +12,7 @@ from trainfold.core.errors import (
     CheckpointMissing,
     CheckpointTorn,
     FutureVersion,
+    InvalidArgument,
     TrainfoldError,
 )
 from trainfold.core.inventory import Entry, Inventory, Problem, problem_of
@@ -39,6 +40,9 @@ def read_inventory(store: Store) -> Inventory:
     Returns:
         The inventory; a run that is missing, foreign or of a newer version is a `Problem` in it, not an exception.
 
+    Raises:
+        InvalidArgument: if the filesystem cannot have a run of that name.
+
     Examples:
         >>> from trainfold.backends.memory import MemoryStore
         >>> read_inventory(MemoryStore()).problem.error
@@ -47,6 +51,8 @@ def read_inventory(store: Store) -> Inventory:
     try:
         run_id = read_run_id(store)
         names = store.list("")
+    except InvalidArgument:  # there can be no run of that name, today or ever
+        raise
     except TrainfoldError as error:
         return Inventory(store.url, None, (), problem_of(error))
     entries = tuple(_entry(store, name, run_id) for name in names if step_of(name) is not None)

@@ -13,6 +13,7 @@ from trainfold.backends.direct_io import write_stream
 from trainfold.backends.failures import no_space, save_failure, torn, wrong_size
 from trainfold.backends.local_files import (
     STAGED_PREFIX,
+    check_path,
     collect,
     make_directories,
     not_a_file,
@@ -24,7 +25,7 @@ from trainfold.backends.local_files import (
 from trainfold.backends.names import MANIFEST, directory_of, is_component, split_name
 from trainfold.backends.protocols import Buffer
 from trainfold.core.codec import digest_of
-from trainfold.core.errors import CheckpointForeign, CommitConflict, InvalidArgument
+from trainfold.core.errors import CheckpointForeign, CommitConflict
 
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _MARGIN_BYTES: Final = 1 << 20  # directories, the manifest, and what the filesystem keeps about them
@@ -53,10 +54,7 @@ class LocalStore:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         given = os.fspath(path)
-        if not given:
-            raise InvalidArgument(
-                "path", expected="a directory", found="an empty name", mend="name the run's directory"
-            )
+        check_path(given)
         self._url = given.rstrip("/") or "/"
         self._root = os.path.abspath(given)  # noqa: PTH100  # a later chdir must not move the run
         self._mutex = threading.Lock()

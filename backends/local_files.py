@@ -10,12 +10,34 @@ from typing import Final
 
 from trainfold.backends import run_lock
 from trainfold.backends.failures import missing, not_a_directory
-from trainfold.core.errors import CheckpointHostile
+from trainfold.core.errors import CheckpointHostile, InvalidArgument
+from trainfold.core.scalars import shown
 
 STAGED_PREFIX: Final = ".tmp-"
 _NAME_BYTES: Final = 255
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: a planted fifo must not hang us
 _COUNTER: Final = itertools.count()
+
+
+def check_path(path: str) -> None:
+    """Check that a path is one that the system could open; where it is too long depends on the filesystem.
+
+    Raises:
+        InvalidArgument: for an empty path, one with a NUL byte, or one that has no bytes in the filesystem's encoding.
+    """
+    try:
+        fault = "an empty name" if not path else "a NUL byte" if b"\0" in os.fsencode(path) else None
+    except UnicodeEncodeError:
+        fault = "characters that have no bytes"
+    if fault is not None:
+        found = f"{fault} in {shown(path)}" if path else fault
+        raise InvalidArgument("path", expected="a directory", found=found, mend="name the run's directory")
+
+
+def too_long(path: str) -> InvalidArgument:
+    """The refusal of a path that the filesystem has no room for."""
+    return InvalidArgument("path", expected="a path that the filesystem can hold", found=f"{len(path)} characters: {shown(path)}",
+                           mend="choose a shorter name for the run, or a folder higher up")  # fmt: skip
 
 
 def path_of(root: str, directory: str) -> str:
@@ -38,6 +60,8 @@ def open_directory(root: str, directory: str) -> Iterator[int]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if directory else 0))
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise too_long(path) from error
         if error.errno not in {errno.ENOTDIR, errno.ELOOP}:
             raise
         if not directory:

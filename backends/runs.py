@@ -21,6 +21,7 @@ from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointError,
     CommitConflict,
+    InvalidArgument,
     InvalidState,
     RankFailed,
     RanksDisagree,
@@ -40,6 +41,7 @@ from trainfold.core.resume_plan import (
     plan_resume,
 )
 from trainfold.core.save_plan import MANIFEST, directory_of, plan_save
+from trainfold.core.scalars import shown
 from trainfold.core.state import TrainState
 from trainfold.core.structure import Described, describe
 
@@ -57,8 +59,26 @@ class ResumeDrift(UserWarning):
 
 
 def open_store(run: Run) -> Store:
-    """The store of a run: a `LocalStore` for a path; a store is returned as it is."""
-    return LocalStore(run) if isinstance(run, str | Path) else run
+    """The store of a run: a `LocalStore` for a path; a store is returned as it is.
+
+    Raises:
+        InvalidArgument: if it is neither, or a path that no filesystem can have.
+    """
+    if isinstance(run, str | Path):
+        return LocalStore(run)
+    if not isinstance(run, Store):
+        raise InvalidArgument("run", expected="a path or a store", found=shown(run), mend="name the run's directory")
+    return run
+
+
+def _check_state(state: object, argument: str) -> None:
+    if not isinstance(state, TrainState):
+        raise InvalidArgument(
+            argument,
+            expected="a TrainState",
+            found=shown(state),
+            mend="give the state of the run, such as init_state(...) makes or live.capture() returns",
+        )
 
 
 def save(  # noqa: PLR0913 - keywords
@@ -88,6 +108,7 @@ def save(  # noqa: PLR0913 - keywords
 
     Raises:
         InvalidState: if the state has no trainer component, and so no step.
+        InvalidArgument: if the state or the run is none.
         UnknownComponent: for an unknown name.
         StateDonated: if a donating step has consumed the state.
         SaveFailed: or the subclass that fits (NoSpace, NotWritable, RunLocked, CommitConflict).
@@ -99,6 +120,7 @@ def save(  # noqa: PLR0913 - keywords
         'step-00000003'
     """
     world = collectives or SingleProcess()
+    _check_state(state, "state")
     if state.trainer is None:
         raise InvalidState(
             "state.trainer", expected="a Progress", found="none", mend="give the state a trainer component"
@@ -172,6 +194,7 @@ def plan(  # noqa: PLR0913 - keywords
         >>> plan(store, like=TrainState(trainer=Progress())).step
         3
     """
+    _check_state(like, "like")
     request = make_request(step=step, components=components, policy=policy, reset=reset)
     store = open_store(run)
     return _plan(store, read_inventory(store), _target(like, contract, SingleProcess()), request)[1]
@@ -221,6 +244,7 @@ def load(  # noqa: PLR0913 - keywords
         >>> load(store, like=TrainState(trainer=Progress())).trainer.samples
         96
     """
+    _check_state(like, "like")
     request = make_request(step=step, components=components, policy=policy, reset=reset)
     world = collectives or SingleProcess()
     store = open_store(run)

@@ -122,8 +122,18 @@ def merge(base: TrainState, part: TrainState) -> TrainState:
     return whole.evolve(contract={**base.contract, **part.contract})
 
 
+def is_extra_name(name: object) -> bool:
+    """Whether a user's own component may have this name.
+
+    Examples:
+        >>> is_extra_name("ema"), is_extra_name("model"), is_extra_name("a-b")
+        (True, False, False)
+    """
+    return isinstance(name, str) and name.isidentifier() and name not in {*BUILTIN_COMPONENTS, "extra", "manifest"}
+
+
 def _check_extra_name(name: object) -> None:
-    if not isinstance(name, str) or not name.isidentifier() or name in {*BUILTIN_COMPONENTS, "extra", "manifest"}:
+    if not is_extra_name(name):
         raise InvalidArgument(
             f"state.extra[{name!r}]",
             expected="an identifier that is not a built-in component's name",

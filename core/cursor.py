@@ -9,6 +9,7 @@ from trainfold.core import tree
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState
 from trainfold.core.partition import shard_of
 from trainfold.core.permutation import MAX_LENGTH, Indices, Permutation, sample_order
+from trainfold.core.scalars import shown
 
 __all__ = ["DataCursor", "check_cursor", "make_cursor", "sample_order", "shard_of"]
 
@@ -170,7 +171,7 @@ def make_cursor(length: int, *, seed: int = 0, epoch: int = 0, next_index: int =
             raise InvalidState(
                 f"state.dataset.{name}",
                 expected=f"an int in [{low}, {high})",
-                found=repr(value),
+                found=shown(value),
                 mend="the end of an epoch is written epoch + 1, next_index 0"
                 if name == "next_index" and value == length
                 else f"correct the {name}",

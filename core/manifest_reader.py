@@ -6,6 +6,7 @@ from typing import Any
 from trainfold.core.boxes import check_cover
 from trainfold.core.codec import STORED, digest_of, size_bytes
 from trainfold.core.collecting import without_collecting
+from trainfold.core.components import BUILTIN_COMPONENTS, is_extra_name
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, InvalidState
 from trainfold.core.manifest import (
     END,
@@ -31,10 +32,15 @@ from trainfold.core.strict import (
     strict_json,
     text_of,
 )
-from trainfold.core.structure import places
+from trainfold.core.structure import MAX_DEPTH, places
 from trainfold.core.upgrade import upgraded
 
 _MAX_DIMENSIONS = 64
+_OF_NUMPY = frozenset(
+    name
+    for name in STORED
+    if name != "float4_e2m1fn_x2" and not name.startswith(("bfloat", "float8"))  # torch has these and numpy has not
+)
 _HEAD_FIELDS = {"format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision"}
 _BODY_FIELDS = {"world_size", "omitted", "contract", "versions", "files", "components"}
 
@@ -82,6 +88,8 @@ def check_structures(manifest: Manifest, where: str) -> None:
             for leaf in places(node, component.name):
                 if leaf.tensor is not None and leaf.tensor >= len(table):
                     raise hostile(f"{where}: {leaf.path}", f"a tensor index below {len(table)}", leaf.tensor)
+                if leaf.as_numpy and leaf.tensor is not None and table[leaf.tensor].dtype not in _OF_NUMPY:
+                    raise hostile(f"{where}: {leaf.path}", "a dtype of numpy", table[leaf.tensor].dtype)
             misfit = misfit_of(node, component.name)
             if misfit is not None:
                 raise hostile(f"{where}: {misfit.path}", misfit.expected, misfit.found)
@@ -138,10 +146,28 @@ def read_manifest(document: Mapping[str, Any], where: str) -> Manifest:
         world_size=count(document["world_size"], where, least=1),
         components=components,
         omitted=tuple(single_name(name, where) for name in list_of(document["omitted"], where)),
-        contract=mapping_of(document["contract"], where),
+        contract=_shallow(mapping_of(document["contract"], where), where),
         versions={key: text_of(value, where) for key, value in mapping_of(document["versions"], where).items()},
         files=files,
     )
+
+
+def _shallow(contract: dict[str, Json], where: str) -> dict[str, Json]:
+    """A contract that can be compared and printed, which Python does by recursion."""
+    level = [value for value in contract.values() if isinstance(value, dict | list)]
+    for _ in range(MAX_DEPTH):
+        inside = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [value for values in inside for value in values if isinstance(value, dict | list)]
+    if level:
+        raise hostile(where, f"a contract of at most {MAX_DEPTH} levels", "more")
+    return contract
+
+
+def _component_name(value: object, where: str) -> str:
+    name = single_name(value, where)
+    if name not in BUILTIN_COMPONENTS and not is_extra_name(name):
+        raise hostile(where, "a component's name", shown(name))
+    return name
 
 
 class _Tensors:
@@ -159,7 +185,7 @@ class _Tensors:
         if not nodes or len(nodes) != len(tables):
             raise hostile(where, "as many tensor tables as structures", f"{len(tables)} for {len(nodes)}")
         return ComponentRecord(
-            name=single_name(document["name"], where),
+            name=_component_name(document["name"], where),
             nodes=tuple(nodes),
             tensors=tuple(tuple(self.tensor(each) for each in list_of(table, where)) for table in tables),
             fingerprint=digest_text(document["fingerprint"], where),

@@ -12,7 +12,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 
-_KEY_BITS = 128
+KEY_BITS = 128
 _SEED_BITS = 63  # torch's generators take a signed 64-bit seed
 _DEFAULT_GENERATORS = threading.RLock()  # they are global, and ranks may be threads of one process
 
@@ -75,7 +75,7 @@ def fold_in(key: Key, *path: int | str) -> Key:
     """
     bits = key.bits
     for part in path:
-        bits = _hash(bits.to_bytes(_KEY_BITS // 8, "little"), part)
+        bits = _hash(bits.to_bytes(KEY_BITS // 8, "little"), part)
     return Key(bits)
 
 
@@ -137,4 +137,4 @@ def _hash(key: bytes, part: int | str) -> int:
         )
     text = str(part).encode()
     told = (b"i" if isinstance(part, int) else b"s") + len(text).to_bytes(8, "little") + text
-    return int.from_bytes(hashlib.blake2b(told, key=key, digest_size=_KEY_BITS // 8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(told, key=key, digest_size=KEY_BITS // 8).digest(), "little")

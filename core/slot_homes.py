@@ -55,7 +55,7 @@ def laid_out_like(value: torch.Tensor, target: object) -> torch.Tensor:
 
 
 def _counts_on_device(group: ParamGroup) -> bool:
-    return bool(group.hyper.get("fused") or group.hyper.get("capturable"))
+    return group.hyper.get("fused") is True or group.hyper.get("capturable") is True  # a checkpoint may say anything
 
 
 def _place(leaf: Any, name: str, param: torch.Tensor | None, counts_on_device: bool) -> Any:  # noqa: FBT001 - private

@@ -25,6 +25,7 @@ from trainfold.core.spec import LeafSpec, leaf_spec
 from trainfold.core.state import TrainState
 
 MAX_DEPTH = 64
+_KEYS = frozenset({tuple, str, int, bool, float, bytes, type(None)})  # what keys of a dict may be
 OWN_NODES = (TrainState, Key, DataCursor)  # named here so that they are registered wherever a checkpoint is read
 
 
@@ -49,11 +50,13 @@ class Leaf(NamedTuple):
         path: the leaf path.
         tensor: the tensor's index, or None for a scalar.
         value: the scalar, or None for a tensor.
+        as_numpy: whether the tensor stands there as a numpy array.
     """
 
     path: str
     tensor: int | None
     value: Any = None
+    as_numpy: bool = False
 
 
 @without_collecting
@@ -119,7 +122,7 @@ class _Encoder:
         pairs = []
         for key, child in value.items():
             place = tree.join(path, dict, key)
-            if not (type(key) is tuple or type(key) in (str, int, bool, float, bytes) or key is None):
+            if type(key) not in _KEYS:
                 raise UnsupportedLeaf(place, expected="a plain key", found=repr(key), mend="use str or int keys")
             pairs.append([self.node(key, place, depth + 1), self.node(child, place, depth + 1)])
         return {"map" if tag == "dict" else "odict": pairs}
@@ -223,7 +226,7 @@ class _Decoder:
             index = node["t"]
             if type(index) is not int or index < 0 or set(node) - {"t", "as"} or node.get("as", "numpy") != "numpy":
                 raise _hostile(path, "a tensor's index", shown(node))
-            return self._visit(Leaf(path, index), "as" in node)
+            return self._visit(Leaf(path, index, None, "as" in node), "as" in node)
         if tag == "node":
             return self._registered(node, path, depth)
         if len(node) != 1 or tag is None:
@@ -247,10 +250,12 @@ class _Decoder:
             if not (isinstance(pair, list) and len(pair) == 2):
                 raise _hostile(path, "pairs of key and value", shown(pair))
             try:
-                key = _Decoder(lambda leaf, _as_numpy: leaf.value).node(pair[0], path, depth + 1)
+                key = _Decoder(_plain).node(pair[0], path, depth + 1)
                 twice = key in built
             except TypeError:
                 raise _hostile(path, "a key that can be hashed", shown(pair[0])) from None
+            if type(key) not in _KEYS:
+                raise _hostile(path, "a plain key", shown(key))
             if twice:
                 raise _hostile(path, "each key once", shown(key))
             built[key] = self.node(pair[1], tree.join(path, dict, key), depth + 1)
@@ -264,7 +269,7 @@ class _Decoder:
         values = {key: self.node(child, f"{path}.{key}", depth + 1) for key, child in fields.items()}
         if not self._build:
             return None
-        quiet = _Decoder(lambda leaf, _as_numpy: leaf.value)
+        quiet = _Decoder(_plain)
         held = {key: quiet.node(child, f"{path}.{key}", depth + 1) for key, child in static.items()}
         kind = registered_classes().get(name)
         if kind is None:
@@ -278,6 +283,13 @@ class _Decoder:
             return kind(**values, **held)
         except Exception as error:  # the class is a user's, and its checks may raise anything
             raise _hostile(path, f"the fields {sorted(names)} with values that {name} takes", shown(error)) from error
+
+
+def _plain(leaf: Leaf, _as_numpy: bool) -> Any:  # noqa: FBT001 - a visitor of _Decoder
+    """The value of a leaf in a place that holds no tensors: a key of a dict, a static field."""
+    if leaf.tensor is not None:
+        raise _hostile(leaf.path, "a value that is no tensor", "a tensor")
+    return leaf.value
 
 
 def class_name(kind: type[Any]) -> str:

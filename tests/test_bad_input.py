@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import trainfold
+from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.backends import runs
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.inventory import RUN_FILE
@@ -580,6 +581,44 @@ def test_a_read_only_directory_is_named(tmp_path):
         assert trainfold.load(place / "run", like=state_at(0)).trainer.step == 1
     finally:
         subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "a\0b", "\ud800", "x" * 300, "/".join(["x" * 200] * 30), None, 5, b"run"],
+    ids=lambda path: repr(path)[:9],
+)
+def test_a_path_that_cannot_be_one_is_an_argument_that_cannot_work(tmp_path, path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    works = [
+        lambda: trainfold.save(state_at(1), path),
+        lambda: trainfold.plan(path, like=state_at(0)),
+        lambda: trainfold.load(path, like=state_at(0)),
+        lambda: trainfold.CheckpointManager(path, every=1),
+    ]
+    for work in works:
+        with pytest.raises(errors.InvalidArgument) as caught:
+            work()
+        says_all(caught.value)
+    assert not list(tmp_path.iterdir())
+    if path and isinstance(path, str):
+        with pytest.raises(errors.TrainfoldError) as caught:
+            verify_checkpoint(Path(path))
+        says_all(caught.value)
+
+
+@pytest.mark.parametrize("state", [None, {}, torch.nn.Linear(1, 1)], ids=["none", "dict", "module"])
+def test_what_is_no_state_is_refused_before_anything_is_touched(tmp_path, state):
+    works = {
+        "state": lambda: trainfold.save(state, tmp_path / "run"),
+        "like": lambda: trainfold.load(tmp_path / "run", like=state),
+        "like ": lambda: trainfold.plan(tmp_path / "run", like=state),
+    }
+    for argument, work in works.items():
+        with pytest.raises(errors.InvalidArgument, match=f"{argument.strip()}: expected a TrainState") as caught:
+            work()
+        says_all(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_store_of_a_path_is_local(tmp_path):

@@ -265,7 +265,6 @@ def test_a_position_in_a_dataset_of_another_length_is_refused():
         ({"next_index": 99}, "next_index"),
         ({"next_index": 8}, "next_index"),
         ({"next_index": -1}, "next_index"),
-        ({"next_index": 1.5}, "next_index"),
         ({"seed": -1}, "seed"),
     ],
 )
@@ -283,6 +282,13 @@ def test_a_saved_position_that_cannot_be_is_not_resumed(fields, field):
     anew = load(store, like=like, reset={"dataset": "the position was lost"}, policy={"dataset": "adapt"})
     assert anew.dataset == like.dataset
     assert anew.trainer == state.trainer
+
+
+def test_a_position_that_is_no_whole_number_is_not_saved():
+    store = MemoryStore()
+    with pytest.raises(InvalidState, match=r"state\.dataset\.next_index: expected an int"):
+        save(TrainState(trainer=make_progress(step=3), dataset=DataCursor(0, 1.5, 8, 0)), store)
+    assert store.list() == []
 
 
 def test_a_saved_position_that_can_be_is_resumed():

@@ -574,3 +574,59 @@ def test_a_locked_run_is_told_to_every_rank():
     with store.lock():
         outcomes = thread_outcomes(3, lambda world: save(state_at(1), store, collectives=world))
     assert [type(outcome.error).__name__ for outcome in outcomes] == ["RunLocked", "RankFailed", "RankFailed"]
+
+
+def test_the_pointer_to_the_newest_moves_only_once_it_is_committed():
+    """C02: a hint never points at what is no checkpoint yet, a step that is saved again included."""
+    store = MemoryStore()
+    for step in (1, 2, 2):
+        seen = len(store.effects)
+        name = save(state_at(step), store).checkpoint
+        told = [(effect.kind, effect.name) for effect in store.effects[seen:]]
+        committed, pointed = told.index(("commit", f"{name}/manifest.json")), told.index(("point", "latest"))
+        assert committed < told.index(("sync", name), committed) < pointed
+        assert told.count(("point", "latest")) == 1
+        assert store.point_target("latest") == name
+
+
+def test_at_every_crash_the_pointer_names_a_whole_checkpoint():
+    """C02: whatever prefix of the effects a crash leaves, the hint does not lead to a torn checkpoint."""
+    store = saved_run(1, 2)
+    for length in range(len(store.effects) + 1):
+        for keep_unsynced in (False, True):
+            disk = store.after_crash(length, keep_unsynced=keep_unsynced)
+            target = disk.point_target("latest")
+            assert target is None or disk.size(f"{target}/manifest.json") is not None, length
+
+
+class LosesFiles:
+    """A store that says that a file is written, and has lost it, or its end, by the time of the commit."""
+
+    def __init__(self, inner, lost, keep):
+        self._inner, self._lost, self._keep = inner, lost, keep
+
+    def __getattr__(self, verb):
+        return getattr(self._inner, verb)
+
+    def write(self, name, parts, *, size_bytes):
+        self._inner.write(name, parts, size_bytes=size_bytes)
+        if self._lost in name:
+            kept = self._inner.read(name)[: self._keep]
+            self._inner.delete(name)
+            if self._keep:
+                self._inner.write(name, [kept], size_bytes=len(kept))
+
+
+@pytest.mark.parametrize("lost", ["model-", "optimizer-"])
+@pytest.mark.parametrize("keep", [0, 8, -1], ids=["lost", "header length left", "last byte cut off"])
+def test_a_data_file_that_is_lost_before_the_commit_fails_the_save(lost, keep):
+    """C01: what is committed is whole; a store that loses what it was given is found out before, and says which file."""
+    disk = saved_run(1)
+    with pytest.raises(SaveFailed, match=f"step-00000002/{lost}") as caught:
+        save(state_at(2), LosesFiles(disk, lost, keep))
+    assert caught.value.mend
+    assert "before the commit" in caught.value.expected
+    assert disk.size("step-00000002/manifest.json") is None
+    assert disk.point_target("latest") == "step-00000001"
+    assert fingerprint(load(disk, like=state_at(0))) == fingerprint(state_at(1))
+    assert save(state_at(2), disk).step == 2

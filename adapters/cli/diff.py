@@ -16,6 +16,7 @@ from trainfold.core.structure import places
 
 _SHOWN_LEAVES = 100
 _ABSENT = "absent"
+_WRITTEN_BITS = 4096
 
 
 class Different(TrainfoldError):
@@ -136,4 +137,6 @@ def _plain(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _exact(value: object) -> str:
+    if type(value) is int and value.bit_length() > _WRITTEN_BITS:
+        return hex(value)  # Python refuses to write out thousands of decimal digits
     return f"{value!r} ({value.hex()})" if isinstance(value, float) else repr(value)

@@ -1,5 +1,6 @@
 """From what a person types to a run, and to one checkpoint of it."""
 
+import errno
 from pathlib import Path
 from typing import final
 
@@ -7,6 +8,7 @@ import attrs
 
 from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.local import LocalStore
+from trainfold.backends.local_files import check_path, too_long
 from trainfold.backends.protocols import Store
 from trainfold.core import errors
 from trainfold.core.inventory import Inventory, Problem, current_head
@@ -42,6 +44,7 @@ def open_run(path: Path) -> tuple[Store, Inventory]:
         CheckpointMissing: if there is no such directory.
         CheckpointError: of the kind that fits, if it is no run.
     """
+    _check_path(path)
     if not path.is_dir():
         raise errors.CheckpointMissing(
             str(path),
@@ -64,6 +67,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         RunEmpty: if the run has no checkpoint.
         CheckpointError: of the kind that fits, if its manifest is not to be believed or files are missing.
     """
+    _check_path(path)
     real = path.resolve() if path.is_symlink() else path  # `latest` is a link to a checkpoint
     if step_of(real.name) is None:
         store, inventory = open_run(path)
@@ -81,6 +85,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise error_of(entry.problem)
     assert entry.manifest is not None
     return Checkpoint(store, name, entry.manifest)
+
+
+def _check_path(path: Path) -> None:
+    check_path(str(path))
+    try:
+        path.is_dir()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise too_long(str(path)) from error
+        raise
 
 
 def error_of(problem: Problem) -> errors.TrainfoldError:
