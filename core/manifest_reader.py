@@ -7,7 +7,7 @@ from trainfold.core.boxes import check_cover
 from trainfold.core.codec import STORED, digest_of, size_bytes
 from trainfold.core.collecting import without_collecting
 from trainfold.core.components import BUILTIN_COMPONENTS, is_extra_name
-from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, InvalidState
+from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, InvalidState
 from trainfold.core.manifest import (
     END,
     TAIL,
@@ -32,7 +32,7 @@ from trainfold.core.strict import (
     strict_json,
     text_of,
 )
-from trainfold.core.structure import MAX_DEPTH, places
+from trainfold.core.structure import MAX_DEPTH, Leaf, places
 from trainfold.core.upgrade import upgraded
 
 _MAX_DIMENSIONS = 64
@@ -85,7 +85,7 @@ def check_structures(manifest: Manifest, where: str) -> None:
     """
     for component in manifest.components:
         for node, table in zip(component.nodes, component.tensors, strict=True):
-            for leaf in places(node, component.name):
+            for leaf in _places(node, component.name, where):
                 if leaf.tensor is not None and leaf.tensor >= len(table):
                     raise hostile(f"{where}: {leaf.path}", f"a tensor index below {len(table)}", leaf.tensor)
                 if leaf.as_numpy and leaf.tensor is not None and table[leaf.tensor].dtype not in _OF_NUMPY:
@@ -93,6 +93,13 @@ def check_structures(manifest: Manifest, where: str) -> None:
             misfit = misfit_of(node, component.name)
             if misfit is not None:
                 raise hostile(f"{where}: {misfit.path}", misfit.expected, misfit.found)
+
+
+def _places(node: Json, name: str, where: str) -> list[Leaf]:
+    try:
+        return places(node, name)
+    except CheckpointHostile as error:
+        raise hostile(f"{where}: {error.where}", error.expected, error.found) from error
 
 
 def decode_head(data: bytes, where: str) -> Head:

@@ -242,7 +242,7 @@ class _Decoder:
             return tuple(children) if tag == "tuple" else children
         if tag in ("map", "odict") and isinstance(held, list):
             return self._pairs(held, path, depth, dict if tag == "map" else OrderedDict)
-        raise _hostile(path, "a known tag", tag)
+        raise _hostile(path, "a known tag", shown(tag))
 
     def _pairs(self, held: list[Any], path: str, depth: int, kind: type[Any]) -> Any:
         built = kind()
@@ -274,7 +274,10 @@ class _Decoder:
         kind = registered_classes().get(name)
         if kind is None:
             raise UnsupportedLeaf(
-                path, expected="a registered node class", found=name, mend="import the module that defines the class"
+                path,
+                expected="a registered node class",
+                found=shown(name),
+                mend="import the module that defines the class",
             )
         names = {field.name for field in attrs.fields(kind) if field.init}
         if not set(values) | set(held) <= names:

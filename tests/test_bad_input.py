@@ -240,6 +240,7 @@ WRONG_KINDS = {
     "model.buffers": lambda d: fields_of(d, "model").update(buffers={"dict": {}}),
     "model": lambda d: next(e for e in d["components"] if e["name"] == "model").update(nodes=[{"dict": {}}]),
     "trainer.step": lambda d: fields_of(d, "trainer").update(step=True),
+    "optimizer.groups[0].hyper['lr']": lambda d: group_of(d)["fields"]["hyper"]["dict"].update(lr={"": 0}),
     "trainer.samples": lambda d: fields_of(d, "trainer").update(samples=1.0),
 }
 
