@@ -10,8 +10,8 @@ import attrs
 
 from trainfold.adapters.live import Live
 from trainfold.backends import runs
-from trainfold.backends.interpret import SaveResult
 from trainfold.backends.inventory import check_place, examine, read_inventory
+from trainfold.backends.run_save import SaveResult
 from trainfold.core.components import validate_components
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, TrainfoldError
 from trainfold.core.inventory import lineage

@@ -10,10 +10,11 @@ from typing import Any, TypeAlias
 import attrs
 
 from trainfold.backends.collectives import SingleProcess
-from trainfold.backends.interpret import SaveResult, library_versions, run_resume, run_save
 from trainfold.backends.inventory import RUN_FILE, check_place, examine, read_inventory, read_run_id, run_document
 from trainfold.backends.local import LocalStore
 from trainfold.backends.protocols import Collectives, Store
+from trainfold.backends.run_resume import run_resume
+from trainfold.backends.run_save import SaveResult, library_versions, run_save
 from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.core.components import components_of, select
 from trainfold.core.contract import checked_contract, contract_of
@@ -31,15 +32,9 @@ from trainfold.core.errors import (
 from trainfold.core.inventory import Inventory, Problem, next_head, problem_of
 from trainfold.core.manifest import Head
 from trainfold.core.node_kinds import check_kinds
-from trainfold.core.resume_plan import (
-    Refusal,
-    Request,
-    ResumePlan,
-    Target,
-    make_request,
-    next_to_examine,
-    plan_resume,
-)
+from trainfold.core.request import Request, Target, make_request
+from trainfold.core.resume_plan import Refusal, ResumePlan
+from trainfold.core.resume_planner import next_to_examine, plan_resume
 from trainfold.core.save_plan import MANIFEST, directory_of, plan_save
 from trainfold.core.scalars import shown
 from trainfold.core.state import TrainState

@@ -23,14 +23,15 @@ from _targets import Target, finish, machine, make_parser
 
 import trainfold
 from trainfold.backends.collectives import SingleProcess
-from trainfold.backends.interpret import run_save
 from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.local import LocalStore
-from trainfold.core import resume_plan
+from trainfold.backends.run_save import run_save
 from trainfold.core.components import components_of
 from trainfold.core.leaves import Leaves
 from trainfold.core.manifest import Head
-from trainfold.core.resume_plan import Request, ResumePlan, make_request, next_to_examine, plan_resume
+from trainfold.core.request import Request, Target, make_request
+from trainfold.core.resume_plan import ResumePlan
+from trainfold.core.resume_planner import next_to_examine, plan_resume
 from trainfold.core.save_plan import plan_save
 from trainfold.core.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 from trainfold.core.structure import Described, describe
@@ -106,7 +107,7 @@ def measure_plans(leaves: int, repeats: int) -> dict[str, float]:
         inventory = read()
 
         def decide(like: TrainState, request: Request) -> Any:
-            return plan_resume(inventory, resume_plan.Target(described(like)), request)
+            return plan_resume(inventory, Target(described(like)), request)
 
         for like, request in wanted.values():  # only plans count, and the policy has something to adapt
             outcome = decide(like, request)

@@ -12,7 +12,7 @@ from torch import nn
 
 import trainfold
 from trainfold import Loss
-from trainfold.backends import interpret
+from trainfold.backends import run_resume
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore, SimulatedCrash
@@ -371,7 +371,7 @@ def test_a_lossy_store_is_found_out():
 
 def test_a_load_that_loses_a_bit_after_its_digest_was_checked_is_found_out(monkeypatch):
     """The law, and not the digest, sees it."""
-    honest = interpret.read_tensors
+    honest = run_resume.read_tensors
 
     def careless(store, requests):
         tensors = honest(store, requests)
@@ -382,7 +382,7 @@ def test_a_load_that_loses_a_bit_after_its_digest_was_checked_is_found_out(monke
 
     state = TrainState(trainer=Progress(1), extra={"ema": {"w": torch.zeros(3)}})
     laws.round_trips(state)
-    monkeypatch.setattr(interpret, "read_tensors", careless)
+    monkeypatch.setattr(run_resume, "read_tensors", careless)
     with pytest.raises(LawBroken, match=r"round trip: ema\['w'\]: element 0 is 0\.0 against 1\.4"):
         laws.round_trips(state)
 

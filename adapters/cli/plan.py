@@ -6,20 +6,14 @@ import attrs
 
 from trainfold.adapters.cli.locate import error_of, open_run
 from trainfold.adapters.cli.output import Answer, Table, size_text
-from trainfold.backends.interpret import library_versions
 from trainfold.backends.inventory import examine
+from trainfold.backends.run_save import library_versions
 from trainfold.core.errors import ResumeRefused, TrainfoldError
 from trainfold.core.inventory import Inventory, Problem
 from trainfold.core.manifest import Manifest
-from trainfold.core.resume_plan import (
-    Refusal,
-    Request,
-    ResumePlan,
-    Target,
-    make_request,
-    next_to_examine,
-    plan_resume,
-)
+from trainfold.core.request import Request, Target, make_request
+from trainfold.core.resume_plan import Refusal, ResumePlan
+from trainfold.core.resume_planner import next_to_examine, plan_resume
 from trainfold.core.structure import Described
 
 _CAVEAT = (

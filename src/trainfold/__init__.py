@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from trainfold.adapters.manager import CheckpointManager as CheckpointManager
     from trainfold.adapters.manager import DisabledManager as DisabledManager
     from trainfold.backends.collectives import SingleProcess as SingleProcess
-    from trainfold.backends.interpret import SaveResult as SaveResult
     from trainfold.backends.local import LocalStore as LocalStore
     from trainfold.backends.memory import MemoryStore as MemoryStore
     from trainfold.backends.protocols import Store as Store
+    from trainfold.backends.run_save import SaveResult as SaveResult
     from trainfold.backends.runs import CheckpointPassedOver as CheckpointPassedOver
     from trainfold.backends.runs import ResumeDrift as ResumeDrift
     from trainfold.backends.runs import load as load
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from trainfold.core.policy import Drift as Drift
     from trainfold.core.resume_plan import Refusal as Refusal
     from trainfold.core.resume_plan import ResumePlan as ResumePlan
-    from trainfold.core.resume_plan import plan_resume as plan_resume
+    from trainfold.core.resume_planner import plan_resume as plan_resume
     from trainfold.core.rng import Key as Key
     from trainfold.core.rng import fold_in as fold_in
     from trainfold.core.rng import forked_rng as forked_rng
@@ -133,7 +133,7 @@ _MODULE_OF = {
     "RunLocked": "trainfold.core.errors",
     "SaveFailed": "trainfold.core.errors",
     "SavePlan": "trainfold.core.save_plan",
-    "SaveResult": "trainfold.backends.interpret",
+    "SaveResult": "trainfold.backends.run_save",
     "ScalarSpec": "trainfold.core.spec",
     "Schedule": "trainfold.core.schedule",
     "SingleProcess": "trainfold.backends.collectives",
@@ -165,7 +165,7 @@ _MODULE_OF = {
     "merge": "trainfold.core.components",
     "optimizer": "trainfold.core.optim",
     "plan": "trainfold.backends.runs",
-    "plan_resume": "trainfold.core.resume_plan",
+    "plan_resume": "trainfold.core.resume_planner",
     "plan_save": "trainfold.core.save_plan",
     "refresh_masters": "trainfold.core.masters",
     "sample_order": "trainfold.core.permutation",

@@ -1,218 +1,34 @@
-"""The interpreters: they carry out a `SavePlan` or a `ResumePlan` on a store, for every rank, and decide nothing."""
+"""The interpreter of a `ResumePlan`: it reads what the plan says into fresh memory, and decides nothing."""
 
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib import metadata
-from typing import Any, final
+from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
 from trainfold.backends.native_reader import ReadRequest, fresh_tensor, read_tensors
-from trainfold.backends.native_writer import WrittenFile, write_file
-from trainfold.backends.protocols import Collectives, Store
-from trainfold.backends.together import on_all_ranks, on_rank_zero
+from trainfold.backends.protocols import Store
 from trainfold.core import tree
 from trainfold.core.boxes import intersect
-from trainfold.core.codec import STORED, as_tensor, digest_of, torch_dtype
+from trainfold.core.codec import STORED, torch_dtype
 from trainfold.core.components import components_of, state_of
 from trainfold.core.contract import run_contract
 from trainfold.core.cursor import DataCursor, check_cursor
-from trainfold.core.errors import CheckpointHostile, InvalidState, SaveFailed, TrainfoldError
-from trainfold.core.fingerprint import component_fingerprint
+from trainfold.core.errors import CheckpointHostile, InvalidState
 from trainfold.core.manifest import (
-    HEAD_LIMIT_BYTES,
-    ComponentRecord,
-    FileRecord,
-    Head,
     Manifest,
-    ShardRecord,
     TensorRecord,
-    encode_manifest,
 )
-from trainfold.core.manifest_reader import decode_head, decode_manifest
 from trainfold.core.masters import refresh_masters
 from trainfold.core.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.rng import KEY_BITS, Key
-from trainfold.core.save_plan import MANIFEST, ComponentPlan, SavePlan
-from trainfold.core.scalars import Json, shown
+from trainfold.core.scalars import shown
 from trainfold.core.shard import Shard
 from trainfold.core.slot_homes import beside_params, laid_out_like
 from trainfold.core.spec import Box
 from trainfold.core.state import ModelState, OptimizerState, ParamGroup, TrainState
 from trainfold.core.structure import places, rebuild
-
-
-@final
-@attrs.frozen
-class SaveResult:
-    """What a save did (C16).
-
-    Attributes:
-        run: where the run is.
-        checkpoint: the directory.
-        step: the step.
-        timeline: the timeline that it belongs to.
-        size_bytes: bytes of its data files.
-        fingerprints: component -> digest.
-    """
-
-    run: str
-    checkpoint: str
-    step: int
-    timeline: int
-    size_bytes: int
-    fingerprints: Mapping[str, str]
-
-
-def library_versions() -> dict[str, str]:
-    """The versions that a manifest records.
-
-    Examples:
-        >>> sorted(library_versions())
-        ['numpy', 'torch', 'trainfold']
-    """
-    return {"trainfold": metadata.version("trainfold"), "torch": torch.__version__, "numpy": np.__version__}
-
-
-def run_save(  # noqa: PLR0913 - keywords
-    plan: SavePlan,
-    tensors: Mapping[str, Mapping[str, Any]],
-    *,
-    head: Head,
-    store: Store,
-    collectives: Collectives,
-    contract: Mapping[str, Json],
-    omitted: tuple[str, ...] = (),
-    replaces: bytes | None = None,
-) -> SaveResult:
-    """Write what a plan says and commit it; the caller holds the run's lock on rank 0.
-
-    Args:
-        plan: the same on every rank.
-        tensors: component -> path -> this rank's tensor leaf.
-        head: identity and order of the new checkpoint.
-        store: the run.
-        collectives: the world; every rank calls this.
-        contract: the resume contract.
-        omitted: components that the state has and the plan does not.
-        replaces: the bytes of the manifest that stands there now, if the step is being replaced.
-
-    Returns:
-        What was saved; the same on every rank.
-
-    Raises:
-        SaveFailed: of the kind that fits; what was written is removed, and what stood there before stands.
-        RankFailed: on the other ranks.
-    """
-    written: list[str] = []
-    data = b""
-
-    def write() -> list[WrittenFile]:
-        records = []
-        for file in plan.files_of(collectives.rank):
-            written.append(file.name)
-            held = {path: as_tensor(leaf, path) for path, leaf in tensors[file.component].items()}
-            records.append(write_file(file, held, store=store, directory=plan.directory))
-        return records
-
-    def commit() -> None:
-        nonlocal data
-        _check_sizes(plan, store)
-        data = encode_manifest(manifest)
-        decode_manifest(data, plan.directory)
-        decode_head(data[:HEAD_LIMIT_BYTES], plan.directory)
-        store.commit(f"{plan.directory}/{MANIFEST}", data, replaces=None if replaces is None else digest_of(replaces))
-        _after_commit(manifest, plan, store)
-
-    try:
-        everyone = {file.name: file for rank in on_all_ranks(collectives, write) for file in rank}
-        manifest = _manifest(plan, everyone, head, contract, omitted)
-        on_rank_zero(collectives, commit)
-    except BaseException:
-        _clean_up(plan, written, data, store)
-        raise
-    fingerprints = {component.name: component.fingerprint for component in manifest.components}
-    return SaveResult(store.url, plan.directory, head.step, head.timeline, manifest.size_bytes, fingerprints)
-
-
-def _clean_up(plan: SavePlan, written: list[str], data: bytes, store: Store) -> None:
-    """Remove what a failed save wrote, unless its manifest is visible all the same: then it is a whole checkpoint."""
-    with suppress(TrainfoldError, OSError):
-        if data and store.read(f"{plan.directory}/{MANIFEST}") == data:
-            return
-    for name in written:
-        with suppress(TrainfoldError, OSError):
-            store.delete(f"{plan.directory}/{name}")
-
-
-def _after_commit(manifest: Manifest, plan: SavePlan, store: Store) -> None:
-    """Only hints and garbage: a failure here must not make a durable checkpoint look like a failed save."""
-    with suppress(TrainfoldError, OSError):
-        store.point("latest", plan.directory)
-        named = {MANIFEST, *(file.name for file in manifest.files)}
-        for stale in store.list(plan.directory):
-            if stale not in named:
-                store.delete(f"{plan.directory}/{stale}")
-
-
-def _check_sizes(plan: SavePlan, store: Store) -> None:
-    for file in plan.files:
-        size = store.size(f"{plan.directory}/{file.name}")
-        if size != file.size_bytes:
-            raise SaveFailed(
-                f"{store.url}/{plan.directory}/{file.name}",
-                expected=f"{file.size_bytes} bytes before the commit",
-                found="no file" if size is None else f"{size} bytes",
-                mend="check that all ranks write to the same filesystem",
-            )
-
-
-def _manifest(
-    plan: SavePlan,
-    written: Mapping[str, WrittenFile],
-    head: Head,
-    contract: Mapping[str, Json],
-    omitted: tuple[str, ...],
-) -> Manifest:
-    files = []
-    shards: dict[tuple[str, int, str], list[ShardRecord]] = {}
-    for index, file in enumerate(plan.files):
-        found = written[file.name]
-        files.append(FileRecord(file.name, file.component, file.rank, found.size_bytes, found.digest))
-        per_rank = len(next(c for c in plan.components if c.name == file.component).nodes) > 1
-        for placed in file.tensors:
-            key = (file.component, file.rank if per_rank else 0, placed.path)
-            record = ShardRecord(index, placed.start, placed.stop, placed.box, found.tensor_digests[placed.path])
-            shards.setdefault(key, []).append(record)
-    components = tuple(_component_record(component, shards) for component in plan.components)
-    return Manifest(head, plan.world_size, components, omitted, contract, library_versions(), tuple(files))
-
-
-def _component_record(
-    component: ComponentPlan, shards: Mapping[tuple[str, int, str], list[ShardRecord]]
-) -> ComponentRecord:
-    tables = []
-    for part, tensors in enumerate(component.tensors):
-        tables.append(
-            tuple(
-                TensorRecord(
-                    path, spec.dtype, spec.shape, tuple(sorted(shards[component.name, part, path], key=lambda s: s.box))
-                )
-                for path, spec in tensors.items()
-            )
-        )
-    lines = [[(str(record.spec), tensor_digest(record)) for record in table] for table in tables]
-    parts = list(zip(component.nodes, lines, strict=True))
-    return ComponentRecord(component.name, component.nodes, tuple(tables), component_fingerprint(component.name, parts))
-
-
-def tensor_digest(record: TensorRecord) -> str:
-    """The digest of a stored tensor: its bytes', or, if it is stored in several shards, that of their digests."""
-    if len(record.shards) == 1:
-        return record.shards[0].digest
-    return digest_of("\n".join(f"{shard.box} {shard.digest}" for shard in record.shards).encode())
 
 
 def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainState:

@@ -1,0 +1,82 @@
+"""`Request` and `Target`: what a resume is asked for, and the run that wants it."""
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import attrs
+
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.policy import Verdict, check_policy
+from trainfold.core.scalars import Json
+from trainfold.core.structure import Described
+
+
+@final
+@attrs.frozen
+class Target:
+    """The run that wants to resume, without its values.
+
+    Attributes:
+        components: name -> description of what the run has now.
+        contract: what the run says of itself, to be compared with what was saved.
+        rank: this rank.
+        world_size: ranks of this run.
+        versions: library -> version.
+    """
+
+    components: Mapping[str, Described]
+    contract: Mapping[str, Json] = attrs.field(factory=dict)
+    rank: int = 0
+    world_size: int = 1
+    versions: Mapping[str, str] = attrs.field(factory=dict)
+
+
+@final
+@attrs.frozen
+class Request:
+    """What the caller asks for. Make it with `make_request`.
+
+    Attributes:
+        step: an explicit step, or None for the newest of the current timeline.
+        components: the components to load, or None for all.
+        policy: drift kind -> verdict, where the default is not wanted.
+        reset: component -> why it starts anew on purpose.
+    """
+
+    step: int | None = None
+    components: tuple[str, ...] | None = None
+    policy: Mapping[str, Verdict] = attrs.field(factory=dict)
+    reset: Mapping[str, str] = attrs.field(factory=dict)
+
+
+def make_request(
+    *,
+    step: int | None = None,
+    components: Sequence[str] | None = None,
+    policy: Mapping[str, str] | None = None,
+    reset: Mapping[str, str] | None = None,
+) -> Request:
+    """Return a checked request.
+
+    Args:
+        step: an explicit step; None for the newest.
+        components: the components to load; None for all.
+        policy: drift kind -> ``refuse``, ``warn`` or ``adapt``; see `KINDS` for the kinds and their defaults.
+        reset: component -> why it starts anew; the reason is kept in the plan.
+
+    Raises:
+        InvalidArgument: for a negative step, an unknown kind, or an empty reason.
+
+    Examples:
+        >>> make_request(step=120, reset={"rng": "a new seed on purpose"}).step
+        120
+    """
+    if step is not None and (type(step) is not int or step < 0):
+        raise InvalidArgument("step", expected="an int >= 0", found=repr(step), mend="name a saved step")
+    for name, reason in (reset or {}).items():
+        if not isinstance(reason, str) or not reason.strip():
+            raise InvalidArgument(
+                f"reset[{name!r}]", expected="the reason in words", found=repr(reason), mend="say why it starts anew"
+            )
+    names = None if components is None else tuple(dict.fromkeys(components))
+    return Request(step, names, check_policy(policy), dict(reset or {}))

@@ -1,0 +1,213 @@
+"""`plan_resume`: which checkpoint, which components, what happens to every leaf, or every reason why not (V01).
+
+Nothing is loaded and nothing is touched here. The plan is a value: it prints, compares, and has the same digest on every
+rank that sees the same things.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from trainfold.core.collecting import without_collecting
+from trainfold.core.compare import Findings, compare_component, compare_contract
+from trainfold.core.components import BUILTIN_COMPONENTS
+from trainfold.core.contract import step_contract
+from trainfold.core.errors import UnknownComponent
+from trainfold.core.inventory import Inventory, Problem, lineage
+from trainfold.core.manifest import Manifest
+from trainfold.core.policy import Drift, contract_kind, verdict_of
+from trainfold.core.request import Request, Target
+from trainfold.core.resume_plan import ComponentAction, Refusal, ResumePlan
+from trainfold.core.scalars import Json
+
+
+def next_to_examine(inventory: Inventory, request: Request) -> str | None:
+    """The checkpoint whose manifest must be read before a plan can be made, or None when enough is known.
+
+    Examples:
+        >>> from trainfold.core.inventory import Entry
+        >>> from trainfold.core.manifest import Head
+        >>> next_to_examine(Inventory("r", "r", (Entry("step-00000007", Head("r", 7)),)), Request())
+        'step-00000007'
+    """
+    if inventory.problem is not None:
+        return None
+    if request.step is not None:
+        chosen = [entry for entry in inventory.entries if entry.head and entry.head.step == request.step]
+        return next((entry.name for entry in chosen if entry.manifest is None and entry.problem is None), None)
+    first = next(iter(lineage(inventory)), None)
+    return first.name if first is not None and first.manifest is None else None
+
+
+@without_collecting
+def plan_resume(inventory: Inventory, target: Target, request: Request) -> ResumePlan | Refusal:
+    """Decide how a run resumes, or list every reason why it cannot.
+
+    Args:
+        inventory: the run, with the manifest of the checkpoint that `next_to_examine` asked for.
+        target: what wants to resume.
+        request: what was asked for.
+
+    Returns:
+        A plan, or a refusal with all reasons at once.
+
+    Raises:
+        UnknownComponent: if the request names a component that neither the target nor the checkpoint has.
+
+    Examples:
+        >>> print(plan_resume(Inventory("runs/a", "r", ()), Target({}), Request()))
+          RunEmpty: runs/a: expected a complete checkpoint, found none; train from the start, or point at another run
+    """
+    manifest = _chosen(inventory, request)
+    if not isinstance(manifest, Manifest):
+        return Refusal(inventory.run, None, manifest)
+    _check_names(manifest, target, request)
+    findings = Findings(request.policy)
+    actions = tuple(_action(name, manifest, target, request, findings) for name in _names(manifest, target))
+    compare_contract(
+        manifest,
+        target.contract,
+        left_out={action.name for action in actions if action.verb in ("keep", "reset")},
+        world_size=target.world_size,
+        versions=target.versions,
+        findings=findings,
+    )
+    actions = tuple(_with_targets_choices(action, findings.drifts) for action in actions)
+    checkpoint = f"step-{manifest.head.step:08d}"
+    refused = tuple(drift for drift in findings.drifts if drift.verdict == "refuse")
+    if refused or findings.problems:
+        return Refusal(inventory.run, checkpoint, (*findings.problems, *refused))
+    passed = () if request.step is not None else _passed_over(inventory, manifest)
+    return ResumePlan(
+        inventory.run,
+        checkpoint,
+        manifest,
+        actions,
+        tuple(findings.drifts),
+        passed,
+        _notes(inventory, manifest),
+        _carried_contract(manifest, actions, request),
+    )
+
+
+def _carried_contract(manifest: Manifest, actions: Sequence[ComponentAction], request: Request) -> dict[str, Json]:
+    """What the next step is held to: all that the old one was, less what a policy lets drift; nothing for new counters."""
+    resumed = any(action.name == "trainer" and action.verb in ("load", "adopt") for action in actions)
+    kept = {
+        key: value
+        for key, value in manifest.contract.items()
+        if verdict_of(contract_kind(key), key, request.policy) == "refuse"
+    }
+    return step_contract(kept) if resumed else {}
+
+
+def _chosen(inventory: Inventory, request: Request) -> Manifest | tuple[Problem, ...]:
+    if inventory.problem is not None:
+        return (inventory.problem,)
+    if request.step is not None:
+        name = f"step-{request.step:08d}"
+        entry = inventory.entry(name)
+        if entry is not None and entry.problem is None and entry.manifest is not None:
+            return entry.manifest
+        if entry is not None and entry.problem is not None:
+            return (entry.problem,)
+        saved = [each.head.step for each in inventory.entries if each.head is not None]
+        return (_problem("CheckpointMissing", f"{inventory.run}/{name}", "a checkpoint of this step",
+                         f"steps {saved[-8:]}" if saved else "no checkpoint", "name a saved step, or none for the newest", 11),)  # fmt: skip
+    first = next(iter(lineage(inventory)), None)
+    if first is not None and first.manifest is not None:
+        return first.manifest
+    bad = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is not None)
+    torn = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is None)
+    empty = _problem("RunEmpty", inventory.run, "a complete checkpoint", "none",
+                     "train from the start, or point at another run", 12)  # fmt: skip
+    return bad or (empty, *torn)
+
+
+def _check_names(manifest: Manifest, target: Target, request: Request) -> None:
+    known = {*BUILTIN_COMPONENTS, *target.components, *(each.name for each in manifest.components)}
+    unknown = [name for name in (*(request.components or ()), *request.reset) if name not in known]
+    if unknown:
+        raise UnknownComponent(
+            "components", expected=f"names among {sorted(known)}", found=unknown, mend="correct the name"
+        )
+
+
+def _names(manifest: Manifest, target: Target) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*target.components, *(component.name for component in manifest.components)]))
+
+
+def _action(name: str, manifest: Manifest, target: Target, request: Request, findings: Findings) -> ComponentAction:
+    wanted, saved = target.components.get(name), manifest.component(name)
+    if name in request.reset:
+        return ComponentAction(name, "reset", note=request.reset[name])
+    if request.components is not None and name not in request.components:
+        return ComponentAction(name, "keep", note="not asked for")
+    if saved is None:
+        kind = "external_weights" if name == "model" and name in manifest.omitted else "missing_component"
+        findings.drift(kind, name, saved="nothing", wanted="the component")
+        return ComponentAction(name, "keep", note="not saved")
+    part = 0
+    if len(saved.nodes) > 1:
+        if len(saved.nodes) != target.world_size:
+            findings.drift("per_rank", name, saved=f"{len(saved.nodes)} ranks", wanted=f"{target.world_size} ranks")
+            return ComponentAction(name, "keep", note="saved for another world")
+        part = target.rank
+    records = saved.tensors[part]
+    verb, cast, kept = compare_component(name, saved, part, wanted, findings, dims=_dims(manifest))
+    used = [record for record in records if record.path not in findings.ignored]
+    size = sum(shard.stop - shard.start for record in used for shard in record.shards)
+    note = "the target has none" if wanted is None else ""
+    return ComponentAction(name, verb, part, len(used), size, cast, kept, note)
+
+
+def _dims(manifest: Manifest) -> dict[str, int]:
+    """FQN -> number of dimensions of each saved parameter."""
+    model = manifest.component("model")
+    prefix, suffix = "model.params['", "']"
+    records = () if model is None else model.tensors[0]
+    return {r.path[len(prefix) : -len(suffix)]: len(r.shape) for r in records if r.path.startswith(prefix)}
+
+
+def _with_targets_choices(action: ComponentAction, drifts: Sequence[Drift]) -> ComponentAction:
+    """Where the policy lets a difference of the contract pass, the value of the target is the one to use."""
+    passed = [drift for drift in drifts if drift.verdict != "refuse"]
+    if action.name == "optimizer":
+        kept = [drift.where for drift in passed if drift.kind == "hyperparameters"]
+    elif action.name == "dataset":
+        kept = [drift.where for drift in passed if drift.kind == "dataset"]
+    elif action.name == "scheduler" and any(drift.kind in {"horizon", "schedule"} for drift in passed):
+        return ComponentAction(action.name, "keep", note="the target's, by policy")
+    else:
+        kept = []
+    return attrs.evolve(action, kept=(*action.kept, *kept)) if kept else action
+
+
+def _passed_over(inventory: Inventory, manifest: Manifest) -> tuple[Problem, ...]:
+    """What might have been preferred: newer ones with a problem, and every one that has a manifest and no readable head."""
+    chosen = (manifest.head.timeline, manifest.head.step)
+    newer = f"step-{manifest.head.step:08d}"
+    return tuple(
+        entry.problem
+        for entry in inventory.entries
+        if entry.problem is not None
+        and (
+            (entry.head.timeline, entry.head.step) > chosen
+            if entry.head is not None
+            else entry.name > newer or entry.problem.error != "CheckpointTorn"
+        )
+    )
+
+
+def _notes(inventory: Inventory, manifest: Manifest) -> tuple[str, ...]:
+    left = sorted(
+        entry.head.step for entry in inventory.entries
+        if entry.head is not None and entry.head.timeline < manifest.head.timeline
+        and entry.head.step > dict(manifest.head.forks).get(entry.head.timeline, -1)
+    )  # fmt: skip
+    return (f"steps {left} were left behind by a rewind (timeline {manifest.head.timeline})",) if left else ()
+
+
+def _problem(*parts: Any) -> Problem:
+    return Problem(*parts)
