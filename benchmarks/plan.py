@@ -29,7 +29,8 @@ from trainfold.backends.run_save import run_save
 from trainfold.core.components import components_of
 from trainfold.core.leaves import Leaves
 from trainfold.core.manifest import Head
-from trainfold.core.request import Request, Target, make_request
+from trainfold.core.request import Request, make_request
+from trainfold.core.request import Target as Resumer
 from trainfold.core.resume_plan import ResumePlan
 from trainfold.core.resume_planner import next_to_examine, plan_resume
 from trainfold.core.save_plan import plan_save
@@ -107,7 +108,7 @@ def measure_plans(leaves: int, repeats: int) -> dict[str, float]:
         inventory = read()
 
         def decide(like: TrainState, request: Request) -> Any:
-            return plan_resume(inventory, Target(described(like)), request)
+            return plan_resume(inventory, Resumer(described(like)), request)
 
         for like, request in wanted.values():  # only plans count, and the policy has something to adapt
             outcome = decide(like, request)
