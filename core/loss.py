@@ -1,5 +1,6 @@
 """`Loss`: a sum and its denominator, never a mean, so that every window is normalised exactly once (A01, A02)."""
 
+import sys
 from collections.abc import Mapping
 from typing import TypeAlias, final
 
@@ -7,9 +8,11 @@ import attrs
 import torch
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.scalars import shown
 
 Number: TypeAlias = int | float | torch.Tensor
 _REPORTED = frozenset({"loss", "grad_norm", "lr", "weight"})
+_LARGEST = int(sys.float_info.max)
 
 
 @final
@@ -109,20 +112,22 @@ def check_loss(value: object) -> Loss:
     """Check what a user's loss function returned.
 
     Raises:
-        InvalidArgument: if it is not a `Loss` whose sum is one number.
+        InvalidArgument: if it is not a `Loss` whose sum is one real number, or one of its numbers is none.
     """
     if isinstance(value, Loss) and isinstance(value.sum, torch.Tensor) and value.sum.numel() == 1:
-        if isinstance(value.weight, bool) or not isinstance(value.weight, int | float | torch.Tensor):
+        if value.sum.is_complex():
+            raise InvalidArgument(
+                "loss_fn", expected="a real sum", found=str(value.sum.dtype), mend="take its real part or its modulus"
+            )
+        if not _is_number(value.weight):
             raise InvalidArgument(
                 "loss_fn",
                 expected="a weight that is a number, or a tensor",
-                found=repr(value.weight),
+                found=shown(value.weight),
                 mend="return Loss(sum=..., weight=the number of terms in the sum)",
             )
-        if value.metrics and (taken := sorted(_REPORTED & value.metrics.keys())):
-            raise InvalidArgument(
-                "loss_fn", expected="metrics beside those of the step", found=taken, mend="choose other names"
-            )
+        if value.metrics:
+            _check_metrics(value.metrics)
         return value
     found = type(value).__name__
     if isinstance(value, Loss):
@@ -133,3 +138,26 @@ def check_loss(value: object) -> Loss:
         found=found,
         mend='return Loss(sum=loss with reduction="sum", weight=its number of terms)',
     )
+
+
+def _is_number(value: object) -> bool:
+    """Whether it can be summed and divided; an int beyond the floats cannot."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) <= _LARGEST
+    return isinstance(value, float | torch.Tensor)
+
+
+def _check_metrics(metrics: Mapping[str, object]) -> None:
+    if taken := sorted(_REPORTED & metrics.keys()):
+        raise InvalidArgument(
+            "loss_fn", expected="metrics beside those of the step", found=taken, mend="choose other names"
+        )
+    for name, metric in metrics.items():
+        pair = metric if isinstance(metric, tuple) and len(metric) == len(("num", "den")) else (metric,)
+        if not all(map(_is_number, pair)):
+            raise InvalidArgument(
+                f"loss_fn: metrics[{name!r}]",
+                expected="a number, a tensor, or a pair (num, den) of these",
+                found=shown(metric),
+                mend="return the sum and what it is to be divided by",
+            )

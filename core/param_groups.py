@@ -28,13 +28,25 @@ def assign(names: Iterable[str], rules: tuple[GroupRule, ...]) -> list[tuple[dic
         >>> assign(["a.weight", "a.bias"], ((r"bias$", {"weight_decay": 0.0}),))
         [({'weight_decay': 0.0}, ('a.bias',)), ({}, ('a.weight',))]
     """
-    tests = [rule if callable(rule) else re.compile(rule).search for rule, _ in rules]
+    tests = [rule if callable(rule) else _search(rule) for rule, _ in rules]
     members: list[list[str]] = [[] for _ in (*rules, None)]
     for name in names:
         index = next((i for i, matches in enumerate(tests) if matches(name)), len(rules))
         members[index].append(name)
     overrides = [*(dict(hyper) for _, hyper in rules), {}]
     return [(hyper, tuple(group)) for hyper, group in zip(overrides, members, strict=True) if group]
+
+
+def _search(rule: str | re.Pattern[str]) -> Callable[[str], Any]:
+    try:
+        return re.compile(rule).search
+    except (re.error, TypeError) as error:
+        raise InvalidArgument(
+            f"groups: {rule!r}",
+            expected="a regular expression, or a function of the name",
+            found=str(error),
+            mend="escape what is meant literally, as in r'\\(', or give a function",
+        ) from error
 
 
 def check_hyper(hyper: Mapping[str, Any], where: str) -> None:

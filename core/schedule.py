@@ -1,6 +1,7 @@
 """Schedules: pure functions from a step to the multiplier of each group's learning rate, and the horizon's owner (A13)."""
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias, final
 
@@ -44,7 +45,15 @@ class Schedule:
     floor: float = 0.0
 
     def __call__(self, step: int) -> float:
-        """The factor for the step with this index, counted from 0."""
+        """The factor for the step with this index, counted from 0.
+
+        Raises:
+            InvalidSchedule: if the index is no whole number >= 0.
+        """
+        if not _whole(step) or step < 0:
+            raise InvalidSchedule(
+                "step", expected="a whole number >= 0", found=repr(step), mend="give state.trainer.step, an int"
+            )
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.decay == "none" or self.total_steps is None:
@@ -83,7 +92,7 @@ def linear(total_steps: int, *, warmup_steps: int = 0, floor: float = 0.0) -> Sc
         >>> [linear(4)(step) for step in (0, 1, 2, 3, 4, 9)]
         [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    return _checked(Schedule("linear", total_steps, warmup_steps, total_steps - warmup_steps, "linear", floor))
+    return _checked(Schedule("linear", total_steps, warmup_steps, _rest(total_steps, warmup_steps), "linear", floor))
 
 
 def cosine(total_steps: int, *, warmup_steps: int = 0, floor: float = 0.0) -> Schedule:
@@ -98,7 +107,7 @@ def cosine(total_steps: int, *, warmup_steps: int = 0, floor: float = 0.0) -> Sc
 
     Source: Loshchilov and Hutter, SGDR, arXiv:1608.03983.
     """
-    return _checked(Schedule("cosine", total_steps, warmup_steps, total_steps - warmup_steps, "cosine", floor))
+    return _checked(Schedule("cosine", total_steps, warmup_steps, _rest(total_steps, warmup_steps), "cosine", floor))
 
 
 def wsd(
@@ -159,8 +168,8 @@ def horizon(*, total: int | None = None, max_steps: int | None = None, data_step
     known = [("total", total), ("max_steps", max_steps), ("data_steps", data_steps)]
     for name, value in known:
         if value is not None:
-            if value < 1:
-                raise InvalidSchedule(name, expected=">= 1 steps", found=value, mend="count optimizer steps")
+            if not _whole(value) or value < 1:
+                raise InvalidSchedule(name, expected=">= 1 steps", found=repr(value), mend="count optimizer steps")
             return value
     raise HorizonUnknown(
         "horizon",
@@ -213,21 +222,48 @@ def _table(described: Mapping[str, object], names: list[str]) -> str:
     return ", ".join(f"{name}={described.get(name)!r}" for name in names)
 
 
-def _checked(schedule: Schedule) -> Schedule:
-    def refuse(where: str, expected: str, found: object, mend: str) -> None:
-        raise InvalidSchedule(where, expected=expected, found=found, mend=mend)
+def _whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
+
+def _rest(total: int, warmup: int) -> int:
+    """The steps after the warm-up; what is no number is told by `_checked`, which sees it too."""
+    return total - warmup if _whole(total) and _whole(warmup) else 0
+
+
+def _refuse(where: str, expected: str, found: object, mend: str) -> None:
+    raise InvalidSchedule(where, expected=expected, found=found, mend=mend)
+
+
+def _checked(schedule: Schedule) -> Schedule:
     total, warmup, decay = schedule.total_steps, schedule.warmup_steps, schedule.decay_steps
+    for name, steps in (("total_steps", total), ("warmup_steps", warmup), ("decay_steps", decay)):
+        if steps is not None and not _whole(steps):
+            _refuse(name, "a whole number of steps", repr(steps), "count optimizer steps")
     if warmup < 0:
-        refuse("warmup_steps", ">= 0", warmup, "use 0 for no warm-up")
-    if not 0.0 <= schedule.floor <= 1.0:
-        refuse("floor", "a factor from 0 to 1", schedule.floor, "it multiplies the base learning rate")
+        _refuse("warmup_steps", ">= 0", warmup, "use 0 for no warm-up")
+    if not isinstance(schedule.floor, numbers.Real) or not 0.0 <= schedule.floor <= 1.0:
+        _refuse("floor", "a factor from 0 to 1", repr(schedule.floor), "it multiplies the base learning rate")
     if schedule.decay == "none":
-        if decay != 0:
-            refuse("decay_steps", "0 where decay is 'none'", decay, "name the decay's shape, or set decay_steps=0")
-        return schedule
+        _check_plateau(total, warmup, decay)
+    else:
+        _check_decay(schedule)
+    return schedule
+
+
+def _check_plateau(total: int | None, warmup: int, decay: int) -> None:
+    if decay != 0:
+        _refuse("decay_steps", "0 where decay is 'none'", decay, "name the decay's shape, or set decay_steps=0")
+    if total is not None and total < max(1, warmup):
+        _refuse(
+            "total_steps", f">= 1, and >= warmup_steps ({warmup})", total, "lengthen the run or shorten the warm-up"
+        )
+
+
+def _check_decay(schedule: Schedule) -> None:
+    total, warmup, decay = schedule.total_steps, schedule.warmup_steps, schedule.decay_steps
     if schedule.decay not in _SHAPES:
-        refuse("decay", f"one of {[*_SHAPES, 'none']}", repr(schedule.decay), "choose a shape")
+        _refuse("decay", f"one of {[*_SHAPES, 'none']}", repr(schedule.decay), "choose a shape")
     if total is None:
         raise HorizonUnknown(
             "total_steps",
@@ -236,14 +272,14 @@ def _checked(schedule: Schedule) -> Schedule:
             mend='give total_steps (see `horizon`), or set decay="none"',
         )
     if schedule.kind == "wsd" and decay < 1:
-        refuse(
+        _refuse(
             "decay_steps",
             f">= 1 where decay is {schedule.decay!r}",
             decay,
             'set decay="none" to train without a decay, or decay_steps >= 1',
         )
     if decay < 1 or warmup + decay > total:
-        refuse(
+        _refuse(
             "total_steps",
             f"> warmup_steps ({warmup})"
             if schedule.kind != "wsd"
@@ -251,4 +287,3 @@ def _checked(schedule: Schedule) -> Schedule:
             total,
             "lengthen the run or shorten the phases",
         )
-    return schedule

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from trainfold.core import tree
-from trainfold.core.contract import STEP_PREFIX
+from trainfold.core.contract import STEP_PREFIX, checked_contract
 from trainfold.core.cursor import DataCursor
 from trainfold.core.errors import ContractMismatch, InvalidArgument, InvalidState, NonFinite
 from trainfold.core.exchange import exchange
@@ -20,6 +20,7 @@ from trainfold.core.loss import Totals
 from trainfold.core.microbatch import split
 from trainfold.core.optim import Optimizer, pair_of
 from trainfold.core.rng import Key, make_key
+from trainfold.core.scalars import Json, shown
 from trainfold.core.schedule import ScheduleFunction, check_same, describe
 from trainfold.core.state import ModelState, OptimizerState, Progress, Scalar, TrainState
 from trainfold.core.template import Mould, check_silent
@@ -40,7 +41,7 @@ class Step:
         donate: whether a call consumes its state.
     """
 
-    contract: Mapping[str, Scalar]
+    contract: Mapping[str, Json]
     donate: bool
     _loss_fn: LossFunction
     _optimizer: Any
@@ -85,6 +86,10 @@ class Step:
 
     def _check(self, state: TrainState) -> Key:
         """The key of a state that can be trained."""
+        if not isinstance(state, TrainState):
+            raise InvalidState(
+                "state", expected="a TrainState", found=type(state).__name__, mend="make the state with init_state"
+            )
         if state.model is None or state.optimizer is None or state.trainer is None:
             raise InvalidState(
                 "state",
@@ -216,7 +221,8 @@ class Step:
         named = worker.template.params
         grads = {name: param.grad for name, param in named.items() if param.grad is not None}
         _, update = self._optimizer
-        params, optimizer = update(grads, state.optimizer, dict(state.model.params), **scheduled)
+        params, optimizer = _updated(update(grads, state.optimizer, dict(state.model.params), **scheduled))
+        worker.template.check_params(params)
         model = ModelState(
             Leaves({name: params[name].detach() for name in named}),
             Leaves(worker.template.harvest()),
@@ -318,8 +324,13 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         raise InvalidArgument(
             "accumulate", expected="an int >= 1", found=repr(accumulate), mend="1 is one batch a step"
         )
-    if clip_norm is not None and not clip_norm > 0:
-        raise InvalidArgument("clip_norm", expected="> 0, or None", found=clip_norm, mend="None does not clip")
+    real = isinstance(clip_norm, numbers.Real) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (real and clip_norm > 0):
+        raise InvalidArgument("clip_norm", expected="> 0, or None", found=repr(clip_norm), mend="None does not clip")
+    if not callable(loss_fn):
+        raise InvalidArgument(
+            "loss_fn", expected="a function (model, batch) -> Loss", found=repr(loss_fn), mend="pass the function"
+        )
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument("model", expected="a torch module", found=type(model).__name__, mend="pass the module")
     check_silent(model)
@@ -336,12 +347,12 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
             found="True, with a pair of pure functions for an optimizer",
             mend="leave donate out, or make the optimizer with trainfold.optimizer",
         )
-    contract: dict[str, Scalar] = {
+    contract = {
         f"{STEP_PREFIX}accumulate": accumulate,
         f"{STEP_PREFIX}clip_norm": None if clip_norm is None else float(clip_norm),
     }
     return Step(
-        contract=contract,
+        contract=checked_contract(contract),
         donate=donate,
         loss_fn=loss_fn,
         optimizer=optimizer if mine else (init, update),
@@ -351,6 +362,19 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         clip_norm=clip_norm,
         collectives=None if collectives is None or collectives.world_size == 1 else collectives,
         pool=Pool(Mould(model), optimizer),
+    )
+
+
+def _updated(result: Any) -> tuple[Mapping[str, torch.Tensor], Any]:
+    """The parameters and the optimizer's state that a user's own update returned."""
+    pair = isinstance(result, tuple) and len(result) == len(("params", "opt_state"))
+    if pair and isinstance(result[0], Mapping) and all(isinstance(held, torch.Tensor) for held in result[0].values()):
+        return result[0], result[1]
+    raise InvalidArgument(
+        "update",
+        expected="(params, opt_state), params as FQN -> tensor",
+        found=shown(result),
+        mend="return the new parameters, each under its name, and the new state of the optimizer",
     )
 
 

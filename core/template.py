@@ -27,6 +27,7 @@ class Mould:
     def __init__(self, model: torch.nn.Module) -> None:
         named = check_real(model)
         memo: dict[int, Any] = {id(value): _hollow_parameter(value) for value in named.params.values()}
+        self.hooks = {name: _hooks(value) for name, value in named.params.items()}
         memo |= {id(value): _hollow(value) for value in named.buffers.values()}
         self._module = _copied(model, memo)  # the memo stands in for the large tensors: they are not copied
         self.ties = named.ties
@@ -55,6 +56,11 @@ class Template:
         named = named_tensors(module)
         self.module = module
         self.params = named.params
+        for name, (on_grad, after_grad) in mould.hooks.items():
+            for hook in on_grad:
+                self.params[name].register_hook(hook)  # type: ignore[no-untyped-call]
+            for hook in after_grad:
+                self.params[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.device = mould.device
         self._mould = mould
         self._persistent = [slot for slot in named.slots if slot.persistent]
@@ -81,6 +87,17 @@ class Template:
         self._place(buffers)
         self._bound, self._buffers = params, buffers
         self._scratch = {}
+
+    def check_params(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Check that parameters from outside are the model's.
+
+        Raises:
+            SpecMismatch: listing every name, shape and dtype that is not.
+        """
+        found: dict[str, AnySpec] = {f"params[{name!r}]": leaf_spec(value, name) for name, value in params.items()}
+        wanted = {path: spec for path, spec in self._mould.specs.items() if path.startswith("params[")}
+        if differences := diff_specs(found, wanted):
+            raise SpecMismatch("what update returned", differences)
 
     def keep_buffers(self) -> None:
         """Let the forward write to copies of the buffers, so that nobody sees a state change in the middle of a window (A05)."""
@@ -245,6 +262,12 @@ def _clone(value: torch.Tensor | None) -> torch.Tensor | None:
 
 def _hollow(value: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=value.dtype, device=value.device)
+
+
+def _hooks(value: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """What was registered on a parameter, such as a mask of its gradient; torch copies a parameter without it."""
+    held = (value._backward_hooks, value._post_accumulate_grad_hooks)  # noqa: SLF001 (torch has no other list of them)
+    return list((held[0] or {}).values()), list((held[1] or {}).values())
 
 
 def _hollow_parameter(value: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -1,0 +1,158 @@
+"""What a step, its loss, its schedule and a user's own update are given or give: refused by name where it cannot be."""
+
+import pytest
+import torch
+from torch import nn
+
+import trainfold
+from trainfold import Loss
+from trainfold.core.errors import InvalidArgument, InvalidSchedule, InvalidState, SpecMismatch
+from trainfold.core.fingerprint import fingerprint
+from trainfold.properties import laws
+
+SGD = trainfold.optimizer(torch.optim.SGD, lr=0.1)
+BATCHES = [torch.arange(12.0).reshape(4, 3) / (i + 1) for i in range(3)]
+
+
+def loss_fn(model, batch):
+    return Loss(sum=model(batch).square().sum(), weight=len(batch))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: trainfold.make_step(model, None, SGD),
+        lambda model: trainfold.make_step(model, loss_fn, SGD, clip_norm="1"),
+        lambda model: trainfold.make_step(model, loss_fn, SGD, clip_norm=True),
+        lambda model: trainfold.init_state(model, trainfold.optimizer(torch.optim.SGD, lr=1, groups=[("(", {})])),
+        lambda model: trainfold.make_step(model, lambda m, b: Loss(sum=m(b).sum() * 1j, weight=4), SGD)(
+            trainfold.init_state(model, SGD), BATCHES[0]
+        ),
+        lambda model: trainfold.make_step(model, lambda m, b: Loss(sum=m(b).sum(), weight=10**400), SGD)(
+            trainfold.init_state(model, SGD), BATCHES[0]
+        ),
+        *(
+            lambda model, metric=metric: trainfold.make_step(
+                model, lambda m, b: Loss(sum=m(b).sum(), weight=4, metrics={"q": metric}), SGD
+            )(trainfold.init_state(model, SGD), BATCHES[0])
+            for metric in ("x", [1, 2], (1, "x"), (1, 2, 3), None)
+        ),
+    ],
+)
+def test_an_argument_that_can_never_work_is_refused_by_name(call):
+    with pytest.raises(InvalidArgument):
+        call(make_model())
+
+
+@pytest.mark.parametrize("state", [{}, None, 3, make_model()])
+def test_what_is_no_state_is_refused_by_name(state):
+    step = trainfold.make_step(make_model(), loss_fn, SGD)
+    with pytest.raises(InvalidState, match="init_state"):
+        step(state, BATCHES[0])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: trainfold.linear("10"),
+        lambda: trainfold.linear(10.5),
+        lambda: trainfold.cosine(10, warmup_steps=1.5),
+        lambda: trainfold.constant(warmup_steps=True),
+        lambda: trainfold.cosine(10, floor="0"),
+        lambda: trainfold.wsd(10, decay_steps=2.5),
+        lambda: trainfold.wsd(0, decay_steps=0, decay="none"),
+        lambda: trainfold.wsd(5, warmup_steps=9, decay_steps=0, decay="none"),
+        lambda: trainfold.horizon(total=1.5),
+        lambda: trainfold.cosine(10)(-1),
+        lambda: trainfold.constant(warmup_steps=2)(-1),
+        lambda: trainfold.cosine(10)(1.5),
+    ],
+)
+def test_steps_are_whole_numbers(call):
+    """A13: the error says what to set."""
+    with pytest.raises(InvalidSchedule):
+        call()
+
+
+def test_an_infinite_norm_measures_and_resumes(tmp_path):
+    """V08: what a step was made with is compared as it is saved."""
+    model = make_model()
+    step = trainfold.make_step(model, loss_fn, SGD, clip_norm=float("inf"))
+    state, _ = step(trainfold.init_state(model, SGD), BATCHES[0])
+    trainfold.save(state, tmp_path / "run")
+    resumed = trainfold.load(tmp_path / "run", like=trainfold.init_state(model, SGD))
+    assert fingerprint(step(resumed, BATCHES[1])[0]) == fingerprint(step(state, BATCHES[1])[0])
+    laws.resumes_exactly(step, trainfold.init_state(model, SGD), BATCHES)
+
+
+def forget_gradient(param):
+    param.grad.mul_(0)
+
+
+def add_hooks(model, kind):
+    if kind == "hook":
+        model[0].weight.register_hook(lambda grad: grad * 0)
+    elif kind == "after":
+        model[0].weight.register_post_accumulate_grad_hook(forget_gradient)
+    else:
+        model[0].weight.register_hook(lambda grad: grad * 2)
+        model[0].weight.register_hook(torch.zeros_like)
+        model[1].bias.register_hook(lambda grad: None)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["hook", "after", "several"])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"donate": True}])
+def test_hooks_on_parameters_act_as_in_a_loop_by_hand(kind, options):
+    model, by_hand = add_hooks(make_model(), kind), add_hooks(make_model(), kind)
+    inner = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    step = trainfold.make_step(model, loss_fn, SGD, **options)
+    state = trainfold.init_state(model, SGD)
+    first = {name: value.clone() for name, value in state.model.params.items()}
+    for batch in BATCHES:
+        state, _ = step(state, batch)
+        inner.zero_grad()
+        for part in batch.tensor_split(options.get("accumulate", 1)):
+            loss = loss_fn(by_hand, part)
+            (loss.sum / len(batch)).backward()
+        inner.step()
+    assert torch.equal(state.model.params["0.weight"], first["0.weight"])
+    assert not torch.equal(state.model.params["1.weight"], first["1.weight"])
+    for name, value in by_hand.named_parameters():
+        torch.testing.assert_close(state.model.params[name], value.detach())
+    assert all(param.grad is None for param in model.parameters())
+
+
+def pair_with(update):
+    return (lambda params: {}), update
+
+
+@pytest.mark.parametrize(
+    ("update", "error"),
+    [
+        (lambda grads, slots, params: None, InvalidArgument),
+        (lambda grads, slots, params: (params, slots, 3), InvalidArgument),
+        (lambda grads, slots, params: (3, slots), InvalidArgument),
+        (lambda grads, slots, params: (dict.fromkeys(params, 3), slots), InvalidArgument),
+        (lambda grads, slots, params: ({}, slots), SpecMismatch),
+        (lambda grads, slots, params: ({**params, "more": torch.zeros(1)}, slots), SpecMismatch),
+        (lambda grads, slots, params: ({name: value[:1] for name, value in params.items()}, slots), SpecMismatch),
+        (lambda grads, slots, params: ({name: value.double() for name, value in params.items()}, slots), SpecMismatch),
+    ],
+)
+def test_an_update_of_ones_own_gives_parameters_of_the_same_names_shapes_and_dtypes(update, error):
+    model = make_model()
+    pair = pair_with(update)
+    state = trainfold.init_state(model, pair)
+    before = fingerprint(state)
+    step = trainfold.make_step(model, loss_fn, pair)
+    with pytest.raises(error, match="update"):
+        step(state, BATCHES[0])
+    assert fingerprint(state) == before
+    honest = pair_with(lambda grads, slots, params: ({n: v - 0.1 * grads[n] for n, v in params.items()}, slots))
+    assert trainfold.make_step(model, loss_fn, honest)(state, BATCHES[0])[0].trainer.step == 1
