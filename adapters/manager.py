@@ -43,7 +43,9 @@ class Restored:
 class CheckpointManager:
     """Saves and resumes one run, synchronously: a save is durable when it returns.
 
-    It holds the run's lock from its making until `close`, so that no second process writes into the run.
+    It holds the run's lock from its making until `close`, so that no second process writes into the run. Before each
+    save it looks whether the lock is still its own: a forked child is refused (`RunLocked`), and so is a save into a
+    directory that was removed or replaced meanwhile (`RunReplaced`).
 
     Args:
         run: a directory, or a store.

@@ -59,7 +59,7 @@ class LocalStore:
         self._root = os.path.abspath(given)  # noqa: PTH100  # a later chdir must not move the run
         self._mutex = threading.Lock()
         self._swapping = threading.Lock()
-        self._lock_fd: int | None = None
+        self._held: run_lock.HeldLock | None = None
 
     @property
     def url(self) -> str:
@@ -132,7 +132,7 @@ class LocalStore:
     def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
         """See `Store.write`."""
         directory, last = split_name(name)
-        with self._named_errors(name):
+        with self._writing(name):
             make_directories(self._root, directory)
             with open_directory(self._root, directory) as parent, staged(parent, last) as (fd, temporary):
                 given = write_stream(fd, parts, size_bytes=size_bytes)
@@ -144,7 +144,7 @@ class LocalStore:
     def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
         """See `Store.commit`."""
         directory, last = split_name(name)
-        with self._named_errors(name):
+        with self._writing(name):
             make_directories(self._root, directory)
             with open_directory(self._root, directory) as parent, staged(parent, last) as (fd, temporary):
                 os.fsync(parent)
@@ -161,7 +161,7 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         """See `Store.delete`."""
-        with self._named_errors(name), suppress(FileNotFoundError):
+        with self._writing(name), suppress(FileNotFoundError):
             if not name.endswith("/"):
                 directory, last = split_name(name)
                 with open_directory(self._root, directory) as parent:
@@ -193,24 +193,24 @@ class LocalStore:
         """See `Store.lock`: ``flock`` on ``.lock``."""
         with self._named_errors(""):
             make_directories(self._root, "")
-            fd = run_lock.acquire(self._root)
+            held = run_lock.acquire(self._root)
         try:
             with self._mutex:
-                self._lock_fd = fd
+                self._held = held
             with suppress(OSError):
                 collect(self._root)
             yield
         finally:
             with self._mutex:
-                self._lock_fd = None
-            run_lock.release(fd)
+                self._held = None
+            run_lock.release(held)
 
     def reserve(self, size_bytes: int) -> None:
         """See `Store.reserve`: free space by ``statvfs``, and a file made and removed."""
         existing = self._root
         while not os.path.exists(existing):  # noqa: PTH110
             existing = os.path.dirname(existing)  # noqa: PTH120
-        with self._named_errors(""):
+        with self._writing(""):
             found = os.statvfs(existing)
             free_bytes = found.f_bavail * found.f_frsize
             if size_bytes + _MARGIN_BYTES > free_bytes:
@@ -230,6 +230,14 @@ class LocalStore:
             yield
         except OSError as error:
             raise save_failure(error, self._where(name)) from error
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        """Who writes under the lock still has it, of the directory that is there; else nothing is touched."""
+        with self._named_errors(name):
+            if (held := self._held) is not None:
+                run_lock.check(held)
+            yield
 
     def _sync_root(self) -> None:
         with open_directory(self._root, "") as root:
@@ -274,7 +282,7 @@ class LocalStore:
 
     def _lock_held(self) -> AbstractContextManager[None]:
         with self._mutex:
-            is_ours = self._lock_fd is not None
+            is_ours = self._held is not None
         return nullcontext() if is_ours else self.lock()
 
     def _unlink_below(self, parent: int, directory: str, below: str) -> None:

@@ -1,19 +1,41 @@
-"""The lock of a run on a filesystem: one writer, freed by its death."""
+"""The lock of a run on a filesystem: one writer, freed by its death, and asked before each write whether it still holds."""
 
 import fcntl
 import os
 import socket
 import stat
-from typing import Final
+from typing import Final, final
 
-from trainfold.core.errors import CheckpointHostile, RunLocked
+import attrs
+
+from trainfold.core.errors import CheckpointHostile, RunLocked, RunReplaced
 
 LOCK_NAME: Final = ".lock"
-_HELD: Final[set[int]] = set()
 _HOLDER_BYTES: Final = 256
 
 
-def acquire(root: str) -> int:
+@final
+@attrs.frozen
+class HeldLock:
+    """A lock that was taken: by whom, and of which file.
+
+    Attributes:
+        root: the directory.
+        fd: the open file that the lock belongs to.
+        pid: the process that took it.
+        file: device and inode of the file; while it is open, no other file can get them.
+    """
+
+    root: str
+    fd: int
+    pid: int
+    file: tuple[int, int]
+
+
+_HELD: Final[set[HeldLock]] = set()
+
+
+def acquire(root: str) -> HeldLock:
     """Lock a run's directory.
 
     The lock belongs to the open file, so a second store object of the same process is refused like another process.
@@ -22,7 +44,7 @@ def acquire(root: str) -> int:
         root: the directory, which exists.
 
     Returns:
-        The descriptor that holds the lock; give it to `release`.
+        The lock; give it to `release`.
 
     Raises:
         RunLocked: naming the holder.
@@ -37,7 +59,8 @@ def acquire(root: str) -> int:
         if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
             raise _planted(path) from error
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    opened = os.fstat(fd)
+    if not stat.S_ISREG(opened.st_mode):
         os.close(fd)
         raise _planted(path)
     try:
@@ -54,8 +77,41 @@ def acquire(root: str) -> int:
         raise
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{_myself()}\n".encode(), 0)
-    _HELD.add(fd)
-    return fd
+    held = HeldLock(root, fd, os.getpid(), (opened.st_dev, opened.st_ino))
+    _HELD.add(held)
+    return held
+
+
+def check(held: HeldLock) -> None:
+    """Check that a lock is still this process's, and still that of the run's directory; a getpid and a stat.
+
+    Raises:
+        RunLocked: in a forked child: the lock stays with the process that took it.
+        RunReplaced: if the directory was removed or moved, or there is another one at its path.
+        OSError: if the directory cannot be looked into.
+    """
+    if held.pid != os.getpid():
+        raise RunLocked(
+            held.root,
+            expected=f"process {held.pid}, which took the lock",
+            found=f"process {os.getpid()}, which was forked from it",
+            mend="save there, or make a manager in this process when the other one is closed",
+        )
+    path = os.path.join(held.root, LOCK_NAME)  # noqa: PTH118  # as above
+    try:
+        there = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        found = "none: it was removed or moved"
+    else:
+        if (there.st_dev, there.st_ino) == held.file:
+            return
+        found = "another one, which another process may hold"
+    raise RunReplaced(
+        held.root,
+        expected="the directory, and the .lock in it, that this process has locked",
+        found=found,
+        mend="put the directory back, or, to go on at this path, make another manager and restore",
+    )
 
 
 def _myself() -> str:
@@ -71,18 +127,21 @@ def _planted(path: str) -> CheckpointHostile:
     )
 
 
-def release(fd: int) -> None:
-    """Give the lock up. The file stays: removing it would let two processes lock two files of one name."""
-    if fd in _HELD:
-        _HELD.discard(fd)
-        fcntl.flock(fd, fcntl.LOCK_UN)  # for every copy: a child that was forked just now may not have let go yet
-        os.close(fd)
+def release(held: HeldLock) -> None:
+    """Give the lock up. The file stays: removing it would let two processes lock two files of one name.
+
+    In a forked child nothing is done: it let go when it was made, and the descriptor may be another file's by now.
+    """
+    if held in _HELD:
+        _HELD.discard(held)
+        fcntl.flock(held.fd, fcntl.LOCK_UN)  # for every copy: a child that was forked just now may not have let go yet
+        os.close(held.fd)
 
 
 def _drop_in_child() -> None:
     """A forked child (a loader's worker) shares the lock: unless it lets go, the lock outlives its owner."""
-    for fd in _HELD:
-        os.close(fd)
+    for held in _HELD:
+        os.close(held.fd)
     _HELD.clear()
 
 

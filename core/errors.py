@@ -274,6 +274,12 @@ class CommitConflict(SaveFailed):
     exit_code = 34
 
 
+class RunReplaced(SaveFailed):
+    """The directory that this process saves into was removed, moved or replaced by another one."""
+
+    exit_code = 35
+
+
 # --- worlds ----------------------------------------------------------------------------------------------------------
 
 

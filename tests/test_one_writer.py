@@ -1,0 +1,193 @@
+"""One run has one writer: through forks, and when its directory is removed, moved or replaced under the writer."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from trainfold.adapters.manager import CheckpointManager
+from trainfold.backends.local import LocalStore
+from trainfold.backends.runs import save
+from trainfold.core.errors import RunLocked, RunReplaced
+from trainfold.core.state import Progress, TrainState
+
+
+def at(step):
+    return TrainState(trainer=Progress(step=step))
+
+
+def steps_in(run):
+    return sorted(int(path.name.removeprefix("step-")) for path in Path(run).glob("step-*"))
+
+
+def told(script, *arguments):
+    """What a process of its own prints, one line each; forks are made there, where there are no threads."""
+    head = """
+        import os, sys
+        from pathlib import Path
+        from trainfold.adapters.manager import CheckpointManager
+        from trainfold.backends.local import LocalStore
+        from trainfold.backends.runs import save
+        from trainfold.core.errors import TrainfoldError
+        from trainfold.core.state import Progress, TrainState
+
+        def at(step):
+            return TrainState(trainer=Progress(step=step))
+
+        def attempt(who, call):
+            try:
+                call()
+                print(who, "saved", flush=True)
+            except TrainfoldError as error:
+                print(who, type(error).__name__, error, flush=True)
+
+        def in_child(*calls):
+            pid = os.fork()
+            if pid == 0:
+                for call in calls:
+                    attempt("child", call)
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+# --- forks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_cannot_save_through_its_parents_manager(tmp_path):
+    """C15, O03: the lock stays with the process that took it; parent and child would write the same steps."""
+    run = tmp_path / "run"
+    lines = told(
+        """
+        manager = CheckpointManager(sys.argv[1], keep_last=1)
+        manager.save(at(1))
+        in_child(lambda: manager.save(at(2)), lambda: save(at(3), sys.argv[1]))
+        attempt("parent", lambda: manager.save(at(4)))
+        """,
+        run,
+    )
+    assert [line.split()[:2] for line in lines] == [["child", "RunLocked"], ["child", "RunLocked"], ["parent", "saved"]]
+    assert "forked" in lines[0]
+    assert "make a manager in this process" in lines[0]
+    assert steps_in(run) == [4]
+
+
+def test_a_child_of_a_fork_that_outlives_its_parents_manager_makes_its_own(tmp_path):
+    """The inherited one stays refused, and closing it takes nothing from the new one."""
+    lines = told(
+        """
+        manager = CheckpointManager(sys.argv[1])
+
+        def anew():
+            with CheckpointManager(sys.argv[1]) as own:
+                manager.close()  # an inherited descriptor of this number may be the new manager's now
+                own.save(at(2))
+                attempt("second", lambda: CheckpointManager(sys.argv[1]))
+
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.read(read, 1)
+            attempt("inherited", lambda: manager.save(at(1)))
+            attempt("own", anew)
+            os._exit(0)
+        manager.close()
+        os.write(write, b"x")
+        os.waitpid(pid, 0)
+        """,
+        tmp_path / "run",
+    )
+    assert [line.split()[:2] for line in lines] == [
+        ["inherited", "RunLocked"], ["second", "RunLocked"], ["own", "saved"]
+    ]  # fmt: skip
+
+
+# --- a directory that is not the one any more ------------------------------------------------------------------------
+
+
+def test_a_writer_whose_run_was_removed_and_made_anew_leaves_the_new_one_alone(tmp_path):
+    """C15: the second process holds the lock of the path; the first one holds that of a directory that is gone."""
+    run = tmp_path / "run"
+    with CheckpointManager(run, keep_last=1) as first:
+        first.save(at(1))
+        shutil.rmtree(run)
+        lines = told('CheckpointManager(sys.argv[1]).save(at(2)); print("done")', run)
+        assert lines == ["done"]
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+        with pytest.raises(RunReplaced, match="another") as caught:
+            first.save(at(3))
+        assert str(run) in caught.value.where
+        assert "restore" in caught.value.mend
+        assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    with CheckpointManager(run) as third:
+        third.save(at(4))
+    assert steps_in(run) == [2, 4]
+
+
+def test_a_run_that_was_removed_is_not_made_anew_behind_its_owners_back(tmp_path):
+    """The next save says so, instead of a run that holds the later half of a training."""
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        manager.save(at(1))
+        shutil.rmtree(run)
+        with pytest.raises(RunReplaced, match="removed"):
+            manager.save(at(2))
+    assert not run.exists()
+
+
+def test_a_run_that_was_moved_and_put_back_is_saved_into_again(tmp_path):
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        run.rename(tmp_path / "aside")
+        with pytest.raises(RunReplaced):
+            manager.save(at(1))
+        (tmp_path / "aside").rename(run)
+        manager.save(at(1))
+    assert steps_in(run) == [1]
+
+
+def test_nothing_is_deleted_in_a_run_that_is_no_longer_ours(tmp_path):
+    """E04: retention, and the cleaning up after a failed save, ask as well."""
+    store = LocalStore(tmp_path / "run")
+    with store.lock():
+        save(at(1), store, lock=False)
+        shutil.move(tmp_path / "run", tmp_path / "aside")
+        save(at(2), tmp_path / "run")
+        for attempt in (
+            lambda: store.delete("step-00000002/"),
+            lambda: store.write("step-00000003/a", [b"x"], size_bytes=1),
+            lambda: store.commit("step-00000003/manifest.json", b"{}"),
+            lambda: store.reserve(1),
+        ):
+            with pytest.raises(RunReplaced):
+                attempt()
+    assert steps_in(tmp_path / "run") == [2]
+    assert (tmp_path / "run" / "step-00000002" / "manifest.json").exists()
+
+
+def test_the_check_costs_one_stat_and_no_read(tmp_path, monkeypatch):
+    store = LocalStore(tmp_path / "run")
+    seen = []
+    with store.lock(), monkeypatch.context() as patch:
+        real = os.lstat
+        patch.setattr(os, "lstat", lambda path, **kwargs: seen.append(path) or real(path, **kwargs))
+        store.reserve(1)
+    assert [path for path in seen if str(path).endswith(".lock")] == [str(tmp_path / "run" / ".lock")]
+
+
+def test_an_error_of_a_replaced_run_is_a_failed_save_with_a_code_of_its_own():
+    assert issubclass(RunReplaced, RunLocked.__base__)
+    assert RunReplaced.exit_code not in {kind.exit_code for kind in RunLocked.__base__.__subclasses__()} - {35}
