@@ -6,6 +6,9 @@ from trainfold.core.errors import CheckpointForeign, CheckpointMissing, Checkpoi
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
+_MORE_ROOM = (
+    "delete old step-* directories that you no longer need, keep fewer with keep_last=, or save on another disk"
+)
 
 
 def save_failure(error: OSError, where: str, *, needed: str = "the planned bytes to be written") -> SaveFailed:
@@ -18,11 +21,11 @@ def save_failure(error: OSError, where: str, *, needed: str = "the planned bytes
 
     Examples:
         >>> print(save_failure(OSError(errno.ENOSPC, "No space left on device"), "runs/a"))
-        runs/a: expected the planned bytes to be written, found [Errno 28] No space left on device; free some space (`trainfold prune`) or save elsewhere; earlier checkpoints are intact
+        runs/a: expected the planned bytes to be written, found [Errno 28] No space left on device; delete old step-* directories that you no longer need, keep fewer with keep_last=, or save on another disk; earlier checkpoints are intact
     """
     kind: type[SaveFailed]
     if error.errno in _FULL:
-        kind, mend = NoSpace, "free some space (`trainfold prune`) or save elsewhere; earlier checkpoints are intact"
+        kind, mend = NoSpace, f"{_MORE_ROOM}; earlier checkpoints are intact"
     elif error.errno in _FORBIDDEN:
         kind, mend = NotWritable, "give this user the right to write there, or save elsewhere"
     else:
@@ -36,7 +39,7 @@ def no_space(where: str, *, needed_bytes: int, free_bytes: int) -> NoSpace:
         where,
         expected=f"{needed_bytes} bytes free",
         found=f"{free_bytes}",
-        mend="free some space (`trainfold prune`) or save elsewhere; nothing was written",
+        mend=f"{_MORE_ROOM}; nothing was written",
     )
 
 

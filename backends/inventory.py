@@ -19,8 +19,8 @@ from trainfold.core.inventory import Entry, Inventory, Problem, problem_of
 from trainfold.core.manifest import HEAD_BYTES, HEAD_LIMIT_BYTES, MANIFEST_LIMIT_BYTES, Manifest
 from trainfold.core.manifest_reader import check_structures, decode_head, decode_manifest
 from trainfold.core.save_plan import MANIFEST, step_of
-from trainfold.core.scalars import canonical_json
-from trainfold.core.strict import single_name, strict_json
+from trainfold.core.scalars import canonical_json, shown
+from trainfold.core.strict import hostile, single_name, strict_json
 
 RUN_FILE = "run.json"
 RUN_VERSION = 1
@@ -64,23 +64,30 @@ def read_run_id(store: Store) -> str | None:
 
     Raises:
         FutureVersion: if a newer trainfold made the run.
-        CheckpointHostile: if the file is not what trainfold writes.
+        CheckpointForeign: if it is another program's.
+        CheckpointHostile: if the file is not what trainfold writes; the mend says what it has to hold.
     """
     where = f"{store.url}/{RUN_FILE}"
     size = store.size(RUN_FILE)
     if size is None:
         return None
-    if size > HEAD_BYTES:
-        raise CheckpointHostile(where, expected=f"at most {HEAD_BYTES} bytes", found=size, mend="restore the file")
-    document = strict_json(store.read(RUN_FILE, start=0, stop=HEAD_BYTES), where)
-    if document.get("format") != "trainfold-run":
-        raise CheckpointForeign(
-            where, expected="a trainfold run", found=sorted(document)[:4], mend="choose another folder"
-        )
-    version = document.get("version")
-    if type(version) is not int or version != RUN_VERSION:
-        raise FutureVersion(where, expected=f"version {RUN_VERSION}", found=version, mend="upgrade trainfold")
-    return single_name(document.get("run_id"), where)
+    try:
+        if size > HEAD_BYTES:
+            raise hostile(where, f"at most {HEAD_BYTES} bytes", size)
+        document = strict_json(store.read(RUN_FILE, start=0, stop=HEAD_BYTES), where)
+        if document.get("format") != "trainfold-run":
+            raise CheckpointForeign(where, expected="a trainfold run", found=sorted(document)[:4] or "{}", mend="")
+        version = document.get("version")
+        if type(version) is int and version > RUN_VERSION:
+            raise FutureVersion(where, expected=f"version {RUN_VERSION}", found=version, mend="upgrade trainfold")
+        if type(version) is not int or version != RUN_VERSION:
+            raise hostile(where, f"version {RUN_VERSION}", shown(version))
+        return single_name(document.get("run_id"), where)
+    except (CheckpointHostile, CheckpointForeign) as error:  # an older checkpoint is no help against either
+        names = store.list("")
+        entries = tuple(_entry(store, name, None) for name in names if step_of(name) is not None)
+        mend = _run_file_mend(entries)
+        raise type(error)(where, expected=error.expected, found=error.found, mend=mend) from None
 
 
 def run_document(run_id: str) -> bytes:
@@ -187,7 +194,7 @@ def _check_new(store: Store, names: list[str], entries: tuple[Entry, ...]) -> No
     """Check that a place without a run file is nothing that a person could have meant as a run."""
     if any(entry.head is not None for entry in entries):
         raise CheckpointForeign(store.url, expected=RUN_FILE, found="checkpoints without it",
-                                mend="restore run.json, copy the whole run, or save into another folder")  # fmt: skip
+                                mend=_run_file_mend(entries))  # fmt: skip
     if MANIFEST in names:
         raise CheckpointForeign(store.url, expected="a run", found=f"one checkpoint, with its {MANIFEST}",
                                 mend="name the run, which is the folder above it, and the step with step=")  # fmt: skip
@@ -199,6 +206,15 @@ def _check_new(store: Store, names: list[str], entries: tuple[Entry, ...]) -> No
     if others:
         raise CheckpointForeign(store.url, expected="a trainfold run", found=f"another format: {others[:4]}",
                                 mend="use a folder of its own for the run; load these weights into the model yourself")  # fmt: skip
+
+
+def _run_file_mend(entries: tuple[Entry, ...]) -> str:
+    """What helps where the run file is lost or damaged: a copy, or the one that the manifests agree on."""
+    ids = {entry.head.run_id for entry in entries if entry.head is not None}
+    if len(ids) != 1:
+        return f"restore {RUN_FILE} from a copy of the run, or save into another folder"
+    document = run_document(ids.pop()).decode()
+    return f"restore {RUN_FILE} from a copy of the run, or write {document} into it: the id is that of its manifests"
 
 
 def _is_run(store: Store, name: str) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import attrs
 import pytest
 import torch
 
+import trainfold
 from trainfold import __version__
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.output import Answer, Table, aligned, deliver
@@ -388,3 +390,16 @@ def test_looking_takes_no_lock(run, answered):
     with LocalStore(run).lock():
         for command in ("ls", "inspect", "verify", "plan"):
             answered(command, run)
+
+
+def test_a_mend_names_only_commands_that_there_are():
+    """R09: a next move that is none helps nobody."""
+    package = Path(trainfold.__file__).parent
+    named = {
+        name
+        for folder in package.iterdir()
+        for path in folder.resolve().rglob("*.py")  # it may be a link
+        for name in re.findall(r"`trainfold ([a-z]\w*)", path.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert named <= set(COMMANDS)

@@ -18,7 +18,9 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import ResumeDrift, load, plan, save
 from trainfold.core.errors import (
+    CheckpointError,
     CheckpointForeign,
+    CheckpointHostile,
     IncompleteWindow,
     InvalidArgument,
     InvalidState,
@@ -222,6 +224,50 @@ def test_an_empty_run_starts_fresh_and_says_so(caplog, tmp_path):
     assert restored.is_fresh
     assert restored.step == 0
     assert "starts fresh" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"{",
+        b"",
+        b"x" * (1 << 20),
+        b"[]",
+        b"{}",
+        b'{"format":"trainfold-run","version":1}',
+        b'{"format":"trainfold-run","version":"one","run_id":"a"}',
+        None,
+    ],
+    ids=lambda value: "absent" if value is None else repr(value[:40]),
+)
+def test_what_a_damaged_run_file_needs_is_said_and_helps(tmp_path, damaged):
+    """R09: no older checkpoint can help; the manifests know the id, so the mend names the whole file."""
+    for step in (1, 2):
+        save(TrainState(trainer=Progress(step=step)), tmp_path)
+    path = tmp_path / "run.json"
+    whole = path.read_text()
+    if damaged is None:
+        path.unlink()
+    else:
+        path.write_bytes(damaged)
+    like = TrainState(trainer=Progress())
+    with pytest.raises(ResumeRefused) as caught:
+        load(tmp_path, like=like)
+    assert "older" not in str(caught.value)
+    mend = caught.value.refusal.reasons[0].mend
+    assert "copy" in mend
+    assert whole in mend
+    with pytest.raises(CheckpointError) as again:
+        CheckpointManager(tmp_path)
+    assert whole in again.value.mend
+    path.write_text(whole)
+    assert load(tmp_path, like=like).trainer.step == 2
+
+
+def test_a_damaged_run_file_beside_no_checkpoint_has_a_mend_too(tmp_path):
+    (tmp_path / "run.json").write_bytes(b"{")
+    with pytest.raises(CheckpointHostile, match="copy of the run, or save into another folder"):
+        CheckpointManager(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["runs", "runs/a/step-00000001", "runs/a/latest", "weights"])
