@@ -72,17 +72,7 @@ def read_run_id(store: Store) -> str | None:
     if size is None:
         return None
     try:
-        if size > HEAD_BYTES:
-            raise hostile(where, f"at most {HEAD_BYTES} bytes", size)
-        document = strict_json(store.read(RUN_FILE, start=0, stop=HEAD_BYTES), where)
-        if document.get("format") != "trainfold-run":
-            raise CheckpointForeign(where, expected="a trainfold run", found=sorted(document)[:4] or "{}", mend="")
-        version = document.get("version")
-        if type(version) is int and version > RUN_VERSION:
-            raise FutureVersion(where, expected=f"version {RUN_VERSION}", found=version, mend="upgrade trainfold")
-        if type(version) is not int or version != RUN_VERSION:
-            raise hostile(where, f"version {RUN_VERSION}", shown(version))
-        return single_name(document.get("run_id"), where)
+        return _run_id(store, where, size)
     except (CheckpointHostile, CheckpointForeign) as error:  # an older checkpoint is no help against either
         names = store.list("")
         entries = tuple(_entry(store, name, None) for name in names if step_of(name) is not None)
@@ -206,6 +196,20 @@ def _check_new(store: Store, names: list[str], entries: tuple[Entry, ...]) -> No
     if others:
         raise CheckpointForeign(store.url, expected="a trainfold run", found=f"another format: {others[:4]}",
                                 mend="use a folder of its own for the run; load these weights into the model yourself")  # fmt: skip
+
+
+def _run_id(store: Store, where: str, size: int) -> str:
+    if size > HEAD_BYTES:
+        raise hostile(where, f"at most {HEAD_BYTES} bytes", size)
+    document = strict_json(store.read(RUN_FILE, start=0, stop=HEAD_BYTES), where)
+    if document.get("format") != "trainfold-run":
+        raise CheckpointForeign(where, expected="a trainfold run", found=sorted(document)[:4] or "{}", mend="")
+    version = document.get("version")
+    if type(version) is int and version > RUN_VERSION:
+        raise FutureVersion(where, expected=f"version {RUN_VERSION}", found=version, mend="upgrade trainfold")
+    if type(version) is not int or version != RUN_VERSION:
+        raise hostile(where, f"version {RUN_VERSION}", shown(version))
+    return single_name(document.get("run_id"), where)
 
 
 def _run_file_mend(entries: tuple[Entry, ...]) -> str:
