@@ -1,5 +1,6 @@
 """Differences: the first leaf in which two states differ in a bit, and the error that names it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,37 @@ def first_difference(one: TrainState, other: TrainState) -> tuple[str, str] | No
     return "state", "the fingerprints differ and no leaf does"
 
 
+def first_beyond(
+    one: TrainState, other: TrainState, parts: Sequence[str], *, rtol: float = 0.0, atol: float = 0.0
+) -> tuple[str, str] | None:
+    """The first leaf of some parts in which two states differ by more than a tolerance, with what each has; or None.
+
+    Args:
+        one: a state; relative tolerances are relative to it.
+        other: another.
+        parts: beginnings of leaf paths, such as ``"optimizer"``, in the order in which they are compared.
+        rtol: relative tolerance of tensors and numbers of a floating kind; all else is compared exactly.
+        atol: absolute tolerance of the same.
+
+    Examples:
+        >>> from trainfold.core.state import Progress
+        >>> first_beyond(TrainState(trainer=Progress(1), extra={"loss": 1.0}), TrainState(extra={"loss": 1.1}), ["loss"], atol=0.2)
+        >>> first_beyond(TrainState(trainer=Progress(1)), TrainState(), ["trainer"])
+        ('trainer.step', 'only one of the two has it')
+    """
+    mine, theirs = _leaves(one), _leaves(other)
+    for part in parts:
+        for path in (path for path in {**mine, **theirs} if path.startswith(part)):
+            if path not in mine or path not in theirs:
+                return path, "only one of the two has it"
+            if str(leaf_spec(mine[path], path)) != str(leaf_spec(theirs[path], path)):
+                return path, f"{leaf_spec(mine[path], path)} against {leaf_spec(theirs[path], path)}"
+            same = leaf_digest(mine[path], path) == leaf_digest(theirs[path], path)
+            if not same and not _are_close(mine[path], theirs[path], rtol=rtol, atol=atol):
+                return path, values_of(mine[path], theirs[path])
+    return None
+
+
 def check_same(law: str, one: TrainState, other: TrainState, doing: str) -> None:
     """Raise `LawBroken` with the first leaf in which two states differ."""
     found = first_difference(one, other)
@@ -71,6 +103,14 @@ def _leaves(state: TrainState) -> dict[str, Any]:
         for name, component in components_of(state).items()
         for path, leaf in tree.named_leaves(component, name)
     }
+
+
+def _are_close(one: Any, other: Any, *, rtol: float, atol: float) -> bool:
+    if not isinstance(one, float | complex | torch.Tensor):
+        return False
+    mine, theirs = torch.as_tensor(one), torch.as_tensor(other)
+    inexact = mine.is_floating_point() or mine.is_complex()
+    return inexact and rtol + atol > 0 and torch.allclose(theirs, mine, rtol=rtol, atol=atol)
 
 
 def tensor_difference(one: torch.Tensor, other: torch.Tensor) -> str | None:

@@ -4,6 +4,7 @@ Every law works on copies: the state that it is given is as it was afterwards, a
 """
 
 import copy
+import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from trainfold.core import tree
 from trainfold.core.codec import is_tensor_leaf, leaf_digest
 from trainfold.core.components import components_of, merge, select
 from trainfold.core.cursor import DataCursor
-from trainfold.core.errors import ResumeRefused, StateDonated
+from trainfold.core.errors import InvalidArgument, ResumeRefused, StateDonated
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.names import named_tensors
 from trainfold.core.partition import shard_of
@@ -27,9 +28,9 @@ from trainfold.properties.differences import (
     LawBroken,
     check_same,
     clone,
+    first_beyond,
     first_difference,
     tensor_difference,
-    values_of,
 )
 from trainfold.properties.traces import module_facts, random_states
 
@@ -57,7 +58,9 @@ Step: TypeAlias = Callable[[TrainState, Any], tuple[TrainState, Any]]
 def is_pure(step: Step, state: TrainState, batch: Any) -> None:
     """Purity: a step leaves the bits of its input, the batch and the global random states, and does the same twice.
 
-    The random states are torch's, numpy's and Python's.
+    The random states are torch's, numpy's and Python's. What a step keeps to itself is looked for by a detour: the step after
+    this one is done, then some steps from another state, then it is done again. Eight steps in all. With one batch it cannot
+    find what a step keeps of nothing but its batches; `resumes_exactly` finds that too.
 
     Args:
         step: a step that does not donate.
@@ -76,6 +79,11 @@ def is_pure(step: Step, state: TrainState, batch: Any) -> None:
     second, _ = step(state, batch)
     check_same("purity", kept, second, "the same step gave another result the second time")
     check_same("purity", kept, first, "the second step changed the result of the first")
+    then = clone(step(clone(kept), batch)[0])
+    _detour(step, state, [batch] * 3)
+    again = "gave another result the second time, after others in between"
+    check_same("purity", then, step(clone(kept), batch)[0], f"the step after this one {again}")
+    check_same("purity", kept, step(clone(state), batch)[0], f"the same step {again}")
 
 
 def donates_equally(step: Step, donating: Step, state: TrainState, batches: Sequence[Any]) -> None:
@@ -130,26 +138,45 @@ def equals_mutable(step: Step, state: TrainState, loop: Callable[[Any], Tensors]
 
 
 def accumulates(steps: Sequence[Step], state: TrainState, batch: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Accumulation: steps that split a batch differently give the same parameters (A01).
+    """Accumulation: steps that split a batch differently give the same parameters, optimizer and counters (A01).
+
+    Buffers may differ: the statistics of a BatchNorm are those of the microbatches.
 
     Args:
-        steps: steps that differ in nothing but the split.
-        state: any state.
+        steps: two steps or more that differ in nothing but the split; the first one is what the others are compared with.
+        state: any state with a model.
         batch: the whole batch.
-        rtol: relative tolerance; 0 asks for equal bits, which holds where the sums are representable.
-        atol: absolute tolerance.
+        rtol: relative tolerance, of the parameters and the optimizer; 0 asks for equal bits, which holds where the sums are
+            representable. The counters of the trainer are always compared exactly.
+        atol: absolute tolerance, of the same.
 
     Raises:
-        LawBroken: naming the first parameter that differs, and the step.
+        InvalidArgument: if there is nothing to compare: fewer than two steps, or no model.
+        LawBroken: naming the first leaf that differs or that only one of two states has, and the split.
     """
-    results = [step(clone(state), batch)[0] for step in steps]
-    reference = dict(results[0].model.params) if results[0].model is not None else {}
-    for i, result in enumerate(results[1:], start=1):
-        for name, tensor in (result.model.params if result.model is not None else {}).items():
-            same = leaf_digest(tensor) == leaf_digest(reference[name])
-            if not same and not (rtol + atol > 0 and torch.allclose(tensor, reference[name], rtol=rtol, atol=atol)):
-                detail = f"{values_of(reference[name], tensor)}; split {i}"
-                raise LawBroken("accumulation", f"model.params[{name!r}]", detail)
+    if len(steps) < 2:
+        raise InvalidArgument(
+            "accumulates.steps",
+            expected="two or more",
+            found=len(steps),
+            mend="give a step for each split, such as 1 and 4",
+        )
+    if state.model is None:
+        raise InvalidArgument(
+            "accumulates.state",
+            expected="a model",
+            found="none",
+            mend="make the state with `init_state`, or give it one",
+        )
+    reference, *others = (step(clone(state), batch)[0] for step in steps)
+    for i, other in enumerate(others, start=1):
+        for components, tolerances in (
+            (("model.params", "optimizer"), {"rtol": rtol, "atol": atol}),
+            (("trainer",), {}),
+        ):
+            found = first_beyond(reference, other, components, **tolerances)
+            if found is not None:
+                raise LawBroken("accumulation", found[0], f"{found[1]}; split {i}")
 
 
 def resumes_exactly(
@@ -161,6 +188,11 @@ def resumes_exactly(
     at: Iterable[int] | None = None,
 ) -> None:
     """Resume: k steps, save, lose everything, load, the other steps = all steps at once, bit for bit, every component.
+
+    What a step keeps outside of the state is lost too: between the save and the load the same step makes a detour, from other
+    weights and with other batches, so that an average, a momentum or a counter of its own is no longer what the saved run left,
+    also if it begins anew at step 0. Each k costs all steps and k + 2 of the detour, so all k of n batches about 1.5 n**2.
+    One thing it cannot move: a cache that is filled once, from what came before, and never again.
 
     Args:
         step: any step, also one that donates.
@@ -185,9 +217,11 @@ def resumes_exactly(
         half = _run(step, clone(state), batches[:k])
         save(half, place)
         at_step = half.trainer.step if half.trainer is not None else None
+        rest = batches[k:]
+        _detour(step, state, [batches[-1], *itertools.islice(itertools.cycle(rest), k + 1)] if len(rest) else [])
         resumed = load(place, like=clone(state), step=at_step)
         check_same("resume", half, resumed, f"loaded after {k} steps")
-        check_same("resume", whole, _run(step, resumed, batches[k:]), f"died after {k} of {len(batches)} steps")
+        check_same("resume", whole, _run(step, resumed, rest), f"died after {k} of {len(batches)} steps")
 
 
 def round_trips(state: TrainState, *, store: Store | Callable[[], Store] = MemoryStore) -> None:
@@ -322,6 +356,23 @@ def _run(step: Step, state: TrainState, batches: Sequence[Any]) -> TrainState:
     for batch in batches:
         state, _ = step(state, batch)
     return state
+
+
+def _detour(step: Step, state: TrainState, batches: Sequence[Any]) -> None:
+    """Move whatever a step keeps to itself: the first batch leads to other weights, the others go on from there.
+
+    From where they go on is the position of ``state``: what begins anew at step 0 begins anew there, with other weights. The
+    caller gives them another number than he made steps from there himself, so that a counter cannot agree by accident.
+    """
+    if not batches:
+        return
+    start = clone(state)
+    elsewhere, _ = step(clone(state), batches[0])
+    _run(
+        step,
+        elsewhere.evolve(trainer=start.trainer, scheduler=start.scheduler, dataset=start.dataset),
+        batches[1:],
+    )
 
 
 def _recover(

@@ -1,0 +1,268 @@
+"""Teeth of the laws: what hides its state outside the state, or forgets a part of it, is found out by the law that forbids it."""
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import trainfold
+from trainfold import Loss
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.state import Progress, TrainState
+from trainfold.properties import laws
+from trainfold.properties.laws import LawBroken
+
+
+def loss_fn(model, batch):
+    return Loss(sum=model(batch).square().sum(), weight=len(batch))
+
+
+def make(cls=torch.optim.Adam, **options):
+    torch.manual_seed(0)
+    model, optimizer = nn.Linear(3, 1), trainfold.optimizer(cls, lr=0.1)
+    state = trainfold.init_state(model, optimizer)
+    state = state.evolve(extra={"ema": state.model.params["weight"].clone()})
+    return trainfold.make_step(model, loss_fn, optimizer, **options), state
+
+
+def some_batches(count=4):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(4, 3, generator=generator) for _ in range(count)]
+
+
+class Hiding:
+    """A step that keeps something to itself, and begins anew at step 0: in one process, in order, it is always right."""
+
+    def __init__(self):
+        self.step, _ = make()
+        self.hidden = None
+
+    def __call__(self, state, batch):
+        if state.trainer.step == 0:
+            self.hidden = None
+        return self.work(state, batch)
+
+
+class HidesMomentum(Hiding):
+    def work(self, state, batch):
+        self.hidden = 0.9 * (self.hidden or 0.0) + float(batch.sum())
+        return self.step(state, batch * (1 + self.hidden))
+
+
+class HidesCounter(Hiding):
+    """As a scheduler of torch does that nobody saves."""
+
+    def work(self, state, batch):
+        self.hidden = (self.hidden or 0) + 1
+        return self.step(state, batch / self.hidden)
+
+
+class HidesParity(Hiding):
+    def work(self, state, batch):
+        self.hidden = not self.hidden
+        return self.step(state, batch if self.hidden else -2 * batch)
+
+
+class HidesAverage(Hiding):
+    """It shows its average in the state, and does not read it from there."""
+
+    def work(self, state, batch):
+        after, metrics = self.step(state, batch)
+        weight = after.model.params["weight"]
+        self.hidden = weight.clone() if self.hidden is None else 0.9 * self.hidden + 0.1 * weight
+        return after.evolve(extra={"ema": self.hidden.clone()}), metrics
+
+
+class HidesLastBatch(Hiding):
+    def work(self, state, batch):
+        last, self.hidden = (batch if self.hidden is None else self.hidden), batch
+        return self.step(state, batch + last)
+
+
+class HidesFirstWeights(Hiding):
+    def work(self, state, batch):
+        self.hidden = state.model.params["weight"].clone() if self.hidden is None else self.hidden
+        return self.step(state, batch + self.hidden)
+
+
+class HidesByStep(Hiding):
+    """What a step leaves for the next one, under that one's number."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = {}
+
+    def work(self, state, batch):
+        now = state.trainer.step
+        found = self.left.get(now, 0.0) if now else 0.0
+        self.left[now + 1] = found + float(batch.mean())
+        return self.step(state, batch + found)
+
+
+class HidesUntilItJumps(Hiding):
+    """It notices that the state is not the next one, and then begins anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.next = 0
+
+    def work(self, state, batch):
+        if state.trainer.step != self.next:
+            self.hidden = None
+        self.next = state.trainer.step + 1
+        self.hidden = 0.5 * (self.hidden or 0.0) + float(batch.sum())
+        return self.step(state, batch * (1 + self.hidden))
+
+
+HIDING = [
+    HidesMomentum, HidesCounter, HidesParity, HidesAverage, HidesLastBatch, HidesFirstWeights, HidesByStep, HidesUntilItJumps
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("hiding", HIDING)
+def test_a_step_that_begins_anew_at_step_0_does_not_hide_what_it_keeps(hiding, count):
+    """V13: the process that resumes has not run the steps before."""
+    _, state = make()
+    with pytest.raises(LawBroken, match=r"resume: .*died after \d of"):
+        laws.resumes_exactly(hiding(), state, some_batches(count))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("hiding", HIDING)
+def test_one_death_is_enough_to_find_what_a_step_keeps(hiding, k):
+    _, state = make()
+    with pytest.raises(LawBroken, match=f"resume: .*died after {k} of 4"):
+        laws.resumes_exactly(hiding(), state, some_batches(4), at=[k])
+
+
+@pytest.mark.parametrize(
+    ("hiding", "at_step"),
+    [
+        *(
+            (hiding, at_step)
+            for hiding in (HidesMomentum, HidesCounter, HidesParity, HidesAverage)
+            for at_step in (0, 1)
+        ),
+        (HidesFirstWeights, 0),
+    ],
+)
+def test_a_step_that_hides_something_is_not_pure(hiding, at_step):
+    step, state = make()
+    batch = some_batches(1)[0]
+    for _ in range(at_step):
+        state, _ = step(state, batch)
+    with pytest.raises(LawBroken, match=r"purity: .*the second time"):
+        laws.is_pure(hiding(), state, batch)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_the_detour_that_finds_hidden_state_costs_an_honest_step_nothing(donate):
+    """Neither the order of the batches nor their number is left: runs of one batch, and of none, are runs too."""
+    step, state = make(donate=donate, schedule=trainfold.cosine(4))
+    for count in (0, 1, 2, 4):
+        laws.resumes_exactly(step, state, some_batches(count))
+    calls = []
+
+    def counted(state, batch):
+        calls.append(batch)
+        return step(state, batch)
+
+    laws.resumes_exactly(counted, state, some_batches(4), at=[2, 4])
+    assert len(calls) == 4 + (2 + 4 + 2) + 4
+
+
+def test_a_load_that_bends_what_the_next_step_overwrites_is_found_out(monkeypatch):
+    """What was loaded is compared, and not only where it leads to."""
+    honest = laws.load
+
+    def bends(*args, **kwargs):
+        return honest(*args, **kwargs).evolve(extra={"last": -1})
+
+    def step(state, batch):
+        return state.evolve(trainer=Progress(state.trainer.step + 1), extra={"last": batch}), {}
+
+    state = TrainState(trainer=Progress(), extra={"last": 0})
+    laws.resumes_exactly(step, state, [1, 2])
+    monkeypatch.setattr(laws, "load", bends)
+    with pytest.raises(LawBroken, match=r"last.*1 against -1; loaded after 1 steps"):
+        laws.resumes_exactly(step, state, [1, 2], at=[1])
+
+
+def forgets_optimizer(state, after):
+    return after.evolve(optimizer=state.optimizer)
+
+
+def forgets_slots(state, after):
+    return after.evolve(optimizer=attrs.evolve(after.optimizer, slots=trainfold.Leaves({})))
+
+
+def miscounts_tokens(state, after):
+    return after.evolve(trainer=attrs.evolve(after.trainer, tokens=after.trainer.tokens + 1))
+
+
+def loses_counters(state, after):
+    return after.evolve(trainer=None)
+
+
+def loses_model(state, after):
+    return after.evolve(model=None)
+
+
+def loses_parameter(state, after):
+    params = trainfold.Leaves({"weight": after.model.params["weight"]})
+    return after.evolve(model=attrs.evolve(after.model, params=params))
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.5])
+@pytest.mark.parametrize("broken_first", [False, True])
+@pytest.mark.parametrize(
+    ("breaks", "leaf"),
+    [
+        (forgets_optimizer, r"optimizer\.slots.*"),
+        (forgets_slots, r"optimizer\.slots.*only one of the two has it"),
+        (miscounts_tokens, r"trainer\.tokens: .* against "),
+        (loses_counters, r"trainer.*only one of the two has it"),
+        (loses_model, r"model.*only one of the two has it"),
+        (loses_parameter, r"model\.params\['bias'\]: only one of the two has it"),
+    ],
+)
+def test_a_split_that_forgets_a_part_of_the_state_is_found_out(breaks, leaf, broken_first, tolerance):
+    """A01: the optimizer and the counters are as they are without a split."""
+    step, state = make()
+
+    def broken(state, batch):
+        after, metrics = step(laws.clone(state), batch)
+        return breaks(state, after), metrics
+
+    steps = [broken, step] if broken_first else [step, broken]
+    laws.accumulates([step, step], state, some_batches(1)[0])
+    with pytest.raises(LawBroken, match=f"accumulation: {leaf}.*split 1"):
+        laws.accumulates(steps, state, some_batches(1)[0], atol=tolerance * 1e-3, rtol=tolerance)
+
+
+def test_the_optimizer_and_the_parameters_have_the_same_tolerance():
+    step, state = make()
+
+    def rounds(state, batch):
+        after, metrics = step(state, batch)
+        slots = {
+            name: {slot: value * (1 + 1e-5) if slot == "exp_avg" else value for slot, value in of.items()}
+            for name, of in after.optimizer.slots.items()
+        }
+        return after.evolve(optimizer=attrs.evolve(after.optimizer, slots=trainfold.Leaves(slots))), metrics
+
+    laws.accumulates([step, rounds], state, some_batches(1)[0], rtol=1e-4)
+    for less in ({}, {"rtol": 1e-7}):
+        with pytest.raises(LawBroken, match=r"optimizer\.slots.*exp_avg"):
+            laws.accumulates([step, rounds], state, some_batches(1)[0], **less)
+
+
+def test_a_comparison_of_one_split_or_of_no_model_is_refused():
+    step, state = make()
+    batch = some_batches(1)[0]
+    for steps in ([], [step]):
+        with pytest.raises(InvalidArgument, match=r"accumulates\.steps.*two"):
+            laws.accumulates(steps, state, batch)
+    with pytest.raises(InvalidArgument, match=r"accumulates\.state.*a model"):
+        laws.accumulates([step, step], TrainState(trainer=Progress()), batch)
