@@ -4,7 +4,7 @@ import errno
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import final
+from typing import Final, final
 
 from trainfold.backends.failures import missing, no_space, save_failure, torn, wrong_size
 from trainfold.backends.faults import CrashAt, Disk, Effect, ErrorAt, Fault, SimulatedCrash, read_only
@@ -14,6 +14,8 @@ from trainfold.core.codec import digest_of
 from trainfold.core.errors import CommitConflict, RunLocked, SaveFailed
 
 __all__ = ["CrashAt", "Effect", "ErrorAt", "Fault", "MemoryStore", "SimulatedCrash", "read_only"]
+
+_ADDRESSABLE_BYTES: Final = 1 << 57  # the largest address space that there is: five levels of page tables
 
 
 @final
@@ -26,7 +28,7 @@ class MemoryStore:
 
     Args:
         fault: decides which effect fails, such as `CrashAt`, `ErrorAt`, `read_only`, or any pure function.
-        capacity_bytes: how much fits; None: no limit.
+        capacity_bytes: how much fits; None: what a process can address.
 
     Examples:
         >>> store = MemoryStore()
@@ -158,8 +160,10 @@ class MemoryStore:
     def reserve(self, size_bytes: int) -> None:
         """See `Store.reserve`."""
         self._do(Effect("reserve", ""))
-        free = None if self._capacity_bytes is None else self._capacity_bytes - self._disk.used_bytes()
-        if free is not None and size_bytes > free:
+        capacity = _ADDRESSABLE_BYTES if self._capacity_bytes is None else self._capacity_bytes
+        with self._mutex:
+            free = capacity - self._disk.used_bytes()
+        if size_bytes > free:
             raise no_space(self.url, needed_bytes=size_bytes, free_bytes=free)
 
     # --- crashes -------------------------------------------------------------------------------------------------

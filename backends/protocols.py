@@ -108,7 +108,9 @@ class Store(Protocol):
         """
 
     def reserve(self, size_bytes: int) -> None:
-        """Check, before anything is written, that so many bytes can be.
+        """Check, before anything is written, that so many bytes can be; nothing is changed by it.
+
+        A place without an end of its own, such as a bucket, has the one of all machines: it too refuses ``2**62`` bytes.
 
         Raises:
             NoSpace: with the bytes needed and free.

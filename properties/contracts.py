@@ -16,6 +16,7 @@ from trainfold.core.errors import (
     CheckpointMissing,
     CheckpointTorn,
     CommitConflict,
+    NoSpace,
     RunLocked,
     SaveFailed,
     TrainfoldError,
@@ -27,6 +28,7 @@ _HOSTILE: Final = (
     "", ".", "..", "/", "/etc/passwd", "../a", "a/..", "a/../b", "a//b", "a/b/c", ".hidden", "a/.hidden", "a\\b", "a b",
     "a\n", "a\0b", "~", "é", "C:", "a/", "x" * 300,
 )  # fmt: skip
+_NOWHERE_BYTES: Final = 1 << 62  # more than any place has; and it fits into the signed 64 bits of a store's own library
 _BIG_BYTES: Final = (2 << 20) + 4321  # beyond one block, one page and any alignment
 
 
@@ -256,11 +258,13 @@ def one_writer_has_the_lock(store: Store) -> None:
 
 
 def room_is_checked_before_writing(store: Store) -> None:
-    """A little fits; what no place holds is refused with a `SaveFailed`, and nothing is left behind."""
-    store.reserve(1)
-    with suppress(SaveFailed):  # NoSpace where the place has an end; an object store may have none
-        store.reserve(1 << 62)
-    _equal("names", expected=[], found=store.list())
+    """A little fits; what no place holds is refused, and neither takes away what is there nor leaves anything behind."""
+    for names in ([], ["step-2"]):
+        store.reserve(1)
+        _raises(NoSpace, store.reserve, _NOWHERE_BYTES)
+        _equal("names", expected=names, found=store.list())
+        store.write("step-2/a", [b"1"], size_bytes=1)
+    _equal("contents", expected=b"1", found=store.read("step-2/a"))
 
 
 def hints_are_replaced(store: Store) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
+from trainfold.core.errors import SaveFailed
 from trainfold.properties import contracts
 
 
@@ -72,6 +73,33 @@ class ListsInAnyOrder(Liar):
         return self.inner.list(prefix)[::-1]
 
 
+class ReservesNothing(Liar):
+    def reserve(self, size_bytes):
+        pass
+
+
+class ReservesByAnotherError(Liar):
+    def reserve(self, size_bytes):
+        if size_bytes > 1 << 40:
+            raise SaveFailed("here", expected="less", found=size_bytes, mend="save less")
+
+
+class ReservesInFiles(Liar):
+    """It tries whether it can write, and leaves the trial behind when the room is not enough."""
+
+    def reserve(self, size_bytes):
+        self.inner.write("step-1/probe", [b"1"], size_bytes=1)
+        self.inner.reserve(size_bytes)
+        self.inner.delete("step-1/probe")
+
+
+class ReservesByMakingRoom(Liar):
+    def reserve(self, size_bytes):
+        for name in self.inner.list():
+            self.inner.delete(f"{name}/")
+        self.inner.reserve(size_bytes)
+
+
 @pytest.mark.parametrize(
     ("liar", "rule"),
     [
@@ -79,6 +107,10 @@ class ListsInAnyOrder(Liar):
         (KeepsPartsUntilTheEnd, "one buffer can serve for all parts"),
         (ShortReads, "ranges are slices"),
         (ListsInAnyOrder, "names are listed one level at a time"),
+        (ReservesNothing, r"room is checked before writing: .*expected NoSpace, and nothing was raised"),
+        (ReservesByAnotherError, "room is checked before writing: .*expected NoSpace, found SaveFailed"),
+        (ReservesInFiles, "room is checked before writing: .*names"),
+        (ReservesByMakingRoom, "room is checked before writing: .*names"),
     ],
 )
 def test_a_store_that_lies_is_caught_by_name(liar, rule):
