@@ -1,9 +1,9 @@
 """`CheckpointManager`: saves a run when it is due, resumes it, and keeps the last few checkpoints."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
+from types import TracebackType, UnionType
 from typing import Any, final
 
 import attrs
@@ -13,14 +13,21 @@ from trainfold.backends import runs
 from trainfold.backends.inventory import check_place, examine, read_inventory
 from trainfold.backends.run_save import SaveResult
 from trainfold.core.components import validate_components
+from trainfold.core.contract import checked_contract
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, TrainfoldError
 from trainfold.core.inventory import lineage
 from trainfold.core.policy import check_policy
 from trainfold.core.retention import check_keep_last, plan_retention
 from trainfold.core.save_due import check_cadence, should_save
+from trainfold.core.scalars import shown
 from trainfold.core.state import TrainState
 
 _LOG = logging.getLogger("trainfold")
+_EXAMPLES = {
+    "policy": "{'dtype': 'adapt'}",
+    "contract": "{'tokenizer': 'v2'}",
+    "reset": "{'rng': 'another seed on purpose'}",
+}
 
 
 @final
@@ -57,7 +64,8 @@ class CheckpointManager:
         contract: what must be equal at a resume, beside what the state, or the live run, says itself.
 
     Raises:
-        InvalidArgument: for a mode, cadence or budget that cannot be.
+        InvalidArgument: for an argument that cannot be; nothing was touched.
+        UnsupportedLeaf: for a value of the contract that has no exact form.
         CheckpointForeign: if the place holds something else than a run; nothing is written there.
         RunLocked: if another process saves into this run.
 
@@ -88,10 +96,9 @@ class CheckpointManager:
         _check_mode(mode)
         self._every = check_cadence(every)
         self._keep_last = check_keep_last(keep_last)
-        self._components = None if components is None else tuple(components)
-        check_policy(policy)
-        self._policy = policy
-        self._contract = dict(contract or {})
+        self._components = _checked_names(components)
+        self._policy = check_policy(_checked_mapping("policy", policy, values=str))
+        self._contract = checked_contract(_checked_mapping("contract", contract))
         self._last_saved: int | None = None
         self._proved: set[str] = set()  # complete checkpoints do not change, so each is read once
         self._store = runs.open_store(run)
@@ -109,13 +116,17 @@ class CheckpointManager:
             reset: component -> why it starts anew on purpose.
 
         Returns:
-            What was done; it is logged as well.
+            What was done. It is logged as well: a fresh start as a warning, which Python shows by default, because a
+            path that was mistyped looks the same.
 
         Raises:
+            InvalidArgument: for an argument that cannot be.
             ResumeRefused: with every reason why a resume would not be exact.
             RestoreRefused: if the live objects cannot take the state.
         """
         self._check_open()
+        _check_run(live, Live)
+        reset = _checked_mapping("reset", reset)
         names = self._names(live)
         like = live.capture()
         extra = {name: value for name, value in like.extra.items() if name not in live.pending}  # owed to nobody yet
@@ -132,7 +143,7 @@ class CheckpointManager:
         except ResumeRefused as refused:
             if step is not None or not refused.refusal.finds_nothing:
                 raise
-            _LOG.info("%s holds no checkpoint: the run starts fresh", self._store.url)
+            _LOG.warning("%s holds no checkpoint: the run starts fresh", self._store.url)
             return Restored(self._store.url, live.progress.step, is_fresh=True)
         live.restore(state, components=names)
         self._last_saved = None if state.trainer is None else state.trainer.step
@@ -155,6 +166,7 @@ class CheckpointManager:
             SaveFailed: if the save failed; the earlier checkpoints are untouched.
         """
         self._check_open()
+        _check_run(live, Live)
         if live.is_in_window or not should_save(live.progress.step, every=self._every, last_saved=self._last_saved):
             return None
         return self.save(live)
@@ -173,6 +185,7 @@ class CheckpointManager:
             SaveFailed: if the save failed; the earlier checkpoints are untouched.
         """
         self._check_open()
+        _check_run(run, Live | TrainState)
         state = run.capture() if isinstance(run, Live) else run
         names = self._names(run) if isinstance(run, Live) else self._components
         result = runs.save(state, self._store, components=names, contract=self._contract, lock=False)
@@ -266,6 +279,45 @@ class DisabledManager:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_run(run: object, kinds: type | UnionType) -> None:
+    if not isinstance(run, kinds):
+        raise InvalidArgument(
+            "CheckpointManager",
+            expected="a live run",
+            found=shown(run),
+            mend="give it what attach(model, optimizer, ...) returned",
+        )
+
+
+def _checked_names(components: object) -> tuple[str, ...] | None:
+    if components is None:
+        return None
+    names = (components,) if isinstance(components, str) else components
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise InvalidArgument(
+            "components",
+            expected="names, or None",
+            found=shown(components),
+            mend="list them, as in ['model', 'trainer']",
+        )
+    return tuple(names)
+
+
+def _checked_mapping(name: str, given: object, *, values: type = object) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, values) for key, value in given.items()
+    ):
+        raise InvalidArgument(
+            name,
+            expected="a mapping from text" + (" to text" if values is str else ""),
+            found=shown(given),
+            mend=f"give a dict, as in {name}={_EXAMPLES[name]}, or None",
+        )
+    return dict(given)
 
 
 def _check_mode(mode: str) -> None:

@@ -2,6 +2,8 @@
 
 import logging
 import random
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -27,6 +29,7 @@ from trainfold.core.errors import (
     ResumeRefused,
     RunLocked,
     UnknownComponent,
+    UnsupportedLeaf,
 )
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.resume_plan import ResumePlan
@@ -218,12 +221,31 @@ def test_nothing_is_saved_inside_a_declared_window():
 
 
 def test_an_empty_run_starts_fresh_and_says_so(caplog, tmp_path):
-    caplog.set_level(logging.INFO, "trainfold")
     with CheckpointManager(tmp_path / "run") as manager:
         restored = manager.restore(Job(0).live)
-    assert restored.is_fresh
-    assert restored.step == 0
-    assert "starts fresh" in caplog.text
+        assert restored.is_fresh
+        assert restored.step == 0
+        assert caplog.messages == [f"{tmp_path / 'run'} holds no checkpoint: the run starts fresh"]
+        job = Job(0)
+        job.run(manager, 1)
+        manager.save(job.live)
+        caplog.clear()
+        assert not manager.restore(Job(0).live).is_fresh
+    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+def test_a_fresh_start_is_said_to_whoever_configured_no_logging(tmp_path):
+    """Once, on the standard error: a resume that finds nothing is most often a path that was mistyped."""
+    code = (
+        "import sys, torch, trainfold\n"
+        "with trainfold.CheckpointManager(sys.argv[1]) as manager:\n"
+        "    manager.restore(trainfold.attach(torch.nn.Linear(1, 1)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "typo")], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stderr == f"{tmp_path / 'typo'} holds no checkpoint: the run starts fresh\n"
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -511,6 +533,8 @@ def test_a_component_can_start_anew_on_purpose():
 def test_a_selection_of_components_is_saved_and_restored():
     """B01, B02."""
     store = MemoryStore()
+    with CheckpointManager(MemoryStore(), components="trainer") as manager:
+        assert set(manager.save(Job(0).live).fingerprints) == {"trainer"}
     chosen = ["model", "trainer", "ema"]
     with CheckpointManager(store, every=2, components=chosen) as manager:
         result = Job(0).run(manager, 2)
@@ -665,13 +689,70 @@ def test_a_state_can_be_saved_as_it_is():
         ({"every": 2.5}, "every"),
         ({"keep_last": -1}, "keep_last"),
         ({"policy": {"shape": "adapt"}}, "shape"),
+        ({"every": "10"}, "every"),
+        ({"keep_last": "3"}, "keep_last"),
+        ({"mode": None}, "mode"),
+        ({"components": 3}, "components"),
+        ({"components": ["model", 3]}, "components"),
+        ({"policy": 3}, "policy"),
+        ({"policy": ["dtype"]}, "policy"),
+        ({"policy": {3: "warn"}}, "policy"),
+        ({"policy": {"dtype": ["warn"]}}, "policy"),
+        ({"contract": 3}, "contract"),
+        ({"contract": "tokenizer"}, "contract"),
+        ({"contract": [("a", 1)]}, "contract"),
+        ({"contract": {3: 1}}, "contract"),
+        ({"contract": {"a": 1, 3: 1}}, "contract"),
     ],
 )
 def test_a_manager_that_cannot_be_is_refused_before_it_touches_the_run(tmp_path, arguments, words):
     """D10, E01: a mode that is not there is an error of the configuration, not a run without checkpoints."""
     with pytest.raises(InvalidArgument, match=words):
         CheckpointManager(tmp_path / "run", **arguments)
+    with pytest.raises(UnsupportedLeaf, match=r"contract\['a'\]"):
+        CheckpointManager(tmp_path / "run", contract={"a": object()})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"step": "3"}, "step"),
+        ({"step": -1}, "step"),
+        ({"reset": 3}, "reset"),
+        ({"reset": ["rng"]}, "reset"),
+        ({"reset": {3: "a reason"}}, "reset"),
+        ({"reset": {"rng": 3}}, "reset"),
+        ({"reset": {"rng": " "}}, "reset"),
+    ],
+)
+def test_a_restore_that_cannot_be_is_refused_and_the_live_run_is_left_as_it_is(arguments, words):
+    """V12."""
+    store, job = MemoryStore(), Job(0)
+    with CheckpointManager(store, every=1) as manager:
+        job.run(manager, 1)
+        other = Job(1)
+        before = fingerprint(other.live.capture())
+        with pytest.raises(InvalidArgument, match=words):
+            manager.restore(other.live, **arguments)
+        assert fingerprint(other.live.capture()) == before
+
+
+@pytest.mark.parametrize("call", ["restore", "step", "save"])
+def test_a_manager_takes_a_live_run_and_not_its_model(call):
+    with CheckpointManager(MemoryStore()) as manager, pytest.raises(InvalidArgument, match="attach"):
+        getattr(manager, call)(nn.Linear(1, 1))
+
+
+def test_a_contract_is_taken_as_it_was_given():
+    """What the caller does with his dictionary later changes no promise."""
+    store, contract = MemoryStore(), {"tokenizer": ["a"]}
+    state = TrainState(trainer=Progress(1))
+    with CheckpointManager(store, contract=contract) as manager:
+        contract["tokenizer"].append("b")
+        contract["late"] = object()
+        manager.save(state)
+    assert isinstance(plan(store, like=state, contract={"tokenizer": ["a"]}), ResumePlan)
 
 
 def test_a_disabled_manager_does_nothing_safely():
