@@ -1,6 +1,8 @@
 """`Boundary`: what shows, from outside a loop, that an accumulation window is open (A06)."""
 
 import weakref
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -11,42 +13,50 @@ _PROBE_NUMEL = 1 << 16
 
 @final
 class Boundary:
-    """Watches an optimizer's steps and a few gradients between two calls of ``advance``.
+    """Watches optimizers' steps and a few gradients between two calls of ``advance``.
 
     What it sees: steps taken and not counted, gradients that a backward has written to since, a window declared open.
     What it cannot see: a partial backward whose gradients reach none of the probed parameters, or that are all zero;
     and a loop that counts a step before it takes it.
 
     Args:
-        model: whose smallest trainable parameters are probed.
-        optimizer: whose steps are counted, or None.
+        objects: the components of a run by name. Of each module the smallest trainable parameters are probed, of each
+            optimizer the steps are counted: any number of either, since not all step in every window.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        small = [p for p in model.parameters() if p.requires_grad and p.numel() <= _PROBE_NUMEL]
-        self._probes = sorted(small, key=lambda parameter: parameter.numel())[:_PROBES]
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._probes: list[torch.nn.Parameter] = []
         self._marks: list[tuple[torch.Tensor | None, int]] = []
-        self._steps = 0
+        self._steps: Counter[str] = Counter()
         self.open_samples = 0
-        if optimizer is not None:
+        for name, target in objects.items():
+            self.watch(name, target)
+
+    def watch(self, name: str, target: Any) -> None:
+        """Watch one more object; one that is neither a module nor an optimizer has nothing to see."""
+        if isinstance(target, torch.nn.Module):
+            small = [p for p in target.parameters() if p.requires_grad and p.numel() <= _PROBE_NUMEL]
+            probes = sorted(small, key=lambda parameter: parameter.numel())[:_PROBES]
+            self._probes += probes
+            self._marks += _marks(probes)
+        if isinstance(target, torch.optim.Optimizer):
             count = weakref.WeakMethod(self._count)  # an optimizer that outlives the run does not keep it alive
 
             def hook(*_: Any) -> None:
                 counting = count()
                 if counting is not None:
-                    counting()
+                    counting(name)
 
-            optimizer.register_step_post_hook(hook)
-        self.close()
+            target.register_step_post_hook(hook)
 
     def close(self) -> None:
         """Declare that this is a boundary."""
-        self._steps = self.open_samples = 0
-        self._marks = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self._probes]  # noqa: SLF001 (torch
-        # has no public name for how often a tensor was written to)
+        self.open_samples = 0
+        self._steps.clear()
+        self._marks = _marks(self._probes)
 
-    def _count(self) -> None:
-        self._steps += 1
+    def _count(self, name: str) -> None:
+        self._steps[name] += 1
 
     def open(self, samples: int) -> None:
         """Declare that this is inside a window."""
@@ -57,7 +67,8 @@ class Boundary:
         if self.open_samples:
             return f"a window open since {self.open_samples} samples: advance(steps=0) was the last call"
         if self._steps:
-            return f"optimizer steps since the last advance(): {self._steps}"
+            taken = ", ".join(f"{steps} of {name}" for name, steps in self._steps.items())
+            return f"optimizer steps since the last advance(): {taken}"
         if self._gradients_changed():
             return "gradients that changed since the last advance()"
         return None
@@ -69,3 +80,8 @@ class Boundary:
             and bool(parameter.grad.any())
             for parameter, (gradient, version) in zip(self._probes, self._marks, strict=True)
         )
+
+
+def _marks(probes: list[torch.nn.Parameter]) -> list[tuple[torch.Tensor | None, int]]:
+    return [(p.grad, 0 if p.grad is None else p.grad._version) for p in probes]  # noqa: SLF001 (torch has no public
+    # name for how often a tensor was written to)

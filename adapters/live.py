@@ -16,16 +16,15 @@ from trainfold.adapters.part import ObjectPart, Part, Stateful, TreePart, copied
 from trainfold.adapters.restoring import CountersPart, extra_state_parts, refusals, write_all
 from trainfold.adapters.rng import RngPart, bound_device
 from trainfold.adapters.scheduler import SchedulerPart, check_schedulers
+from trainfold.adapters.script import check_scheduled, frozen, hyperparameters
+from trainfold.core import tree
 from trainfold.core.components import components_of, state_of, validate_components
-from trainfold.core.contract import contract_of
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused
 from trainfold.core.init import check_real
 from trainfold.core.names import named_tensors
 from trainfold.core.state import Progress, TrainState
 
 _LOG = logging.getLogger("trainfold")
-# What a torch scheduler leaves in a group that it works on -> the hyperparameters that it then changes at each step.
-_SCHEDULED = {"initial_lr": {"lr"}, "max_momentum": {"momentum", "betas"}}
 
 
 def attach(
@@ -51,7 +50,7 @@ def attach(
         The live run.
 
     Raises:
-        InvalidArgument: for an object whose state cannot be known.
+        InvalidArgument: for an object whose state cannot be known, or an optimizer whose scheduler is forgotten.
         InvalidState: if the optimizer holds a tensor that the model does not have, or the model has no values yet.
         UnsupportedLeaf: for a hyperparameter that is not plain, and so could not be compared at a resume.
 
@@ -100,11 +99,18 @@ class Live:
         self._taken = 0  # batches handed out since the last optimizer step
         self._implied = extra_state_parts(model)
         components_of(TrainState(extra=self._extra))  # checks the names
-        for part in self._parts().values():
-            if isinstance(part, OptimizerPart):
-                part.capture()  # checks that the model has its tensors
-        self._script = self._hyperparameters()
-        self._boundary = Boundary(model, optimizer)
+        for name in self._implied.keys() & self._extra.keys():
+            raise InvalidArgument(
+                f"extra[{name!r}]",
+                expected="another name",
+                found="that of the states which modules of this model declare with get_extra_state",
+                mend="choose another name",
+            )
+        optimizers = {name: part for name, part in self._parts().items() if isinstance(part, OptimizerPart)}
+        self._script = hyperparameters(optimizers)
+        self._optimizers = {name: part.optimizer for name, part in optimizers.items()}
+        self._check_scheduled("attach.scheduler")
+        self._boundary = Boundary({"model": model, "optimizer": optimizer, **self._extra})
 
     # --- counting ----------------------------------------------------------------------------------------------------
 
@@ -138,7 +144,7 @@ class Live:
             The counters.
 
         Raises:
-            InvalidArgument: for a negative number.
+            InvalidArgument: for a negative number, or an optimizer whose scheduler was made meanwhile and is forgotten.
             DataPositionMismatch: if the samples are not those of whole batches from `batches` (G02), or a loader is
                 attached and none of its batches came from there since the last step.
 
@@ -152,6 +158,7 @@ class Live:
                 raise InvalidArgument(
                     f"advance.{name}", expected="an int >= 0", found=repr(value), mend="only count up"
                 )
+        self._check_scheduled("live.advance")
         taken = self._taken + (0 if self._feed is None else self._feed.undelivered())
         if self._feed is not None and steps and samples != 0 and not taken:
             raise mismatch(
@@ -184,8 +191,10 @@ class Live:
         dropped = 0 if self._feed is None else self._feed.drop()
         self._taken = 0
         self._progress = attrs.evolve(self._progress, samples=self._progress.samples + dropped)
-        for parameter in self._model.parameters():
-            parameter.grad = None
+        for module in (self._model, *self._extra.values()):
+            if isinstance(module, torch.nn.Module):
+                for parameter in module.parameters():
+                    parameter.grad = None
         self._boundary.close()
         return self.progress
 
@@ -235,7 +244,7 @@ class Live:
         """Make the live objects what a state says: all of it, or nothing if any part does not fit (V12).
 
         Everything is checked first. Parameters are overwritten in place, so ties and references survive; gradients are
-        cleared; ``scheduler.step()`` is not called; random streams come last (G11). The state is copied from.
+        cleared, to zeros where an optimizer had one when it was captured; ``scheduler.step()`` is not called; random streams come last (G11). The state is copied from.
 
         Args:
             state: from a checkpoint, or captured.
@@ -283,9 +292,12 @@ class Live:
             reasons = part.problems(self._pending[name])
             if reasons:
                 raise RestoreRefused(f"live.register({name!r})", tuple(reasons))
-            part.write(self._pending[name])
+            write_all({name: part}, self._pending)
             del self._pending[name]
         self._extra[name] = target
+        self._boundary.watch(name, target)
+        if isinstance(target, torch.optim.Optimizer):
+            self._optimizers[name] = target
 
     def check_boundary(self) -> None:
         """Raise unless the run is between two optimizer steps, as far as that shows (A06).
@@ -312,30 +324,23 @@ class Live:
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume for it to be exact, as plain values, beside what the state itself says.
 
-        Hyperparameters are those that the script gave: as they were when it attached the optimizer. So a changed learning
-        rate is a difference, and one that the loop sets by hand as it goes is none. Where a torch scheduler works on a
+        Hyperparameters are those that the script gave: as they were when it attached the optimizers. So a changed learning
+        rate is a difference, and one that the loop sets by hand as it goes is none. Where an attached scheduler works on a
         group, its base (``initial_lr``, ``max_lr``) is compared; what the scheduler makes of it says ``"live"``, is not
-        compared, and goes on with the value that was saved.
+        compared, and goes on with the value that was saved. Frozen parameters of the model are those of now.
         """
         found: dict[str, Any] = {} if self._feed is None else self._feed.contract()
         if self._scheduler is not None:
             found["scheduler.kind"] = self._scheduler.kinds()
-        found.update(self._script)
-        names = self._names()
-        for group in self._optimizer.param_groups if self._optimizer is not None else ():
-            label = min((names[id(parameter)] for parameter in group["params"]), default="")
-            moving = {key for sign, keys in _SCHEDULED.items() if sign in group for key in keys & set(group)}
-            found.update({f"optimizer.groups[{label!r}].{key}": "live" for key in moving})
-        return found
+        if self._optimizer is not None:
+            found["attached.optimizer.frozen"] = frozen(self._model)
+        return {**found, **self._script}
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _hyperparameters(self) -> dict[str, Any]:
-        """Contract key -> plain value, for each hyperparameter of each group, as they are now."""
-        if self._optimizer is None:
-            return {}
-        now = OptimizerPart(self._optimizer, self._names()).capture()
-        return {key: value for key, value in contract_of(TrainState(optimizer=now)).items() if ".groups[" in key}
+    def _check_scheduled(self, where: str) -> None:
+        schedulers = [] if self._scheduler is None else tree.leaves(self._scheduler.schedulers)
+        check_scheduled(self._optimizers, schedulers, self._extra, where=where)
 
     def _names(self) -> dict[int, str]:
         """``id(parameter)`` -> name, for the model and the modules among the extras."""

@@ -58,7 +58,10 @@ class ModulePart:
         return [SpecMismatch(self.path, differences)] if differences else []
 
     def write(self, saved: Any) -> Undo:
-        """Copy the values into the live tensors, and clear the gradients: a checkpoint is at a boundary."""
+        """Copy the values into the live tensors, and clear the gradients: a checkpoint is at a boundary.
+
+        The optimizer's part puts zeros where its state says that there was a gradient.
+        """
         own = self.capture()
         saved = _as_named_by(saved, own)
         with torch.no_grad():

@@ -23,7 +23,7 @@ _LIKE_PARAMETER = frozenset(
 def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerState:
     """An optimizer's state as a value, keyed by name; its tensors are the optimizer's own, not copies.
 
-    A parameter that never had a gradient has no slots, as in torch (B10).
+    A parameter that never had a gradient has no slots, as in torch (B10). Of gradients only their presence is in it.
 
     Args:
         optimizer: any torch optimizer.
@@ -50,7 +50,17 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
         if held:  # an empty entry is left by a look at the state of a parameter that has none
             slots[_name(parameter, names, "optimizer.state")] = copied_containers(held)
     order = [name for group in groups for name in group.params if name in slots]
-    return OptimizerState(kind=kind_of(optimizer), slots=Leaves((name, slots[name]) for name in order), groups=groups)
+    return OptimizerState(
+        kind=kind_of(optimizer),
+        slots=Leaves((name, slots[name]) for name in order),
+        groups=groups,
+        with_grad=tuple(
+            name
+            for mine, theirs in zip(groups, optimizer.param_groups, strict=True)
+            for name, parameter in zip(mine.params, theirs["params"], strict=True)
+            if parameter.grad is not None and parameter.grad.layout is torch.strided  # no zeros are like a sparse one
+        ),
+    )
 
 
 def _name(parameter: Any, names: Mapping[int, str], where: str) -> str:
@@ -194,6 +204,15 @@ class OptimizerPart:
                 else:
                     group[key] = value
         return nothing
+
+    def write_gradients(self, saved: OptimizerState) -> None:
+        """Leave zeros where there was a gradient and None where there was none: the optimizer steps on the former.
+
+        After ``zero_grad(set_to_none=False)`` weight decay and momentum go on to move a parameter that is not used.
+        """
+        with_grad = frozenset(saved.with_grad)
+        for name, parameter in self._params().items():
+            parameter.grad = torch.zeros_like(parameter) if name in with_grad else None
 
     def _params(self) -> dict[str, torch.Tensor]:
         """The parameters in the optimizer's order, by name."""

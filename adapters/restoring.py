@@ -6,6 +6,7 @@ from typing import Any, final
 import attrs
 import torch
 
+from trainfold.adapters.optimizer import OptimizerPart
 from trainfold.adapters.part import Part, TreePart, Undo, nothing
 from trainfold.core.errors import InvalidArgument, InvalidState, RestoreRefused, TrainfoldError
 from trainfold.core.names import canonical_name
@@ -57,6 +58,8 @@ def refusals(
 def write_all(parts: Mapping[str, Part], saved: Mapping[str, Any]) -> None:
     """Write every part that is in ``saved``; if one raises, take back those before it.
 
+    Gradients come last, since every module clears its own.
+
     Raises:
         RestoreRefused: with what the part raised.
     """
@@ -76,6 +79,9 @@ def write_all(parts: Mapping[str, Part], saved: Mapping[str, Any]) -> None:
                 mend="build the object as it was when the state was saved; nothing was changed",
             )
             raise RestoreRefused("live", (reason,)) from error
+    for name, part in parts.items():
+        if name in saved and isinstance(part, OptimizerPart):
+            part.write_gradients(saved[name])
 
 
 @final

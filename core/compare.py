@@ -143,10 +143,11 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
             continue
         have, want = saved.get(key, _ABSENT), wanted.get(key, _ABSENT)
         if have is _ABSENT or want is _ABSENT:
-            owner = key.split(".")[0] + "."
-            if owner in _DERIVED and _has(saved, owner) and _has(wanted, owner):
+            owner = _owner_of(key)
+            is_derived = owner in _DERIVED or owner.startswith(_ATTACHED)
+            if is_derived and _has(saved, owner) and _has(wanted, owner):
                 findings.drift(contract_kind(key), key, saved=have, wanted=want)
-            elif owner not in _DERIVED:
+            elif not is_derived:
                 findings.drift("unproven" if have is _ABSENT else "uncompared", key, saved=have, wanted=want)
         elif not _same(have, want):
             findings.drift(contract_kind(key), key, saved=have, wanted=want)
@@ -168,8 +169,13 @@ def _proved_by_components(manifest: Manifest) -> dict[str, Json]:
     return contract_of(TrainState(**held))
 
 
+def _owner_of(key: str) -> str:
+    """``"optimizer."``; or ``"attached.ema."``, for what a live run says of one of its objects."""
+    return ".".join(key.split(".")[: 2 if key.startswith(_ATTACHED) else 1]) + "."
+
+
 def _component_of(key: str) -> str:
-    owner = key.partition(".")[0]
+    owner = _owner_of(key).removeprefix(_ATTACHED)[:-1]
     return _DESCRIBES.get(owner, owner)
 
 
@@ -181,6 +187,7 @@ class _Absent:
 _ABSENT: Any = _Absent()
 _DESCRIBES = {"step": "trainer", "loader": "dataset", "batch_size": "dataset", "dataset_size": "dataset"}
 _DERIVED = frozenset({"optimizer.", "scheduler.", "dataset.", "step."})  # owners whose keys come from the state itself
+_ATTACHED = "attached."  # and those from the objects of a live run, of which older checkpoints say nothing
 
 
 def _has(contract: Mapping[str, Json], owner: str) -> bool:

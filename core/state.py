@@ -77,12 +77,15 @@ class OptimizerState:
             no entry, as in torch.
         groups: the param groups, with their hyperparameters.
         masters: FQN -> fp32 master copy of a low-precision parameter (B08), or None where there are none.
+        with_grad: the FQNs whose gradient was there, whatever it was, when a live optimizer was captured: at a boundary
+            it is as good as zeros, which an optimizer steps on, where it passes over a parameter that has none.
     """
 
     kind: str
     slots: Leaves[Mapping[str, Any]]
     groups: tuple[ParamGroup, ...]
     masters: Leaves[torch.Tensor] | None = None
+    with_grad: tuple[str, ...] = attrs.field(default=(), metadata=_STATIC)
 
 
 @final

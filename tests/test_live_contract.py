@@ -1,0 +1,435 @@
+"""What a live run must find again at a resume, beside its values: gradients that are there, who is frozen, who drives what."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from trainfold.adapters.live import attach
+from trainfold.adapters.manager import CheckpointManager
+from trainfold.backends import runs
+from trainfold.backends.memory import MemoryStore
+from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused, ResumeRefused
+from trainfold.core.fingerprint import fingerprint
+
+
+class Heads(nn.Module):
+    """A trunk and two heads, of which a step trains one."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(3, 4)
+        self.heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+
+    def forward(self, x, head):
+        return self.heads[head](self.trunk(x))
+
+
+OPTIMIZERS = {
+    "decay without slots": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.1),
+}
+
+
+def train_heads(store, *, optimizer, zero, die_after=None):
+    """Twelve steps, three for each head in turn; what is restored goes into new objects."""
+    torch.manual_seed(0)
+    model = Heads()
+    optimizer = optimizer(model.parameters())
+    live = attach(model, optimizer)
+    with CheckpointManager(store, every=1) as manager:
+        manager.restore(live)
+        while live.progress.step < 12:
+            if zero.startswith("before"):
+                optimizer.zero_grad(set_to_none=zero.endswith("none"))
+            model(torch.randn(2, 3), live.progress.step // 3 % 2).square().mean().backward()
+            optimizer.step()
+            if zero.startswith("after"):
+                optimizer.zero_grad(set_to_none=zero.endswith("none"))
+            live.advance(samples=2)
+            manager.step(live)
+            if live.progress.step == die_after:
+                return None
+    return fingerprint(live.capture())
+
+
+@pytest.mark.parametrize("zero", ["before, to zero", "after, to zero", "before, to none", "after, to none"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_head_that_rests_is_moved_after_a_resume_as_it_would_have_been(optimizer, zero):
+    """C01: a gradient of zeros is a step of weight decay and momentum, and no gradient is no step."""
+    whole = train_heads(MemoryStore(), optimizer=optimizer, zero=zero)
+    for die_after in (2, 4, 7):
+        store = MemoryStore()
+        train_heads(store, optimizer=optimizer, zero=zero, die_after=die_after)
+        assert train_heads(store, optimizer=optimizer, zero=zero) == whole
+
+
+def test_a_restore_leaves_zeros_where_a_gradient_was_and_none_where_there_was_none():
+    """Of every module and optimizer; values of gradients are not saved."""
+    live, model, other = two_optimizers()
+    model.weight.grad, other.bias.grad = torch.ones(1, 2), torch.ones(1)
+    live.advance(samples=1)
+    state = live.capture()
+    again, model, other = two_optimizers()
+    for parameter in [*model.parameters(), *other.parameters()]:
+        parameter.grad = torch.ones_like(parameter)
+    again.advance(samples=1)
+    again.restore(state)
+    assert torch.equal(model.weight.grad, torch.zeros(1, 2))
+    assert torch.equal(other.bias.grad, torch.zeros(1))
+    assert model.bias.grad is other.weight.grad is None
+    again.capture()  # it is a boundary
+
+
+def test_a_restore_clears_gradients_that_no_optimizer_has():
+    """A model restored in the middle of a run, for evaluation or after a spike, begins its next window empty."""
+    model = nn.Linear(2, 1)
+    live = attach(model)
+    state = live.capture()
+    model.weight.grad = torch.ones(1, 2)
+    live.advance(samples=1)
+    live.restore(state)
+    assert model.weight.grad is None
+
+
+def test_gradients_do_not_show_in_a_fingerprint():
+    """They are no leaves: a run that clears to zero and one that clears to None have the same bits."""
+    live, model, _ = two_optimizers()
+    before = fingerprint(live.capture())
+    model.weight.grad = torch.zeros(1, 2)
+    assert fingerprint(live.capture()) == before
+
+
+def test_a_sparse_gradient_does_not_come_back_dense():
+    model = nn.Embedding(4, 2, sparse=True)
+    live = attach(model, torch.optim.SparseAdam(model.parameters()))
+    model(torch.tensor([1])).sum().backward()
+    live.advance(samples=1)
+    live.restore(live.capture())
+    assert model.weight.grad is None
+
+
+def test_a_gan_that_steps_its_second_optimizer_now_and_then_resumes_exactly():
+    """Both within one advance, the second every third time only."""
+
+    def train(store, die_after=None):
+        torch.manual_seed(0)
+        generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+        main = torch.optim.Adam(generator.parameters(), lr=0.1)
+        second = torch.optim.Adam(critic.parameters(), lr=0.1)
+        schedulers = [torch.optim.lr_scheduler.StepLR(each, 2) for each in (main, second)]
+        live = attach(generator, main, scheduler=schedulers, extra={"critic": critic, "second": second})
+        with CheckpointManager(store, every=1) as manager:
+            manager.restore(live)
+            while live.progress.step < 10:
+                if live.progress.step % 3 == 0:
+                    second.zero_grad()
+                    critic(generator(torch.randn(4, 2)).detach()).mean().backward()
+                    second.step()
+                main.zero_grad()
+                (-critic(generator(torch.randn(4, 2))).mean()).backward()
+                main.step()
+                for scheduler in schedulers:
+                    scheduler.step()
+                live.advance(samples=4)
+                manager.step(live)
+                if live.progress.step == die_after:
+                    return None
+        return fingerprint(live.capture())
+
+    whole = train(MemoryStore())
+    for die_after in (4, 6, 8):
+        store = MemoryStore()
+        train(store, die_after)
+        assert train(store) == whole
+
+
+# --- boundaries ------------------------------------------------------------------------------------------------------
+
+
+def two_optimizers(*, lr=0.1, weight_decay=0.0, schedule=None):
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    main = torch.optim.SGD(model.parameters(), lr=0.1)
+    second = torch.optim.AdamW(other.parameters(), lr=lr, weight_decay=weight_decay)
+    scheduler = None if schedule is None else schedule(second)
+    return attach(model, main, scheduler=scheduler, extra={"other": other, "second": second}), model, other
+
+
+def test_a_step_that_was_not_counted_is_an_open_window():
+    """A06: with no gradient left to see."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer)
+    optimizer.step()
+    with pytest.raises(IncompleteWindow, match=r"optimizer steps since the last advance\(\): 1 of optimizer"):
+        live.capture()
+    live.advance(samples=1)
+    live.capture()
+
+
+def test_the_optimizers_and_modules_among_the_extras_are_watched_too():
+    """A06: a critic in the middle of its window, and one that has stepped where the generator has not."""
+    live, _, other = two_optimizers()
+    other(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(IncompleteWindow, match="gradients"):
+        live.capture()
+    live._extra["second"].step()
+    with pytest.raises(IncompleteWindow, match="1 of second"):
+        live.capture()
+    live.advance(samples=1)
+    live.capture()
+
+
+def test_what_is_registered_later_is_watched_from_then_on():
+    live = attach(nn.Linear(2, 1))
+    other = nn.Linear(2, 1)
+    second = torch.optim.SGD(other.parameters(), lr=0.1)
+    live.register("other", other)
+    live.register("second", second)
+    live.capture()
+    other(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(IncompleteWindow, match="gradients"):
+        live.capture()
+    second.step()
+    with pytest.raises(IncompleteWindow, match="1 of second"):
+        live.capture()
+    live.drop_window()
+    assert other.weight.grad is None
+    live.capture()
+
+
+# --- schedulers ------------------------------------------------------------------------------------------------------
+
+
+def scheduled(**changes):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **changes)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+
+def test_a_forgotten_scheduler_is_refused_when_the_run_is_attached():
+    """B12: a resume would go on with the saved rate and a scheduler at its beginning."""
+    model, optimizer, _ = scheduled()
+    with pytest.raises(InvalidArgument, match=r"attach\.scheduler.*optimizer.*scheduler="):
+        attach(model, optimizer)
+
+
+def test_a_scheduler_may_be_among_the_extras():
+    model, optimizer, scheduler = scheduled()
+    live = attach(model, optimizer, extra={"schedule": scheduler})
+    assert live.contract()["optimizer.groups['bias'].lr"] == "live"
+    pair = (scheduler.state_dict, scheduler.load_state_dict)
+    assert attach(model, optimizer, extra={"schedule": pair}).contract() == live.contract()
+
+
+def test_the_scheduler_of_another_optimizer_does_not_stand_for_it():
+    model, optimizer, _ = scheduled()
+    other, second, theirs = scheduled()
+    with pytest.raises(InvalidArgument, match=r"attach\.scheduler.*of optimizer"):
+        attach(model, optimizer, scheduler=theirs, extra={"other": other, "second": second})
+    with pytest.raises(InvalidArgument, match=r"attach\.scheduler.*of second"):
+        attach(model, torch.optim.SGD(model.parameters(), lr=0.1), extra={"other": other, "second": second})
+
+
+class Homemade:
+    """A scheduler that knows its optimizer under a name of its own."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        del state
+
+
+def test_a_scheduler_whose_optimizer_is_not_known_is_taken_at_its_word():
+    model, optimizer, _ = scheduled()
+    assert attach(model, optimizer, scheduler=Homemade()).contract()["optimizer.groups['bias'].lr"] == "live"
+    with pytest.raises(InvalidArgument, match="scheduler="):
+        attach(model, optimizer, extra={"scaler": torch.amp.GradScaler("cpu")})  # has step() and a state, and is none
+
+
+def test_a_group_that_no_scheduler_works_on_any_more_is_compared():
+    """What a finished scheduler left there can be deleted, and then the rate is the script's."""
+
+    def finished(lr):
+        model, optimizer, _ = scheduled()
+        for group in optimizer.param_groups:
+            del group["initial_lr"]
+            group["lr"] = lr
+        live = attach(model, optimizer)
+        live.advance(samples=1)
+        return live
+
+    store = MemoryStore()
+    with CheckpointManager(store) as manager:
+        manager.save(finished(0.1))
+        with pytest.raises(ResumeRefused, match=r"optimizer\.groups\['bias'\]\.lr: saved 0.1, wanted 0.2"):
+            manager.restore(finished(0.2))
+
+
+def test_a_scheduler_made_after_the_run_was_attached_leaves_the_rate_compared():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer)
+    before = live.contract()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    live.capture()  # there is time to register it until the first step
+    with pytest.raises(InvalidArgument, match=r"live\.advance.*extra="):
+        live.advance(samples=1)
+    live.register("schedule", scheduler)
+    assert live.advance(samples=1).step == 1
+    assert live.contract() == before
+    assert before["optimizer.groups['bias'].lr"] == 0.1
+
+
+# --- hyperparameters of other optimizers -----------------------------------------------------------------------------
+
+
+def test_hyperparameters_of_every_optimizer_are_compared():
+    """V08: a learning rate, a weight decay, and the base of a scheduler."""
+
+    def halving(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    for schedule, changes, reason in [
+        (None, {"lr": 0.5}, r"attached\.second\.groups\['other\.bias'\]\.lr: saved 0.1, wanted 0.5"),
+        (None, {"weight_decay": 0.3}, "weight_decay: saved 0.0, wanted 0.3"),
+        (halving, {"lr": 0.5}, "initial_lr: saved 0.1, wanted 0.5"),
+    ]:
+        with CheckpointManager(MemoryStore()) as manager:
+            live, _, other = two_optimizers(schedule=schedule)
+            other(torch.ones(1, 2)).sum().backward()
+            live._extra["second"].step()
+            if schedule is not None:
+                live._scheduler.schedulers.step()
+            live.advance(samples=1)
+            manager.save(live)
+            assert not manager.restore(two_optimizers(schedule=schedule)[0]).is_fresh
+            changed = two_optimizers(schedule=schedule, **changes)[0]
+            with pytest.raises(ResumeRefused, match=reason):
+                manager.restore(changed)
+            assert not manager.restore(changed, reset={"second": "another rate on purpose"}).is_fresh
+
+
+# --- frozen parameters -----------------------------------------------------------------------------------------------
+
+
+def partly_frozen(frozen):
+    model = Heads()
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(requires_grad=False)
+    return attach(model, torch.optim.SGD(list(model.parameters()), lr=0.1)), model
+
+
+def test_another_set_of_frozen_parameters_is_refused_by_name():
+    """V08: an unfreezing in the middle of the run, in a script that would do it at a step that has passed."""
+    with CheckpointManager(MemoryStore()) as manager:
+        live, model = partly_frozen(["trunk"])
+        model.requires_grad_(requires_grad=True)
+        live.advance(samples=1)
+        manager.save(live)
+        again, model = partly_frozen(["trunk"])
+        with pytest.raises(ResumeRefused, match=r"frozen: saved \[\], wanted \['trunk\.bias', 'trunk\.weight'\]"):
+            manager.restore(again)
+        model.requires_grad_(requires_grad=True)
+        assert not manager.restore(again).is_fresh
+
+
+def test_what_was_frozen_before_and_is_frozen_now_resumes():
+    with CheckpointManager(MemoryStore()) as manager:
+        live, _ = partly_frozen(["trunk"])
+        live.advance(samples=1)
+        manager.save(live)
+        assert not manager.restore(partly_frozen(["trunk"])[0]).is_fresh
+
+
+def test_a_policy_may_let_another_set_of_frozen_parameters_pass():
+    store = MemoryStore()
+    with CheckpointManager(store) as manager:
+        live, _ = partly_frozen([])
+        live.advance(samples=1)
+        manager.save(live)
+    with (
+        CheckpointManager(store, policy={"contract:attached.optimizer.frozen": "warn"}) as manager,
+        pytest.warns(runs.ResumeDrift, match="frozen"),
+    ):
+        assert not manager.restore(partly_frozen(["heads.0"])[0]).is_fresh
+
+
+def test_weights_without_their_optimizer_may_be_frozen_otherwise():
+    """As for a finetuning, and for an evaluation that attaches no optimizer."""
+    store = MemoryStore()
+    with CheckpointManager(store) as manager:
+        live, _ = partly_frozen([])
+        live.advance(samples=1)
+        manager.save(live)
+    with CheckpointManager(store, components=["model"]) as manager:
+        assert not manager.restore(partly_frozen(["trunk"])[0]).is_fresh
+    with CheckpointManager(store) as manager:
+        model = Heads().requires_grad_(requires_grad=False)
+        assert not manager.restore(attach(model)).is_fresh
+
+
+def test_many_frozen_parameters_are_told_apart_by_a_digest():
+    def many(number):
+        model = nn.ParameterList([nn.Parameter(torch.zeros(1), requires_grad=i < 1) for i in range(number)])
+        return attach(model, torch.optim.SGD(model.parameters(), lr=0.1)).contract()["attached.optimizer.frozen"]
+
+    assert len(many(500)) < 70
+    assert many(500) == many(500)
+    assert many(500) != many(501)
+
+
+# --- checkpoints that say nothing of all this ------------------------------------------------------------------------
+
+
+def test_an_older_checkpoint_that_says_nothing_of_this_still_resumes():
+    """R10: frozen parameters, another optimizer, gradients: what was not saved is not compared, and left as it was."""
+    store = MemoryStore()
+    live, model, _ = two_optimizers()
+    model.weight.requires_grad_(requires_grad=False)
+    model.bias.grad = torch.ones(1)
+    live.advance(samples=1)
+    state = live.capture()
+    older = {key: value for key, value in state.contract.items() if not key.startswith("attached.")}
+    optimizer = copy.copy(state.optimizer)
+    runs.save(state.evolve(contract=older, optimizer=type(optimizer)(**_before(optimizer))), store)
+    again, model, _ = two_optimizers(lr=0.7)
+    model.weight.requires_grad_(requires_grad=False)
+    with CheckpointManager(store) as manager:
+        assert not manager.restore(again).is_fresh
+    assert model.bias.grad is None
+
+
+def _before(optimizer):
+    return {name: getattr(optimizer, name) for name in ("kind", "slots", "groups", "masters")}
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self):
+        return {"a": 1}
+
+    def set_extra_state(self, state):
+        del state
+
+
+def test_an_extra_cannot_have_the_name_of_the_extra_state_of_modules():
+    """B18: it would be replaced, and nobody would hear of it."""
+    with pytest.raises(InvalidArgument, match=r"extra\['module_extra_state'\].*another name"):
+        attach(WithExtraState(1, 1), extra={"module_extra_state": nn.Linear(1, 1)})
+    attach(nn.Linear(1, 1), extra={"module_extra_state": nn.Linear(1, 1)})
+
+
+def test_a_component_that_is_registered_and_does_not_fit_is_not_registered():
+    live, _, _ = two_optimizers()
+    live.advance(samples=1)
+    again = attach(nn.Linear(2, 1), None)
+    again.restore(live.capture(), components=["model", "other", "trainer", "rng"])
+    with pytest.raises(RestoreRefused):
+        again.register("other", nn.Linear(3, 1))
+    assert again.pending == ("other",)
