@@ -13,9 +13,9 @@ from trainfold.adapters.cli import main
 from trainfold.adapters.cli.demo import plot
 from trainfold.adapters.cli.demo.command import KILLED, PICTURE, REPORT, run_demo
 from trainfold.adapters.cli.demo.corpus import help_text, make_corpus
-from trainfold.adapters.cli.demo.events import EventLog, losses_of, read_events
-from trainfold.adapters.cli.demo.kill import DemoFailed, plan_kills
-from trainfold.adapters.cli.demo.report import KillsMissing, NotIdentical
+from trainfold.adapters.cli.demo.events import Event, EventLog, Losses, losses_of, read_events
+from trainfold.adapters.cli.demo.kill import Attempt, DemoFailed, Kill, arms, plan_kills
+from trainfold.adapters.cli.demo.report import KillsMissing, NotIdentical, RunRecord, compare
 from trainfold.adapters.cli.demo.settings import make_settings
 from trainfold.core.errors import CheckpointForeign, InvalidArgument, NotWritable, RunLocked
 
@@ -73,7 +73,7 @@ def test_a_run_is_killed_three_times_and_once_in_a_save_and_the_record_says_so(t
     assert answer.data["identical"]
     assert len(kills) >= 3
     assert in_save
-    assert attempts[0]["resumed_from"] is None
+    assert [attempt["resumed_from"] is None for attempt in attempts] == [True] + [False] * (len(attempts) - 1)
     for before, after in itertools.pairwise(attempts):
         torn = before["kill"]["during"] == "save" and not before["kill"]["committed"]
         assert after["first_step"] <= before["kill"]["step"] - torn
@@ -111,6 +111,90 @@ def test_the_moments_depend_on_the_seed_and_lie_in_different_parts_of_the_run():
     for first, second, third in plans.values():
         assert 15 <= first.after_step < 40 <= second.after_step < 65 <= third.after_step < 90
         assert second.in_save
+
+
+def events_from(settings, first):
+    """What a process says that nobody kills."""
+    yield Event("start", first, 1, 0.0, {"resumed_from": f"step-{first:08d}" if first else None})
+    for step in range(first + 1, settings.steps + 1):
+        yield Event("step", step, 1, 0.0)
+        if step % settings.save_every == 0 or step == settings.steps:
+            yield Event("save", step, 1, 0.0)
+            yield Event("saved", step, 1, 0.0)
+    yield Event("done", settings.steps, 1, 0.0)
+
+
+def imagine_attempt(settings, trigger, first, late):
+    """Where the next process starts, and what this one said before it died, some events after its trigger was pulled."""
+    seen = []
+    events = events_from(settings, first)
+    for event in events:
+        seen.append(event)
+        if arms(seen, trigger):
+            seen.extend(itertools.islice(events, late))
+            return max([first, *(event.step for event in seen if event.kind == "saved")]), seen
+    return None, seen
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("steps", [*range(6, 40), 60, 80, 81, 200])
+def test_every_kill_is_followed_by_a_resume_from_a_checkpoint(steps, late):
+    """C02: also the first one, whatever the seed: a run that starts afresh shows nothing of a checkpoint."""
+    for seed in range(60):
+        settings = make_settings(steps=steps, seed=seed)
+        first = 0
+        for trigger in plan_kills(settings):
+            first, seen = imagine_attempt(settings, trigger, first, late)
+            assert first is not None, f"seed {seed}: {trigger} was never pulled"
+            assert first > 0, f"seed {seed}: {trigger} left no checkpoint"
+            assert seen[-1].kind != "done"
+            assert late or not trigger.in_save or seen[-1].kind == "save"
+
+
+@pytest.mark.parametrize("steps", [12, 60])
+def test_a_kill_that_is_due_with_the_first_save_waits_until_it_is_acknowledged(tmp_path, quick_run, steps):
+    settings = next(
+        settings
+        for settings in (make_settings(steps=steps, seed=seed, tiny=True) for seed in itertools.count())
+        if plan_kills(settings)[0].after_step == settings.save_every
+    )
+    answer = run_demo(tmp_path / "demo", settings, command=quick_run)
+    first, *others = answer.data["attempts"]
+    assert first["kill"]["step"] >= settings.save_every
+    assert others
+    assert all(attempt["resumed_from"] for attempt in others)
+
+
+def a_record():
+    return RunRecord(steps=9, fingerprints={"model": "a"}, evaluation=0.5, losses=Losses({1: 0.5}, 0, ()))
+
+
+def attempts_of(*kinds, fresh=()):
+    """A process for each kill, and the one that ends by itself."""
+    kills = [Kill(step=3, during=kind, committed=None, leftovers={}) for kind in kinds]
+    return [
+        Attempt(resumed_from=None if number == 0 or number in fresh else "step-00000002", first_step=0, kill=kill)
+        for number, kill in enumerate([*kills, None])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "found"),
+    [
+        (attempts_of("step", "step", "step"), "3 kills, 0 during a save, 3 resumes"),
+        (attempts_of("step", "save"), "2 kills, 1 during a save, 2 resumes"),
+        (attempts_of("step", "save", "step", fresh={1}), "3 kills, 1 during a save, 2 resumes"),
+        (attempts_of("step", "save", "step", fresh={1, 2, 3}), "3 kills, 1 during a save, 0 resumes"),
+        (attempts_of(), "0 kills, 0 during a save, 0 resumes"),
+    ],
+)
+def test_kills_that_show_less_than_was_promised_are_an_error(attempts, found):
+    """C02: three kills, one of them during a save, and a checkpoint to go on from after each."""
+    error = compare(a_record(), a_record(), attempts, wanted_kills=3).error
+    assert isinstance(error, KillsMissing)
+    assert found in error.found
+    for enough in (attempts_of("step", "save", "step"), attempts_of("save", "step", "step", "save", fresh={2})):
+        assert compare(a_record(), a_record(), enough, wanted_kills=3).error is None
 
 
 def test_a_second_demo_replaces_the_first_and_leaves_other_directories_alone(tmp_path, quick_run):
@@ -252,7 +336,8 @@ sys.exit(train.main())
 @pytest.mark.slow
 def test_the_real_thing_ends_with_the_same_bits(tmp_path):
     """The demo with a tiny model and real kills, through the commands that a person would use afterwards."""
-    settings = make_settings(steps=30, seed=1, tiny=True)
+    settings = make_settings(steps=30, seed=14, tiny=True)
+    assert plan_kills(settings)[0].after_step == settings.save_every  # the first kill is due with the first save
     answer = run_demo(tmp_path / "demo", settings)
     assert answer.error is None
     assert {check["name"] for check in answer.data["checks"]} >= {
@@ -260,6 +345,7 @@ def test_the_real_thing_ends_with_the_same_bits(tmp_path):
     }  # fmt: skip
     assert answer.data["kills"] >= 3
     assert answer.data["kills_during_a_save"] >= 1
+    assert all(attempt["resumed_from"] for attempt in answer.data["attempts"][1:])
     assert main(["diff", str(tmp_path / "demo" / "uninterrupted"), str(tmp_path / "demo" / KILLED)]) == 0
     assert main(["verify", str(tmp_path / "demo" / KILLED)]) == 0
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import final
 
@@ -31,7 +31,7 @@ class Trigger:
     """A moment to kill a run at: when it is this far, and then after a part of a step, or of a save.
 
     Attributes:
-        after_step: the first step that arms it.
+        after_step: the first step that arms it, once the process has a checkpoint to go back to.
         in_save: wait for the next save to begin, and hit that.
         fraction: of the usual duration of a step or save, to wait once armed; in [0, 1].
     """
@@ -94,7 +94,9 @@ def train_command(run: Path) -> list[str]:
 
 
 def plan_kills(settings: Settings) -> list[Trigger]:
-    """Choose the moments: after the first save, one in each equal part of the rest, and the second one in a save.
+    """Choose the moments: one in each equal part of what follows the first save, the second one during a save.
+
+    `arms` keeps the first one from coming before that save is acknowledged.
 
     Examples:
         >>> from trainfold.adapters.cli.demo.settings import make_settings
@@ -163,7 +165,7 @@ def _attempt(run: Path, trigger: Trigger | None, pace: Pace, *, command: Command
         for event in _events(process):
             watch(event)
             seen.append(event)
-            if killed_at is None and trigger is not None and _arms(event, trigger):
+            if killed_at is None and trigger is not None and arms(seen, trigger):
                 time.sleep(trigger.fraction * (pace.save_secs * _LATEST_HIT if trigger.in_save else pace.step_secs))
                 process.send_signal(signal.SIGKILL)  # no handler, no flush, no goodbye: as from the kernel's OOM killer
                 killed_at = time.monotonic()
@@ -175,7 +177,23 @@ def _attempt(run: Path, trigger: Trigger | None, pace: Pace, *, command: Command
     return Attempt(resumed_from=start.data["resumed_from"], first_step=start.step, kill=kill)
 
 
-def _arms(event: Event, trigger: Trigger) -> bool:
+def arms(seen: Sequence[Event], trigger: Trigger) -> bool:
+    """Whether the last thing that a process said is the moment of a trigger.
+
+    Not before there is a checkpoint: the start after a kill would be a fresh one, which shows nothing.
+
+    Args:
+        seen: what the process said so far.
+        trigger: the moment.
+
+    Examples:
+        >>> seen = [Event("start", 0, 1, 0.0, {"resumed_from": None}), Event("step", 1, 1, 0.1), Event("save", 1, 1, 0.1)]
+        >>> arms(seen, Trigger(1, False, 0.5)), arms([*seen, Event("saved", 1, 1, 0.2)], Trigger(1, False, 0.5))
+        (False, True)
+    """
+    event = seen[-1]
+    if not any(event.kind == "saved" or event.data.get("resumed_from") is not None for event in seen):
+        return False
     if trigger.in_save:
         return event.kind == "save" and event.step > trigger.after_step
     return event.kind in ("start", "step", "saved") and event.step >= trigger.after_step

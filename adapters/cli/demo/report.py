@@ -18,7 +18,7 @@ class NotIdentical(TrainfoldError):
 
 
 class KillsMissing(TrainfoldError):
-    """The run was not killed as often as promised, or never during a save, so that nothing was shown."""
+    """The run was killed or resumed less often than promised, or never killed during a save: too little was shown."""
 
     exit_code = 41
 
@@ -89,11 +89,12 @@ class Comparison:
             )
         kills = [attempt.kill for attempt in self.attempts if attempt.kill is not None]
         in_save = sum(kill.during == "save" for kill in kills)
-        if len(kills) < self.wanted_kills or not in_save:
+        resumes = sum(attempt.resumed_from is not None for attempt in self.attempts)
+        if min(len(kills), resumes) < self.wanted_kills or not in_save:
             return KillsMissing(
                 "the killed run",
-                expected=f"{self.wanted_kills} kills or more, one of them during a save",
-                found=f"{len(kills)} kills, {in_save} during a save",
+                expected=f"{self.wanted_kills} kills or more, one of them during a save, and as many resumes from a checkpoint",
+                found=f"{len(kills)} kills, {in_save} during a save, {resumes} resumes from a checkpoint",
                 mend="run it again with more --steps: this machine was too fast or too slow for the moments chosen",
             )
         return None
