@@ -337,6 +337,33 @@ def test_another_set_of_frozen_parameters_is_refused_by_name():
         assert not manager.restore(again).is_fresh
 
 
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.ResumeDrift")
+def test_a_loop_that_freezes_at_each_step_resumes_exactly_where_the_policy_lets_it():
+    """Gradual unfreezing, from a start at which all is as it was at the beginning."""
+
+    def train(store, die_after=None):
+        torch.manual_seed(0)
+        live, model = partly_frozen(["trunk"])
+        with CheckpointManager(store, every=1, policy={"contract:attached.optimizer.frozen": "warn"}) as manager:
+            manager.restore(live)
+            while live.progress.step < 8:
+                model.trunk.requires_grad_(live.progress.step >= 4)
+                live._optimizer.zero_grad()
+                model(torch.randn(2, 3), 0).square().mean().backward()
+                live._optimizer.step()
+                live.advance(samples=2)
+                manager.step(live)
+                if live.progress.step == die_after:
+                    return None
+        return fingerprint(live.capture())
+
+    whole = train(MemoryStore())
+    for die_after in (3, 4, 6):
+        store = MemoryStore()
+        train(store, die_after)
+        assert train(store) == whole
+
+
 def test_what_was_frozen_before_and_is_frozen_now_resumes():
     with CheckpointManager(MemoryStore()) as manager:
         live, _ = partly_frozen(["trunk"])
