@@ -4,9 +4,11 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -16,7 +18,8 @@ import torch
 import trainfold
 from trainfold import __version__
 from trainfold.adapters.cli import main
-from trainfold.adapters.cli.output import Answer, Table, aligned, deliver
+from trainfold.adapters.cli.ls import list_run
+from trainfold.adapters.cli.output import Answer, OutputFailed, Table, aligned, deliver
 from trainfold.backends.local import LocalStore
 from trainfold.backends.runs import save
 from trainfold.core.cursor import make_cursor
@@ -372,6 +375,119 @@ def test_a_pipe_gets_plain_text_and_a_terminal_gets_a_drawn_table(capsys):
     os.close(parent)
     assert "│" in drawn
     assert "[red]not markup[/]" in drawn.replace("\r\n", "")
+
+
+def in_a_terminal(answer, columns):
+    """What a terminal of so many columns gets, without the colours."""
+    parent, child = pty.openpty()
+    with os.fdopen(child, "w") as terminal, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setenv("COLUMNS", str(columns))
+        patch.setenv("NO_COLOR", "1")
+        patch.setenv("TERM", "xterm")
+        deliver(lambda: answer, as_json=False)
+    drawn = ""
+    with suppress(OSError):  # EIO: all was read
+        while True:
+            drawn += os.read(parent, 1 << 16).decode()
+    os.close(parent)
+    return re.sub(r"\x1b\[[0-9;]*m", "", drawn).replace("\r\n", "\n").splitlines()
+
+
+@pytest.mark.parametrize("columns", [60, 70, 80, 100, 132, 200])
+def test_ls_has_one_line_for_each_checkpoint_in_a_terminal_of_any_usual_width(run, columns):
+    """R03: name, step and status are in it; what has no room is said to be missing."""
+    (run / "step-00000008").mkdir()
+    flip(run / "step-00000004" / "manifest.json", -40)
+    lines = in_a_terminal(list_run(run), columns)
+    assert max(map(len, lines)) <= columns
+    rows = [re.split(r"\s*│\s*", line.strip("│ ")) for line in lines if line.startswith("│")]
+    assert [row[:2] for row in rows] == [
+        ["step-00000002", "2"], ["step-00000004", "4"], ["step-00000006", "6"], ["step-00000008", ""]
+    ]  # fmt: skip
+    assert [row[-1].split(":")[0] for row in rows] == [
+        "complete", "CheckpointDamaged", "complete, resumed next", "CheckpointTorn"
+    ]  # fmt: skip
+    heading = next(line for line in lines if line.startswith("┃"))
+    hidden = [name for name in ("components", "after", "timeline", "size") if name not in heading]
+    assert hidden == ["components", "after", "timeline", "size"][: len(hidden)], "what is worth least goes first"
+    assert any("a wider terminal" in line for line in lines) == bool(hidden)
+    assert all(name in "\n".join(lines) for name in hidden)
+    assert (hidden == []) == (columns == 200)
+
+
+def test_a_name_is_never_split_in_a_narrow_terminal(run):
+    lines = in_a_terminal(list_run(run), 30)
+    assert [name in "\n".join(lines) for name in ("step-00000002", "step-00000004", "step-00000006")] == [True] * 3
+    assert max(map(len, lines)) <= 30
+
+
+# --- a standard output that takes nothing ----------------------------------------------------------------------------
+
+
+def trainfold_to(output, *arguments, errors=subprocess.PIPE, unbuffered=""):
+    return subprocess.run(
+        [sys.executable, "-m", "trainfold", *map(str, arguments)],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=output,
+        stderr=errors,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [
+        (["ls"], ""),
+        (["ls"], "1"),
+        (["ls", "--json"], ""),
+        (["--help"], ""),
+        (["--version"], "1"),
+        (["", "--json"], "1"),
+    ],
+)
+def test_an_output_that_is_full_is_told_in_one_line_and_has_an_exit_code(saved, arguments, unbuffered):
+    """C15, R09: not a traceback, and not the code of an answer that nobody got."""
+    command = ["ls", saved, *arguments[1:]] if arguments[0] == "ls" else arguments
+    with Path("/dev/full").open("w") as full:
+        done = trainfold_to(full, *command, unbuffered=unbuffered)
+    assert done.returncode == OutputFailed.exit_code == 4
+    assert re.fullmatch(r"OutputFailed: standard output: .*No space left.*\n", done.stderr)
+
+
+def test_an_exit_code_is_all_that_is_left_where_the_standard_error_is_full_too(tmp_path):
+    with Path("/dev/full").open("w") as full:
+        assert trainfold_to(full, "ls", tmp_path, "--json", errors=full).returncode == 4
+
+
+def test_an_output_that_is_closed_is_told_too(saved):
+    command = f"{shlex.quote(sys.executable)} -m trainfold ls {shlex.quote(str(saved))} >&-"
+    done = subprocess.run(["/bin/sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    assert done.returncode == 4
+    assert done.stderr.startswith("OutputFailed: standard output: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("arguments", "unbuffered"), [(["ls"], ""), (["ls", "--json"], "1"), (["--help"], "")])
+def test_a_reader_that_has_seen_enough_hears_nothing(saved, arguments, unbuffered):
+    """`trainfold ls RUN | head -1`: the pipe may be closed before anything is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = ["ls", saved, *arguments[1:]] if arguments[0] == "ls" else arguments
+    done = trainfold_to(writer, *command, unbuffered=unbuffered)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_code_of_an_error_outlives_a_reader_that_has_seen_enough(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = trainfold_to(writer, "ls", tmp_path / "nothing", "--json")
+    os.close(writer)
+    assert done.returncode == 11
+    assert done.stderr.startswith("CheckpointMissing: ")
 
 
 def test_an_answer_with_an_error_shows_both(capsys):

@@ -10,7 +10,7 @@ from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
 from cyclopts.validators import Number
 
 from trainfold import __version__
-from trainfold.adapters.cli.output import INTERRUPTED, Answer, UsageError, deliver
+from trainfold.adapters.cli.output import INTERRUPTED, Answer, OutputFailed, Screen, UsageError, deliver, give_up
 
 
 def _whole(_type: object, tokens: Sequence[Token]) -> int:
@@ -41,8 +41,8 @@ app = App(
         "Training runs that can be killed at any moment and end with the same bits.\n\n"
         "A run is a directory; each checkpoint in it is a directory `step-...` that is complete if, and only if, it has "
         "a `manifest.json`. Nothing here changes a run.\n\n"
-        "Exit codes: 0 all is well; 2 the command line is wrong; 3 `diff` found differences; 10 and above a checkpoint "
-        "is missing, torn, damaged, foreign or refused, and the text says what to do. With --json one object is printed in "
+        "Exit codes: 0 all is well; 2 the command line is wrong; 3 `diff` found differences; 4 the output cannot be written; "
+        "10 and above a checkpoint is missing, torn, damaged, foreign or refused, and the text says what to do. With --json one object is printed in "
         "any case, and its field `error` says the same."
     ),
 )
@@ -133,12 +133,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Parse and run a command line; see `trainfold.adapters.cli.main`."""
     tokens = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        code = app(tokens, console=Screen(), exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         answer = Answer({}, error=usage_error(error))
         return deliver(lambda: answer, as_json="--json" in tokens)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except OutputFailed as failed:  # of the help and the version, which are not delivered
+        return give_up(failed) or 0
     return code if isinstance(code, int) else 0
 
 

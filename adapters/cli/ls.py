@@ -30,6 +30,7 @@ def list_run(run: Path) -> Answer:
     newest = next(iter(lineage(inventory)), None)
     rows = tuple(_row(entry, is_newest=newest is not None and entry.name == newest.name) for entry in inventory.entries)
     columns = ("checkpoint", "step", "timeline", "after", "size", "components", "status")
+    spare = ("components", "after", "timeline", "size")
     error = None
     if newest is None:
         error = RunEmpty(
@@ -44,7 +45,7 @@ def list_run(run: Path) -> Answer:
         "newest": None if newest is None else newest.name,
         "checkpoints": [_json(entry) for entry in inventory.entries],
     }
-    return Answer(data, (Table(f"{inventory.run}  run {inventory.run_id}", columns, rows),), error)
+    return Answer(data, (Table(f"{inventory.run}  run {inventory.run_id}", columns, rows, spare),), error)
 
 
 def _row(entry: Entry, *, is_newest: bool) -> tuple[str, ...]:

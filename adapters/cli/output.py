@@ -1,8 +1,11 @@
 """`Answer`: what a command found, and how it is shown: tables in a terminal, aligned text in a pipe, or JSON."""
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TextIO, final
 
 import attrs
@@ -13,12 +16,19 @@ from rich.text import Text
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 
 INTERRUPTED = 130
+_UNBOUNDED = 10_000  # columns: wider than any row
 
 
 class UsageError(TrainfoldError):
     """A command line that cannot be read: an unknown command or option, a value missing, too many, or of a wrong kind."""
 
     exit_code = 2
+
+
+class OutputFailed(TrainfoldError):
+    """The standard output takes nothing, such as a file on a full disk; what the command found reached nobody."""
+
+    exit_code = 4
 
 
 @final
@@ -30,11 +40,14 @@ class Table:
         title: the heading.
         columns: their names; all empty for a list of names and values.
         rows: as many cells each as there are columns.
+        spare: columns that a narrow terminal goes without, the first one first; a table that has such ones has one line
+            for each row there, and cuts its last column short. Elsewhere they make no difference.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    spare: tuple[str, ...] = ()
 
 
 @final
@@ -53,6 +66,22 @@ class Answer:
     error: TrainfoldError | None = None
 
 
+@final
+class Screen(Console):
+    """A console that raises `OutputFailed`; by itself rich would end the program where a pipe is closed."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print; see `rich.console.Console.print`."""
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            raise _output_failed(error) from error
+
+    def on_broken_pipe(self) -> None:
+        """Raise what was raised."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def deliver(make: Callable[[], Answer], *, as_json: bool) -> int:
     """Run a command and show what it found, or why it could not.
 
@@ -67,16 +96,73 @@ def deliver(make: Callable[[], Answer], *, as_json: bool) -> int:
         answer = make()
     except TrainfoldError as error:
         answer = Answer({}, error=error)
+    code = 0 if answer.error is None else exit_code(type(answer.error))
+    failed_code = written(lambda: _show(answer, as_json=as_json))
+    if answer.error is not None and failed_code is None:  # after the flush: last where both go to one place
+        with suppress(OSError):
+            show_error(answer.error)
+    return code if failed_code is None else failed_code
+
+
+def written(show: Callable[[], None]) -> int | None:
+    """Write to the standard output, to the end.
+
+    A reader that has seen enough (``| head -1``) is no failure: the rest goes nowhere, and nothing is said.
+
+    Args:
+        show: what writes.
+
+    Returns:
+        None; or, if it could not be written, the exit code that says so, after a line on the standard error.
+    """
+    if sys.stdout is None:
+        return give_up(_output_failed(OSError(errno.EBADF, "it is closed")))
+    try:
+        show()
+        sys.stdout.flush()
+    except OutputFailed as failed:
+        return give_up(failed)
+    except OSError as error:
+        return give_up(_output_failed(error))
+    return None
+
+
+def give_up(failed: OutputFailed) -> int | None:
+    """Say on the standard error why nothing more is written, unless it is that nobody reads.
+
+    Returns:
+        The exit code; None where nobody reads any more.
+    """
+    _send_nowhere(sys.stdout)
+    if isinstance(failed.found, BrokenPipeError):
+        return None
+    try:
+        print(f"{type(failed).__name__}: {failed}", file=sys.stderr, flush=True)
+    except OSError:
+        _send_nowhere(sys.stderr)
+    return failed.exit_code
+
+
+def _output_failed(error: OSError) -> OutputFailed:
+    mend = "write it elsewhere, or free some space"
+    return OutputFailed("standard output", expected="room for the answer", found=error, mend=mend)
+
+
+def _send_nowhere(stream: TextIO | None) -> None:
+    """What is left in a stream would be tried again, and raise again, when Python ends."""
+    with suppress(OSError, ValueError):  # it is closed, or no file
+        if stream is not None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
+def _show(answer: Answer, *, as_json: bool) -> None:
     if as_json:
         failed = {} if answer.error is None else {"error": error_fields(answer.error)}
         sys.stdout.write(json.dumps({**answer.data, **failed}, indent=2, allow_nan=True) + "\n")
     else:
         show_tables(answer.tables, sys.stdout)
-    if answer.error is None:
-        return 0
-    sys.stdout.flush()  # so that the error comes last where both go to one place
-    show_error(answer.error)
-    return exit_code(type(answer.error))
 
 
 def exit_code(kind: type[TrainfoldError]) -> int:
@@ -91,13 +177,15 @@ def exit_code(kind: type[TrainfoldError]) -> int:
 
 def show_tables(tables: tuple[Table, ...], stream: TextIO) -> None:
     """Write tables: drawn in a terminal, else columns that two or more spaces keep apart and nothing truncates."""
-    console = Console(file=stream)
+    console = Screen(file=stream)
     for number, table in enumerate(tables):
         if number:
             stream.write("\n")
         if console.is_terminal:
             console.print(
-                _drawn(table) if any(table.columns) else "\n".join(aligned(table)), markup=False, highlight=False
+                _drawn(table, console) if any(table.columns) else "\n".join(aligned(table)),
+                markup=False,
+                highlight=False,
             )
         else:
             stream.write("\n".join(aligned(table)) + "\n")
@@ -151,10 +239,30 @@ def size_text(size_bytes: int) -> str:
     return f"{size:.1f} TB"
 
 
-def _drawn(table: Table) -> RichTable:
+def _drawn(table: Table, console: Console) -> RichTable:
+    if table.spare:
+        return _fitted(table, console)
     drawn = RichTable(title=table.title or None, title_justify="left", show_header=any(table.columns))
     for column in table.columns:
         drawn.add_column(column, overflow="fold")
     for row in table.rows:
         drawn.add_row(*map(Text, row))
+    return drawn
+
+
+def _fitted(table: Table, console: Console) -> RichTable:
+    """A table with one line for each row; as many spare columns are left out as have no room."""
+    for count in range(len(table.spare) + 1):
+        hidden = table.spare[:count]
+        caption = f"in a wider terminal, or with --json: {', '.join(hidden)}" if hidden else None
+        drawn = RichTable(title=table.title or None, title_justify="left", caption=caption, caption_justify="left")
+        kept = [index for index, name in enumerate(table.columns) if name not in hidden]
+        for index in kept:
+            is_last = index == kept[-1]
+            drawn.add_column(table.columns[index], no_wrap=not is_last, overflow="fold")
+        for row in table.rows:
+            *cells, last = (row[index] for index in kept)
+            drawn.add_row(*map(Text, cells), Text(last, no_wrap=True, overflow="ellipsis"))
+        if drawn.__rich_measure__(console, console.options.update(max_width=_UNBOUNDED)).maximum <= console.width:
+            break
     return drawn
