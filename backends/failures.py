@@ -4,7 +4,7 @@ import errno
 
 from trainfold.core.errors import CheckpointForeign, CheckpointMissing, CheckpointTorn, NoSpace, NotWritable, SaveFailed
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
 _MORE_ROOM = (
     "delete old step-* directories that you no longer need, keep fewer with keep_last=, or save on another disk"
@@ -24,7 +24,9 @@ def save_failure(error: OSError, where: str, *, needed: str = "the planned bytes
         runs/a: expected the planned bytes to be written, found [Errno 28] No space left on device; delete old step-* directories that you no longer need, keep fewer with keep_last=, or save on another disk; earlier checkpoints are intact
     """
     kind: type[SaveFailed]
-    if error.errno in _FULL:
+    if error.errno == errno.EFBIG:
+        kind, mend = NoSpace, "raise the limit on the size of a file (`ulimit -f`), or save on a filesystem without it"
+    elif error.errno in _FULL:
         kind, mend = NoSpace, f"{_MORE_ROOM}; earlier checkpoints are intact"
     elif error.errno in _FORBIDDEN:
         kind, mend = NotWritable, "give this user the right to write there, or save elsewhere"
