@@ -1,7 +1,7 @@
 """`CheckpointManager`: saves a run when it is due, resumes it, and keeps the last few checkpoints."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType, UnionType
 from typing import Any, final
@@ -15,6 +15,7 @@ from trainfold.backends.run_save import SaveResult
 from trainfold.core.components import validate_components
 from trainfold.core.contract import checked_contract
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, TrainfoldError
+from trainfold.core.given import mapping_given, names_given
 from trainfold.core.inventory import lineage
 from trainfold.core.policy import check_policy
 from trainfold.core.retention import check_keep_last, plan_retention
@@ -23,11 +24,6 @@ from trainfold.core.scalars import shown
 from trainfold.core.state import TrainState
 
 _LOG = logging.getLogger("trainfold")
-_EXAMPLES = {
-    "policy": "{'dtype': 'adapt'}",
-    "contract": "{'tokenizer': 'v2'}",
-    "reset": "{'rng': 'another seed on purpose'}",
-}
 
 
 @final
@@ -96,9 +92,9 @@ class CheckpointManager:
         _check_mode(mode)
         self._every = check_cadence(every)
         self._keep_last = check_keep_last(keep_last)
-        self._components = _checked_names(components)
-        self._policy = check_policy(_checked_mapping("policy", policy, values=str))
-        self._contract = checked_contract(_checked_mapping("contract", contract))
+        self._components = names_given(components)
+        self._policy = check_policy(policy)
+        self._contract = checked_contract(mapping_given("contract", contract))
         self._last_saved: int | None = None
         self._proved: set[str] = set()  # complete checkpoints do not change, so each is read once
         self._store = runs.open_store(run)
@@ -126,7 +122,7 @@ class CheckpointManager:
         """
         self._check_open()
         _check_run(live, Live)
-        reset = _checked_mapping("reset", reset)
+        reset = mapping_given("reset", reset)
         names = self._names(live)
         like = live.capture()
         extra = {name: value for name, value in like.extra.items() if name not in live.pending}  # owed to nobody yet
@@ -289,35 +285,6 @@ def _check_run(run: object, kinds: type | UnionType) -> None:
             found=shown(run),
             mend="give it what attach(model, optimizer, ...) returned",
         )
-
-
-def _checked_names(components: object) -> tuple[str, ...] | None:
-    if components is None:
-        return None
-    names = (components,) if isinstance(components, str) else components
-    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
-        raise InvalidArgument(
-            "components",
-            expected="names, or None",
-            found=shown(components),
-            mend="list them, as in ['model', 'trainer']",
-        )
-    return tuple(names)
-
-
-def _checked_mapping(name: str, given: object, *, values: type = object) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping) or not all(
-        isinstance(key, str) and isinstance(value, values) for key, value in given.items()
-    ):
-        raise InvalidArgument(
-            name,
-            expected="a mapping from text" + (" to text" if values is str else ""),
-            found=shown(given),
-            mend=f"give a dict, as in {name}={_EXAMPLES[name]}, or None",
-        )
-    return dict(given)
 
 
 def _check_mode(mode: str) -> None:

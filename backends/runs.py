@@ -29,6 +29,7 @@ from trainfold.core.errors import (
     ResumeRefused,
     TrainfoldError,
 )
+from trainfold.core.given import mapping_given
 from trainfold.core.inventory import Inventory, Problem, next_head, problem_of
 from trainfold.core.manifest import Head
 from trainfold.core.node_kinds import check_kinds
@@ -132,7 +133,7 @@ def save(  # noqa: PLR0913 - keywords
         return {name: each for name, (each, _) in pairs.items()}
 
     ranks = on_all_ranks(world, described)
-    agreed = checked_contract({**contract_of(state), **(contract or {})})
+    agreed = checked_contract({**contract_of(state), **mapping_given("contract", contract)})
     step = int(state.trainer.step)
     with ExitStack() as held:
 
@@ -297,7 +298,7 @@ def _revision(store: Store, step: int) -> int:
 
 def _target(like: TrainState, contract: Mapping[str, Any] | None, world: Collectives) -> Target:
     components = {name: describe(component, name)[0] for name, component in components_of(like).items()}
-    agreed = checked_contract({**contract_of(like), **(contract or {})})
+    agreed = checked_contract({**contract_of(like), **mapping_given("contract", contract)})
     return Target(components, agreed, world.rank, world.world_size, library_versions())
 
 

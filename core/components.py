@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from trainfold.core.errors import InvalidArgument, UnknownComponent
+from trainfold.core.given import names_given
 from trainfold.core.masters import with_fitting_masters
 from trainfold.core.state import OptimizerState, TrainState
 
@@ -59,11 +60,9 @@ def validate_components(names: Iterable[str] | None, *, declared: Collection[str
         trainfold.core.errors.UnknownComponent: components: expected names among ['model', 'optimizer', 'scheduler', \
 'trainer', 'dataset', 'rng'], found ['data_loader']; correct the name, or declare the component under `extra`
     """
-    if names is None:
+    chosen = names_given(names)
+    if chosen is None:
         return None
-    if isinstance(names, str):
-        names = (names,)
-    chosen = tuple(dict.fromkeys(names))
     known = [*BUILTIN_COMPONENTS, *declared]
     unknown = [name for name in chosen if name not in known]
     if unknown:

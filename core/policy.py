@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias, final
 import attrs
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.given import mapping_given
 
 Verdict: TypeAlias = Literal["refuse", "warn", "adapt"]
 
@@ -65,7 +66,7 @@ def check_policy(policy: Mapping[str, str] | None) -> dict[str, Verdict]:
         policy: drift kind (or ``"contract:<key>"`` for one key) -> ``refuse``, ``warn`` or ``adapt``.
 
     Raises:
-        InvalidArgument: for an unknown kind, or a verdict that the kind cannot have.
+        InvalidArgument: for an unknown kind, a verdict that the kind cannot have, or what is no mapping of texts.
 
     Examples:
         >>> check_policy({"dtype": "adapt"})
@@ -77,7 +78,7 @@ def check_policy(policy: Mapping[str, str] | None) -> dict[str, Verdict]:
 shape; nothing can be adapted
     """
     checked: dict[str, Verdict] = {}
-    for kind, verdict in (policy or {}).items():
+    for kind, verdict in mapping_given("policy", policy, values=str).items():
         if kind not in KINDS and not kind.startswith("contract:"):
             raise InvalidArgument(
                 f"policy[{kind!r}]", expected=f"a kind among {sorted(KINDS)}", found=kind, mend="correct the name"
@@ -87,7 +88,7 @@ shape; nothing can be adapted
             raise InvalidArgument(
                 f"policy[{kind!r}]", expected=f"one of {sorted(allowed)}", found=repr(verdict), mend=about
             )
-        checked[kind] = verdict  # type: ignore[assignment] # membership was just checked
+        checked[kind] = verdict
     return checked
 
 

@@ -6,6 +6,7 @@ from typing import final
 import attrs
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.given import mapping_given, names_given
 from trainfold.core.policy import Verdict, check_policy
 from trainfold.core.scalars import Json
 from trainfold.core.structure import Described
@@ -65,7 +66,7 @@ def make_request(
         reset: component -> why it starts anew; the reason is kept in the plan.
 
     Raises:
-        InvalidArgument: for a negative step, an unknown kind, or an empty reason.
+        InvalidArgument: for a negative step, an unknown kind, an empty reason, or what is no mapping and no list of names.
 
     Examples:
         >>> make_request(step=120, reset={"rng": "a new seed on purpose"}).step
@@ -73,10 +74,10 @@ def make_request(
     """
     if step is not None and (type(step) is not int or step < 0):
         raise InvalidArgument("step", expected="an int >= 0", found=repr(step), mend="name a saved step")
-    for name, reason in (reset or {}).items():
+    anew = mapping_given("reset", reset)
+    for name, reason in anew.items():
         if not isinstance(reason, str) or not reason.strip():
             raise InvalidArgument(
                 f"reset[{name!r}]", expected="the reason in words", found=repr(reason), mend="say why it starts anew"
             )
-    names = None if components is None else tuple(dict.fromkeys(components))
-    return Request(step, names, check_policy(policy), dict(reset or {}))
+    return Request(step, names_given(components), check_policy(policy), anew)

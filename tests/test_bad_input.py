@@ -624,3 +624,24 @@ def test_what_is_no_state_is_refused_before_anything_is_touched(tmp_path, state)
 
 def test_the_store_of_a_path_is_local(tmp_path):
     assert LocalStore(tmp_path / "x").url.endswith("x")
+
+
+@pytest.mark.parametrize("call", [trainfold.plan, trainfold.load])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"policy": 3}, {"policy": {3: "warn"}}, {"policy": {"dtype": 3}}, {"policy": {"dtype": []}}, {"reset": 3},
+        {"reset": {3: "x"}}, {"reset": {"rng": 3}}, {"components": 3}, {"components": [3]}, {"step": "1"}, {"contract": 3},
+        {"contract": {3: 1}},
+    ],
+)  # fmt: skip
+def test_an_argument_of_another_kind_is_refused_by_name(run, call, given):
+    with pytest.raises(errors.InvalidArgument, match=next(iter(given))):
+        call(run, like=state_at(2), **given)
+
+
+@pytest.mark.parametrize("given", [{"components": 3}, {"components": [3]}, {"contract": 3}])
+def test_a_save_refuses_an_argument_of_another_kind_and_writes_nothing(tmp_path, given):
+    with pytest.raises(errors.InvalidArgument, match=next(iter(given))):
+        trainfold.save(state_at(2), tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()

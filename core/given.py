@@ -1,0 +1,66 @@
+"""What a caller gave for names or for a mapping, checked before anything is touched."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.scalars import shown
+
+_EXAMPLES = {
+    "policy": "{'dtype': 'adapt'}",
+    "contract": "{'tokenizer': 'v2'}",
+    "reset": "{'rng': 'a new seed on purpose'}",
+}
+
+
+def names_given(components: object) -> tuple[str, ...] | None:
+    """Component names, each once, in the order given; None for all, and a text for the one that it names.
+
+    Raises:
+        InvalidArgument: for anything else.
+
+    Examples:
+        >>> names_given(["model", "rng", "model"]), names_given("model"), names_given(None)
+        (('model', 'rng'), ('model',), None)
+    """
+    if components is None:
+        return None
+    names = (components,) if isinstance(components, str) else components
+    names = tuple(names) if isinstance(names, Iterable) else names
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise InvalidArgument(
+            "components",
+            expected="names, or None",
+            found=shown(components),
+            mend="list them, as in ['model', 'trainer']",
+        )
+    return tuple(dict.fromkeys(names))
+
+
+def mapping_given(name: str, given: object, *, values: type = object) -> dict[str, Any]:
+    """A mapping from text; empty for None.
+
+    Args:
+        name: the argument, for the message.
+        given: what was given.
+        values: what its values have to be.
+
+    Raises:
+        InvalidArgument: for anything else.
+
+    Examples:
+        >>> mapping_given("reset", None), mapping_given("policy", {"dtype": "adapt"}, values=str)
+        ({}, {'dtype': 'adapt'})
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, values) for key, value in given.items()
+    ):
+        raise InvalidArgument(
+            name,
+            expected="a mapping from text" + (" to text" if values is str else ""),
+            found=shown(given),
+            mend=f"give a dict, as in {name}={_EXAMPLES.get(name, {})}, or None",
+        )
+    return dict(given)
