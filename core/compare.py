@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from trainfold.core.contract import contract_of
-from trainfold.core.errors import UnsupportedLeaf
+from trainfold.core.errors import TrainfoldError
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.policy import Drift, Verdict, contract_kind, make_drift
@@ -160,12 +161,15 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
 
 def _proved_by_components(manifest: Manifest) -> dict[str, Json]:
     """What the contract leaves out and the saved components say themselves, such as the horizon of a schedule."""
-    silent = [name for name in ("optimizer", "scheduler", "dataset") if not _has(manifest.contract, f"{name}.")]
-    records = {name: record for name in silent if (record := manifest.component(name)) is not None}
-    try:
-        held = {name: rebuild(record.nodes[0], name, lambda *_: None) for name, record in records.items()}
-    except UnsupportedLeaf:  # a class of the user's own, which says nothing of itself
-        return {}
+    held: dict[str, Any] = {}
+    for name in ("optimizer", "scheduler", "dataset"):
+        record = manifest.component(name)
+        if record is None or _has(manifest.contract, f"{name}."):
+            continue
+        with suppress(
+            TrainfoldError
+        ):  # a class of the user's own that cannot be made without its tensors says nothing here
+            held[name] = rebuild(record.nodes[0], name, lambda *_: None)
     return contract_of(TrainState(**held))
 
 

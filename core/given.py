@@ -1,7 +1,11 @@
 """What a caller gave for names or for a mapping, checked before anything is touched."""
 
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
+import torch
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.scalars import shown
@@ -64,3 +68,15 @@ def mapping_given(name: str, given: object, *, values: type = object) -> dict[st
             mend=f"give a dict, as in {name}={_EXAMPLES.get(name, {})}, or None",
         )
     return dict(given)
+
+
+def real_given(value: object) -> float | None:
+    """The float that a real number is, also one of numpy or in a tensor of one element; None for anything else.
+
+    Examples:
+        >>> real_given(torch.tensor(0.5)), real_given(np.float32(2)), real_given("1"), real_given(True)
+        (0.5, 2.0, None, None)
+    """
+    if isinstance(value, torch.Tensor | np.ndarray) and value.shape.count(1) == len(value.shape):
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None

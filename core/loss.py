@@ -1,10 +1,12 @@
 """`Loss`: a sum and its denominator, never a mean, so that every window is normalised exactly once (A01, A02)."""
 
+import numbers
 import sys
 from collections.abc import Mapping
 from typing import TypeAlias, final
 
 import attrs
+import numpy as np
 import torch
 
 from trainfold.core.errors import InvalidArgument
@@ -70,7 +72,7 @@ def wide(value: Number) -> Number:
         (4.0, 2, 3)
     """
     if not isinstance(value, torch.Tensor):
-        return value
+        return value.item() if isinstance(value, np.generic) else value
     is_float = value.is_floating_point()
     if is_float and value.device.type == "cpu" and value.numel() == 1:
         return value.item()
@@ -86,9 +88,9 @@ def normaliser(weight: Number) -> Number:
         >>> normaliser(3), normaliser(torch.tensor(3)), normaliser(torch.tensor([True, False, True]))
         (3, tensor(3), 2)
     """
-    if isinstance(weight, torch.Tensor):
-        return weight.detach() if weight.numel() == 1 else wide(weight)
-    return weight
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        return weight.detach()
+    return wide(weight)
 
 
 def read(values: list[Number]) -> list[float | int]:
@@ -119,7 +121,7 @@ def check_loss(value: object) -> Loss:
             raise InvalidArgument(
                 "loss_fn", expected="a real sum", found=str(value.sum.dtype), mend="take its real part or its modulus"
             )
-        if not _is_number(value.weight):
+        if isinstance(value.weight, bool) or not _is_number(value.weight):
             raise InvalidArgument(
                 "loss_fn",
                 expected="a weight that is a number, or a tensor",
@@ -142,9 +144,9 @@ def check_loss(value: object) -> Loss:
 
 def _is_number(value: object) -> bool:
     """Whether it can be summed and divided; an int beyond the floats cannot."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return abs(value) <= _LARGEST
-    return isinstance(value, float | torch.Tensor)
+    if isinstance(value, numbers.Integral):
+        return abs(int(value)) <= _LARGEST
+    return isinstance(value, numbers.Real | torch.Tensor | np.bool_)
 
 
 def _check_metrics(metrics: Mapping[str, object]) -> None:

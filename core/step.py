@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
@@ -14,7 +13,9 @@ from trainfold.core.contract import STEP_PREFIX, checked_contract
 from trainfold.core.cursor import DataCursor
 from trainfold.core.errors import ContractMismatch, InvalidArgument, InvalidState, NonFinite
 from trainfold.core.exchange import exchange
+from trainfold.core.given import real_given
 from trainfold.core.gradients import LossFunction, Verdict, judge, run_window
+from trainfold.core.hooks import check_hooks
 from trainfold.core.leaves import Lease, Leaves
 from trainfold.core.loss import Totals
 from trainfold.core.microbatch import split
@@ -121,15 +122,16 @@ class Step:
         """What the schedule says, known before anything is touched."""
         if self._schedule is None or state.trainer is None:
             return None
-        factor: object = self._schedule(state.trainer.step)
-        if isinstance(factor, bool) or not isinstance(factor, numbers.Real) or not math.isfinite(factor):
+        said: object = self._schedule(state.trainer.step)
+        factor = real_given(said)
+        if factor is None or not math.isfinite(factor):
             raise InvalidArgument(
                 f"schedule({state.trainer.step})",
                 expected="a finite number, the factor of the learning rates",
-                found=repr(factor),
+                found=shown(said),
                 mend="nothing was updated: mend the schedule",
             )
-        return float(factor)
+        return factor
 
     def _check_contract(self, state: TrainState) -> None:
         """Refuse a state that another kind of step has trained: the run would go on, a little different (V08)."""
@@ -288,7 +290,9 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
     Args:
         model: gives the structure; copied without its parameters. It is not changed and not kept. It computes in
             training mode; submodules in eval mode of a model in training mode, such as a frozen normalisation, stay so.
-            Not one that communicates (DDP, FSDP): pass the module inside, and ``collectives``.
+            Not one that communicates (DDP, FSDP): pass the module inside, and ``collectives``. Hooks on its parameters
+            act as they are when the step is made; only in steps of one microbatch on one rank, because elsewhere
+            gradients are divided at the end.
         loss_fn: ``(model, batch) -> Loss``, a sum and its weight.
         optimizer: what `trainfold.optimizer` returns; or any pair of pure functions, whose
             ``update(grads, opt_state, params)`` is given ``lr_factor=`` too where there is a schedule, and whose states
@@ -324,9 +328,9 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         raise InvalidArgument(
             "accumulate", expected="an int >= 1", found=repr(accumulate), mend="1 is one batch a step"
         )
-    real = isinstance(clip_norm, numbers.Real) and not isinstance(clip_norm, bool)
-    if clip_norm is not None and not (real and clip_norm > 0):
-        raise InvalidArgument("clip_norm", expected="> 0, or None", found=repr(clip_norm), mend="None does not clip")
+    largest = real_given(clip_norm)
+    if clip_norm is not None and not (largest is not None and largest > 0):
+        raise InvalidArgument("clip_norm", expected="> 0, or None", found=shown(clip_norm), mend="None does not clip")
     if not callable(loss_fn):
         raise InvalidArgument(
             "loss_fn", expected="a function (model, batch) -> Loss", found=repr(loss_fn), mend="pass the function"
@@ -347,9 +351,11 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
             found="True, with a pair of pure functions for an optimizer",
             mend="leave donate out, or make the optimizer with trainfold.optimizer",
         )
+    mould, ranks = Mould(model), None if collectives is None or collectives.world_size == 1 else collectives
+    check_hooks(mould.hooks, alone=accumulate == 1 and ranks is None)
     contract = {
         f"{STEP_PREFIX}accumulate": accumulate,
-        f"{STEP_PREFIX}clip_norm": None if clip_norm is None else float(clip_norm),
+        f"{STEP_PREFIX}clip_norm": largest,
     }
     return Step(
         contract=checked_contract(contract),
@@ -359,15 +365,15 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         schedule=schedule,
         scheduler=describe(schedule),
         accumulate=accumulate,
-        clip_norm=clip_norm,
-        collectives=None if collectives is None or collectives.world_size == 1 else collectives,
-        pool=Pool(Mould(model), optimizer),
+        clip_norm=largest,
+        collectives=ranks,
+        pool=Pool(mould, optimizer),
     )
 
 
 def _updated(result: Any) -> tuple[Mapping[str, torch.Tensor], Any]:
     """The parameters and the optimizer's state that a user's own update returned."""
-    pair = isinstance(result, tuple) and len(result) == len(("params", "opt_state"))
+    pair = isinstance(result, tuple | list) and len(result) == len(("params", "opt_state"))
     if pair and isinstance(result[0], Mapping) and all(isinstance(held, torch.Tensor) for held in result[0].values()):
         return result[0], result[1]
     raise InvalidArgument(

@@ -7,6 +7,7 @@ from typing import Any, final
 import torch
 
 from trainfold.core.errors import InvalidArgument, InvalidState, SpecMismatch
+from trainfold.core.hooks import hooks_of
 from trainfold.core.init import check_real
 from trainfold.core.names import BufferSlot, named_tensors
 from trainfold.core.spec import AnySpec, diff_specs, leaf_spec
@@ -27,7 +28,7 @@ class Mould:
     def __init__(self, model: torch.nn.Module) -> None:
         named = check_real(model)
         memo: dict[int, Any] = {id(value): _hollow_parameter(value) for value in named.params.values()}
-        self.hooks = {name: _hooks(value) for name, value in named.params.items()}
+        self.hooks = hooks_of(named.params)
         memo |= {id(value): _hollow(value) for value in named.buffers.values()}
         self._module = _copied(model, memo)  # the memo stands in for the large tensors: they are not copied
         self.ties = named.ties
@@ -56,11 +57,8 @@ class Template:
         named = named_tensors(module)
         self.module = module
         self.params = named.params
-        for name, (on_grad, after_grad) in mould.hooks.items():
-            for hook in on_grad:
-                self.params[name].register_hook(hook)  # type: ignore[no-untyped-call]
-            for hook in after_grad:
-                self.params[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for name, hooks in mould.hooks.items():
+            hooks.register(self.params[name])
         self.device = mould.device
         self._mould = mould
         self._persistent = [slot for slot in named.slots if slot.persistent]
@@ -262,12 +260,6 @@ def _clone(value: torch.Tensor | None) -> torch.Tensor | None:
 
 def _hollow(value: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=value.dtype, device=value.device)
-
-
-def _hooks(value: torch.Tensor) -> tuple[list[Any], list[Any]]:
-    """What was registered on a parameter, such as a mask of its gradient; torch copies a parameter without it."""
-    held = (value._backward_hooks, value._post_accumulate_grad_hooks)  # noqa: SLF001 (torch has no other list of them)
-    return list((held[0] or {}).values()), list((held[1] or {}).values())
 
 
 def _hollow_parameter(value: torch.nn.Parameter) -> torch.nn.Parameter:

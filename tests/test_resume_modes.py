@@ -10,12 +10,14 @@ from trainfold import Loss
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import CheckpointPassedOver
+from trainfold.core import tree
 from trainfold.core.codec import digest_of
 from trainfold.core.errors import ContractMismatch, InvalidArgument, ResumeRefused
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.manifest import encode_manifest
 from trainfold.core.manifest_reader import decode_manifest
-from trainfold.core.resume_plan import Refusal
+from trainfold.core.resume_plan import Refusal, ResumePlan
+from trainfold.core.state import Progress, TrainState
 from trainfold.properties import laws
 
 
@@ -293,3 +295,25 @@ def test_a_damaged_part_takes_all_parts_from_the_older_checkpoint(component):
     with pytest.warns(CheckpointPassedOver, match="step-00000002"):
         loaded = trainfold.load(store, like=like)
     assert fingerprint(loaded) == fingerprint(states[0])
+
+
+@tree.register_node(namespace=tree.NAMESPACE)
+@attrs.frozen
+class Window:
+    """A data position of a user's own, which looks at its tensor."""
+
+    seen: torch.Tensor = attrs.field()
+
+    @seen.validator
+    def _check(self, _attribute, value):
+        if value.dim() != 1:
+            raise ValueError("seen: a vector")
+
+
+@pytest.mark.parametrize("component", ["dataset", "scheduler", "optimizer"])
+def test_a_users_own_class_that_looks_at_its_tensors_is_loaded(component):
+    """V09: what cannot be read without tensors proves nothing, and is no reason to refuse."""
+    state = TrainState(trainer=Progress(3), **{component: Window(torch.arange(3))})
+    store = saved(state)
+    assert isinstance(trainfold.plan(store, like=state), ResumePlan)
+    assert fingerprint(trainfold.load(store, like=state)) == fingerprint(state)

@@ -1004,7 +1004,7 @@ def test_an_update_that_failed_leaves_no_gradient_behind():
     assert fingerprint(first) == fingerprint(second)
 
 
-@pytest.mark.parametrize("factor", [math.nan, math.inf, "0.5", None, torch.tensor(1.0)])
+@pytest.mark.parametrize("factor", [math.nan, math.inf, "0.5", None, torch.ones(2)])
 def test_a_schedule_that_gives_no_finite_number_is_refused_before_anything_is_updated(factor):
     """A09: the guard against numbers that are not finite sees the factor too."""
     sgd = optimizer(torch.optim.SGD, lr=0.1)

@@ -1,5 +1,8 @@
 """What a step, its loss, its schedule and a user's own update are given or give: refused by name where it cannot be."""
 
+import functools
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -107,7 +110,7 @@ def add_hooks(model, kind):
 
 
 @pytest.mark.parametrize("kind", ["hook", "after", "several"])
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"donate": True}])
+@pytest.mark.parametrize("options", [{}, {"donate": True}, {"clip_norm": 1e9}])
 def test_hooks_on_parameters_act_as_in_a_loop_by_hand(kind, options):
     model, by_hand = add_hooks(make_model(), kind), add_hooks(make_model(), kind)
     inner = torch.optim.SGD(by_hand.parameters(), lr=0.1)
@@ -117,14 +120,13 @@ def test_hooks_on_parameters_act_as_in_a_loop_by_hand(kind, options):
     for batch in BATCHES:
         state, _ = step(state, batch)
         inner.zero_grad()
-        for part in batch.tensor_split(options.get("accumulate", 1)):
-            loss = loss_fn(by_hand, part)
-            (loss.sum / len(batch)).backward()
+        loss = loss_fn(by_hand, batch)
+        (loss.sum / loss.weight).backward()
         inner.step()
     assert torch.equal(state.model.params["0.weight"], first["0.weight"])
     assert not torch.equal(state.model.params["1.weight"], first["1.weight"])
     for name, value in by_hand.named_parameters():
-        torch.testing.assert_close(state.model.params[name], value.detach())
+        assert torch.equal(state.model.params[name], value.detach())
     assert all(param.grad is None for param in model.parameters())
 
 
@@ -156,3 +158,71 @@ def test_an_update_of_ones_own_gives_parameters_of_the_same_names_shapes_and_dty
     assert fingerprint(state) == before
     honest = pair_with(lambda grads, slots, params: ({n: v - 0.1 * grads[n] for n, v in params.items()}, slots))
     assert trainfold.make_step(model, loss_fn, honest)(state, BATCHES[0])[0].trainer.step == 1
+
+
+def clamped(grad):
+    return grad.clamp(-0.5, 0.5)
+
+
+@pytest.mark.parametrize("hold", ["closure", "default", "partial", "method"])
+def test_a_hook_that_holds_a_parameter_is_refused_because_it_would_read_the_models(hold):
+    model = make_model()
+    param = model[0].weight
+    hooks = {
+        "closure": lambda grad: grad + 0.5 * param,
+        "default": lambda grad, held=param: grad + 0.5 * held,
+        "partial": functools.partial(torch.add, param),
+        "method": model.forward,
+    }
+    param.register_hook(hooks[hold])
+    with pytest.raises(InvalidArgument, match=r"0\.weight"):
+        trainfold.make_step(model, loss_fn, SGD)
+    trainfold.bind_model(model, trainfold.init_state(model, SGD))  # nothing flows backward there
+
+
+def test_hooks_are_refused_where_gradients_are_divided_at_the_end():
+    model = make_model()
+    model[0].weight.register_hook(clamped)
+    trainfold.make_step(model, loss_fn, SGD)
+    with pytest.raises(InvalidArgument, match="accumulate=1"):
+        trainfold.make_step(model, loss_fn, SGD, accumulate=2)
+
+
+def test_the_hooks_of_a_frozen_parameter_wait():
+    model = make_model()
+    model[0].weight.register_hook(clamped)
+    model[1].weight.register_post_accumulate_grad_hook(forget_gradient)
+    for param in (model[0].weight, model[1].weight):
+        param.requires_grad_(False)
+    state = trainfold.init_state(model, SGD)
+    after, _ = trainfold.make_step(model, loss_fn, SGD, accumulate=2)(state, BATCHES[0])
+    assert torch.equal(after.model.params["0.weight"], state.model.params["0.weight"])
+
+
+@pytest.mark.parametrize("number", [np.int64(4), np.float32(4), 4.0, torch.tensor(4), torch.ones(4, dtype=torch.bool)])
+def test_numbers_of_numpy_and_tensors_are_numbers(number):
+    def counted(model, batch):
+        return Loss(sum=model(batch).square().sum(), weight=number, metrics={"q": (np.float32(1), number), "p": True})
+
+    model = make_model()
+    state = trainfold.init_state(model, SGD)
+    options = {"schedule": lambda step: np.ones(1) if step else torch.tensor(1.0), "clip_norm": torch.tensor(1.0)}
+    step = trainfold.make_step(model, counted, SGD, **options)
+    after, metrics = step(state, BATCHES[0])
+    plain, wanted = trainfold.make_step(model, loss_fn, SGD, clip_norm=1.0)(state, BATCHES[0])
+    assert fingerprint(after)["model"] == fingerprint(plain)["model"]
+    assert (metrics["loss"], metrics["q"], metrics["p"]) == (wanted["loss"], 0.25, 0.25)
+    assert type(step(after, BATCHES[1])[0].trainer.tokens) is int
+    laws.round_trips(after)
+
+
+def test_a_step_that_ends_with_its_data_is_still_pure():
+    model = make_model()
+    inner = trainfold.make_step(model, loss_fn, SGD)
+
+    def step(state, batch):
+        if state.trainer.step >= 1:
+            raise IndexError("the data has one batch")
+        return inner(state, batch)
+
+    laws.is_pure(step, trainfold.init_state(model, SGD), BATCHES[0])

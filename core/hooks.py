@@ -1,0 +1,108 @@
+"""`Hooks`: what a user registered on the parameters of a model, such as a mask of a gradient, for a template of it."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+import attrs
+import torch
+
+from trainfold.core.errors import InvalidArgument
+
+Hook = Callable[..., Any]
+
+
+@final
+@attrs.frozen
+class Hooks:
+    """The hooks of one parameter; torch copies a parameter without them.
+
+    Attributes:
+        on_grad: those that are given each gradient and may return another.
+        after_grad: those that are given the parameter when its gradient is there.
+    """
+
+    on_grad: tuple[Hook, ...] = ()
+    after_grad: tuple[Hook, ...] = ()
+
+    def register(self, param: torch.nn.Parameter) -> None:
+        """Put them on another parameter."""
+        for hook in self.on_grad:
+            param.register_hook(hook)  # type: ignore[no-untyped-call]
+        for hook in self.after_grad:
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def hooks_of(params: Mapping[str, torch.nn.Parameter]) -> dict[str, Hooks]:
+    """FQN -> hooks, for each parameter that has any and trains.
+
+    Args:
+        params: FQN -> parameter of the user's model.
+
+    Examples:
+        >>> linear = torch.nn.Linear(2, 1)
+        >>> _ = linear.weight.register_hook(lambda grad: grad * 0)
+        >>> {name: len(hooks.on_grad) for name, hooks in hooks_of(dict(linear.named_parameters())).items()}
+        {'weight': 1}
+    """
+    found: dict[str, Hooks] = {}
+    for name, param in params.items():
+        hooks = Hooks(
+            tuple((param._backward_hooks or {}).values()),  # noqa: SLF001 (torch has no other list of them)
+            tuple((param._post_accumulate_grad_hooks or {}).values()),  # noqa: SLF001
+        )
+        if param.requires_grad and (hooks.on_grad or hooks.after_grad):
+            found[name] = hooks
+    return found
+
+
+def check_hooks(hooks: Mapping[str, Hooks], *, alone: bool) -> None:
+    """Check that hooks do in a step what they do in a loop by hand.
+
+    A window of several microbatches, or of several ranks, adds up gradients of sums and divides once, at its end (A01). A
+    hook would be given those of sums, and only one that is linear means the same by it. One that holds a parameter, or a
+    module, would read that of the user's model, which does not change, and not that of the state.
+
+    Args:
+        hooks: FQN -> hooks.
+        alone: whether a step is one microbatch on one rank.
+
+    Raises:
+        InvalidArgument: naming the parameter.
+    """
+    for name, held in hooks.items():
+        for hook in (*held.on_grad, *held.after_grad):
+            _check_apart(name, hook)
+    if hooks and not alone:
+        raise InvalidArgument(
+            f"model: the hooks of {next(iter(hooks))}",
+            expected="none, where a step has several microbatches or ranks",
+            found="a hook on its gradient, which is divided by the weight of the whole step only after all of them",
+            mend="train with accumulate=1 on one rank, or write it into the model, as a parametrization or a mask in forward",
+        )
+
+
+def _check_apart(name: str, hook: Hook) -> None:
+    held = next((value for value in _held(hook) if isinstance(value, torch.nn.Parameter | torch.nn.Module)), None)
+    if held is not None:
+        raise InvalidArgument(
+            f"model: a hook of {name}",
+            expected="a function of the gradient, or of the parameter that it is given",
+            found=f"one that holds a {type(held).__name__} of its own, whose values are not those of the state",
+            mend="use register_post_accumulate_grad_hook, whose function is given the parameter with its gradient",
+        )
+
+
+def _held(hook: Any) -> Iterator[Any]:
+    """What a function brings with it: its closure, its defaults, the object that it is a method of."""
+    if isinstance(hook, functools.partial):
+        yield from (*hook.args, *hook.keywords.values())
+        yield from _held(hook.func)
+        return
+    for cell in getattr(hook, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a name that has no value yet
+            continue
+    yield from getattr(hook, "__defaults__", None) or ()
+    yield getattr(hook, "__self__", None)
