@@ -17,7 +17,8 @@ class Boundary:
 
     What it sees: steps taken and not counted, gradients that a backward has written to since, a window declared open.
     What it cannot see: a partial backward whose gradients reach none of the probed parameters, or that are all zero;
-    and a loop that counts a step before it takes it.
+    a loop that counts a step before it takes it; and the steps of an optimizer around another one that was not made by
+    ``Optimizer.__init__``, which is where torch makes the place for hooks.
 
     Args:
         objects: the components of a run by name. Of each module the smallest trainable parameters are probed, of each
@@ -39,7 +40,7 @@ class Boundary:
             probes = sorted(small, key=lambda parameter: parameter.numel())[:_PROBES]
             self._probes += probes
             self._marks += _marks(probes)
-        if isinstance(target, torch.optim.Optimizer):
+        if isinstance(target, torch.optim.Optimizer) and hasattr(target, "_optimizer_step_post_hooks"):
             count = weakref.WeakMethod(self._count)  # an optimizer that outlives the run does not keep it alive
 
             def hook(*_: Any) -> None:

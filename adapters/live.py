@@ -16,7 +16,7 @@ from trainfold.adapters.part import ObjectPart, Part, Stateful, TreePart, copied
 from trainfold.adapters.restoring import CountersPart, extra_state_parts, refusals, write_all
 from trainfold.adapters.rng import RngPart, bound_device
 from trainfold.adapters.scheduler import SchedulerPart, check_schedulers
-from trainfold.adapters.script import check_scheduled, frozen, hyperparameters
+from trainfold.adapters.script import SchedulerWatch, frozen, hyperparameters
 from trainfold.core import tree
 from trainfold.core.components import components_of, state_of, validate_components
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused
@@ -50,7 +50,8 @@ def attach(
         The live run.
 
     Raises:
-        InvalidArgument: for an object whose state cannot be known, or an optimizer whose scheduler is forgotten.
+        InvalidArgument: for an object whose state cannot be known, or an optimizer whose scheduler is certainly forgotten; where
+                it is only likely, a warning is logged.
         InvalidState: if the optimizer holds a tensor that the model does not have, or the model has no values yet.
         UnsupportedLeaf: for a hyperparameter that is not plain, and so could not be compared at a resume.
 
@@ -107,9 +108,14 @@ class Live:
                 mend="choose another name",
             )
         optimizers = {name: part for name, part in self._parts().items() if isinstance(part, OptimizerPart)}
-        self._script = hyperparameters(optimizers)
-        self._optimizers = {name: part.optimizer for name, part in optimizers.items()}
-        self._check_scheduled("attach.scheduler")
+        self._watch = SchedulerWatch()
+        for name, part in optimizers.items():
+            self._watch.add(name, part.optimizer)
+        scheduled = {name for name in optimizers if self._watch.covers(name, self._schedulers(), self._extra)}
+        self._script = hyperparameters(optimizers, scheduled=scheduled)
+        if optimizer is not None:
+            self._script["attached.optimizer.frozen"] = frozen(model)
+        self._watch.check(self._schedulers(), self._extra, where="attach.scheduler")
         self._boundary = Boundary({"model": model, "optimizer": optimizer, **self._extra})
 
     # --- counting ----------------------------------------------------------------------------------------------------
@@ -158,7 +164,7 @@ class Live:
                 raise InvalidArgument(
                     f"advance.{name}", expected="an int >= 0", found=repr(value), mend="only count up"
                 )
-        self._check_scheduled("live.advance")
+        self._watch.check(self._schedulers(), self._extra, where="live.advance")
         taken = self._taken + (0 if self._feed is None else self._feed.undelivered())
         if self._feed is not None and steps and samples != 0 and not taken:
             raise mismatch(
@@ -244,7 +250,8 @@ class Live:
         """Make the live objects what a state says: all of it, or nothing if any part does not fit (V12).
 
         Everything is checked first. Parameters are overwritten in place, so ties and references survive; gradients are
-        cleared, to zeros where an optimizer had one when it was captured; ``scheduler.step()`` is not called; random streams come last (G11). The state is copied from.
+        cleared, to zeros where an optimizer had one when it was captured; ``scheduler.step()`` is not called; random
+        streams come last (G11). The state is copied from.
 
         Args:
             state: from a checkpoint, or captured.
@@ -297,7 +304,7 @@ class Live:
         self._extra[name] = target
         self._boundary.watch(name, target)
         if isinstance(target, torch.optim.Optimizer):
-            self._optimizers[name] = target
+            self._watch.add(name, target)
 
     def check_boundary(self) -> None:
         """Raise unless the run is between two optimizer steps, as far as that shows (A06).
@@ -327,20 +334,18 @@ class Live:
         Hyperparameters are those that the script gave: as they were when it attached the optimizers. So a changed learning
         rate is a difference, and one that the loop sets by hand as it goes is none. Where an attached scheduler works on a
         group, its base (``initial_lr``, ``max_lr``) is compared; what the scheduler makes of it says ``"live"``, is not
-        compared, and goes on with the value that was saved. Frozen parameters of the model are those of now.
+        compared, and goes on with the value that was saved. Frozen parameters of the model are those of then, too, so that
+        a loop may freeze and unfreeze as it goes.
         """
         found: dict[str, Any] = {} if self._feed is None else self._feed.contract()
         if self._scheduler is not None:
             found["scheduler.kind"] = self._scheduler.kinds()
-        if self._optimizer is not None:
-            found["attached.optimizer.frozen"] = frozen(self._model)
         return {**found, **self._script}
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _check_scheduled(self, where: str) -> None:
-        schedulers = [] if self._scheduler is None else tree.leaves(self._scheduler.schedulers)
-        check_scheduled(self._optimizers, schedulers, self._extra, where=where)
+    def _schedulers(self) -> list[Any]:
+        return [] if self._scheduler is None else tree.leaves(self._scheduler.schedulers)
 
     def _names(self) -> dict[int, str]:
         """``id(parameter)`` -> name, for the model and the modules among the extras."""

@@ -1,7 +1,9 @@
 """What a script gave to the run that it attached, for the resume contract: hyperparameters, and who is frozen."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import logging
+from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, final
 
 import torch
 
@@ -12,57 +14,111 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.names import named_tensors
 from trainfold.core.state import TrainState
 
+_LOG = logging.getLogger("trainfold")
 _FROZEN_SHOWN = 64
 # What a torch scheduler leaves in a group that it works on -> the hyperparameters that it then changes at each step.
 _SCHEDULED = {"initial_lr": {"lr"}, "max_momentum": {"momentum", "betas"}}
 
 
-def check_scheduled(
-    optimizers: Mapping[str, torch.optim.Optimizer], schedulers: Iterable[Any], extra: Mapping[str, Any], *, where: str
-) -> None:
-    """Check that no scheduler works on an optimizer without being attached: its state would be lost at a resume.
+@final
+class SchedulerWatch:
+    """Sees a scheduler that works on an optimizer of the run and is not attached: its state would be lost at a resume.
 
-    Args:
-        optimizers: component -> optimizer.
-        schedulers: the attached ones.
-        extra: the run's other objects, among which there may be schedulers.
-        where: the call, for the message.
+    The rule: what is certain is refused, what is likely is a warning in the log, once for each optimizer.
 
-    Raises:
-        InvalidArgument: naming the optimizer.
+    - Certain: a torch scheduler wraps the ``step`` of its optimizer when it is made. Where that has happened and the
+      optimizer has not stepped since, or where it happens after `add`, the scheduler is the run's; and nothing that is
+      attached can have it, neither a scheduler nor an object or a pair of functions whose insides are not known.
+    - Likely: the optimizer has stepped under the scheduler before, so it may be done with (a search for a learning
+      rate); only its ``initial_lr`` is there, which a loaded optimizer state brings as well; or an object of unknown
+      insides is attached, and its state does not look like one with a scheduler in it.
+
+    What a restore writes into the param groups is no sign. Not seen at all: a ``ReduceLROnPlateau``, a scheduler of
+    one's own that leaves no sign, and a second one for an optimizer that has one.
     """
-    bases = {
-        name: each for name, each in optimizers.items() if any("initial_lr" in group for group in each.param_groups)
-    }
-    if not bases:
-        return
-    known = [*schedulers, *(target for target in map(_bare, extra.values()) if _is_scheduler(target))]
-    for name, optimizer in bases.items():
-        others = [other for other in optimizers.values() if other is not optimizer]
-        if all(_is_one_of(getattr(scheduler, "optimizer", None), others) for scheduler in known):
-            raise InvalidArgument(
-                where,
-                expected=f"the scheduler of {name}, which has put initial_lr into its param groups",
-                found="none" if not known else "only those of other optimizers",
-                mend="attach(..., scheduler=scheduler), or name it under extra=: a resume would begin it anew otherwise; "
-                "if none works on the optimizer any more, delete initial_lr from its param groups",
-            )
+
+    def __init__(self) -> None:
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._unused: dict[str, bool] = {}  # those in question -> whether a scheduler would be before its first step
+        self._marked: set[str] = set()  # those that came with initial_lr
+
+    def add(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Watch one more optimizer."""
+        self._optimizers[name] = optimizer
+        self._unused[name] = not getattr(optimizer, "_opt_called", False)
+        if any("initial_lr" in group for group in optimizer.param_groups):
+            self._marked.add(name)
+
+    def covers(self, name: str, schedulers: Iterable[Any], extra: Mapping[str, Any]) -> bool:
+        """Whether something that is attached may change the learning rate of an optimizer that has had a scheduler."""
+        optimizer = self._optimizers[name]
+        return self._has_scheduler(optimizer, schedulers, extra) or (_is_wrapped(optimizer) and bool(_opaque(extra)))
+
+    def check(self, schedulers: Iterable[Any], extra: Mapping[str, Any], *, where: str) -> None:
+        """Look at the optimizers that are new, or that got a scheduler since the last look.
+
+        Args:
+            schedulers: the attached ones.
+            extra: the run's other objects, among which there may be schedulers.
+            where: the call, for the message.
+
+        Raises:
+            InvalidArgument: naming the optimizer, where the scheduler is certainly forgotten.
+        """
+        for name, is_unused in list(self._unused.items()):
+            is_wrapped = _is_wrapped(self._optimizers[name])
+            if not is_wrapped and name not in self._marked:
+                continue
+            if not self._has_scheduler(self._optimizers[name], schedulers, extra):
+                unknown = _opaque(extra)
+                if is_wrapped and is_unused and not unknown:
+                    raise InvalidArgument(
+                        where,
+                        expected=f"the scheduler of {name}, which has wrapped its step()",
+                        found="nothing attached that could have its state",
+                        mend="attach(..., scheduler=scheduler), or name it under extra=: a resume would begin it anew "
+                        "otherwise; if none is in use any more, make the optimizer anew",
+                    )
+                if not any(_has_schedule(target) for target in unknown.values()):
+                    _LOG.warning(
+                        "%s: a scheduler has worked on %s, and none is attached%s; if it is still in use, a resume would "
+                        "begin it anew: attach it as scheduler=",
+                        where,
+                        name,
+                        f", unless {' or '.join(unknown)} has it" if unknown else "",
+                    )
+            self._marked.discard(name)
+            if is_wrapped:
+                del self._unused[name]
+
+    def _has_scheduler(
+        self, optimizer: torch.optim.Optimizer, schedulers: Iterable[Any], extra: Mapping[str, Any]
+    ) -> bool:
+        """Whether one of the schedulers is not certainly another optimizer's; one that is not torch's may have several."""
+        others = [other for other in self._optimizers.values() if other is not optimizer]
+        known = [*schedulers, *filter(_is_scheduler, map(_bare, extra.values()))]
+        return not all(_is_torchs(each) and _is_one_of(getattr(each, "optimizer", None), others) for each in known)
 
 
-def hyperparameters(optimizers: Mapping[str, OptimizerPart]) -> dict[str, Any]:
+def hyperparameters(optimizers: Mapping[str, OptimizerPart], *, scheduled: Container[str]) -> dict[str, Any]:
     """Contract key -> plain value, for each hyperparameter of each group of every optimizer, as they are now.
 
     What a scheduler works on says ``"live"``. The main optimizer's keys begin with ``optimizer.``, those of another
     with ``attached.<its name>.``.
+
+    Args:
+        optimizers: component -> optimizer.
+        scheduled: those on which something that is attached may work; what another scheduler has left is plain.
     """
     found: dict[str, Any] = {}
     for name, part in optimizers.items():
         prefix = "optimizer." if name == "optimizer" else f"attached.{name}."
+        signs = _SCHEDULED if name in scheduled else {}
         said = contract_of(TrainState(optimizer=part.capture()))
         found |= {prefix + key.removeprefix("optimizer."): said[key] for key in said if ".groups[" in key}
         for group in part.optimizer.param_groups:
             label = min((part.names[id(parameter)] for parameter in group["params"]), default="")
-            moving = {key for sign, keys in _SCHEDULED.items() if sign in group for key in keys & set(group)}
+            moving = {key for sign, keys in signs.items() if sign in group for key in keys & set(group)}
             found |= {f"{prefix}groups[{label!r}].{key}": "live" for key in moving}
     return found
 
@@ -88,10 +144,41 @@ def _bare(target: Any) -> Any:
     return getattr(target[0], "__self__", target) if isinstance(target, tuple) and target else target
 
 
+def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a torch scheduler was made for it: each wraps ``step``, to see the order in which the two are called."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def _is_torchs(target: Any) -> bool:
+    return type(target).__module__.startswith("torch.")
+
+
 def _is_scheduler(target: Any) -> bool:
     """Whether an extra works on a learning rate; others too have a ``step`` and a state, such as a ``GradScaler``."""
     is_scheduler = isinstance(target, torch.optim.lr_scheduler.LRScheduler) or hasattr(target, "get_last_lr")
     return is_scheduler or isinstance(getattr(target, "optimizer", None), torch.optim.Optimizer)
+
+
+def _opaque(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The extras in which a scheduler may be that does not show: those of somebody's own, and pairs of functions."""
+    return {
+        name: target
+        for name, target in extra.items()
+        if not isinstance(target, torch.nn.Module | torch.optim.Optimizer) and not _is_torchs(_bare(target))
+    }
+
+
+def _has_schedule(target: Any) -> bool:
+    """Whether the state of an object, or what a pair gets, has the state of a torch scheduler in it."""
+    with suppress(Exception):  # what fails here says so where it matters, when the run is captured
+        return _is_schedule(target[0]() if isinstance(target, tuple) else target.state_dict())
+    return False
+
+
+def _is_schedule(state: Any) -> bool:
+    if isinstance(state, Mapping):
+        return "last_epoch" in state or any(map(_is_schedule, state.values()))
+    return isinstance(state, list | tuple) and any(map(_is_schedule, state))
 
 
 def _is_one_of(target: Any, those: list[torch.optim.Optimizer]) -> bool:
