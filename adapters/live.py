@@ -50,8 +50,8 @@ def attach(
         The live run.
 
     Raises:
-        InvalidArgument: for an object whose state cannot be known, or an optimizer whose scheduler is certainly forgotten; where
-                it is only likely, a warning is logged.
+        InvalidArgument: for an object whose state cannot be known, or an optimizer whose scheduler is forgotten for
+            certain; where that is only likely, a warning is logged.
         InvalidState: if the optimizer holds a tensor that the model does not have, or the model has no values yet.
         UnsupportedLeaf: for a hyperparameter that is not plain, and so could not be compared at a resume.
 

@@ -161,11 +161,9 @@ def _is_scheduler(target: Any) -> bool:
 
 def _opaque(extra: Mapping[str, Any]) -> dict[str, Any]:
     """The extras in which a scheduler may be that does not show: those of somebody's own, and pairs of functions."""
-    return {
-        name: target
-        for name, target in extra.items()
-        if not isinstance(target, torch.nn.Module | torch.optim.Optimizer) and not _is_torchs(_bare(target))
-    }
+    plain = torch.nn.Module | torch.optim.Optimizer
+    objects = {name: _bare(target) for name, target in extra.items()}
+    return {name: extra[name] for name, each in objects.items() if not isinstance(each, plain) and not _is_torchs(each)}
 
 
 def _has_schedule(target: Any) -> bool:

@@ -250,6 +250,9 @@ def test_a_scheduler_whose_optimizer_is_not_known_is_taken_at_its_word():
     model, optimizer, _ = scheduled()
     with pytest.raises(InvalidArgument, match="scheduler="):
         attach(model, optimizer, extra={"scaler": torch.amp.GradScaler("cpu")})  # has step() and a state, and is none
+    teacher = Heads()
+    with pytest.raises(InvalidArgument, match="scheduler="):
+        attach(model, optimizer, extra={"teacher": (teacher.state_dict, teacher.load_state_dict)})
 
 
 class Trainer:
@@ -346,7 +349,7 @@ def test_initial_lr_in_a_loaded_optimizer_state_is_no_scheduler_and_the_rate_is_
         assert not manager.restore(warm(0.1)).is_fresh
         with pytest.raises(ResumeRefused, match=r"optimizer\.groups\['bias'\]\.lr: saved 0.1, wanted 0.2"):
             manager.restore(warm(0.2))
-    assert caplog.text.count("attach.scheduler: a scheduler has worked on optimizer, and none is attached; if") == 3
+    assert caplog.text.count("a scheduler has worked on optimizer, and none is attached; if") == 3  # one for each run
 
 
 def test_a_scheduler_that_has_been_used_before_the_run_is_attached_may_be_done_with(caplog):
@@ -366,6 +369,8 @@ def test_what_a_restore_writes_into_the_groups_is_no_scheduler(caplog):
     store = MemoryStore()
     model, optimizer, scheduler = scheduled()
     live = attach(model, optimizer, scheduler=scheduler)
+    optimizer.step()
+    scheduler.step()
     live.advance(samples=1)
     with CheckpointManager(store) as manager:
         manager.save(live)
@@ -376,8 +381,11 @@ def test_what_a_restore_writes_into_the_groups_is_no_scheduler(caplog):
     with CheckpointManager(store, policy={"hyperparameters": "adapt"}) as manager:
         manager.restore(again)
         assert again.advance(samples=1).step == 2
+        assert optimizer.param_groups[0]["lr"] == 0.1  # the script's
+        del optimizer.param_groups[0]["initial_lr"]
         manager.save(again)
-    assert "initial_lr" in optimizer.param_groups[0]
+    with CheckpointManager(store) as manager:
+        assert not manager.restore(without_scheduler()[0]).is_fresh  # and from then on there is nothing to let pass
     assert "attach it" not in caplog.text
 
 
