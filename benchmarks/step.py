@@ -256,7 +256,7 @@ def measure(size, *, quick, device):
     row["bit_steps"] = 20 if quick else BIT_STEPS
     row["same_bits"] = same_bits(size, row["bit_steps"], device)
     peaks = {name: [] for name in VARIANTS}
-    for _ in range(1 if quick else 3):
+    for _ in range(1 if quick else 9):
         with ThreadPoolExecutor(len(VARIANTS)) as pool:  # processes do not share their peaks
             for name, peak in zip(
                 VARIANTS, pool.map(lambda name: peak_of(size, name, device, 4), VARIANTS), strict=True
