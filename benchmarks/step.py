@@ -40,7 +40,7 @@ SIZES = {  # name: (width, blocks, vocabulary, sequence length, batch size)
     "5M": (256, 5, 4096, 32, 4),
     "25M": (512, 6, 12288, 32, 2),
 }
-STEPS = {"0.14M": 1440, "5M": 90, "25M": 36}
+STEPS = {"0.14M": 1440, "5M": 90, "25M": 144}
 BLOCK = {"0.14M": 24, "5M": 6, "25M": 6}  # a turn of some 60 ms and more: the caches are then the variant's own
 BIT_STEPS = 200
 VARIANTS = ("loop", "donated", "undonated")
