@@ -13,7 +13,17 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.terms import LIMB_BITS, LIMBS, MASK, MAX_TERMS, UNIT, bins_of, sum_of_floats, sum_of_ints
+from trainfold.core.terms import (
+    LIMB_BITS,
+    LIMBS,
+    MASK,
+    MAX_TERMS,
+    UNIT,
+    bins_of,
+    sum_of_doubles,
+    sum_of_floats,
+    sum_of_ints,
+)
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS = 3  # NaN, infinity, minus infinity
@@ -71,8 +81,7 @@ def exact_add(total: ExactSum, terms: torch.Tensor | float) -> ExactSum:
         if not part.is_floating_point():
             amount += sum_of_ints(part) << UNIT
             continue
-        narrow = part.dtype in _NARROW and part.device.type == "cpu" and len(part) > 0
-        units = sum_of_floats(part.float().contiguous()) if narrow else None
+        units = _units_of_rows(part.contiguous()) if part.device.type == "cpu" else None
         if units is None:
             limbs, counts = bins_of(part)
             units, special = _units(limbs), special + counts.cpu()
@@ -108,6 +117,15 @@ def exact_value(total: ExactSum) -> Fraction | float:
     if above or below:
         return math.inf if above else -math.inf
     return Fraction(_units(total.limbs), 1 << UNIT)
+
+
+def _units_of_rows(terms: torch.Tensor) -> int | None:
+    """The sum where rows of float64 can hold it, in units of 2**-1074."""
+    if len(terms) == 0:
+        return 0
+    if terms.dtype in _NARROW:
+        return sum_of_floats(terms.float())
+    return sum_of_doubles(terms) if terms.dtype == torch.float64 else None
 
 
 def _units(limbs: torch.Tensor) -> int:

@@ -15,6 +15,8 @@ LIMBS = 68  # the 2,098 bits of float64, and 78 more for as many terms as anybod
 MASK = (1 << LIMB_BITS) - 1
 MAX_TERMS = 1 << 28  # each adds less than 2**34 to a limb, so that no limb leaves 63 bits
 _FRACTION_BITS = 52
+_WITHOUT_SIGN = (1 << 63) - 1
+_EXPONENTS = 100, 2000  # fields of float64 for which neither a sum of a row nor a power of two for its grid overflows
 _SMALLEST_ROW = 32
 _LARGEST_ROW = 1024
 
@@ -58,6 +60,35 @@ def sum_of_floats(terms: torch.Tensor) -> int | None:
     if whole < len(terms):
         total += _sum_of_multiples(terms[whole:].double(), grid)
     return total << (UNIT + grid)
+
+
+def sum_of_doubles(terms: torch.Tensor) -> int | None:
+    """The same of a float64 tensor: each term is taken apart into its upper 26 bits and its lower 27, and both have room.
+
+    Examples:
+        >>> sum_of_doubles(torch.tensor([0.1, -0.1, 0.5], dtype=torch.float64)) == 1 << (UNIT - 1)
+        True
+    """
+    bits = terms.view(torch.int64) & _WITHOUT_SIGN
+    low, high = (int(value) for value in torch.aminmax(bits))
+    if high == 0:
+        return 0
+    if low == 0:
+        low = int(torch.where(bits == 0, high, bits).amin())
+    least, most = low >> _FRACTION_BITS, high >> _FRACTION_BITS
+    spare = 53 - 27 - (most - least)
+    if spare < 1 or not _EXPONENTS[0] <= least <= most <= _EXPONENTS[1]:
+        return None
+    upper = (terms.view(torch.int64) & ~((1 << 27) - 1)).view(torch.float64)
+    grid, row = least - 1075, min(1 << spare, _LARGEST_ROW)
+    return (_rows(upper, row, grid + 27) << 27) + _rows(terms - upper, row, grid) << (UNIT + grid)
+
+
+def _rows(terms: torch.Tensor, row: int, grid: int) -> int:
+    """The sum, in units of 2**grid, of float64 multiples of it whose rows do not round."""
+    whole = len(terms) // row * row
+    total = _sum_of_multiples(terms[:whole].view(-1, row).sum(1), grid) if whole else 0
+    return total + (_sum_of_multiples(terms[whole:], grid) if whole < len(terms) else 0)
 
 
 def _magnitudes(terms: torch.Tensor) -> tuple[int, int]:

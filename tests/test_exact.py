@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainfold.core.exact import ExactSum, exact_add, exact_merge, exact_value, exact_zero
-from trainfold.core.terms import bins_of, sum_of_floats
+from trainfold.core.terms import bins_of, sum_of_doubles, sum_of_floats
 
 FLOATS = {torch.float64: 64, torch.float32: 32, torch.float16: 16, torch.bfloat16: 32}
 MANY = settings(deadline=None, max_examples=200)
@@ -120,3 +120,19 @@ def test_rows_of_the_largest_terms_do_not_round_the_smallest_away(spread):
 @pytest.mark.parametrize("values", [[0.0, 1.5], [0.0, -1.5], [-0.0, 1.5], [-0.0, 0.0], [2.0, -(2.0**-20)]])
 def test_zeros_and_signs_do_not_keep_terms_from_rows(values):
     assert sum_of_floats(torch.tensor(values * 100)) is not None
+
+
+@pytest.mark.parametrize("spread", range(28))
+@pytest.mark.parametrize("scale", [0, -900, 900])
+def test_rows_of_float64_lose_no_bit(spread, scale):
+    tensor = torch.full((4099,), math.ldexp(2 - 2.0**-52, scale), dtype=torch.float64)
+    tensor[7] = math.ldexp(1 + 2.0**-52, scale - spread)
+    tensor[8], tensor[9] = 0.0, math.ldexp(-1.0 - 2.0**-27, scale)
+    assert exact_value(exact_add(exact_zero(), tensor)) == fraction_of(tensor)
+    if spread <= 25 and scale == 0:
+        assert sum_of_doubles(tensor) is not None
+
+
+@pytest.mark.parametrize("value", [5e-324, 2.0**-1022, 1.7e308, float("inf"), float("nan")])
+def test_float64_beyond_what_rows_can_hold_goes_through_bins(value):
+    assert sum_of_doubles(torch.full((100,), value, dtype=torch.float64)) is None
