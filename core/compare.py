@@ -166,9 +166,7 @@ def _proved_by_components(manifest: Manifest) -> dict[str, Json]:
         record = manifest.component(name)
         if record is None or _has(manifest.contract, f"{name}."):
             continue
-        with suppress(
-            TrainfoldError
-        ):  # a class of the user's own that cannot be made without its tensors says nothing here
+        with suppress(TrainfoldError):  # a user's own class that cannot be made without its tensors says nothing here
             held[name] = rebuild(record.nodes[0], name, lambda *_: None)
     return contract_of(TrainState(**held))
 

@@ -4,8 +4,7 @@ Nothing is loaded and nothing is touched here. The plan is a value: it prints, c
 rank that sees the same things.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -64,7 +63,8 @@ def plan_resume(inventory: Inventory, target: Target, request: Request) -> Resum
         return Refusal(inventory.run, None, manifest)
     _check_names(manifest, target, request)
     findings = Findings(request.policy)
-    actions = tuple(_action(name, manifest, target, request, findings) for name in _names(manifest, target))
+    dims = _dims(manifest)
+    actions = tuple(_action(name, manifest, target, request, findings, dims=dims) for name in _names(manifest, target))
     compare_contract(
         manifest,
         target.contract,
@@ -113,14 +113,14 @@ def _chosen(inventory: Inventory, request: Request) -> Manifest | tuple[Problem,
         if entry is not None and entry.problem is not None:
             return (entry.problem,)
         saved = [each.head.step for each in inventory.entries if each.head is not None]
-        return (_problem("CheckpointMissing", f"{inventory.run}/{name}", "a checkpoint of this step",
+        return (Problem("CheckpointMissing", f"{inventory.run}/{name}", "a checkpoint of this step",
                          f"steps {saved[-8:]}" if saved else "no checkpoint", "name a saved step, or none for the newest", 11),)  # fmt: skip
     first = next(iter(lineage(inventory)), None)
     if first is not None and first.manifest is not None:
         return first.manifest
     bad = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is not None)
     torn = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is None)
-    empty = _problem("RunEmpty", inventory.run, "a complete checkpoint", "none",
+    empty = Problem("RunEmpty", inventory.run, "a complete checkpoint", "none",
                      "train from the start, or point at another run", 12)  # fmt: skip
     return bad or (empty, *torn)
 
@@ -138,7 +138,9 @@ def _names(manifest: Manifest, target: Target) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*target.components, *(component.name for component in manifest.components)]))
 
 
-def _action(name: str, manifest: Manifest, target: Target, request: Request, findings: Findings) -> ComponentAction:
+def _action(  # noqa: PLR0913 (every one is named where it is called)
+    name: str, manifest: Manifest, target: Target, request: Request, findings: Findings, *, dims: Mapping[str, int]
+) -> ComponentAction:
     wanted, saved = target.components.get(name), manifest.component(name)
     if name in request.reset:
         return ComponentAction(name, "reset", note=request.reset[name])
@@ -155,7 +157,7 @@ def _action(name: str, manifest: Manifest, target: Target, request: Request, fin
             return ComponentAction(name, "keep", note="saved for another world")
         part = target.rank
     records = saved.tensors[part]
-    verb, cast, kept = compare_component(name, saved, part, wanted, findings, dims=_dims(manifest))
+    verb, cast, kept = compare_component(name, saved, part, wanted, findings, dims=dims)
     used = [record for record in records if record.path not in findings.ignored]
     size = sum(shard.stop - shard.start for record in used for shard in record.shards)
     note = "the target has none" if wanted is None else ""
@@ -207,7 +209,3 @@ def _notes(inventory: Inventory, manifest: Manifest) -> tuple[str, ...]:
         and entry.head.step > dict(manifest.head.forks).get(entry.head.timeline, -1)
     )  # fmt: skip
     return (f"steps {left} were left behind by a rewind (timeline {manifest.head.timeline})",) if left else ()
-
-
-def _problem(*parts: Any) -> Problem:
-    return Problem(*parts)

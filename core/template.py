@@ -32,9 +32,8 @@ class Mould:
         memo |= {id(value): _hollow(value) for value in named.buffers.values()}
         self._module = _copied(model, memo)  # the memo stands in for the large tensors: they are not copied
         self.ties = named.ties
-        self.specs: dict[str, AnySpec] = {}
-        self.specs |= {f"params[{name!r}]": leaf_spec(value, name) for name, value in named.params.items()}
-        self.specs |= {f"buffers[{name!r}]": leaf_spec(value, name) for name, value in named.buffers.items()}
+        self.param_specs = _specs("params", named.params)
+        self.specs = self.param_specs | _specs("buffers", named.buffers)
         tensors = [*named.params.values(), *named.buffers.values()]
         self.device = tensors[0].device if tensors else torch.device("cpu")
 
@@ -92,9 +91,7 @@ class Template:
         Raises:
             SpecMismatch: listing every name, shape and dtype that is not.
         """
-        found: dict[str, AnySpec] = {f"params[{name!r}]": leaf_spec(value, name) for name, value in params.items()}
-        wanted = {path: spec for path, spec in self._mould.specs.items() if path.startswith("params[")}
-        if differences := diff_specs(found, wanted):
+        if differences := diff_specs(_specs("params", params), self._mould.param_specs):
             raise SpecMismatch("what update returned", differences)
 
     def keep_buffers(self) -> None:
@@ -183,10 +180,7 @@ def check_model(
         SpecMismatch: listing every difference of names, shapes and dtypes.
         InvalidState: if the ties differ, or a tensor is on another device.
     """
-    found: dict[str, AnySpec] = {}
-    found |= {f"params[{name!r}]": leaf_spec(value, name) for name, value in params.items()}
-    found |= {f"buffers[{name!r}]": leaf_spec(value, name) for name, value in buffers.items()}
-    differences = diff_specs(found, mould.specs)
+    differences = diff_specs(_specs("params", params) | _specs("buffers", buffers), mould.specs)
     if differences:
         raise SpecMismatch("state.model", differences)
     if ties != mould.ties:
@@ -201,6 +195,10 @@ def check_model(
                 found=f"one on {value.device}",
                 mend="move the model there before the step is made",
             )
+
+
+def _specs(section: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, AnySpec]:
+    return {f"{section}[{name!r}]": leaf_spec(value, name) for name, value in tensors.items()}
 
 
 def check_silent(model: torch.nn.Module) -> None:

@@ -54,12 +54,7 @@ def sum_of_floats(terms: torch.Tensor) -> int | None:
     if 1 << max(spare, 0) < _SMALLEST_ROW:
         return None
     grid = least - 150  # every term is a multiple of 2**grid
-    row = min(1 << spare, _LARGEST_ROW)
-    whole = len(terms) // row * row
-    total = _sum_of_multiples(terms[:whole].view(-1, row).sum(1, dtype=torch.float64), grid) if whole else 0
-    if whole < len(terms):
-        total += _sum_of_multiples(terms[whole:].double(), grid)
-    return total << (UNIT + grid)
+    return _rows(terms, 1 << spare, grid) << (UNIT + grid)
 
 
 def sum_of_doubles(terms: torch.Tensor) -> int | None:
@@ -80,15 +75,16 @@ def sum_of_doubles(terms: torch.Tensor) -> int | None:
     if spare < 1 or not _EXPONENTS[0] <= least <= most <= _EXPONENTS[1]:
         return None
     upper = (terms.view(torch.int64) & ~((1 << 27) - 1)).view(torch.float64)
-    grid, row = least - 1075, min(1 << spare, _LARGEST_ROW)
+    grid, row = least - 1075, 1 << spare
     return (_rows(upper, row, grid + 27) << 27) + _rows(terms - upper, row, grid) << (UNIT + grid)
 
 
-def _rows(terms: torch.Tensor, row: int, grid: int) -> int:
-    """The sum, in units of 2**grid, of float64 multiples of it whose rows do not round."""
+def _rows(terms: torch.Tensor, longest: int, grid: int) -> int:
+    """The sum, in units of 2**grid, of multiples of it; rows of as many of them as ``longest`` do not round in float64."""
+    row = min(longest, _LARGEST_ROW)
     whole = len(terms) // row * row
-    total = _sum_of_multiples(terms[:whole].view(-1, row).sum(1), grid) if whole else 0
-    return total + (_sum_of_multiples(terms[whole:], grid) if whole < len(terms) else 0)
+    total = _sum_of_multiples(terms[:whole].view(-1, row).sum(1, dtype=torch.float64), grid)
+    return total + _sum_of_multiples(terms[whole:].double(), grid)
 
 
 def _magnitudes(terms: torch.Tensor) -> tuple[int, int]:

@@ -34,21 +34,14 @@ OPTIMIZERS = {
 }
 
 
-def train_heads(store, *, optimizer, zero, die_after=None):
-    """Twelve steps, three for each head in turn; what is restored goes into new objects."""
+def trained(build, store, steps, die_after=None):
+    """Train objects of its own from what the store has; the fingerprint at the end, or None if it died before."""
     torch.manual_seed(0)
-    model = Heads()
-    optimizer = optimizer(model.parameters())
-    live = attach(model, optimizer)
+    live, step = build()
     with CheckpointManager(store, every=1) as manager:
         manager.restore(live)
-        while live.progress.step < 12:
-            if zero.startswith("before"):
-                optimizer.zero_grad(set_to_none=zero.endswith("none"))
-            model(torch.randn(2, 3), live.progress.step // 3 % 2).square().mean().backward()
-            optimizer.step()
-            if zero.startswith("after"):
-                optimizer.zero_grad(set_to_none=zero.endswith("none"))
+        while live.progress.step < steps:
+            step()
             live.advance(samples=2)
             manager.step(live)
             if live.progress.step == die_after:
@@ -56,15 +49,42 @@ def train_heads(store, *, optimizer, zero, die_after=None):
     return fingerprint(live.capture())
 
 
+def check_resumes(build, *, steps, deaths):
+    """Check that a loop that died and was resumed in new objects ends with the bits of one that did not die.
+
+    Args:
+        build: makes a live run and a function that trains it for one step.
+        steps: in all.
+        deaths: after how many of them to die, each in a run of its own.
+    """
+    whole = trained(build, MemoryStore(), steps)
+    for die_after in deaths:
+        store = MemoryStore()
+        assert trained(build, store, steps, die_after) is None
+        assert trained(build, store, steps) == whole
+
+
 @pytest.mark.parametrize("zero", ["before, to zero", "after, to zero", "before, to none", "after, to none"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_head_that_rests_is_moved_after_a_resume_as_it_would_have_been(optimizer, zero):
     """C01: a gradient of zeros is a step of weight decay and momentum, and no gradient is no step."""
-    whole = train_heads(MemoryStore(), optimizer=optimizer, zero=zero)
-    for die_after in (2, 4, 7):
-        store = MemoryStore()
-        train_heads(store, optimizer=optimizer, zero=zero, die_after=die_after)
-        assert train_heads(store, optimizer=optimizer, zero=zero) == whole
+
+    def build():
+        model = Heads()
+        sgd = optimizer(model.parameters())
+        live = attach(model, sgd)
+
+        def step():  # three for each head in turn
+            if zero.startswith("before"):
+                sgd.zero_grad(set_to_none=zero.endswith("none"))
+            model(torch.randn(2, 3), live.progress.step // 3 % 2).square().mean().backward()
+            sgd.step()
+            if zero.startswith("after"):
+                sgd.zero_grad(set_to_none=zero.endswith("none"))
+
+        return live, step
+
+    check_resumes(build, steps=12, deaths=(2, 4, 7))
 
 
 def test_a_restore_leaves_zeros_where_a_gradient_was_and_none_where_there_was_none():
@@ -115,36 +135,27 @@ def test_a_sparse_gradient_does_not_come_back_dense():
 def test_a_gan_that_steps_its_second_optimizer_now_and_then_resumes_exactly():
     """Both within one advance, the second every third time only."""
 
-    def train(store, die_after=None):
-        torch.manual_seed(0)
+    def build():
         generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
         main = torch.optim.Adam(generator.parameters(), lr=0.1)
         second = torch.optim.Adam(critic.parameters(), lr=0.1)
         schedulers = [torch.optim.lr_scheduler.StepLR(each, 2) for each in (main, second)]
         live = attach(generator, main, scheduler=schedulers, extra={"critic": critic, "second": second})
-        with CheckpointManager(store, every=1) as manager:
-            manager.restore(live)
-            while live.progress.step < 10:
-                if live.progress.step % 3 == 0:
-                    second.zero_grad()
-                    critic(generator(torch.randn(4, 2)).detach()).mean().backward()
-                    second.step()
-                main.zero_grad()
-                (-critic(generator(torch.randn(4, 2))).mean()).backward()
-                main.step()
-                for scheduler in schedulers:
-                    scheduler.step()
-                live.advance(samples=4)
-                manager.step(live)
-                if live.progress.step == die_after:
-                    return None
-        return fingerprint(live.capture())
 
-    whole = train(MemoryStore())
-    for die_after in (4, 6, 8):
-        store = MemoryStore()
-        train(store, die_after)
-        assert train(store) == whole
+        def step():
+            if live.progress.step % 3 == 0:
+                second.zero_grad()
+                critic(generator(torch.randn(4, 2)).detach()).mean().backward()
+                second.step()
+            main.zero_grad()
+            (-critic(generator(torch.randn(4, 2))).mean()).backward()
+            main.step()
+            for scheduler in schedulers:
+                scheduler.step()
+
+        return live, step
+
+    check_resumes(build, steps=10, deaths=(4, 6, 8))
 
 
 # --- boundaries ------------------------------------------------------------------------------------------------------
@@ -282,24 +293,12 @@ COVERS = {
 def test_a_scheduler_inside_an_object_or_behind_functions_resumes_exactly(cover, caplog):
     """B12: nothing is said of it, since its state is in what they give."""
 
-    def train(store, die_after=None):
-        torch.manual_seed(0)
+    def build():
         model, optimizer, scheduler = scheduled(momentum=0.9)
         live = attach(model, optimizer, extra={"mine": cover(scheduler)})
-        with CheckpointManager(store, every=1) as manager:
-            manager.restore(live)
-            while live.progress.step < 5:
-                one_step(model, optimizer)
-                scheduler.step()
-                live.advance(samples=2)
-                manager.step(live)
-                if live.progress.step == die_after:
-                    return None
-        return fingerprint(live.capture())
+        return live, partial(scheduled_step, model, optimizer, scheduler)
 
-    whole, store = train(MemoryStore()), MemoryStore()
-    train(store, die_after=3)
-    assert train(store) == whole
+    check_resumes(build, steps=5, deaths=(3,))
     assert "scheduler" not in caplog.text
 
 
@@ -307,6 +306,11 @@ def one_step(model, optimizer):
     optimizer.zero_grad()
     model(torch.randn(2, 2)).square().mean().backward()
     optimizer.step()
+
+
+def scheduled_step(model, optimizer, scheduler):
+    one_step(model, optimizer)
+    scheduler.step()
 
 
 def test_of_an_object_that_may_have_the_scheduler_and_does_not_look_it_a_warning_is_logged_once(caplog):
@@ -447,25 +451,13 @@ def test_an_optimizer_around_another_one_resumes_with_the_scheduler_of_that():
         def zero_grad(self):
             self.inner.zero_grad()
 
-    def train(store, die_after=None):
-        torch.manual_seed(0)
+    def build():
         model, inner, scheduler = scheduled(momentum=0.9)
         optimizer = Around(inner)
         live = attach(model, optimizer, scheduler=scheduler)
-        with CheckpointManager(store, every=1) as manager:
-            manager.restore(live)
-            while live.progress.step < 5:
-                one_step(model, optimizer)
-                scheduler.step()
-                live.advance(samples=2)
-                manager.step(live)
-                if live.progress.step == die_after:
-                    return None
-        return fingerprint(live.capture())
+        return live, partial(scheduled_step, model, optimizer, scheduler)
 
-    whole, store = train(MemoryStore()), MemoryStore()
-    train(store, die_after=3)
-    assert train(store) == whole
+    check_resumes(build, steps=5, deaths=(3,))
 
 
 # --- hyperparameters of other optimizers -----------------------------------------------------------------------------
@@ -522,59 +514,43 @@ def test_another_set_of_frozen_parameters_is_refused_by_name():
 def test_a_loop_that_unfreezes_by_the_step_resumes_exactly():
     """C01: gradual unfreezing, from a start at which all is as it was at the beginning."""
 
-    def train(store, die_after=None):
-        torch.manual_seed(0)
+    def build():
         live, model = partly_frozen(["trunk"])
-        with CheckpointManager(store, every=1) as manager:
-            manager.restore(live)
-            while live.progress.step < 8:
-                model.trunk.requires_grad_(live.progress.step >= 4)
-                live._optimizer.zero_grad()
-                model(torch.randn(2, 3), 0).square().mean().backward()
-                live._optimizer.step()
-                live.advance(samples=2)
-                manager.step(live)
-                if live.progress.step == die_after:
-                    return None
-        return fingerprint(live.capture())
 
-    whole = train(MemoryStore())
-    for die_after in (3, 4, 6):
-        store = MemoryStore()
-        train(store, die_after)
-        assert train(store) == whole
+        def step():
+            model.trunk.requires_grad_(live.progress.step >= 4)
+            live._optimizer.zero_grad()
+            model(torch.randn(2, 3), 0).square().mean().backward()
+            live._optimizer.step()
+
+        return live, step
+
+    check_resumes(build, steps=8, deaths=(3, 4, 6))
 
 
 def test_a_gan_in_one_module_that_freezes_its_critic_in_turn_resumes_exactly():
     """C01: saved while the critic is frozen, resumed in objects in which it is not yet."""
 
-    def train(store, die_after=None):
-        torch.manual_seed(0)
+    def build():
         model = nn.ModuleDict({"generator": nn.Linear(2, 3), "critic": nn.Linear(3, 1)})
         main = torch.optim.Adam(model["generator"].parameters(), lr=0.1)
         second = torch.optim.Adam(model["critic"].parameters(), lr=0.1)
         live = attach(model, main, extra={"second": second})
-        with CheckpointManager(store, every=1) as manager:
-            manager.restore(live)
-            while live.progress.step < 4:
-                made = model["generator"](torch.randn(4, 2))
-                model["critic"].requires_grad_(requires_grad=True)
-                second.zero_grad()
-                model["critic"](made.detach()).mean().backward()
-                second.step()
-                model["critic"].requires_grad_(requires_grad=False)
-                main.zero_grad()
-                (-model["critic"](made).mean()).backward()
-                main.step()
-                live.advance(samples=4)
-                manager.step(live)
-                if live.progress.step == die_after:
-                    return None
-        return fingerprint(live.capture())
 
-    whole, store = train(MemoryStore()), MemoryStore()
-    train(store, die_after=2)
-    assert train(store) == whole
+        def step():
+            made = model["generator"](torch.randn(4, 2))
+            model["critic"].requires_grad_(requires_grad=True)
+            second.zero_grad()
+            model["critic"](made.detach()).mean().backward()
+            second.step()
+            model["critic"].requires_grad_(requires_grad=False)
+            main.zero_grad()
+            (-model["critic"](made).mean()).backward()
+            main.step()
+
+        return live, step
+
+    check_resumes(build, steps=4, deaths=(2,))
 
 
 def test_what_was_frozen_before_and_is_frozen_now_resumes():
