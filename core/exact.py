@@ -5,63 +5,75 @@ Adding is adding integers: associative and commutative. Rounding happens once, w
 
 import math
 from fractions import Fraction
-from typing import final
+from typing import TypeAlias, final
 
 import attrs
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.terms import (
+    KINDS,
     LIMB_BITS,
     LIMBS,
     MASK,
     MAX_TERMS,
     UNIT,
     bins_of,
+    carried,
     sum_of_doubles,
     sum_of_floats,
     sum_of_ints,
 )
 
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
-_KINDS = 3  # NaN, infinity, minus infinity
+Number: TypeAlias = torch.Tensor | float
+Exact: TypeAlias = Fraction | float
+
+_DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_FEW = 8  # elements that Python adds sooner than torch
+_BYTES = LIMBS * LIMB_BITS // 8
 
 
 @final
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen(eq=False)
 class ExactSum:
-    """An exact sum as tensors, so that it can be saved, and added up over ranks as integers. Make it with `exact_zero`.
+    """An exact sum, or one for each position, as tensors: it can be saved, and added up over ranks as integers.
+
+    Make it with `exact_zero`.
 
     Attributes:
-        limbs: int64[68]; the sum is that of ``limbs[i] * 2**(32 * i - 1074)``. In every sum that is returned the limbs lie from
-            0 to 2**32 - 1, the last one with a sign, so that equal sums have equal bits, and 2**30 of them can be added up
-            limb by limb before one overflows.
-        special: int64[3]; how many terms were NaN, infinity, minus infinity.
+        limbs: int64[..., 68]; the sum is that of ``limbs[i] * 2**(32 * i - 1074)``. On a CPU the limbs of every sum that is
+            returned lie from 0 to 2**32 - 1, the last one with a sign, so that equal sums have equal bits, and 2**30 of them
+            can be added up limb by limb before one overflows. On another device they may be 2**32 larger until they are
+            merged: nothing waits for the device while terms are added.
+        special: int64[..., 3]; how many terms were NaN, infinity, minus infinity.
     """
 
     limbs: torch.Tensor
     special: torch.Tensor
 
 
-def exact_zero() -> ExactSum:
-    """The sum of nothing.
+def exact_zero(length: int | None = None) -> ExactSum:
+    """The sum of nothing; with a length, so many of them.
 
     Examples:
-        >>> exact_value(exact_zero())
-        Fraction(0, 1)
+        >>> exact_value(exact_zero()), exact_values(exact_zero(2))
+        (Fraction(0, 1), [Fraction(0, 1), Fraction(0, 1)])
     """
-    return ExactSum(torch.zeros(LIMBS, dtype=torch.int64), torch.zeros(_KINDS, dtype=torch.int64))
+    shape = () if length is None else (length,)
+    return ExactSum(torch.zeros((*shape, LIMBS), dtype=torch.int64), torch.zeros((*shape, KINDS), dtype=torch.int64))
 
 
-def exact_add(total: ExactSum, terms: torch.Tensor | float) -> ExactSum:
+def exact_add(total: ExactSum, terms: Number) -> ExactSum:
     """A sum with more terms.
 
     Args:
         total: the sum so far.
-        terms: a real tensor of any shape and dtype, also empty; each element is a term. Or a number.
+        terms: a real tensor of any shape and dtype, also empty; each element is a term. Or a number. On a device without
+            float64 (MPS) bring them to the CPU first.
 
     Raises:
         InvalidArgument: for complex terms.
@@ -72,25 +84,47 @@ def exact_add(total: ExactSum, terms: torch.Tensor | float) -> ExactSum:
         (1.0, 0.0)
     """
     if not isinstance(terms, torch.Tensor):
+        if _is_on_cpu(total.limbs):
+            return _add_numbers(total, [terms])
         terms = torch.tensor(terms, dtype=torch.float64 if isinstance(terms, float) else torch.int64)
-    if terms.is_complex():
-        raise InvalidArgument("terms", expected="real numbers", found=str(terms.dtype), mend="add up its two parts")
-    special = total.special
-    amount = 0
-    for part in torch.split(terms.detach().reshape(-1), MAX_TERMS):
-        if not part.is_floating_point():
-            amount += sum_of_ints(part) << UNIT
-            continue
-        units = _units_of_rows(part.contiguous()) if part.device.type == "cpu" else None
-        if units is None:
-            limbs, counts = bins_of(part)
-            units, special = _units(limbs), special + counts.cpu()
-        amount += units
-    return ExactSum(_limbs(_units(total.limbs) + amount), special)
+    terms = _real(terms)
+    if _is_on_cpu(total.limbs) and _is_on_cpu(terms):
+        return _add_numbers(total, terms.reshape(-1).tolist()) if terms.numel() <= _FEW else _add_on_cpu(total, terms)
+    return _add_bins(total, terms.reshape(-1, 1), 1)
+
+
+def exact_add_columns(total: ExactSum, terms: torch.Tensor) -> ExactSum:
+    """Sums with more terms, one sum for each position of the last dimension.
+
+    Args:
+        total: sums of as many positions as it has seen, shape (K,).
+        terms: a real tensor of shape [..., L].
+
+    Returns:
+        Sums of max(K, L) positions.
+
+    Raises:
+        InvalidArgument: for complex terms, and for terms without a dimension.
+
+    Examples:
+        >>> total = exact_add_columns(exact_zero(0), torch.tensor([[1, 2], [3, 4]]))
+        >>> [int(value) for value in exact_values(exact_add_columns(total, torch.tensor([1, 1, 1])))]
+        [5, 7, 1]
+    """
+    terms = _real(terms)
+    if terms.dim() == 0:
+        raise InvalidArgument(
+            "terms", expected="shape [..., L]", found="a scalar", mend="give it a dimension of positions"
+        )
+    columns = terms.shape[-1]
+    total = _grown(total, max(columns, len(total.limbs)))
+    if terms.numel() == 0:
+        return total
+    return _add_bins(total, terms.reshape(-1, columns), columns)
 
 
 def exact_merge(one: ExactSum, other: ExactSum) -> ExactSum:
-    """The sum of the terms of both.
+    """The sum of the terms of both, on the CPU.
 
     Law: associative and commutative, to the bit.
 
@@ -99,10 +133,14 @@ def exact_merge(one: ExactSum, other: ExactSum) -> ExactSum:
         >>> exact_value(exact_merge(half, half))
         Fraction(1, 1)
     """
-    return ExactSum(_limbs(_units(one.limbs) + _units(other.limbs)), one.special + other.special)
+    if one.limbs.dim() > 1:
+        length = max(len(one.limbs), len(other.limbs))
+        one, other = _grown(one, length), _grown(other, length)
+    one, other = _on_cpu(one), _on_cpu(other)
+    return ExactSum(_settled(one.limbs + other.limbs), one.special + other.special)
 
 
-def exact_value(total: ExactSum) -> Fraction | float:
+def exact_value(total: ExactSum) -> Exact:
     """The sum itself, or what IEEE 754 says of terms that are not finite: NaN if one was, or if both infinities were.
 
     Examples:
@@ -111,39 +149,154 @@ def exact_value(total: ExactSum) -> Fraction | float:
         >>> exact_value(exact_add(exact_zero(), torch.tensor([1.0, float("-inf")])))
         -inf
     """
-    nans, above, below = total.special.tolist()
-    if nans or (above and below):
+    return _value(total.limbs.cpu(), total.special.tolist())
+
+
+def exact_values(total: ExactSum) -> list[Exact]:
+    """The sum at each position, as `exact_value` says it."""
+    return [_value(limbs, special) for limbs, special in zip(total.limbs.cpu(), total.special.tolist(), strict=True)]
+
+
+def ratio_of(numerator: Exact, denominator: Exact) -> Exact | None:
+    """An exact quotient; None where there is nothing to divide by, which is not 0.
+
+    Returns:
+        A fraction. NaN for a numerator that is NaN, and for a denominator that is not finite: it would make a good score of
+        a broken weight. An infinity for an infinite numerator.
+
+    Examples:
+        >>> ratio_of(Fraction(1), Fraction(3)), ratio_of(Fraction(0), Fraction(0)), ratio_of(math.nan, Fraction(0))
+        (Fraction(1, 3), None, nan)
+    """
+    if not isinstance(denominator, Fraction):
         return math.nan
-    if above or below:
-        return math.inf if above else -math.inf
-    return Fraction(_units(total.limbs), 1 << UNIT)
+    if isinstance(numerator, Fraction):
+        return numerator / denominator if denominator else None
+    return -numerator if denominator < 0 else numerator
+
+
+def rounded(value: Exact) -> float:
+    """The float64 nearest to an exact number, ties to even; an infinity beyond the largest.
+
+    Examples:
+        >>> rounded(Fraction(1, 3)), rounded(-Fraction(10) ** 400)
+        (0.3333333333333333, -inf)
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def _add_on_cpu(total: ExactSum, terms: torch.Tensor) -> ExactSum:
+    special, amount = total.special, 0
+    for part in torch.split(terms.reshape(-1), MAX_TERMS):
+        if not part.is_floating_point():
+            amount += sum_of_ints(part) << UNIT
+            continue
+        units = _units_of_rows(part.contiguous())
+        if units is None:
+            limbs, counts = bins_of(part)
+            units, special = _units(limbs[0]), special + counts[0]
+        amount += units
+    return ExactSum(_limbs(_units(total.limbs) + amount), special)
+
+
+def _add_numbers(total: ExactSum, numbers: list[float]) -> ExactSum:
+    amount, special = _units(total.limbs), total.special
+    for number in numbers:
+        if isinstance(number, int):
+            amount += number << UNIT
+        elif math.isfinite(number):
+            top, bottom = number.as_integer_ratio()
+            amount += top << (UNIT + 1 - bottom.bit_length())
+        else:
+            kind = 0 if math.isnan(number) else 1 if number > 0 else 2
+            special = special + torch.eye(KINDS, dtype=torch.int64)[kind]
+    return ExactSum(_limbs(amount), special)
+
+
+def _add_bins(total: ExactSum, terms: torch.Tensor, columns: int) -> ExactSum:
+    """Add rows of terms; on a device without waiting for it, on a CPU with all carries done."""
+    device = total.limbs.device if _is_on_cpu(terms) else terms.device
+    limbs, special = total.limbs.to(device, non_blocking=True), total.special.to(device, non_blocking=True)
+    for rows in torch.split(terms, max(1, MAX_TERMS // columns)):
+        more, counts = (part.to(device, non_blocking=True) for part in bins_of(rows, columns))
+        if limbs.dim() == 1:
+            more, counts = more[0], counts[0]
+        else:
+            missing = (0, 0, 0, len(limbs) - columns)
+            more, counts = pad(more, missing), pad(counts, missing)
+        limbs, special = carried(limbs + more), special + counts
+    return ExactSum(_settled(limbs) if _is_on_cpu(limbs) else limbs, special)
+
+
+def _real(terms: torch.Tensor) -> torch.Tensor:
+    if terms.is_complex():
+        raise InvalidArgument("terms", expected="real numbers", found=str(terms.dtype), mend="add up its two parts")
+    return terms.detach()
+
+
+def _is_on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _on_cpu(total: ExactSum) -> ExactSum:
+    return total if _is_on_cpu(total.limbs) else ExactSum(total.limbs.cpu(), total.special.cpu())
+
+
+def _grown(total: ExactSum, length: int) -> ExactSum:
+    missing = length - len(total.limbs)
+    if missing == 0:
+        return total
+    return ExactSum(pad(total.limbs, (0, 0, 0, missing)), pad(total.special, (0, 0, 0, missing)))
 
 
 def _units_of_rows(terms: torch.Tensor) -> int | None:
     """The sum where rows of float64 can hold it, in units of 2**-1074."""
     if len(terms) == 0:
         return 0
-    if terms.dtype in _NARROW:
-        return sum_of_floats(terms.float())
+    if terms.dtype in _DIGITS:
+        return sum_of_floats(terms.float(), digits=_DIGITS[terms.dtype])
     return sum_of_doubles(terms) if terms.dtype == torch.float64 else None
+
+
+def _value(limbs: torch.Tensor, special: list[int]) -> Exact:
+    nans, above, below = special
+    if nans or (above and below):
+        return math.nan
+    if above or below:
+        return math.inf if above else -math.inf
+    return Fraction(_units(limbs), 1 << UNIT)
+
+
+def _settled(limbs: torch.Tensor) -> torch.Tensor:
+    """Limbs on the CPU with all carries done."""
+    if limbs.dim() == 1:
+        return _limbs(_units(limbs))
+    while bool((limbs[..., :-1] >> LIMB_BITS).any()):
+        limbs = carried(limbs)
+    return limbs
 
 
 def _units(limbs: torch.Tensor) -> int:
     """The integer that limbs are, carried or not."""
-    found = 0
-    for limb in reversed(limbs.tolist()):
-        found = (found << LIMB_BITS) + limb
-    return found
+    words = limbs.numpy()
+    lower = int.from_bytes((words & MASK).astype("<u4").tobytes(), "little")
+    upper: list[int] = (words >> LIMB_BITS).tolist()
+    return lower + sum(carry << (LIMB_BITS * (place + 1)) for place, carry in enumerate(upper) if carry)
 
 
 def _limbs(units: int) -> torch.Tensor:
     """An integer as limbs with all carries done."""
-    width = LIMBS * LIMB_BITS // 8
-    if not -(1 << (8 * width - 1)) <= units < 1 << (8 * width - 1):
+    if not -(1 << (8 * _BYTES - 1)) <= units < 1 << (8 * _BYTES - 1):
         raise InvalidArgument(
-            "exact sum", expected=f"less than 2**{8 * width - 1 - UNIT}", found="more", mend="no float reaches this far"
+            "exact sum",
+            expected=f"less than 2**{8 * _BYTES - 1 - UNIT}",
+            found="more",
+            mend="no float reaches this far",
         )
-    words = np.frombuffer(units.to_bytes(width, "little", signed=True), dtype="<u4").astype(np.int64)
+    words = np.frombuffer(units.to_bytes(_BYTES, "little", signed=True), dtype="<u4").astype(np.int64)
     if units < 0:
         words[-1] -= MASK + 1
     return torch.from_numpy(words)

@@ -9,8 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.core.exact import ExactSum, exact_add, exact_merge, exact_value, exact_zero
-from trainfold.core.terms import bins_of, sum_of_doubles, sum_of_floats
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.exact import (
+    ExactSum,
+    exact_add,
+    exact_add_columns,
+    exact_merge,
+    exact_value,
+    exact_values,
+    exact_zero,
+    ratio_of,
+    rounded,
+)
+from trainfold.core.terms import LIMBS, bins_of, carried, sum_of_doubles, sum_of_floats
 
 FLOATS = {torch.float64: 64, torch.float32: 32, torch.float16: 16, torch.bfloat16: 32}
 MANY = settings(deadline=None, max_examples=200)
@@ -67,7 +78,7 @@ def test_order_and_partition_change_no_bit(tensor, data):
 def test_rows_and_bins_agree(values):
     tensor = torch.tensor(values, dtype=torch.float32)
     fast = sum_of_floats(tensor)
-    slow = sum(limb << (32 * i) for i, limb in enumerate(bins_of(tensor)[0].tolist()))
+    slow = sum(limb << (32 * i) for i, limb in enumerate(bins_of(tensor)[0][0].tolist()))
     assert fast is None or fast == slow
 
 
@@ -136,3 +147,107 @@ def test_rows_of_float64_lose_no_bit(spread, scale):
 @pytest.mark.parametrize("value", [5e-324, 2.0**-1022, 1.7e308, float("inf"), float("nan")])
 def test_float64_beyond_what_rows_can_hold_goes_through_bins(value):
     assert sum_of_doubles(torch.full((100,), value, dtype=torch.float64)) is None
+
+
+@MANY
+@given(st.lists(st.tuples(tensors(finite=False), st.integers(1, 5)), max_size=4))
+def test_columns_are_sums_of_their_own_also_where_lengths_differ(parts):
+    """Q03: positions of ragged length; each sum is that of its own terms."""
+    total, alone = exact_zero(0), {}
+    for tensor, columns in parts:
+        rows = tensor[: len(tensor) // columns * columns].view(-1, columns)
+        total = exact_add_columns(total, rows)
+        for position in range(columns):
+            alone[position] = exact_add(alone.get(position, exact_zero()), rows[:, position])
+    assert len(total.limbs) == len(alone)
+    for position, sum_alone in alone.items():
+        assert same(ExactSum(total.limbs[position], total.special[position]), sum_alone)
+
+
+@given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=3, max_size=3), max_size=5))
+def test_integers_have_columns_too(rows):
+    total = exact_add_columns(exact_zero(2), torch.tensor(rows, dtype=torch.int64).view(-1, 3))
+    assert exact_values(total) == [sum(column) for column in zip(*rows, strict=True)] or not rows
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=12))
+def test_unsigned_integers_have_no_sign(values):
+    tensor = torch.tensor(values, dtype=torch.uint64)
+    assert exact_value(exact_add(exact_zero(), tensor)) == sum(values)
+    assert exact_values(exact_add_columns(exact_zero(0), tensor.view(-1, 1))) == [sum(values)] or not values
+
+
+@MANY
+@given(st.lists(tensors(), max_size=6))
+def test_what_a_device_does_is_the_same_sum_and_leaves_room_for_more(parts):
+    """Bins are added and carried once a batch, without looking; limbs stay small whatever comes."""
+    limbs = torch.zeros(1, LIMBS, dtype=torch.int64)
+    for part in parts:
+        limbs = carried(limbs + bins_of(part)[0])
+        assert int(limbs[:, :-1].abs().max()) < 2**32 + 2**31
+    total = exact_merge(exact_zero(1), ExactSum(limbs, torch.zeros(1, 3, dtype=torch.int64)))
+    assert exact_values(total) == [sum(map(fraction_of, parts), Fraction(0))]
+
+
+@given(st.lists(st.integers(-(2**62), 2**62), min_size=LIMBS, max_size=LIMBS))
+def test_a_carry_keeps_the_sum(limbs):
+    before = sum(limb << (32 * i) for i, limb in enumerate(limbs))
+    after = carried(torch.tensor(limbs)).tolist()
+    assert sum(limb << (32 * i) for i, limb in enumerate(after)) == before
+    assert all(abs(limb) < 2**32 + 2**31 for limb in after[:-1])
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=5), st.integers(-(2**80), 2**80))
+def test_numbers_are_terms_like_tensors(values, integer):
+    total = exact_add(exact_zero(), integer)
+    for value in values:
+        total = exact_add(total, value)
+    assert exact_value(total) == sum(map(Fraction, values), Fraction(integer))
+
+
+@given(st.fractions(), st.fractions())
+def test_a_ratio_is_rounded_once(numerator, denominator):
+    found = ratio_of(numerator, denominator)
+    if denominator == 0:
+        assert found is None
+    else:
+        nearest = rounded(found)
+        error = abs(Fraction(nearest) - numerator / denominator)
+        for other in (math.nextafter(nearest, math.inf), math.nextafter(nearest, -math.inf)):
+            assert error <= abs(Fraction(other) - numerator / denominator)
+
+
+@pytest.mark.parametrize(
+    ("numerator", "denominator", "wanted"),
+    [
+        (math.inf, Fraction(2), math.inf),
+        (math.inf, Fraction(-2), -math.inf),
+        (math.nan, Fraction(2), math.nan),
+        (math.nan, Fraction(0), math.nan),
+        (Fraction(1), math.inf, math.nan),
+        (math.inf, math.inf, math.nan),
+        (Fraction(0), Fraction(0), None),
+    ],
+)
+def test_a_ratio_of_what_is_not_finite_never_looks_good(numerator, denominator, wanted):
+    """An infinite weight does not make a loss of 0.0."""
+    found = ratio_of(numerator, denominator)
+    assert found == wanted or (math.isnan(found) and math.isnan(wanted))
+
+
+def test_terms_that_are_not_real_numbers_and_have_no_positions_are_refused():
+    with pytest.raises(InvalidArgument, match="complex"):
+        exact_add(exact_zero(), torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(InvalidArgument, match="scalar"):
+        exact_add_columns(exact_zero(0), torch.tensor(1.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@MANY
+@given(st.lists(tensors(finite=False), max_size=4))
+def test_a_cuda_device_gives_the_bits_of_the_cpu(parts):
+    here, there = exact_zero(), exact_zero()
+    for part in parts:
+        here, there = exact_add(here, part), exact_add(there, part.cuda())
+    assert same(exact_merge(here, exact_zero()), exact_merge(there, exact_zero()))
