@@ -1,0 +1,229 @@
+"""`BestRecord`: the best result of a run so far, and the decision whether a new one beats it.
+
+The direction is said and never guessed from the name, no score that is missing or not finite wins, and ranks take one verdict.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, final
+
+import attrs
+
+from trainfold.core.errors import InvalidArgument, RankFailed
+from trainfold.core.given import real_given
+from trainfold.core.scalars import shown
+from trainfold.core.score import Direction, beats, checked_direction, checked_step, finite_given
+from trainfold.core.world import Collectives
+
+
+@final
+@attrs.frozen
+class BestRecord:
+    """The best result of a run so far. Made by `make_best_record`, replaced by `updated`, kept by ``save_best``.
+
+    Attributes:
+        run_id: the run that it belongs to; None until ``save_best`` or ``load_best`` has read it from the run.
+        metric: the name of the metric in an evaluation's result.
+        direction: ``"min"`` if less is better, ``"max"`` if more is.
+        min_delta: by more than this must a score improve.
+        score: the best score, finite; None while there is none.
+        step: the optimizer step that it was measured at; None while there is none.
+    """
+
+    run_id: str | None
+    metric: str
+    direction: Direction
+    min_delta: float = 0.0
+    score: float | None = None
+    step: int | None = None
+
+
+def make_best_record(
+    *, metric: str, direction: Direction, min_delta: float = 0.0, run_id: str | None = None
+) -> BestRecord:
+    """Return a checked record without a score.
+
+    Args:
+        metric: the name of the metric in an evaluation's result.
+        direction: ``"min"`` or ``"max"``; there is no default, and the name says nothing ("map" is in "mape").
+        min_delta: a score wins only if it is better by more than this; 0.0 for any strict improvement.
+        run_id: the run; None for the one that the record is saved into.
+
+    Raises:
+        InvalidArgument: naming the argument that cannot be.
+
+    Examples:
+        >>> make_best_record(metric="loss", direction="min", run_id="a1")
+        BestRecord(run_id='a1', metric='loss', direction='min', min_delta=0.0, score=None, step=None)
+    """
+    if run_id is not None and (not isinstance(run_id, str) or not run_id):
+        raise InvalidArgument("run_id", expected="the id of a run, or None", found=shown(run_id),
+                              mend="leave it out: it is read from the run")  # fmt: skip
+    if not isinstance(metric, str) or not 0 < len(metric) <= 200:
+        raise InvalidArgument("metric", expected="the name of a metric, of 1 to 200 characters", found=shown(metric),
+                              mend="name one metric of the suite, such as 'loss'")  # fmt: skip
+    delta = real_given(min_delta)
+    if delta is None or not 0 <= delta < math.inf:
+        raise InvalidArgument("min_delta", expected="a finite number >= 0", found=shown(min_delta),
+                              mend="use 0.0 for any strict improvement")  # fmt: skip
+    return BestRecord(run_id, metric, checked_direction(direction), delta)
+
+
+def is_better(record: BestRecord, result: Mapping[str, Any]) -> bool:
+    """Say whether a result beats the best so far.
+
+    It does if its score is a finite number that improves on the record's by more than ``min_delta`` (the comparison is
+    exact: no rounding of ``best - min_delta`` decides), or if the record has no score yet. What never wins: a metric that is
+    absent or None (its denominator was 0), NaN, an infinity, and any result of an evaluation that was cut short.
+
+    Args:
+        record: the best so far.
+        result: what ``evaluate`` returned, or a dict. A result that says what its suite was (``names``) is also held
+            against it, so that a mistyped metric is an error at the first evaluation; a plain dict cannot say that, and a
+            name that it lacks is a metric without a value.
+
+    Raises:
+        InvalidArgument: if the metric's result is not one number, or no metric of the suite has the record's name.
+
+    Examples:
+        >>> record = updated(make_best_record(metric="loss", direction="min"), {"loss": 0.5}, step=10)
+        >>> [is_better(record, {"loss": loss}) for loss in (0.4, 0.5, 0.0, float("nan"), None)]
+        [True, False, True, False, False]
+        >>> is_better(record, {})
+        False
+    """
+    score = score_of(record, result)
+    if score is None:
+        return False
+    return record.score is None or beats(score, record.score, direction=record.direction, min_delta=record.min_delta)
+
+
+def updated(record: BestRecord, result: Mapping[str, Any], *, step: int) -> BestRecord:
+    """The record after one more evaluation: the result's score and step if it `is_better`, else the record itself.
+
+    Args:
+        record: the best so far.
+        result: what ``evaluate`` returned, or a dict.
+        step: the optimizer step that was evaluated.
+
+    Raises:
+        InvalidArgument: as `is_better`; or if the step is not an int >= 0.
+
+    Examples:
+        >>> record = make_best_record(metric="accuracy", direction="max", min_delta=0.01)
+        >>> for step, accuracy in enumerate([float("nan"), 0.5, 0.505, 0.52]):
+        ...     record = updated(record, {"accuracy": accuracy}, step=step)
+        >>> record.score, record.step
+        (0.52, 3)
+    """
+    checked_step(step)
+    return attrs.evolve(record, score=score_of(record, result), step=step) if is_better(record, result) else record
+
+
+def decide_best(
+    record: BestRecord, result: Mapping[str, Any], *, step: int, collectives: Collectives | None = None
+) -> tuple[BestRecord, bool]:
+    """Decide on rank 0, and tell every rank: one broadcast, so that all act alike whatever they hold (E08).
+
+    Args:
+        record: the best so far; rank 0's counts.
+        result: what ``evaluate`` returned; rank 0's counts.
+        step: the optimizer step that was evaluated.
+        collectives: the ranks, all of which call; None for a single process.
+
+    Returns:
+        The record from now on, and whether the result won.
+
+    Raises:
+        InvalidArgument: as `updated`; on rank 0.
+        RankFailed: on the other ranks, where rank 0 raised.
+
+    Examples:
+        >>> record, won = decide_best(make_best_record(metric="loss", direction="min"), {"loss": 0.0}, step=5)
+        >>> won, record.score
+        (True, 0.0)
+    """
+    if collectives is None:
+        new = updated(record, result, step=step)
+        return new, new is not record
+    verdict: tuple[BestRecord | None, bool, str] = (None, False, "")
+    failure: Exception | None = None
+    if collectives.rank == 0:
+        try:
+            verdict = (*decide_best(record, result, step=step), "")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
+            failure, verdict = error, (None, False, f"{type(error).__name__}: {error}")
+    decided, won, problem = collectives.broadcast(verdict)
+    if failure is not None:
+        raise failure
+    if decided is None:
+        raise RankFailed("rank 0", expected="a verdict on the best", found=problem, mend="mend it there")
+    return decided, won
+
+
+def carried_best(
+    found: BestRecord | None, wanted: BestRecord, *, steps_present: Collection[int]
+) -> tuple[BestRecord, tuple[str, ...]]:
+    """Say which record a run goes on with: the persisted one if it is this run's, about the same thing, and still there (E09).
+
+    Args:
+        found: what was persisted; None for nothing.
+        wanted: the record that the run would begin with.
+        steps_present: the steps whose checkpoints can be loaded, of the timeline that the persisted one belongs to.
+
+    Returns:
+        The record, and why the persisted one is not used: one sentence each, none if it is used or there was none.
+
+    Examples:
+        >>> wanted = make_best_record(run_id="a1", metric="loss", direction="min")
+        >>> found = updated(wanted, {"loss": 0.5}, step=10)
+        >>> carried_best(found, wanted, steps_present=[10, 20])[0].score
+        0.5
+        >>> carried_best(found, wanted, steps_present=[20])[1]
+        ('the checkpoint of step 10 is not there any more',)
+    """
+    fresh = attrs.evolve(wanted, score=None, step=None)
+    if found is None or found.score is None:
+        return fresh, ()
+    names = {"run_id": "run", "metric": "metric", "direction": "direction", "min_delta": "min_delta"}
+    reasons = [
+        f"it is of {called} {was!r}, not {now!r}"
+        for name, called in names.items()
+        if (was := getattr(found, name)) != (now := getattr(wanted, name))
+    ]
+    if found.step not in steps_present:
+        reasons.append(f"the checkpoint of step {found.step} is not there any more")
+    return (fresh, tuple(reasons)) if reasons else (found, ())
+
+
+def score_of(record: BestRecord, result: Mapping[str, Any]) -> float | None:
+    """The score that a result has for a record: a finite float; None for what can never win.
+
+    Raises:
+        InvalidArgument: as `is_better`.
+
+    Examples:
+        >>> score_of(make_best_record(metric="loss", direction="min"), {"loss": 0.0})
+        0.0
+    """
+    if not isinstance(result, Mapping):
+        raise InvalidArgument("result", expected="a mapping from metric names", found=shown(result),
+                              mend="give what evaluate returned")  # fmt: skip
+    name = record.metric
+    names = getattr(result, "names", None)
+    if names is not None and name not in names:
+        raise InvalidArgument("metric", expected=f"one of {sorted(names)}", found=repr(name),
+                              mend="make the record with the name that the metric has in the suite")  # fmt: skip
+    value = result.get(name)
+    if value is None:
+        return None
+    try:
+        score = finite_given(value)
+    except TypeError:
+        raise InvalidArgument(
+            f"result[{name!r}]",
+            expected="one number",
+            found=shown(value),
+            mend=f"give the suite a metric whose result is one number, or select one: {{{name!r}: result[{name!r}][...]}}",
+        ) from None
+    return score if getattr(result, "complete", True) else None

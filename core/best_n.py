@@ -1,0 +1,125 @@
+"""`plan_best`: which of the N best stay when a new one comes, decided before anything is deleted; and `rewound`."""
+
+from collections.abc import Iterable
+from typing import TypeVar, final
+
+import attrs
+
+from trainfold.core.best import BestRecord
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.scalars import shown
+from trainfold.core.score import Direction, checked_direction, checked_step, finite_given
+
+_Kept = TypeVar("_Kept", BestRecord, "tuple[BestEntry, ...]")
+
+
+@final
+@attrs.frozen
+class BestEntry:
+    """One of the N best: its score (None if there is none to speak of) and the optimizer step that it was measured at."""
+
+    score: float | None
+    step: int
+
+
+@final
+@attrs.frozen
+class BestPlan:
+    """What happens to the N best. Prints as a table.
+
+    Attributes:
+        kept: the best from now on, the best one first.
+        dropped: those that were kept until now; their checkpoints may go, if no other rule keeps them.
+        accepted: whether the newcomer is among the kept.
+    """
+
+    kept: tuple[BestEntry, ...]
+    dropped: tuple[BestEntry, ...]
+    accepted: bool
+
+    def __str__(self) -> str:
+        lines = [f"{'place':<7}{'step':>10}  score"]
+        lines += [f"{place:<7}{entry.step:>10}  {entry.score!r}" for place, entry in enumerate(self.kept, 1)]
+        lines += [f"{'dropped':<7}{entry.step:>10}  {entry.score!r}" for entry in self.dropped]
+        return "\n".join([*lines, f"the newcomer is {'kept' if self.accepted else 'not kept'}"])
+
+
+def plan_best(kept: Iterable[BestEntry], newcomer: BestEntry, *, n: int, direction: Direction) -> BestPlan:
+    """Say which of the N best stay: the newcomer is compared with the worst kept (E11).
+
+    Laws: what is kept after a history is the first ``n`` of it, sorted by score and then by step, whatever the order it came
+    in; so nothing is dropped for something worse, and of equal scores the earlier step stays. With ``n=1`` and rising
+    steps it is `is_better` with a ``min_delta`` of 0.0. A newcomer without a score, or with one that is not finite, is not
+    kept; nor is a second one of a step that is kept already, because a step has one checkpoint: call `rewound` first where
+    the run went back and trained the step anew.
+
+    Args:
+        kept: the best until now; more than ``n`` if the number was lowered since.
+        newcomer: what was evaluated just now.
+        n: how many to keep, >= 1.
+        direction: ``"min"`` if less is better, ``"max"`` if more is.
+
+    Raises:
+        InvalidArgument: naming the argument that cannot be.
+
+    Examples:
+        >>> best = (BestEntry(0.3, 10), BestEntry(0.5, 20))
+        >>> print(plan_best(best, BestEntry(0.4, 30), n=2, direction="min"))
+        place        step  score
+        1              10  0.3
+        2              30  0.4
+        dropped        20  0.5
+        the newcomer is kept
+    """
+    checked_direction(direction)
+    if type(n) is not int or n < 1:
+        raise InvalidArgument("n", expected="an int >= 1", found=shown(n), mend="keep at least the best one")
+    before = tuple(_checked(entry, f"kept[{place}]") for place, entry in enumerate(kept))
+    fresh = _checked(newcomer, "newcomer", is_new=True)
+    stands = fresh.score is not None and all(entry.step != fresh.step for entry in before)
+    ranked = sorted((*before, fresh) if stands else before, key=lambda entry: _place(entry, direction))
+    staying = tuple(ranked[:n])
+    dropped = tuple(entry for entry in ranked[n:] if entry is not fresh)
+    return BestPlan(staying, dropped, accepted=any(entry is fresh for entry in staying))
+
+
+def rewound(best: _Kept, step: int) -> _Kept:
+    """What is left of the best when the run goes back to a step: nothing that was measured after it (E12).
+
+    Args:
+        best: a `BestRecord`, or the tuple of entries that `plan_best` keeps.
+        step: the step to go on from; a best measured at it or before stays.
+
+    Returns:
+        The record, without score and step if they are later; or the entries that are not later.
+
+    Raises:
+        InvalidArgument: if the step is not an int >= 0, or the first argument is neither.
+
+    Examples:
+        >>> rewound((BestEntry(0.3, 30), BestEntry(0.4, 10)), 20)
+        (BestEntry(score=0.4, step=10),)
+    """
+    checked_step(step)
+    if isinstance(best, BestRecord):
+        return best if best.step is None or best.step <= step else attrs.evolve(best, score=None, step=None)
+    if not isinstance(best, tuple):
+        raise InvalidArgument("best", expected="a BestRecord, or a tuple of BestEntry", found=shown(best),
+                              mend="give what updated returned, or the kept of a BestPlan")  # fmt: skip
+    return tuple(entry for entry in best if entry.step <= step)
+
+
+def _place(entry: BestEntry, direction: Direction) -> tuple[float, int]:
+    assert entry.score is not None
+    return (entry.score if direction == "min" else -entry.score, entry.step)
+
+
+def _checked(entry: object, where: str, *, is_new: bool = False) -> BestEntry:
+    """The entry with a float for its score; None only where it is new, for one that is absent or not finite."""
+    if not isinstance(entry, BestEntry):
+        raise InvalidArgument(where, expected="a BestEntry", found=shown(entry), mend="make BestEntry(score, step)")
+    step, score = checked_step(entry.step), None if entry.score is None else finite_given(entry.score)
+    if score is None and not is_new:
+        raise InvalidArgument(f"{where}.score", expected="a finite number", found=shown(entry.score),
+                              mend="keep what an earlier plan kept")  # fmt: skip
+    return BestEntry(score, step)

@@ -1,0 +1,449 @@
+"""The best of a run: which result wins, which of the N best stay, and what a record looks like in a file."""
+
+import json
+import math
+from fractions import Fraction
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.core.best import BestRecord, carried_best, decide_best, is_better, make_best_record, updated
+from trainfold.core.best_json import best_from_json, best_to_json
+from trainfold.core.best_n import BestEntry, plan_best, rewound
+from trainfold.core.codec import digest_of
+from trainfold.core.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointForeign,
+    CheckpointHostile,
+    FutureVersion,
+    InvalidArgument,
+    RankFailed,
+)
+from trainfold.core.manifest import END, TAIL
+from trainfold.core.retention import plan_retention
+from trainfold.core.save_plan import directory_of
+
+directions = st.sampled_from(["min", "max"])
+few = st.sampled_from([-1.0, -0.0, 0.0, 0.1, 0.2, 0.3, 1.0, 1.0 + 2**-52, 5e-324])  # ties and neighbours are likely
+scores = st.one_of(few, st.floats(allow_nan=True, allow_infinity=True), st.none())
+deltas = st.one_of(st.just(0.0), few.map(abs), st.floats(0, 1e300))
+histories = st.lists(scores, max_size=12)
+
+
+class Evaluation(dict):
+    """What evaluate returns, as far as the best looks at it."""
+
+    def __init__(self, result, *, complete=True, names=None):
+        super().__init__(result)
+        self.complete = complete
+        if names is not None:
+            self.names = names
+
+
+def fold(record: BestRecord, history, *, start=0) -> BestRecord:
+    for step, score in enumerate(history, start):
+        record = updated(record, {"m": score}, step=step)
+    return record
+
+
+def best_by_hand(history, direction, min_delta):
+    """The model: go through the finite ones and take each that improves, as fractions, by more than the delta."""
+    best, sign = None, 1 if direction == "max" else -1
+    for step, score in enumerate(history):
+        if score is None or not math.isfinite(score):
+            continue
+        if best is None or sign * (Fraction(score) - Fraction(best[0])) > Fraction(min_delta):
+            best = (score, step)
+    return best or (None, None)
+
+
+# --- one best --------------------------------------------------------------------------------------------------------
+
+
+@given(history=histories, direction=directions, min_delta=deltas)
+@example(history=[math.nan, 1.0], direction="min", min_delta=0.0)
+@example(history=[math.nan, -1.0], direction="max", min_delta=0.0)
+@example(history=[0.0, None, 0.1], direction="min", min_delta=0.0)
+@example(history=[0.3, 0.2], direction="min", min_delta=0.1)
+def test_the_best_is_what_a_person_would_pick_by_hand(history, direction, min_delta):
+    """E08, Q11: strict improvement beyond min_delta; NaN (also a first one), infinities and absence never win; 0.0 is a value."""
+    record = fold(make_best_record(metric="m", direction=direction, min_delta=min_delta), history)
+    assert (record.score, record.step) == best_by_hand(history, direction, min_delta)
+
+
+@given(history=histories, cut=st.integers(0, 12), direction=directions, min_delta=deltas)
+def test_a_restart_anywhere_in_a_history_changes_no_verdict(history, cut, direction, min_delta):
+    """P24: the record goes through its bytes, and the rest of the history is judged as if nothing had happened."""
+    wanted = make_best_record(run_id="a", metric="m", direction=direction, min_delta=min_delta)
+    first = fold(wanted, history[:cut])
+    if first.score is not None:
+        found, _ = best_from_json(best_to_json(first))
+        again, reasons = carried_best(found, wanted, steps_present=[first.step])
+        assert (again, reasons) == (first, ())
+        first = again
+    assert fold(first, history[cut:], start=len(history[:cut])) == fold(wanted, history)
+
+
+@given(score=st.floats(allow_nan=False, allow_infinity=False), best=st.none() | few, direction=directions)
+def test_an_evaluation_that_was_cut_short_never_wins(score, best, direction):
+    """Q12: also where there is no best yet."""
+    record = fold(make_best_record(metric="m", direction=direction), [best])
+    assert not is_better(record, Evaluation({"m": score}, complete=False))
+    assert is_better(record, Evaluation({"m": score})) == is_better(record, {"m": score})
+
+
+@pytest.mark.parametrize("result", [{}, {"other": 1.0}, {"m": None}, {"m": math.nan}, {"m": -math.inf}, {"m": 10**400}])
+def test_what_is_empty_absent_or_not_finite_never_wins(result):
+    """Q11: and a record without a score stays without one."""
+    record = make_best_record(metric="m", direction="min")
+    assert updated(record, result, step=1) is record
+
+
+def test_zero_is_a_score():
+    """F43: a falsy metric is not a missing one, for a newcomer and for the best itself."""
+    record = fold(make_best_record(metric="m", direction="min"), [0.5, 0.0, 0.25])
+    assert (record.score, record.step) == (0.0, 1)
+
+
+@pytest.mark.parametrize("number", [2, 2.0, np.float32(2), torch.tensor(2.0), torch.tensor([2]), Fraction(2)])
+def test_a_score_may_be_any_one_number(number):
+    assert updated(make_best_record(metric="m", direction="max"), {"m": number}, step=0).score == 2.0
+
+
+@pytest.mark.parametrize("value", [[0.5, 0.25], {"f1": 0.5}, torch.zeros(2), "0.5", True])
+def test_a_result_that_is_not_one_number_has_to_be_selected_from(value):
+    record = make_best_record(metric="m", direction="min")
+    with pytest.raises(InvalidArgument, match=r"result\['m'\]: expected one number.*select one"):
+        is_better(record, {"m": value})
+
+
+def test_a_mistyped_metric_is_an_error_at_the_first_evaluation_that_knows_its_suite():
+    """An absent metric is none: its denominator may have been 0. What no metric of the suite is called is a mistake."""
+    record = make_best_record(metric="los", direction="min")
+    assert not is_better(record, {"loss": 0.5})
+    assert not is_better(record, Evaluation({}, names=("los",)))
+    with pytest.raises(InvalidArgument, match=r"metric: expected one of \['loss'\], found 'los'"):
+        is_better(record, Evaluation({"loss": 0.5}, names=("loss",)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"direction": "lower"}, "direction"),
+        ({"direction": None}, "direction"),
+        ({"min_delta": -0.1}, "min_delta"),
+        ({"min_delta": math.nan}, "min_delta"),
+        ({"min_delta": math.inf}, "min_delta"),
+        ({"min_delta": "0"}, "min_delta"),
+        ({"metric": ""}, "metric"),
+        ({"metric": 3}, "metric"),
+        ({"metric": "m" * 201}, "metric"),
+        ({"run_id": ""}, "run_id"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_named(arguments, named):
+    with pytest.raises(InvalidArgument) as caught:
+        make_best_record(**{"metric": "mape", "direction": "min", **arguments})
+    assert caught.value.where == named
+
+
+def test_the_direction_is_never_guessed():
+    """E08, P24: neither "loss" nor "map" (which is in "mape") says which way is better."""
+    with pytest.raises(TypeError, match="direction"):
+        make_best_record(metric="loss")
+    assert fold(make_best_record(metric="m", direction="max"), [1.0, 2.0]).score == 2.0
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, None])
+def test_a_step_that_cannot_be_is_refused(step):
+    with pytest.raises(InvalidArgument, match="step"):
+        updated(make_best_record(metric="m", direction="min"), {"m": 1.0}, step=step)
+
+
+@pytest.mark.parametrize("result", [None, [("m", 1.0)], 0.5])
+def test_a_result_that_is_no_mapping_is_refused(result):
+    with pytest.raises(InvalidArgument, match="result"):
+        is_better(make_best_record(metric="m", direction="min"), result)
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_acts_on_the_verdict_of_rank_0_whatever_it_measured_itself():
+    """E08: decided once and broadcast, also where results and records differ."""
+    record = make_best_record(metric="m", direction="min")
+
+    def work(world):
+        mine = updated(record, {"m": 0.4 if world.rank == 2 else 0.6}, step=1)
+        return decide_best(mine, {"m": (0.5, 0.9, 0.1)[world.rank]}, step=7, collectives=world)
+
+    outcomes = thread_outcomes(3, work)
+    assert [outcome.value for outcome in outcomes] == [(attrs.evolve(record, score=0.5, step=7), True)] * 3
+    assert {outcome.schedule for outcome in outcomes} == {outcomes[0].schedule}
+    assert len(outcomes[0].schedule) == 1
+
+
+def test_ranks_agree_that_nothing_won():
+    record = fold(make_best_record(metric="m", direction="max"), [0.5])
+    assert (
+        run_threads(2, lambda world: decide_best(record, {"m": world.rank}, step=3, collectives=world))
+        == [(record, False)] * 2
+    )
+
+
+def test_an_error_on_rank_0_is_raised_on_every_rank():
+    record = make_best_record(metric="m", direction="min")
+    result = {"m": [1.0]}
+    outcomes = thread_outcomes(2, lambda world: decide_best(record, result, step=1, collectives=world))
+    assert [type(outcome.error) for outcome in outcomes] == [InvalidArgument, RankFailed]
+    assert "one number" in str(outcomes[1].error)
+
+
+# --- the N best ------------------------------------------------------------------------------------------------------
+
+
+def keep(history, *, n, direction, kept=()):
+    for entry in history:
+        kept = plan_best(kept, entry, n=n, direction=direction).kept
+    return kept
+
+
+@st.composite
+def entries(draw):
+    """A history of entries in any order of steps."""
+    steps = draw(st.lists(st.integers(0, 30), unique=True, max_size=10))
+    return [BestEntry(draw(scores), step) for step in steps]
+
+
+@given(history=entries(), n=st.integers(1, 4), direction=directions)
+def test_the_n_best_of_a_history_are_kept_in_whatever_order_it_came(history, n, direction):
+    """E11, F43: ties by step; the model sorts the whole history."""
+    sign = 1 if direction == "min" else -1
+    finite = [entry for entry in history if entry.score is not None and math.isfinite(entry.score)]
+    assert keep(history, n=n, direction=direction) == tuple(sorted(finite, key=lambda e: (sign * e.score, e.step))[:n])
+
+
+@given(history=entries(), newcomer=scores, n=st.integers(1, 4), direction=directions)
+def test_nothing_is_dropped_to_make_room_for_something_worse(history, newcomer, n, direction):
+    """E11, F43: at most one goes, the worst kept, and only for a better one (or an equal one of an earlier step)."""
+    before = keep(history, n=n, direction=direction)
+    plan = plan_best(before, BestEntry(newcomer, 99), n=n, direction=direction)
+    assert set(plan.kept) | set(plan.dropped) == set(before) | ({BestEntry(newcomer, 99)} if plan.accepted else set())
+    assert len(plan.dropped) == (plan.accepted and len(before) == n)
+    for gone in plan.dropped:
+        assert gone == before[-1]
+        assert newcomer < gone.score if direction == "min" else newcomer > gone.score
+
+
+@given(history=histories, direction=directions)
+def test_the_best_one_of_one_is_the_best(history, direction):
+    """E11: with n=1 and rising steps it decides as is_better does."""
+    record, kept = make_best_record(metric="m", direction=direction), ()
+    for step, score in enumerate(history):
+        plan = plan_best(kept, BestEntry(score, step), n=1, direction=direction)
+        assert plan.accepted == is_better(record, {"m": score})
+        record, kept = updated(record, {"m": score}, step=step), plan.kept
+    assert [(entry.score, entry.step) for entry in kept] == (
+        [] if record.score is None else [(record.score, record.step)]
+    )
+
+
+def test_a_lower_number_drops_the_worst():
+    kept = keep([BestEntry(float(step), step) for step in range(5)], n=5, direction="max")
+    plan = plan_best(kept, BestEntry(2.5, 9), n=2, direction="max")
+    assert [entry.score for entry in plan.kept] == [4.0, 3.0]
+    assert [entry.score for entry in plan.dropped] == [2.0, 1.0, 0.0]
+    assert not plan.accepted
+
+
+def test_a_step_is_judged_once():
+    """A second evaluation of a step that is kept neither adds an entry of the same checkpoint nor drops another one."""
+    kept = (BestEntry(0.3, 10), BestEntry(0.5, 20))
+    plan = plan_best(kept, BestEntry(0.1, 20), n=2, direction="min")
+    assert (plan.kept, plan.dropped, plan.accepted) == (kept, (), False)
+    again = plan_best(kept, kept[0], n=2, direction="min")
+    assert (again.kept, again.accepted) == (kept, False)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.0, True])
+def test_a_number_of_best_that_cannot_be_is_refused(n):
+    with pytest.raises(InvalidArgument, match="n: expected an int >= 1"):
+        plan_best((), BestEntry(1.0, 1), n=n, direction="min")
+
+
+@pytest.mark.parametrize("kept", [(BestEntry(None, 1),), (BestEntry(math.nan, 1),), ((1.0, 1),)])
+def test_what_no_plan_keeps_cannot_have_been_kept(kept):
+    with pytest.raises(InvalidArgument, match=r"kept\[0\]"):
+        plan_best(kept, BestEntry(1.0, 1), n=2, direction="min")
+
+
+def test_the_budget_of_the_newest_and_that_of_the_best_do_not_eat_each_other():
+    """What is best stays beside the last k, and a best among the last k costs no place."""
+    saved = [(directory_of(step), step) for step in (10, 20, 30, 40)]
+    best = keep([BestEntry(0.1, 10), BestEntry(0.9, 20), BestEntry(0.2, 30), BestEntry(0.8, 40)], n=2, direction="min")
+    protected = [directory_of(entry.step) for entry in best]
+    gone = plan_retention(saved, keep_last=2, written=saved[-1], protected=protected)
+    assert gone == ()  # 10 and 30 as the best, 40 and 20 as the last two of the others
+    assert plan_retention(saved, keep_last=1, written=saved[-1], protected=protected) == (directory_of(20),)
+
+
+# --- rewinds ---------------------------------------------------------------------------------------------------------
+
+
+@given(history=entries(), step=st.integers(0, 30), n=st.integers(1, 4), direction=directions)
+def test_rewinding_clears_exactly_what_was_measured_later(history, step, n, direction):
+    """E12: entries behind the rewind point go, those at or below it stay."""
+    kept = keep(history, n=n, direction=direction)
+    assert rewound(kept, step) == tuple(entry for entry in kept if entry.step <= step)
+
+
+def test_a_best_below_the_rewind_point_is_kept_and_a_later_one_is_cleared():
+    """E12: and after the clearing, a worse score wins again."""
+    record = updated(make_best_record(metric="m", direction="min"), {"m": 0.5}, step=10)
+    assert rewound(record, 10) is record
+    cleared = rewound(record, 9)
+    assert (cleared.score, cleared.step, cleared.metric) == (None, None, "m")
+    assert is_better(cleared, {"m": 0.9})
+    assert rewound(cleared, 0) is cleared
+
+
+@pytest.mark.parametrize("best", [None, [BestEntry(1.0, 1)], 3])
+def test_only_a_best_can_be_rewound(best):
+    with pytest.raises(InvalidArgument, match="best"):
+        rewound(best, 1)
+
+
+# --- what is carried over a restart ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"run_id": "b"}, "of run 'a', not 'b'"),
+        ({"metric": "loss"}, "of metric 'm', not 'loss'"),
+        ({"direction": "max"}, "of direction 'min', not 'max'"),
+        ({"min_delta": 0.1}, "of min_delta 0.0, not 0.1"),
+    ],
+)
+def test_a_persisted_best_that_is_about_something_else_is_left_with_a_reason(change, reason):
+    """E09: run id, metric, direction and min_delta, each by itself; and all of them at once."""
+    wanted = make_best_record(run_id="a", metric="m", direction="min")
+    found = updated(wanted, {"m": 0.5}, step=10)
+    record, reasons = carried_best(found, attrs.evolve(wanted, **change), steps_present=[10])
+    assert record == attrs.evolve(wanted, **change)
+    assert len(reasons) == 1
+    assert reason in reasons[0]
+
+
+def test_every_reason_is_told_at_once():
+    """E09: the checkpoint that is gone included."""
+    found = updated(make_best_record(run_id="a", metric="m", direction="min"), {"m": 0.5}, step=10)
+    wanted = make_best_record(run_id="b", metric="n", direction="max", min_delta=0.1)
+    assert len(carried_best(found, wanted, steps_present=[])[1]) == 5
+
+
+def test_where_nothing_was_persisted_there_is_nothing_to_tell():
+    wanted = make_best_record(metric="m", direction="min")
+    assert carried_best(None, wanted, steps_present=[]) == (wanted, ())
+    assert carried_best(wanted, wanted, steps_present=[]) == (wanted, ())
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+records = st.builds(
+    BestRecord,
+    run_id=st.text("abcXYZ019._-", min_size=1, max_size=200).filter(lambda text: text[0] != "."),
+    metric=st.text(st.characters(codec=None, exclude_categories=()), min_size=1, max_size=200),
+    direction=directions,
+    min_delta=st.floats(0, 1e308),
+    score=finite,
+    step=st.integers(0, 2**62),
+)
+
+
+@given(record=records, timeline=st.integers(0, 2**40))
+def test_a_record_comes_back_from_its_bytes(record, timeline):
+    """E09: to the bit of its score."""
+    data = best_to_json(record, timeline=timeline)
+    assert best_from_json(data) == (record, timeline)
+    assert math.copysign(1, best_from_json(data)[0].score) == math.copysign(1, record.score)
+    assert json.loads(data)["format"] == "trainfold-best"
+
+
+BEST = best_to_json(updated(make_best_record(run_id="a", metric="m", direction="min"), {"m": 0.5}, step=10))
+
+
+@pytest.mark.parametrize("at", range(len(BEST)))
+def test_no_byte_of_a_record_can_change_unseen(at):
+    """Nor can it be cut there."""
+    altered = BEST[:at] + bytes([BEST[at] ^ 1]) + BEST[at + 1 :]
+    for data in (altered, BEST[:at]):
+        with pytest.raises(CheckpointDamaged, match=r"restore best\.json from a copy of the run, or remove it"):
+            best_from_json(data)
+
+
+def sealed(text: str) -> bytes:
+    """These members with the digest that fits them."""
+    covered = ("{" + text).encode()
+    return covered + TAIL + digest_of(covered).encode() + END
+
+
+WHOLE = BEST[1 : BEST.index(TAIL)].decode()
+
+
+def test_the_seal_of_these_tests_is_the_real_one():
+    assert sealed(WHOLE) == BEST
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ('"version":1', '"version":2', FutureVersion),
+        ('"version":1', '"version":0', CheckpointHostile),
+        ('"version":1', '"version":true', CheckpointHostile),
+        ("trainfold-best", "other", CheckpointForeign),
+        ('"score":0.5', '"score":NaN', CheckpointHostile),
+        ('"score":0.5', '"score":1e999', CheckpointHostile),
+        ('"score":0.5', '"score":null', CheckpointHostile),
+        ('"score":0.5', '"score":"0.5"', CheckpointHostile),
+        ('"score":0.5', '"score":0.5,"score":0.1', CheckpointHostile),
+        ('"score":0.5', '"other":0.5', CheckpointHostile),
+        ('"score":0.5', '"score":0.5,"other":1', CheckpointHostile),
+        ('"step":10', '"step":-1', CheckpointHostile),
+        ('"step":10', '"step":1.0', CheckpointHostile),
+        ('"timeline":0', '"timeline":-1', CheckpointHostile),
+        ('"direction":"min"', '"direction":"low"', CheckpointHostile),
+        ('"min_delta":0.0', '"min_delta":-0.5', CheckpointHostile),
+        ('"metric":"m"', '"metric":["m"]', CheckpointHostile),
+        ('"run_id":"a"', '"run_id":"../a"', CheckpointHostile),
+        ('"run_id":"a"', '"run_id":null', CheckpointHostile),
+    ],
+)
+def test_a_sealed_record_that_cannot_be_is_refused(old, new, error):
+    """E09: duplicate keys, wrong kinds, NaN, foreign and future versions, each by a digest that fits."""
+    assert old in WHOLE
+    with pytest.raises(error) as caught:
+        best_from_json(sealed(WHOLE.replace(old, new)))
+    assert "remove it" in caught.value.mend or error is FutureVersion
+
+
+@given(data=st.binary(max_size=300))
+def test_other_bytes_are_refused_by_name(data):
+    with pytest.raises(CheckpointError):
+        best_from_json(data)
+
+
+@pytest.mark.parametrize(
+    "change", [{"score": None, "step": None}, {"run_id": None}, {"run_id": "../a"}, {"score": math.inf}]
+)
+def test_what_could_not_be_read_again_is_not_written(change):
+    record = attrs.evolve(best_from_json(BEST)[0], **change)
+    with pytest.raises(InvalidArgument, match="record"):
+        best_to_json(record)
