@@ -10,6 +10,7 @@ import attrs
 
 from trainfold.adapters.live import Live
 from trainfold.backends import runs
+from trainfold.backends.best_file import best_checkpoint
 from trainfold.backends.inventory import check_place, examine, read_inventory
 from trainfold.backends.run_save import SaveResult
 from trainfold.core.components import validate_components
@@ -53,7 +54,8 @@ class CheckpointManager:
     Args:
         run: a directory, or a store.
         every: save at each multiple of so many optimizer steps; None to save only when told to.
-        keep_last: keep so many of the newest complete checkpoints; 0 or None for all (E01).
+        keep_last: keep so many of the newest complete checkpoints; 0 or None for all (E01). The one that ``save_best``
+            named stays beside them (E02).
         mode: ``"sync"``.
         components: which components are saved and restored; None for all.
         policy: what to do about each kind of difference at a resume; see ``trainfold.plan``.
@@ -217,7 +219,8 @@ class CheckpointManager:
         try:
             complete = self._complete()
             written = (result.checkpoint, result.step)
-            for name in plan_retention(complete, keep_last=self._keep_last, written=written):
+            protected = {best_checkpoint(self._store) or ""}
+            for name in plan_retention(complete, keep_last=self._keep_last, written=written, protected=protected):
                 self._store.delete(f"{name}/")
                 self._proved.discard(name)
         except (TrainfoldError, OSError) as error:

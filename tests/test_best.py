@@ -71,6 +71,10 @@ def best_by_hand(history, direction, min_delta):
 @example(history=[math.nan, -1.0], direction="max", min_delta=0.0)
 @example(history=[0.0, None, 0.1], direction="min", min_delta=0.0)
 @example(history=[0.3, 0.2], direction="min", min_delta=0.1)
+@example(history=[1.0, -(2.0**-60)], direction="min", min_delta=1.0)  # best - score would round to the delta
+@example(
+    history=[1.0, 1 - 2.0**-52], direction="min", min_delta=1.5 * 2.0**-53
+)  # best - delta would round to the score
 def test_the_best_is_what_a_person_would_pick_by_hand(history, direction, min_delta):
     """E08, Q11: strict improvement beyond min_delta; NaN (also a first one), infinities and absence never win; 0.0 is a value."""
     record = fold(make_best_record(metric="m", direction=direction, min_delta=min_delta), history)

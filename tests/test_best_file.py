@@ -1,0 +1,347 @@
+"""The best of a run on a disk: it survives restarts, moves and crashes, and is never lost or taken silently."""
+
+import json
+import math
+import shutil
+import warnings
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainfold.adapters.cli import main
+from trainfold.adapters.live import attach
+from trainfold.adapters.manager import CheckpointManager
+from trainfold.backends.best_file import BestIgnored, best_checkpoint, load_best, save_best
+from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.backends.inventory import read_inventory
+from trainfold.backends.local import LocalStore
+from trainfold.backends.memory import MemoryStore
+from trainfold.backends.runs import load, plan, save
+from trainfold.core.best import is_better, make_best_record, updated
+from trainfold.core.errors import (
+    CheckpointDamaged,
+    CheckpointHostile,
+    InvalidArgument,
+    InvalidState,
+    RankFailed,
+    RunLocked,
+)
+from trainfold.core.save_plan import directory_of
+from trainfold.core.state import Progress, TrainState
+
+WANTED = make_best_record(metric="loss", direction="min")
+LIKE = TrainState(trainer=Progress())
+
+
+def save_at(run, *steps):
+    for step in steps:
+        save(TrainState(trainer=Progress(step=step)), run)
+
+
+def won(score, step, record=WANTED):
+    return updated(record, {"loss": score}, step=step)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def store(request, tmp_path):
+    return MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "run")
+
+
+# --- restarts --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(
+    history=st.lists(st.none() | st.sampled_from([math.nan, math.inf, 0.0, 0.1, 0.5, 1.0]), min_size=1, max_size=8),
+    restarts=st.sets(st.integers(0, 8)),
+    direction=st.sampled_from(["min", "max"]),
+)
+def test_a_run_with_restarts_has_the_best_of_one_without(history, restarts, direction):
+    """E09, P24: a worse score never wins after a restart; NaN first, zero and absence included."""
+    store, wanted = MemoryStore(), make_best_record(metric="loss", direction=direction)
+    best = through = wanted
+    for step, score in enumerate(history):
+        save_at(store, step)
+        best = updated(best, {"loss": score}, step=step)
+        if step in restarts:
+            through = load_best(store, wanted)
+        if is_better(through, {"loss": score}):
+            through = save_best(store, updated(through, {"loss": score}, step=step))
+    assert (through.score, through.step) == (best.score, best.step)
+    assert load_best(store, wanted).score == best.score
+
+
+def test_after_a_restart_a_worse_score_does_not_win(store):
+    """E09: the record is that of before, with the run's own id; also where the caller names the id."""
+    save_at(store, 10, 20)
+    saved = save_best(store, won(0.5, 10))
+    assert saved.run_id == read_inventory(store).run_id
+    again = load_best(store, WANTED)
+    assert again == saved == load_best(store, attrs.evolve(WANTED, run_id=saved.run_id))
+    assert not is_better(again, {"loss": 0.6})
+
+
+def test_a_run_that_was_moved_keeps_its_best(tmp_path):
+    """E09, F43: nothing in the file says where the run is."""
+    save_at(tmp_path / "old", 10)
+    saved = save_best(tmp_path / "old", won(0.5, 10))
+    shutil.move(tmp_path / "old", tmp_path / "elsewhere" / "new")
+    assert load_best(tmp_path / "elsewhere" / "new", WANTED) == saved
+    assert str(tmp_path) not in (tmp_path / "elsewhere" / "new" / "best.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        (make_best_record(metric="accuracy", direction="min"), "metric 'loss', not 'accuracy'"),
+        (make_best_record(metric="loss", direction="max"), "direction 'min', not 'max'"),
+        (make_best_record(metric="loss", direction="min", min_delta=0.1), r"min_delta 0\.0, not 0\.1"),
+        (make_best_record(metric="loss", direction="min", run_id="b"), "not 'b'"),
+    ],
+)
+def test_a_best_about_something_else_is_ignored_with_a_warning(store, wanted, reason):
+    """E09: and the caller begins with the record that it wanted."""
+    save_at(store, 10)
+    save_best(store, won(0.5, 10))
+    with pytest.warns(BestIgnored, match=reason):
+        found = load_best(store, wanted)
+    assert (found.metric, found.direction, found.min_delta, found.score) == (
+        wanted.metric, wanted.direction, wanted.min_delta, None,
+    )  # fmt: skip
+
+
+def test_a_best_that_was_copied_from_another_run_is_ignored_with_a_warning(tmp_path):
+    """E09: by the run id, although a checkpoint of the same step is there."""
+    for name in ("a", "b"):
+        save_at(tmp_path / name, 10)
+    save_best(tmp_path / "a", won(0.5, 10))
+    shutil.copy(tmp_path / "a" / "best.json", tmp_path / "b")
+    with pytest.warns(BestIgnored, match="of run"):
+        assert load_best(tmp_path / "b", WANTED).score is None
+
+
+def test_a_best_whose_checkpoint_is_gone_or_broken_is_ignored_with_a_warning(tmp_path):
+    """E09, P24: a dead best cannot be loaded, so it must not stand in the way of a living one."""
+    state = TrainState(trainer=Progress(step=10), extra={"w": torch.ones(3)})
+    save(state, tmp_path)
+    save_at(tmp_path, 20)
+    save_best(tmp_path, won(0.5, 10))
+    for file in (tmp_path / directory_of(10)).glob("*.safetensors"):
+        file.unlink()
+    with pytest.warns(BestIgnored, match="the checkpoint of step 10 is not there any more"):
+        assert load_best(tmp_path, WANTED).score is None
+    shutil.rmtree(tmp_path / directory_of(10))
+    with pytest.warns(BestIgnored, match="the checkpoint of step 10"):
+        found = load_best(tmp_path, WANTED)
+    assert save_best(tmp_path, won(0.9, 20, found)).score == 0.9
+
+
+def test_where_there_is_no_best_none_is_warned_of(store):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_best(store, WANTED) == WANTED
+        save_at(store, 10)
+        assert load_best(store, WANTED).score is None
+    assert best_checkpoint(store) is None
+
+
+# --- rewinds ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_best_that_a_rewind_left_behind_is_gone_and_one_below_it_stays(store):
+    """E12: once the new timeline is saved; until then a crash goes on from the old one, and from its best."""
+    save_at(store, 10, 20, 30)
+    save_best(store, won(0.5, 20))
+    load(store, like=LIKE, step=10)
+    assert load_best(store, WANTED).step == 20
+    save_at(store, 15)  # the rewind: a new timeline grows from step 10
+    with pytest.warns(BestIgnored, match="step 20"):
+        assert load_best(store, WANTED).score is None
+    save_at(store, 20)  # a checkpoint of the same step, and not the one that was measured
+    with pytest.warns(BestIgnored, match="step 20"):
+        assert load_best(store, WANTED).score is None
+    save_best(store, won(0.7, 15))
+    save_at(store, 17)  # another rewind, behind 15
+    assert load_best(store, WANTED).step == 15
+
+
+def test_a_step_that_is_saved_again_keeps_its_best(store):
+    save_at(store, 10)
+    saved = save_best(store, won(0.5, 10))
+    save_at(store, 10)
+    assert load_best(store, WANTED) == saved
+
+
+def test_after_going_back_a_worse_best_may_be_saved(store):
+    """E12: the caller has cleared its record; the file of the steps left behind does not hinder it."""
+    save_at(store, 10, 20)
+    save_best(store, won(0.5, 20))
+    assert save_best(store, won(0.9, 10)).step == 10
+
+
+# --- what save_best refuses ------------------------------------------------------------------------------------------
+
+
+def test_a_best_that_nobody_loaded_is_not_lost_to_a_worse_one(store):
+    """P24: a restart that forgot load_best is told so, instead of calling its first score the best."""
+    save_at(store, 10, 20)
+    before = save_best(store, won(0.5, 10))
+    with pytest.raises(InvalidState, match=r"found 0\.5 at step 10; begin with load_best"):
+        save_best(store, won(0.6, 20))
+    assert load_best(store, WANTED) == before
+    assert save_best(store, won(0.5, 20)).step == 20  # as good: the caller's own decision
+
+
+def test_a_best_without_a_checkpoint_is_refused(store):
+    """The score of a state that is not saved cannot be loaded: the state goes first."""
+    with pytest.raises(InvalidState, match="save the state of that step first"):
+        save_best(store, won(0.5, 10))
+    assert store.list() == []
+    save_at(store, 10)
+    with pytest.raises(InvalidState, match="expected a checkpoint of step 11"):
+        save_best(store, won(0.5, 11))
+    assert store.size("best.json") is None
+
+
+@pytest.mark.parametrize("record", [WANTED, None, {"score": 0.5}])
+def test_what_is_no_best_is_refused(store, record):
+    save_at(store, 10)
+    with pytest.raises(InvalidArgument, match="record"):
+        save_best(store, record)
+    with pytest.raises(InvalidArgument, match="wanted"):
+        load_best(store, "loss")
+
+
+def test_a_best_of_another_run_is_refused(store):
+    save_at(store, 10)
+    with pytest.raises(InvalidArgument, match=r"record\.run_id"):
+        save_best(store, attrs.evolve(won(0.5, 10), run_id="b"))
+
+
+def test_saving_an_equal_best_again_writes_nothing(tmp_path):
+    save_at(tmp_path, 10)
+    saved = save_best(tmp_path, won(0.5, 10))
+    before = (tmp_path / "best.json").stat()
+    assert save_best(tmp_path, saved) == saved
+    assert (tmp_path / "best.json").stat().st_ino == before.st_ino
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("contents", ["", "{}", "0.5", "\x00" * 100, "x" * 20_000])
+def test_a_best_that_cannot_be_read_is_an_error_and_never_a_fresh_start(tmp_path, contents):
+    """E09: neither loading nor saving takes it for nothing; and its mend works."""
+    save_at(tmp_path, 10)
+    (tmp_path / "best.json").write_text(contents)
+    for action in (lambda: load_best(tmp_path, WANTED), lambda: save_best(tmp_path, won(0.5, 10))):
+        with pytest.raises(CheckpointDamaged, match="or remove it: the best then begins anew"):
+            action()
+    assert (tmp_path / "best.json").read_text() == contents
+    (tmp_path / "best.json").unlink()
+    assert load_best(tmp_path, WANTED).score is None
+
+
+def test_a_best_that_is_a_link_is_refused(tmp_path):
+    save_at(tmp_path / "run", 10)
+    (tmp_path / "run" / "best.json").symlink_to("/etc/hostname")
+    with pytest.raises(CheckpointHostile):
+        load_best(tmp_path / "run", WANTED)
+
+
+@pytest.mark.parametrize("torn_write", [False, True])
+@pytest.mark.parametrize("keep_unsynced", [False, True])
+def test_a_crash_anywhere_in_a_save_leaves_the_old_best_or_the_new_one(keep_unsynced, torn_write):
+    """On every disk that could be left behind between two effects; once it has returned, the new one."""
+    store = MemoryStore()
+    save_at(store, 10, 20)
+    old = save_best(store, won(0.5, 10))
+    begun = len(store.effects)
+    new = save_best(store, won(0.4, 20))
+    assert len(store.effects) > begun
+    for done in range(begun, len(store.effects) + 1):
+        disk = store.after_crash(done, keep_unsynced=keep_unsynced, torn_write=torn_write)
+        assert load_best(disk, WANTED) in ([new] if done == len(store.effects) else [old, new])
+
+
+# --- in the run's directory ------------------------------------------------------------------------------------------
+
+
+def test_the_file_disturbs_nothing_that_reads_a_run(tmp_path, capsys):
+    """Inventory, plan, load, ls, inspect, verify and diff say of a run with a best what they say of one without."""
+
+    def told(run):
+        said = []
+        for words in (["ls"], ["plan"], ["verify"], ["inspect"]):
+            code = main([*words, str(run), "--json"])
+            out = capsys.readouterr()
+            said.append((words, code, out.out, out.err))
+        return said, read_inventory(LocalStore(run)), str(plan(run, like=LIKE)), load(run, like=LIKE)
+
+    save_at(tmp_path, 10, 20)
+    before = told(tmp_path)
+    assert all(code == 0 for _, code, _, _ in before[0]), before[0]
+    save_best(tmp_path, won(0.5, 10))
+    after = told(tmp_path)
+    assert after[1:] == before[1:]
+    assert [each[:2] for each in after[0]] == [each[:2] for each in before[0]]
+    for (_, _, old, _), (_, _, new, _) in zip(before[0], after[0], strict=True):
+        assert json.loads(new) == json.loads(old)
+
+
+def test_the_manager_keeps_the_checkpoint_of_the_best(store):
+    """E02: beside the last k, and until another one is the best."""
+    model = torch.nn.Linear(1, 1)
+    best = WANTED
+    with CheckpointManager(store, every=1, keep_last=1) as manager:
+        live = attach(model)
+        for loss in (0.9, 0.5, 0.8, 0.7, 0.3, 0.4):
+            live.advance(samples=1)
+            manager.step(live)
+            if is_better(best, {"loss": loss}):
+                best = save_best(store, updated(best, {"loss": loss}, step=live.progress.step))
+            assert best_checkpoint(store) == directory_of(best.step)
+            assert load_best(store, WANTED) == best
+    assert [entry.head.step for entry in read_inventory(store).entries] == [5, 6]
+
+
+def test_the_manager_deletes_nothing_while_the_best_cannot_be_read(store, caplog):
+    """Which checkpoint it would have named is not known; the save itself goes on."""
+    with CheckpointManager(store, keep_last=1) as manager:
+        for step in (1, 2):
+            if step == 2:
+                store.commit("best.json", b"{}")
+            manager.save(TrainState(trainer=Progress(step=step)))
+    assert len(read_inventory(store).entries) == 2
+    assert "best.json" in caplog.text
+
+
+def test_while_a_manager_has_the_run_open_its_store_is_needed(tmp_path):
+    """A second store object of the same directory is another writer; the refusal says what to give instead, each time."""
+    store = LocalStore(tmp_path / "run")
+    with CheckpointManager(store) as manager:
+        manager.save(TrainState(trainer=Progress(step=1)))
+        with pytest.raises(RunLocked, match="give save_best the store that the manager was made with"):
+            save_best(tmp_path / "run", won(0.5, 1))
+        save_best(store, won(0.5, 1))
+        save_best(store, won(0.4, 1))
+    assert save_best(tmp_path / "run", won(0.3, 1)).score == 0.3
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_rank_0_reads_and_writes_for_all(store):
+    """E08: one file, one verdict."""
+    save_at(store, 10)
+    saved = run_threads(3, lambda world: save_best(store, won(0.5, 10), collectives=world))
+    assert saved == run_threads(3, lambda world: load_best(store, WANTED, collectives=world)) == [saved[0]] * 3
+
+
+def test_a_failure_of_rank_0_is_raised_on_every_rank(store):
+    save_at(store, 10)
+    outcomes = thread_outcomes(2, lambda world: save_best(store, won(0.5, 11), collectives=world))
+    assert [type(outcome.error) for outcome in outcomes] == [InvalidState, RankFailed]
