@@ -185,7 +185,7 @@ def rounded(value: Exact) -> float:
     try:
         return float(value)
     except OverflowError:
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf
 
 
 def _add_on_cpu(total: ExactSum, terms: torch.Tensor) -> ExactSum:

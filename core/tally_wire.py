@@ -1,0 +1,208 @@
+"""A tally as one vector of integers: what ranks add up, with one collective call, to know what all of them have seen (Q03).
+
+Each rank first tells the lengths of what it has; the vector's layout follows from what all ranks told, so that ranks with no
+data, or with data of other lengths, take part in the same call. Accumulators that add up are added where they lie; of any
+other, each rank has a place of its own in the vector, zeros elsewhere, and every rank merges them in rank order.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, final
+
+import attrs
+import torch
+from torch.nn.functional import pad
+
+from trainfold.core import tree
+from trainfold.core.errors import InvalidState, RanksDisagree
+from trainfold.core.metrics.metric import Metric
+from trainfold.core.suite import Suite, Tally
+
+Shape = tuple[int, ...]
+
+
+@final
+@attrs.frozen
+class Extent:
+    """One leaf of an accumulator: its shape, and the part of its last dimension outside of which it is 0 everywhere."""
+
+    shape: Shape
+    start: int
+    stop: int
+
+
+@final
+@attrs.frozen
+class MetricLayout:
+    """One metric's part of a rank's tally.
+
+    Attributes:
+        name: in the suite.
+        metric: what it is, as text: the same on every rank.
+        adds: whether accumulators of several ranks are added, or merged one by one.
+        extents: of the leaves of its accumulator.
+    """
+
+    name: str
+    metric: str
+    adds: bool
+    extents: tuple[Extent, ...]
+
+
+Layout = tuple[MetricLayout, ...]
+
+
+def layout_of(suite: Suite, tally: Tally, *, world_size: int) -> Layout:
+    """What this rank tells the others before the vector.
+
+    Raises:
+        InvalidState: if an accumulator has leaves that are no int64 tensors, or integers so large that a sum over the ranks
+            could overflow.
+    """
+    return tuple(
+        MetricLayout(
+            name,
+            _shown(metric),
+            _adds(metric),
+            _extents(name, tally.accumulators[name], summands=world_size if _adds(metric) else 1),
+        )
+        for name, metric in suite.items()
+    )
+
+
+def check_layouts(layouts: Sequence[Layout]) -> None:
+    """Refuse ranks that measure different things.
+
+    Raises:
+        RanksDisagree: the same on every rank.
+    """
+    for rank, layout in enumerate(layouts):
+        here, there = _what(layouts[0]), _what(layout)
+        if here != there:
+            raise RanksDisagree(
+                "suite",
+                expected=f"the same metrics on every rank; rank 0 has {_listed(here - there) or 'no more'}",
+                found=f"rank {rank} has {_listed(there - here) or 'fewer'}",
+                mend="give the same suite on every rank; what a rank did not observe may be missing from what forward returns",
+            )
+
+
+def pack(suite: Suite, tally: Tally, layouts: Sequence[Layout], rank: int) -> torch.Tensor:
+    """This rank's vector, int64; as long on every rank. The sum over the ranks is what `unpack` takes."""
+    parts: list[torch.Tensor] = []
+    for index, name in enumerate(suite):
+        leaves = [leaf.cpu() for leaf in tree.leaves(tally.accumulators[name])]
+        for leaf, extents in zip(leaves, _of_ranks(layouts, index), strict=True):
+            if layouts[0][index].adds:
+                wide = _widest(extents)
+                parts.append(_padded(leaf, wide.shape)[..., wide.start : wide.stop].reshape(-1))
+            else:
+                sizes = [math.prod(extent.shape) for extent in extents]
+                parts += [torch.zeros(size, dtype=torch.int64) for size in sizes[:rank]]
+                parts += [leaf.reshape(-1), *(torch.zeros(size, dtype=torch.int64) for size in sizes[rank + 1 :])]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def unpack(suite: Suite, tally: Tally, layouts: Sequence[Layout], summed: torch.Tensor, *, batches: int) -> Tally:
+    """The tally of all ranks.
+
+    Args:
+        suite: the metrics.
+        tally: this rank's, for the structure of accumulators.
+        layouts: of all ranks.
+        summed: the sum of the vectors of all ranks.
+        batches: how many batches all ranks observed.
+    """
+    merged = {}
+    rest = summed
+    for index, (name, metric) in enumerate(suite.items()):
+        structure = tree.structure(tally.accumulators[name])
+        ranks: list[list[torch.Tensor]] = [[] for _ in layouts]
+        for extents in _of_ranks(layouts, index):
+            if layouts[0][index].adds:
+                leaf, rest = _added(rest, _widest(extents))
+                ranks[0].append(leaf)
+            else:
+                for rank, extent in enumerate(extents):
+                    slot, rest = rest[: math.prod(extent.shape)], rest[math.prod(extent.shape) :]
+                    ranks[rank].append(slot.view(extent.shape).clone())
+        accumulator = metric.zero()
+        for leaves in ranks[:1] if layouts[0][index].adds else ranks:
+            accumulator = metric.merge(accumulator, tree.unflatten(structure, leaves))
+        merged[name] = accumulator
+    return Tally(merged, batches)
+
+
+def _adds(metric: Metric) -> bool:
+    return bool(getattr(metric, "additive", False))
+
+
+def _shown(metric: Metric) -> str:
+    kind = type(metric)
+    where = f"{kind.__module__}.{kind.__qualname__}"
+    return where if kind.__repr__ is object.__repr__ else f"{where}: {metric!r}"
+
+
+def _extents(name: str, accumulator: Any, *, summands: int) -> tuple[Extent, ...]:
+    extents = []
+    for path, leaf in tree.named_leaves(accumulator, f"accumulators[{name!r}]"):
+        if not isinstance(leaf, torch.Tensor) or leaf.dtype != torch.int64:
+            raise InvalidState(
+                path,
+                expected="int64 tensors: integers add up exactly, in any order",
+                found=str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf).__name__,
+                mend="accumulate with exact_add, or count in int64",
+            )
+        if summands > 1 and leaf.numel() and max(int(leaf.max()), -int(leaf.min())) > (2**63 - 1) // summands:
+            raise InvalidState(
+                path,
+                expected=f"integers that {summands} ranks can add up in 63 bits",
+                found=f"from {int(leaf.min())} to {int(leaf.max())}",
+                mend="carry in observe, as exact_add does",
+            )
+        extents.append(Extent(tuple(leaf.shape), *_used(leaf.cpu())))
+    return tuple(extents)
+
+
+def _used(leaf: torch.Tensor) -> tuple[int, int]:
+    if leaf.dim() == 0:
+        return 0, 1
+    if leaf.numel() == 0:
+        return 0, 0
+    used = leaf.reshape(-1, leaf.shape[-1]).any(0).nonzero()
+    return (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
+
+
+def _what(layout: Layout) -> set[tuple[str, str, bool, tuple[int, ...]]]:
+    return {(part.name, part.metric, part.adds, tuple(len(extent.shape) for extent in part.extents)) for part in layout}
+
+
+def _listed(parts: set[tuple[str, str, bool, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{name}: {metric}" for name, metric, *_ in sorted(parts))
+
+
+def _of_ranks(layouts: Sequence[Layout], index: int) -> list[tuple[Extent, ...]]:
+    """For each leaf of a metric's accumulator, its extents on all ranks."""
+    return list(zip(*(layout[index].extents for layout in layouts), strict=True))
+
+
+def _widest(extents: Sequence[Extent]) -> Extent:
+    shape = tuple(max(sides) for sides in zip(*(extent.shape for extent in extents), strict=True))
+    used = [extent for extent in extents if extent.stop > extent.start]
+    return Extent(shape, min((part.start for part in used), default=0), max((part.stop for part in used), default=0))
+
+
+def _padded(leaf: torch.Tensor, shape: Shape) -> torch.Tensor:
+    if not shape:
+        return leaf.view(1)
+    missing = [side for length, wanted in zip(leaf.shape, shape, strict=True) for side in (wanted - length, 0)]
+    return pad(leaf, missing[::-1])
+
+
+def _added(rest: torch.Tensor, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
+    width = extent.stop - extent.start
+    if not extent.shape:
+        return rest[0].clone(), rest[1:]
+    size = math.prod(extent.shape[:-1]) * width
+    used = rest[:size].view(*extent.shape[:-1], width)
+    return pad(used, (extent.start, extent.shape[-1] - extent.stop)), rest[size:]

@@ -1,0 +1,600 @@
+"""Evaluations: the same bits however they are cut, the same schedule on every rank, and nothing moved by them."""
+
+import functools
+import math
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trainfold
+from trainfold import metrics as M
+from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.core import tree
+from trainfold.core.errors import InvalidArgument, InvalidState, RankFailed, RanksDisagree
+from trainfold.core.evaluation import Evaluation
+
+MANY = settings(deadline=None, max_examples=40)
+SUITE = {
+    "loss": M.Ratio(),
+    "ppl": M.Perplexity(),
+    "largest": M.Max(),
+    "spread": M.Variance(),
+    "positions": M.PositionAccuracy(),
+    "acc_len": M.AcceptanceLength(),
+}
+
+
+def forward(batch):
+    """Per-sample values that do not depend on the batch: what a model's kernels cannot promise."""
+    values = batch["values"]
+    hits = values[:, None] > torch.arange(batch["positions"])
+    return {
+        "loss": (values, len(values)),
+        "ppl": (values, len(values)),
+        "largest": values,
+        "spread": values,
+        "positions": (hits, torch.ones_like(hits)),
+        "acc_len": (hits, torch.ones_like(hits)),
+    }
+
+
+def batches_of(values, cuts, positions=3):
+    return [{"values": part, "positions": positions} for part in values.tensor_split(cuts) if len(part)]
+
+
+def bits(evaluation):
+    return {
+        name: [x if x is None else x.hex() for x in value] if isinstance(value, list) else value.hex()
+        for name, value in evaluation.items()
+    }
+
+
+floats = st.floats(-100, 100, width=32)
+
+
+@MANY
+@given(st.lists(floats, min_size=1, max_size=30), st.data())
+def test_no_batch_size_order_or_number_of_ranks_changes_a_bit(values, data):
+    """Q01, Q09, P16: remainders and empty ranks included; every rank has the result of one process with one batch."""
+    values = torch.tensor(values)
+    whole = trainfold.evaluate(forward, batches_of(values, []), SUITE)
+    order = torch.tensor(data.draw(st.permutations(range(len(values)))))
+    world = data.draw(st.integers(1, 5))
+    bounds = st.lists(st.integers(0, len(values)), min_size=world - 1, max_size=world - 1).map(sorted)
+    shares = values[order].tensor_split(data.draw(bounds))
+    cuts = [sorted(data.draw(st.lists(st.integers(0, len(share)), max_size=3))) for share in shares]
+
+    def work(ranks):
+        mine = batches_of(shares[ranks.rank], cuts[ranks.rank])
+        return trainfold.evaluate(forward, mine, SUITE, collectives=ranks)
+
+    for found in run_threads(world, work):
+        assert bits(found) == bits(whole)
+        assert found.complete
+    loss = sum(map(Fraction, values.tolist())) / len(values)
+    assert whole["loss"] == float(loss)
+
+
+def test_nothing_seen_anywhere_is_no_result():
+    """Q04, S50: no 0.0 that nobody measured."""
+    assert trainfold.evaluate(forward, [], SUITE) == {}
+    assert run_threads(3, lambda ranks: trainfold.evaluate(forward, [], SUITE, collectives=ranks)) == [{}] * 3
+    found = trainfold.evaluate(lambda batch: {"loss": (batch.sum(), batch.numel())}, [torch.zeros(0)], SUITE)
+    assert found == {}
+    assert found.batches == 1
+
+
+def test_a_metric_that_some_batches_say_nothing_of_is_of_the_others():
+    """Q03, S50: a name missing on one rank, or in one batch, or everywhere."""
+
+    def some(batch):
+        return {"loss": (batch, 1)} if batch > 1 else {"largest": batch}
+
+    whole = {"loss": 2.5, "largest": 1.0}
+    suite = {"loss": M.Ratio(), "largest": M.Max(), "never": M.Mean()}
+    batches = [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)]
+    assert trainfold.evaluate(some, batches, suite) == whole
+    found = run_threads(3, lambda ranks: trainfold.evaluate(some, [batches[ranks.rank]], suite, collectives=ranks))
+    assert found == [whole] * 3
+
+
+def test_ranks_may_have_other_lengths():
+    """Q03: lengths are agreed on before anything is added up."""
+
+    def work(ranks):
+        batch = {"values": torch.tensor([1.5, 2.5]), "positions": ranks.rank * 2}
+        suite = {"positions": M.PositionAccuracy()}
+        return trainfold.evaluate(lambda b: {"positions": forward(b)["positions"]}, [batch], suite, collectives=ranks)
+
+    assert run_threads(3, work) == [{"positions": [1.0, 1.0, 0.5, 0.0]}] * 3
+
+
+def test_every_rank_makes_the_same_calls_whatever_it_has():
+    """Q03: one gather of small things, one sum of integers; with steps, one gather more, and a batch for who has none."""
+
+    def work(ranks, steps):
+        values = torch.arange(4.0 * ranks.rank)
+        cut = batches_of(values, [4, 8], positions=ranks.rank)
+        return trainfold.evaluate(forward, cut, SUITE, collectives=ranks, steps=steps)
+
+    schedules = {tuple(map(str, o.schedule)) for o in thread_outcomes(4, lambda ranks: work(ranks, None))}
+    (schedule,) = schedules
+    assert [call.partition("(")[0] for call in schedule] == ["gather", "all_sum"]
+    schedules = {tuple(map(str, o.schedule)) for o in thread_outcomes(4, lambda ranks: work(ranks, 3))}
+    (schedule,) = schedules
+    assert [call.partition("(")[0] for call in schedule] == ["gather", "broadcast", "gather", "all_sum"]
+
+
+def test_ten_metrics_are_one_sum_of_less_than_64_kib():
+    suite = {
+        **SUITE,
+        "mean": M.Mean(),
+        "top": M.TopK(2),
+        "f1": M.F1(5),
+        "rate": M.AcceptanceRate(),
+        "median": M.Quantiles(tuple(map(float, range(-100, 101))), (0.5,)),
+    }
+
+    def forward_all(batch):
+        found = forward(batch)
+        values = batch["values"]
+        classes = torch.arange(len(values)) % 5
+        return {
+            **found,
+            "mean": -values,
+            "top": (torch.outer(values, torch.arange(5.0)), classes),
+            "f1": (classes, classes),
+            "rate": found["acc_len"],
+            "median": values,
+        }
+
+    def work(ranks):
+        batch = {"values": torch.randn(64) * 50, "positions": 16}
+        trainfold.evaluate(forward_all, [batch], suite, collectives=ranks)
+        return str(ranks.schedule[-1])
+
+    for call in run_threads(4, work):
+        assert call.startswith("all_sum(int64[")
+        assert 8 * int(call.removeprefix("all_sum(int64[").rstrip("])")) <= 64 * 1024
+
+
+def test_a_rank_that_fails_midway_fails_all_and_is_named():
+    """Q03, S50: nobody waits; the failed rank raises what it raised."""
+
+    def bad(batch):
+        if batch["positions"] == 2:
+            raise KeyError("no such token")
+        return forward(batch)
+
+    def work(ranks):
+        cut = batches_of(torch.ones(9), [3, 6], positions=3 if ranks.rank else 2)
+        return trainfold.evaluate(bad, cut, SUITE, collectives=ranks)
+
+    outcomes = thread_outcomes(3, work)
+    assert isinstance(outcomes[0].error, KeyError)
+    for outcome in outcomes[1:]:
+        assert isinstance(outcome.error, RankFailed)
+        assert "rank 0: KeyError: 'no such token'" in str(outcome.error)
+    assert len({tuple(map(str, outcome.schedule)) for outcome in outcomes}) == 1
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_loader_or_a_suite_that_fails_on_one_rank_fails_all(steps):
+    def loader(rank, fails_at):
+        for index in range(3):
+            if rank == 1 and index == fails_at:
+                raise OSError("disk gone")
+            yield {"values": torch.ones(2), "positions": 2}
+
+    for fails_at in (0, 1):
+        outcomes = thread_outcomes(
+            3,
+            lambda ranks, at=fails_at: trainfold.evaluate(
+                forward, loader(ranks.rank, at), SUITE, collectives=ranks, steps=steps
+            ),
+        )
+        kinds = [type(outcome.error) for outcome in outcomes]
+        assert kinds == [RankFailed, OSError, RankFailed]
+        assert "rank 1: OSError: disk gone" in str(outcomes[0].error)
+
+    def work(ranks):
+        suite = SUITE if ranks.rank else {"loss": M.Ratio}
+        return trainfold.evaluate(forward, [], suite, collectives=ranks, steps=steps)
+
+    outcomes = thread_outcomes(2, work)
+    assert [type(outcome.error) for outcome in outcomes] == [InvalidArgument, RankFailed]
+
+
+def test_ranks_that_measure_other_things_disagree_on_every_rank():
+    """Q03, Q07: told before anything is added up."""
+    suites = [{"loss": M.Ratio()}, {"loss": M.Ratio(), "more": M.Max()}]
+    outcomes = thread_outcomes(2, lambda ranks: trainfold.evaluate(forward, [], suites[ranks.rank], collectives=ranks))
+    for outcome in outcomes:
+        assert isinstance(outcome.error, RanksDisagree)
+        assert "more: " in str(outcome.error)
+    suites = [{"top": M.TopK(1)}, {"top": M.TopK(2)}]
+    outcomes = thread_outcomes(2, lambda ranks: trainfold.evaluate(forward, [], suites[ranks.rank], collectives=ranks))
+    assert all(isinstance(outcome.error, RanksDisagree) for outcome in outcomes)
+    assert "TopK(k=2" in str(outcomes[0].error)
+
+
+def test_a_forward_that_communicates_is_called_as_often_on_every_rank_and_counted_once():
+    """Q05: uneven shards do not hang; a rank without a batch is lent one; what is repeated is not counted."""
+    counts = [0, 3, 1]
+
+    def work(ranks):
+        calls = []
+
+        def together(batch):
+            calls.append(1)
+            ranks.all_sum([batch["values"].sum()])
+            return forward(batch)
+
+        cut = [{"values": torch.full((2,), float(i + ranks.rank)), "positions": 2} for i in range(counts[ranks.rank])]
+        found = trainfold.evaluate(together, cut, SUITE, collectives=ranks, steps=3)
+        assert len(calls) == 3
+        return found
+
+    alone = [
+        {"values": torch.full((2,), float(i + rank)), "positions": 2} for rank in range(3) for i in range(counts[rank])
+    ]
+    for found in run_threads(3, work):
+        assert bits(found) == bits(trainfold.evaluate(forward, alone, SUITE))
+        assert found.batches == 4
+        assert found.complete
+
+
+def test_in_step_a_failing_rank_leaves_nobody_waiting():
+    """Q05: a metric or a loader that fails is told at the end; a forward that fails, at once."""
+
+    def work(ranks, fault):
+        def together(batch):
+            if fault == "forward" and ranks.rank == 1:
+                raise ArithmeticError("lost")
+            ranks.all_sum([batch["values"].sum()])
+            return {"unknown": 1} if fault == "metric" and ranks.rank == 1 else forward(batch)
+
+        def loader():
+            yield {"values": torch.ones(2), "positions": 2}
+            if fault == "loader" and ranks.rank == 1:
+                raise OSError("gone")
+            yield {"values": torch.ones(2), "positions": 2}
+
+        return trainfold.evaluate(together, loader(), SUITE, collectives=ranks, steps=2)
+
+    for fault, kind in {"forward": ArithmeticError, "metric": InvalidArgument, "loader": OSError}.items():
+        outcomes = thread_outcomes(3, functools.partial(work, fault=fault), timeout_secs=10)
+        assert [type(outcome.error) for outcome in outcomes] == [RankFailed, kind, RankFailed], fault
+        assert "rank 1" in str(outcomes[0].error)
+
+
+def test_steps_that_ranks_do_not_agree_on_are_refused_on_every_rank():
+    outcomes = thread_outcomes(
+        2,
+        lambda ranks: trainfold.evaluate(
+            forward, batches_of(torch.ones(2), []), SUITE, collectives=ranks, steps=1 + ranks.rank
+        ),
+    )
+    assert all(isinstance(outcome.error, RanksDisagree) for outcome in outcomes)
+    assert "rank 1: 2" in str(outcomes[0].error)
+    for steps in (0, -1, True, "3"):
+        with pytest.raises(InvalidArgument, match="steps"):
+            trainfold.evaluate(forward, [], SUITE, steps=steps)
+
+
+def test_fewer_steps_than_batches_are_a_partial_evaluation():
+    """Q12: known where the batches can be looked at again; an iterator is not asked for more than it was told to give."""
+    cut = batches_of(torch.arange(6.0), [2, 4])
+    assert not trainfold.evaluate(forward, cut, SUITE, steps=2).complete
+    assert trainfold.evaluate(forward, cut, SUITE, steps=3).complete
+    assert trainfold.evaluate(forward, cut, SUITE, steps=5).complete
+    iterator = iter(cut)
+    assert trainfold.evaluate(forward, iterator, SUITE, steps=2).complete
+    assert next(iterator) is cut[2]
+
+
+def test_a_limit_on_one_rank_makes_the_evaluation_partial_on_all():
+    """Q12: it says so on every rank."""
+
+    class Limited(list):
+        complete = False
+
+    def work(ranks):
+        cut = batches_of(torch.ones(3), [1])
+        return trainfold.evaluate(forward, Limited(cut) if ranks.rank else cut, SUITE, collectives=ranks).complete
+
+    assert run_threads(2, work) == [False, False]
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(1))
+        self.seen = []
+
+    def forward(self, batch):
+        self.seen.append((self.training, self.inner[1].training, torch.is_grad_enabled()))
+        return self.inner(batch["values"][:, None])[:, 0]
+
+
+GLOBAL_MODEL = Counting()
+
+
+def of_global(batch):
+    return {"loss": (GLOBAL_MODEL(batch), 1)}
+
+
+def held_by(kind, model):
+    class Trainer:
+        def __init__(self):
+            self.parts = {"model": model}
+
+        def measure(self, batch):
+            return {"loss": (self.parts["model"](batch), 1)}
+
+        __call__ = measure
+
+    return {
+        "closure": lambda batch: {"loss": (model(batch), 1)},
+        "partial": functools.partial(lambda m, batch: {"loss": (m(batch), 1)}, model),
+        "method": Trainer().measure,
+        "object": Trainer(),
+        "default": lambda batch, m=model: {"loss": (m(batch), 1)},
+        "inner function": lambda batch: {"loss": next((model(each), 1) for each in [batch])},
+    }[kind]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("kind", ["closure", "partial", "method", "object", "default", "inner function"])
+def test_modules_are_in_evaluation_mode_and_come_back_as_they_were(kind, fails):
+    """Q06, T61, M68: each submodule its own mode, also when it raises."""
+    model = Counting()
+    model.inner[1].eval()
+    batches = batches_of(torch.arange(4.0), [2])
+    if fails:
+        with pytest.raises(KeyError):
+            trainfold.evaluate(held_by(kind, model), [*batches, {}], {"loss": M.Ratio()})
+    else:
+        trainfold.evaluate(held_by(kind, model), batches, {"loss": M.Ratio()})
+    assert set(model.seen) == {(False, False, False)}
+    assert model.training
+    assert model.inner[0].training
+    assert not model.inner[1].training
+    assert torch.is_grad_enabled()
+
+
+def test_a_module_that_a_function_names_is_found_and_one_that_cannot_be_is_given():
+    trainfold.evaluate(of_global, batches_of(torch.ones(2), []), {"loss": M.Ratio()})
+    assert GLOBAL_MODEL.seen == [(False, False, False)]
+    assert GLOBAL_MODEL.training
+    model, hidden = Counting(), [[[[[[None]]]]]]
+    hidden[0][0][0][0][0][0] = model
+
+    def deep(batch):
+        return {"loss": (hidden[0][0][0][0][0][0](batch), 1)}
+
+    trainfold.evaluate(deep, batches_of(torch.ones(2), []), {"loss": M.Ratio()}, modules=[model])
+    assert model.seen == [(False, False, False)]
+    assert model.training
+
+
+def noisy(batch):
+    random.random()
+    np.random.rand(2)  # noqa: NPY002 the same
+    return {"loss": (torch.rand(3), 1)}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_random_streams_and_grad_mode_are_put_back(fails):
+    """Q06: a run that evaluates is the run that does not."""
+
+    def drawn():
+        return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002 the same
+
+    def seed():
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002 the stream that user code draws from
+        torch.manual_seed(1)
+
+    seed()
+    expected = drawn()
+    seed()
+
+    def switching(batch):
+        torch.set_grad_enabled(True)
+        return noisy(batch) if not fails else {"nothing": noisy(batch)}
+
+    with torch.no_grad():
+        if fails:
+            with pytest.raises(InvalidArgument):
+                trainfold.evaluate(switching, [0], {"loss": M.Ratio()})
+        else:
+            trainfold.evaluate(switching, [0, 1], {"loss": M.Ratio()})
+        assert not torch.is_grad_enabled()
+    assert drawn() == expected
+
+
+def test_a_loader_stands_where_it_stood():
+    """Q06, P30: the order of the next epoch, and a position that a loader keeps, are not moved by an evaluation."""
+    generator = torch.Generator().manual_seed(3)
+    loader = torch.utils.data.DataLoader(list(range(20)), batch_size=4, shuffle=True, generator=generator)
+    before = generator.get_state()
+    trainfold.evaluate(lambda batch: {"loss": (batch, len(batch))}, loader, {"loss": M.Ratio()})
+    assert torch.equal(generator.get_state(), before)
+
+    class Positioned:
+        def __init__(self):
+            self.position = 2
+
+        def state_dict(self):
+            return {"position": self.position}
+
+        def load_state_dict(self, state):
+            self.position = state["position"]
+
+        def __iter__(self):
+            while self.position < 5:
+                self.position += 1
+                yield torch.tensor(float(self.position))
+
+    positioned = Positioned()
+
+    def sometimes(batch):
+        if batch == 4:
+            raise ArithmeticError
+        return {"loss": (batch, 1)}
+
+    with pytest.raises(ArithmeticError):
+        trainfold.evaluate(sometimes, positioned, {"loss": M.Ratio()})
+    assert positioned.position == 2
+    assert trainfold.evaluate(lambda batch: {"loss": (batch, 1)}, positioned, {"loss": M.Ratio()}) == {"loss": 4.0}
+    assert positioned.position == 2
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_torchdata_loader_gives_each_evaluation_all_of_its_data():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    for workers in (0, 2):
+        loader = stateful.StatefulDataLoader(list(range(10)), batch_size=3, num_workers=workers)
+        for _ in range(2):
+            found = trainfold.evaluate(lambda batch: {"sum": batch}, loader, {"sum": M.Sum()})
+            assert found == {"sum": 45.0}
+            assert found.batches == 4
+
+
+@MANY
+@given(st.lists(floats, min_size=2, max_size=20), st.integers(1, 19), st.integers(1, 3), st.integers(1, 3))
+def test_an_evaluation_goes_on_from_a_saved_tally(tmp_path_factory, values, cut, before, after):
+    """Q01, P30: interrupted, saved in a checkpoint, loaded, gone on with on other ranks: the same bits."""
+    values = torch.tensor(values)
+    first, rest = values[:cut], values[cut:]
+
+    def part(ranks, share, start=None):
+        mine = share.tensor_split(ranks.world_size)[ranks.rank]
+        return trainfold.evaluate(forward, batches_of(mine, [2, 5]), SUITE, collectives=ranks, start=start)
+
+    half = run_threads(before, lambda ranks: part(ranks, first))[0]
+    state = trainfold.TrainState(
+        **dict.fromkeys(["model", "optimizer", "scheduler", "dataset", "rng"]),
+        trainer=trainfold.make_progress(step=1),
+        extra={"evaluation": half.tally},
+    )
+    run = str(tmp_path_factory.mktemp("run"))
+    trainfold.save(state, run)
+    like = tree.map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, state)
+    tally = trainfold.load(run, like=like).extra["evaluation"]
+    for found in run_threads(after, lambda ranks: part(ranks, rest, tally)):
+        assert bits(found) == bits(trainfold.evaluate(forward, batches_of(values, []), SUITE))
+
+
+def test_a_start_that_is_not_of_this_suite_or_not_the_same_everywhere_is_refused():
+    one = trainfold.evaluate(forward, batches_of(torch.ones(2), []), SUITE).tally
+    with pytest.raises(InvalidArgument, match="start"):
+        trainfold.evaluate(forward, [], {"loss": M.Ratio()}, start=one)
+    with pytest.raises(InvalidArgument, match="start"):
+        trainfold.evaluate(forward, [], SUITE, start={"loss": 1})
+    other = trainfold.evaluate(forward, batches_of(torch.zeros(2), []), SUITE).tally
+    outcomes = thread_outcomes(
+        2, lambda ranks: trainfold.evaluate(forward, [], SUITE, collectives=ranks, start=[one, other][ranks.rank])
+    )
+    assert all(isinstance(outcome.error, RanksDisagree) for outcome in outcomes)
+
+
+def test_what_is_not_finite_is_counted_by_metric():
+    """Q02: NaN and infinities are in the result and in the report."""
+    batch = {"values": torch.tensor([1.0, math.nan, math.inf, -math.inf, math.inf]), "positions": 1}
+    found = trainfold.evaluate(forward, [batch], SUITE)
+    assert math.isnan(found["loss"])
+    assert found.nonfinite["loss"] == {"nan": 1, "inf": 2, "-inf": 1}
+    assert found.nonfinite["largest"] == {"nan": 1, "inf": 2, "-inf": 1}
+    assert "positions" not in found.nonfinite
+
+
+@pytest.mark.parametrize("suite", [None, {}, [], {1: M.Ratio()}, {"loss": M.Ratio}, {"loss": 3}])
+def test_a_suite_that_is_none_is_refused(suite):
+    with pytest.raises(InvalidArgument, match="suite"):
+        trainfold.evaluate(forward, [], suite)
+
+
+@pytest.mark.parametrize("outputs", [None, torch.ones(2), {"los": (1, 1)}, {"loss": (1, 1, 1)}])
+def test_what_forward_returns_must_be_for_the_suite(outputs):
+    with pytest.raises((InvalidArgument, TypeError)) as caught:
+        trainfold.evaluate(lambda _: outputs, [0], {"loss": M.Ratio()})
+    assert "loss" in str(caught.value) + str(getattr(caught.value, "__notes__", ""))
+
+
+class FloatMetric:
+    """Not a monoid of integers."""
+
+    def zero(self):
+        return torch.zeros(1)
+
+    def observe(self, acc, values):
+        return acc + values.sum()
+
+    def merge(self, one, other):
+        return one + other
+
+    def result(self, acc):
+        return acc.item()
+
+
+class Careless(FloatMetric):
+    additive = True
+
+    def zero(self):
+        return torch.zeros(1, dtype=torch.int64)
+
+    def observe(self, acc, values):
+        return acc + 2**62
+
+
+def test_accumulators_that_cannot_be_added_up_are_refused():
+    """Q02: floats, and integers about to overflow, name the leaf."""
+    with pytest.raises(InvalidState, match=r"accumulators\['loss'\]"):
+        trainfold.evaluate(lambda _: {"loss": torch.ones(1)}, [0], {"loss": FloatMetric()})
+    outcomes = thread_outcomes(
+        4,
+        lambda ranks: trainfold.evaluate(
+            lambda _: {"loss": torch.ones(1)}, [0], {"loss": Careless()}, collectives=ranks
+        ),
+    )
+    assert all(isinstance(outcome.error, InvalidState) for outcome in outcomes)
+
+
+def test_an_evaluation_is_a_dict_that_says_what_it_is():
+    found = trainfold.evaluate(forward, batches_of(torch.ones(4), [2]), SUITE)
+    assert isinstance(found, Evaluation)
+    assert isinstance(found, dict)
+    assert found.batches == 2
+    assert {**found}["loss"] == 1.0
+
+
+def test_the_loss_of_an_evaluation_knows_nothing_of_accumulation():
+    """Q10, F53: a sum over its weight, whatever the step divides by."""
+    model = torch.nn.Linear(2, 1)
+    sgd = trainfold.optimizer(torch.optim.SGD, lr=0.0)
+
+    def loss_fn(model, batch):
+        return trainfold.Loss(sum=model(batch["x"]).square().sum(), weight=len(batch["x"]))
+
+    batch = {"x": torch.arange(16.0).view(8, 2)}
+    state = trainfold.init_state(model, sgd)
+    losses = set()
+    for accumulate in (1, 2, 4):
+        step = trainfold.make_step(model, loss_fn, sgd, accumulate=accumulate)
+        state = trainfold.init_state(model, sgd)
+        state, _ = step(state, batch)
+        bound = trainfold.bind_model(model, state)
+
+        def measure(batch, bound=bound):
+            loss = loss_fn(bound, batch)
+            return {"loss": (loss.sum, loss.weight)}
+
+        losses.add(trainfold.evaluate(measure, [batch], {"loss": M.Ratio()})["loss"])
+    assert len(losses) == 1
