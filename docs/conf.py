@@ -80,6 +80,7 @@ def write_reference(_app: Sphinx) -> None:
         "The names of ``trainfold``\n==========================\n\n"
         ".. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows) + "\n"
     )
+    pages["metrics"] = page_of_metrics()
     pages["drift-kinds"] = table_of_kinds()
     pages["exit-codes"] = table_of_exit_codes()
     GENERATED.mkdir(parents=True, exist_ok=True)
@@ -90,6 +91,17 @@ def write_reference(_app: Sphinx) -> None:
         page = GENERATED / f"{name}.rst"
         if not page.exists() or page.read_text() != text:
             page.write_text(text)
+
+
+def page_of_metrics() -> str:
+    """The page of ``trainfold.metrics``, whose names are documented where they live."""
+    name = trainfold.metrics.__name__
+    rows = [
+        f"   * - :py:obj:`{kind} <{value.__module__}.{kind}>`\n     - {first_line(value)}"
+        for kind, value in ((kind, getattr(trainfold.metrics, kind)) for kind in trainfold.metrics.__all__)
+    ]
+    listed = ".. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows)
+    return f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n   :no-members:\n\n{listed}\n"
 
 
 def table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -1,6 +1,7 @@
-"""Contracts: suites that say whether somebody's `Store` tells the truth. Import one, give it a factory, run it.
+"""Contracts: suites that say whether somebody's `Store` or `Metric` tells the truth. Import one, give it a factory, run it.
 
-Each rule is a function of a fresh store; `check_store` runs them all and reports every one that is broken.
+Each rule is a function; `check_store` runs those of a fresh store and reports every one that is broken, and `check_metric` those
+of a metric.
 """
 
 import threading
@@ -21,6 +22,10 @@ from trainfold.core.errors import (
     SaveFailed,
     TrainfoldError,
 )
+from trainfold.properties.differences import ContractBroken
+from trainfold.properties.metric_contract import check_metric
+
+__all__ = ["STORE_RULES", "ContractBroken", "check_metric", "check_store"]
 
 Rule = Callable[[Store], None]
 
@@ -30,10 +35,6 @@ _HOSTILE: Final = (
 )  # fmt: skip
 _NOWHERE_BYTES: Final = 1 << 62  # more than any place has; and it fits into the signed 64 bits of a store's own library
 _BIG_BYTES: Final = (2 << 20) + 4321  # beyond one block, one page and any alignment
-
-
-class ContractBroken(AssertionError):
-    """A store breaks rules of its contract; each is named with what was expected and found."""
 
 
 def check_store(factory: Callable[[], Store]) -> None:

@@ -27,6 +27,10 @@ class LawBroken(AssertionError):
         self.leaf = leaf
 
 
+class ContractBroken(AssertionError):
+    """A store or a metric breaks rules of its contract; each is named with what was expected and found."""
+
+
 def first_difference(one: TrainState, other: TrainState) -> tuple[str, str] | None:
     """The first leaf in which two states differ in a bit, with what each has; None if they are the same.
 

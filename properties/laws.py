@@ -33,11 +33,13 @@ from trainfold.properties.differences import (
     first_difference,
     tensor_difference,
 )
+from trainfold.properties.metric_laws import batch_invariant
 from trainfold.properties.traces import module_facts, random_states
 
 __all__ = [
     "LawBroken",
     "accumulates",
+    "batch_invariant",
     "check_same",
     "clone",
     "donates_equally",

@@ -11,6 +11,7 @@ Training is a fold: ``state' = step(state, batch)``. Where to begin::
     TrainState, select, merge                               the value, and its components
     DataCursor, sample_order, shard_of                      where a run is in its data
     make_key, fold_in, forked_rng                           randomness as an argument
+    metrics                                                 what is measured: sums, ratios, perplexity, F1, to the bit
     plan_save, plan_resume, Store, Collectives              what the above are made of
 
 ``trainfold.properties.laws`` and ``trainfold.properties.contracts`` test your own parts; `trainfold demo` shows it all.
@@ -24,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from trainfold import metrics as metrics
+    from trainfold.adapters.evaluate import evaluate as evaluate
     from trainfold.adapters.live import Live as Live
     from trainfold.adapters.live import attach as attach
     from trainfold.adapters.manager import CheckpointManager as CheckpointManager
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from trainfold.core.errors import SaveFailed as SaveFailed
     from trainfold.core.errors import StateDonated as StateDonated
     from trainfold.core.errors import TrainfoldError as TrainfoldError
+    from trainfold.core.evaluation import Evaluation as Evaluation
     from trainfold.core.fingerprint import fingerprint as fingerprint
     from trainfold.core.forward import bind_model as bind_model
     from trainfold.core.init import init_state as init_state
@@ -93,6 +97,7 @@ if TYPE_CHECKING:
     from trainfold.core.state import TrainState as TrainState
     from trainfold.core.state import make_progress as make_progress
     from trainfold.core.step import make_step as make_step
+    from trainfold.core.suite import Tally as Tally
     from trainfold.core.window import accumulation_steps as accumulation_steps
     from trainfold.core.window import check_plan as check_plan
     from trainfold.core.window import windows as windows
@@ -110,6 +115,7 @@ _MODULE_OF = {
     "Difference": "trainfold.core.spec",
     "DisabledManager": "trainfold.adapters.manager",
     "Drift": "trainfold.core.policy",
+    "Evaluation": "trainfold.core.evaluation",
     "Key": "trainfold.core.rng",
     "LeafSpec": "trainfold.core.spec",
     "Leaves": "trainfold.core.leaves",
@@ -139,6 +145,7 @@ _MODULE_OF = {
     "SingleProcess": "trainfold.backends.collectives",
     "StateDonated": "trainfold.core.errors",
     "Store": "trainfold.backends.protocols",
+    "Tally": "trainfold.core.suite",
     "TrainState": "trainfold.core.state",
     "TrainfoldError": "trainfold.core.errors",
     "World": "trainfold.core.world",
@@ -149,6 +156,7 @@ _MODULE_OF = {
     "constant": "trainfold.core.schedule",
     "cosine": "trainfold.core.schedule",
     "diff_specs": "trainfold.core.spec",
+    "evaluate": "trainfold.adapters.evaluate",
     "even_split": "trainfold.core.partition",
     "fingerprint": "trainfold.core.fingerprint",
     "fold_in": "trainfold.core.rng",
@@ -163,6 +171,7 @@ _MODULE_OF = {
     "make_step": "trainfold.core.step",
     "make_world": "trainfold.core.world",
     "merge": "trainfold.core.components",
+    "metrics": "trainfold",
     "optimizer": "trainfold.core.optim",
     "plan": "trainfold.backends.runs",
     "plan_resume": "trainfold.core.resume_planner",
@@ -186,7 +195,8 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(module), name)
+    found = import_module(f"{module}.{name}" if module == __name__ else module)
+    value = globals()[name] = found if module == __name__ else getattr(found, name)
     return value
 
 

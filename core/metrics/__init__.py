@@ -1,0 +1,1 @@
+"""Metrics: commutative monoids of exact integers, one noun a module; `trainfold.metrics` has their names."""

@@ -1,0 +1,104 @@
+"""What metrics are given, checked by what the host knows (kinds, dtypes, shapes), so that nobody waits for a device."""
+
+import math
+import numbers
+from typing import Any
+
+import torch
+
+from trainfold.core.errors import InvalidArgument
+
+__all__ = ["check_classes", "integers", "is_number", "real", "same_shape"]
+
+_INT64 = 1 << 63
+
+
+def real(where: str, value: Any) -> torch.Tensor:
+    """A real tensor as it is, without its graph; a number as a tensor of its kind.
+
+    Args:
+        where: the argument's name, for the message.
+        value: a tensor of any shape and real dtype, or a number of Python or numpy.
+
+    Raises:
+        InvalidArgument: for anything else, complex tensors included, and for integers beyond int64.
+
+    Examples:
+        >>> real("Sum.values", 2.5), real("Sum.values", True).dtype
+        (tensor(2.5000, dtype=torch.float64), torch.bool)
+    """
+    if isinstance(value, torch.Tensor):
+        if value.is_complex() or value.is_quantized or value.dtype == torch.uint64:
+            raise InvalidArgument(
+                where, expected="real numbers", found=value.dtype, mend="give real parts, dequantized; int64 for uint64"
+            )
+        return value.detach()
+    if isinstance(value, bool):
+        return torch.tensor(value)
+    if isinstance(value, numbers.Integral):
+        if not -_INT64 <= (whole := int(value)) < _INT64:
+            raise InvalidArgument(where, expected="an integer of 64 bits", found=whole, mend="give it as a float")
+        return torch.tensor(whole)
+    if isinstance(value, numbers.Real):
+        return torch.tensor(float(value), dtype=torch.float64)
+    raise InvalidArgument(
+        where, expected="a tensor or a number", found=type(value).__name__, mend="make it one with torch.as_tensor"
+    )
+
+
+def integers(where: str, value: Any, *, mend: str) -> torch.Tensor:
+    """The same as int64, where only integers and booleans have a meaning.
+
+    Raises:
+        InvalidArgument: for floats, and all that `real` refuses.
+
+    Examples:
+        >>> integers("TopK.targets", torch.tensor([1, 2], dtype=torch.int32), mend="give class indices")
+        tensor([1, 2])
+    """
+    tensor = real(where, value)
+    if tensor.is_floating_point():
+        raise InvalidArgument(where, expected="integers", found=tensor.dtype, mend=mend)
+    return tensor.to(torch.int64)
+
+
+def same_shape(where: str, tensor: torch.Tensor, other: str, shape: torch.Size) -> None:
+    """Refuse a tensor of another shape: broadcasting would count elements that nobody meant.
+
+    Raises:
+        InvalidArgument: naming both shapes.
+
+    Examples:
+        >>> same_shape("Confusion.predicted", torch.zeros(4, 1), "targets", torch.Size([4]))
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.InvalidArgument: Confusion.predicted: expected the shape of targets, (4,), found (4, 1); \
+reshape or expand it yourself: nothing is broadcast here
+    """
+    if tensor.shape != shape:
+        raise InvalidArgument(
+            where,
+            expected=f"the shape of {other}, {tuple(shape)}",
+            found=tuple(tensor.shape),
+            mend="reshape or expand it yourself: nothing is broadcast here",
+        )
+
+
+def check_classes(where: str, classes: Any) -> None:
+    """Refuse a number of classes that is none.
+
+    Raises:
+        InvalidArgument: unless it is an int of at least 1.
+    """
+    if type(classes) is not int or classes < 1:
+        raise InvalidArgument(where, expected="an int >= 1", found=classes, mend="give the number of classes")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite real number of Python.
+
+    Examples:
+        >>> is_number(1), is_number(float("inf")), is_number(True), is_number("1")
+        (True, False, False, False)
+    """
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,192 @@
+"""`PositionAccuracy` and `AcceptanceLength`: a ratio for each position of drafts or sequences of any length."""
+
+from fractions import Fraction
+from typing import Any, ClassVar, final
+
+import attrs
+import torch
+
+from trainfold.core import tree
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.exact import (
+    Exact,
+    ExactSum,
+    exact_add_columns,
+    exact_merge,
+    exact_values,
+    exact_zero,
+    ratio_of,
+    rounded,
+)
+from trainfold.core.metrics.arguments import real, same_shape
+from trainfold.core.metrics.counts import beside
+
+__all__ = ["AcceptanceLength", "PositionAccuracy", "Positions"]
+
+
+@final
+@tree.register_node(namespace=tree.NAMESPACE)
+@attrs.frozen(eq=False)
+class Positions:
+    """Two sums for each position; as many positions as the longest batch had.
+
+    Attributes:
+        num: sums of what was right.
+        den: sums of what counts.
+    """
+
+    num: ExactSum
+    den: ExactSum
+
+
+@final
+@attrs.frozen
+class PositionAccuracy:
+    """The accuracy at each position: a list with a float, or None where nothing counted, for each position.
+
+    Batches may have different lengths. The list ends with the last position at which something counted, so that padding
+    changes nothing; where nothing counted anywhere it is None.
+
+    Examples:
+        >>> metric = PositionAccuracy()
+        >>> acc = metric.observe(metric.zero(), torch.tensor([[True, False]]), torch.tensor([[True, True]]))
+        >>> correct, valid = torch.tensor([[True, True, True]]), torch.tensor([[True, True, False]])
+        >>> metric.result(metric.observe(acc, correct, valid))
+        [1.0, 0.5]
+    """
+
+    additive: ClassVar[bool] = True
+
+    def zero(self) -> Positions:
+        """Nothing seen."""
+        return _no_positions()
+
+    def observe(self, acc: Positions, correct: Any, valid: Any) -> Positions:
+        """Add a batch.
+
+        Args:
+            acc: what was seen before.
+            correct: tensor [..., L]; whether each position was right: booleans, or numbers (0 and 1, or parts).
+            valid: tensor of the same shape; which positions count: booleans, or weights. Where it is 0, ``correct`` has no say.
+                One of the two has to be boolean or both of at most 32 bits, so that no product is rounded.
+
+        Raises:
+            InvalidArgument: for shapes that differ, and for products that could be rounded.
+        """
+        return _with_positions("PositionAccuracy", acc, ("correct", correct), valid)
+
+    def merge(self, one: Positions, other: Positions) -> Positions:
+        """All that both have seen."""
+        return _merged(one, other)
+
+    def result(self, acc: Positions) -> list[float | None] | None:
+        """The accuracies."""
+        ratios = _ratios(acc)
+        while ratios and ratios[-1] is None:
+            ratios.pop()
+        return [None if ratio is None else rounded(ratio) for ratio in ratios] or None
+
+
+@final
+@attrs.frozen
+class AcceptanceLength:
+    """The simulated acceptance length of speculative decoding: how many draft tokens are accepted, ``a0 + a0 * a1 + ...``.
+
+    ``a_i`` is the acceptance at position i over all batches and ranks, an exact fraction. The products are taken of these and
+    never of those of one batch: the mean of products is not the product of means. One rounding at the end.
+
+    None where nothing counted at position 0. The series ends before the first position at which nothing counted, since
+    no draft is known to reach beyond it.
+
+    Examples:
+        >>> metric = AcceptanceLength()
+        >>> accepted = torch.tensor([[True, True], [True, False]])
+        >>> metric.result(metric.observe(metric.zero(), accepted, torch.ones(2, 2, dtype=torch.bool)))
+        1.5
+
+    Source: Y. Leviathan, M. Kalman, Y. Matias, "Fast Inference from Transformers via Speculative Decoding" (2023), section 3.1,
+    with an acceptance for each position in place of one for all; the token that the target model adds is not counted.
+    """
+
+    additive: ClassVar[bool] = True
+
+    def zero(self) -> Positions:
+        """Nothing seen."""
+        return _no_positions()
+
+    def observe(self, acc: Positions, accepted: Any, valid: Any) -> Positions:
+        """Add a batch.
+
+        Args:
+            acc: what was seen before.
+            accepted: tensor [..., K]; whether the draft's token at each position would be accepted, if it is reached:
+                booleans, or probabilities.
+            valid: tensor of the same shape; which positions count, as for `PositionAccuracy`.
+
+        Raises:
+            InvalidArgument: for shapes that differ, and for products that could be rounded.
+        """
+        return _with_positions("AcceptanceLength", acc, ("accepted", accepted), valid)
+
+    def merge(self, one: Positions, other: Positions) -> Positions:
+        """All that both have seen."""
+        return _merged(one, other)
+
+    def result(self, acc: Positions) -> float | None:
+        """The expected length."""
+        ratios = _ratios(acc)
+        if not ratios or ratios[0] is None:
+            return None
+        length: Exact = Fraction(0)
+        reached: Exact = Fraction(1)
+        for ratio in ratios:
+            if ratio is None:
+                break
+            reached = reached * ratio
+            length = length + reached
+        return rounded(length)
+
+
+def _no_positions() -> Positions:
+    return Positions(exact_zero(0), exact_zero(0))
+
+
+def _with_positions(metric: str, acc: Positions, named: tuple[str, Any], valid: Any) -> Positions:
+    name, given = named
+    valid, correct = real(f"{metric}.valid", valid), real(f"{metric}.{name}", given)
+    if valid.dim() == 0:
+        raise InvalidArgument(
+            f"{metric}.valid", expected="shape [..., L]", found="a scalar", mend="the last dimension has the positions"
+        )
+    same_shape(f"{metric}.{name}", correct, "valid", valid.shape)
+    correct, valid = beside(correct, valid)
+    return Positions(
+        exact_add_columns(acc.num, _products(f"{metric}.{name}", correct, valid)), exact_add_columns(acc.den, valid)
+    )
+
+
+def _products(where: str, correct: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """``correct * valid`` without rounding, and 0 where ``valid`` is."""
+    if valid.dtype == torch.bool:
+        return torch.where(valid, correct, torch.zeros_like(correct))
+    if correct.dtype == torch.bool:
+        return torch.where(correct, valid, torch.zeros_like(valid))
+    correct = torch.where(valid != 0, correct, torch.zeros_like(correct))
+    if not correct.is_floating_point() and not valid.is_floating_point():
+        return correct.to(torch.int64) * valid.to(torch.int64)
+    if torch.float64 in {correct.dtype, valid.dtype}:
+        raise InvalidArgument(
+            where,
+            expected="booleans, or two factors of at most 32 bits, whose product is exact",
+            found=f"{correct.dtype} and {valid.dtype}",
+            mend="make one of them boolean",
+        )
+    return correct.double() * valid.double()
+
+
+def _merged(one: Positions, other: Positions) -> Positions:
+    return Positions(exact_merge(one.num, other.num), exact_merge(one.den, other.den))
+
+
+def _ratios(acc: Positions) -> list[Exact | None]:
+    return [ratio_of(num, den) for num, den in zip(exact_values(acc.num), exact_values(acc.den), strict=True)]

@@ -1,0 +1,59 @@
+"""Accumulators of metrics compared and added up as integers: what the laws and the contract of metrics share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainfold.core import tree
+from trainfold.core.codec import is_tensor_leaf
+from trainfold.core.metrics.counts import add_counts
+from trainfold.properties.differences import tensor_difference
+
+__all__ = ["difference_of", "leafwise_sum", "shown"]
+
+
+def difference_of(one: Any, other: Any) -> str | None:
+    """The first leaf in which two trees differ in a bit, and both sides; None if they are the same.
+
+    Examples:
+        >>> difference_of({"a": torch.tensor([1, 2])}, {"a": torch.tensor([1, 3])})
+        "['a']: element 1 is 2 against 3"
+        >>> difference_of({"a": torch.tensor([1])}, {"a": torch.tensor([1])}) is None
+        True
+    """
+    if tree.structure(one) != tree.structure(other):
+        return f"the trees are {tree.structure(one)} and {tree.structure(other)}"
+    for (path, mine), theirs in zip(tree.named_leaves(one), tree.leaves(other), strict=True):
+        found = _leaf_difference(mine, theirs)
+        if found is not None:
+            return f"{path or 'it'}: {found}"
+    return None
+
+
+def leafwise_sum(accs: Sequence[Any]) -> Any:
+    """What an all-reduce makes of accumulators: their leaves added up, the shorter ones padded with zeros.
+
+    Examples:
+        >>> leafwise_sum([(torch.tensor([1]),), (torch.tensor([2, 3]),)])
+        (tensor([3, 3]),)
+    """
+    first, *others = accs
+    for other in others:
+        first = tree.map(add_counts, first, other)
+    return first
+
+
+def shown(result: Any) -> str:
+    """A result as text in which NaN equals NaN, and 0.0 differs from -0.0.
+
+    Examples:
+        >>> shown([1.0, float("nan")])
+        '[1.0, nan]'
+    """
+    return repr(result)
+
+
+def _leaf_difference(one: Any, other: Any) -> str | None:
+    if is_tensor_leaf(one) and is_tensor_leaf(other):
+        return tensor_difference(one.cpu(), other.cpu())
+    same = type(one) is type(other) and (one is other or shown(one) == shown(other))
+    return None if same else f"{one!r} against {other!r}"

@@ -1,0 +1,45 @@
+"""Metrics that no batch size, order or number of ranks can change: ``from trainfold import metrics as M``.
+
+Each is a frozen value with ``zero``, ``observe``, ``merge`` and ``result``; write your own as a `Metric`::
+
+    Sum, Mean, Variance, Min, Max        of all elements
+    Ratio, Perplexity                    of two sums, such as a loss and its tokens
+    TopK, Confusion, F1                  of classes
+    PositionAccuracy                     for each position of sequences of any length
+    AcceptanceLength, AcceptanceRate     of speculative decoding
+    Histogram, Quantiles                 over fixed bins
+
+The names are re-exports, each documented where it lives.
+"""
+
+from trainfold.core.metrics.acceptance import AcceptanceRate
+from trainfold.core.metrics.confusion import Confusion
+from trainfold.core.metrics.extremes import Max, Min
+from trainfold.core.metrics.f1 import F1
+from trainfold.core.metrics.histogram import Histogram, Quantiles
+from trainfold.core.metrics.metric import Metric
+from trainfold.core.metrics.perplexity import Perplexity
+from trainfold.core.metrics.positions import AcceptanceLength, PositionAccuracy
+from trainfold.core.metrics.ratio import Ratio
+from trainfold.core.metrics.topk import TopK
+from trainfold.core.metrics.total import Mean, Sum
+from trainfold.core.metrics.variance import Variance
+
+__all__ = [
+    "F1",
+    "AcceptanceLength",
+    "AcceptanceRate",
+    "Confusion",
+    "Histogram",
+    "Max",
+    "Mean",
+    "Metric",
+    "Min",
+    "Perplexity",
+    "PositionAccuracy",
+    "Quantiles",
+    "Ratio",
+    "Sum",
+    "TopK",
+    "Variance",
+]
