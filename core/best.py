@@ -78,9 +78,8 @@ def is_better(record: BestRecord, result: Mapping[str, Any]) -> bool:
 
     Args:
         record: the best so far.
-        result: what ``evaluate`` returned, or a dict. A result that says what its suite was (``names``) is also held
-            against it, so that a mistyped metric is an error at the first evaluation; a plain dict cannot say that, and a
-            name that it lacks is a metric without a value.
+        result: what ``evaluate`` returned, or a dict. An `Evaluation` knows its suite, so that a mistyped metric is an
+            error at the first one; a dict does not, and a name that it lacks is a metric without a value.
 
     Raises:
         InvalidArgument: if the metric's result is not one number, or no metric of the suite has the record's name.
@@ -210,7 +209,7 @@ def score_of(record: BestRecord, result: Mapping[str, Any]) -> float | None:
         raise InvalidArgument("result", expected="a mapping from metric names", found=shown(result),
                               mend="give what evaluate returned")  # fmt: skip
     name = record.metric
-    names = getattr(result, "names", None)
+    names = getattr(getattr(result, "tally", None), "accumulators", None)  # of an Evaluation; a dict may be given too
     if names is not None and name not in names:
         raise InvalidArgument("metric", expected=f"one of {sorted(names)}", found=repr(name),
                               mend="make the record with the name that the metric has in the suite")  # fmt: skip

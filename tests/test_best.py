@@ -25,9 +25,11 @@ from trainfold.core.errors import (
     InvalidArgument,
     RankFailed,
 )
+from trainfold.core.evaluation import Evaluation
 from trainfold.core.manifest import END, TAIL
 from trainfold.core.retention import plan_retention
 from trainfold.core.save_plan import directory_of
+from trainfold.core.suite import Tally
 
 directions = st.sampled_from(["min", "max"])
 few = st.sampled_from([-1.0, -0.0, 0.0, 0.1, 0.2, 0.3, 1.0, 1.0 + 2**-52, 5e-324])  # ties and neighbours are likely
@@ -36,14 +38,10 @@ deltas = st.one_of(st.just(0.0), few.map(abs), st.floats(0, 1e300))
 histories = st.lists(scores, max_size=12)
 
 
-class Evaluation(dict):
-    """What evaluate returns, as far as the best looks at it."""
-
-    def __init__(self, result, *, complete=True, names=None):
-        super().__init__(result)
-        self.complete = complete
-        if names is not None:
-            self.names = names
+def evaluation(result, *, complete=True, suite=("m",)):
+    """What evaluate returns."""
+    tally = Tally(dict.fromkeys(suite), batches=1)
+    return Evaluation(result, tally=tally, complete=complete, nonfinite={})
 
 
 def fold(record: BestRecord, history, *, start=0) -> BestRecord:
@@ -98,8 +96,8 @@ def test_a_restart_anywhere_in_a_history_changes_no_verdict(history, cut, direct
 def test_an_evaluation_that_was_cut_short_never_wins(score, best, direction):
     """Q12: also where there is no best yet."""
     record = fold(make_best_record(metric="m", direction=direction), [best])
-    assert not is_better(record, Evaluation({"m": score}, complete=False))
-    assert is_better(record, Evaluation({"m": score})) == is_better(record, {"m": score})
+    assert not is_better(record, evaluation({"m": score}, complete=False))
+    assert is_better(record, evaluation({"m": score})) == is_better(record, {"m": score})
 
 
 @pytest.mark.parametrize("result", [{}, {"other": 1.0}, {"m": None}, {"m": math.nan}, {"m": -math.inf}, {"m": 10**400}])
@@ -131,9 +129,9 @@ def test_a_mistyped_metric_is_an_error_at_the_first_evaluation_that_knows_its_su
     """An absent metric is none: its denominator may have been 0. What no metric of the suite is called is a mistake."""
     record = make_best_record(metric="los", direction="min")
     assert not is_better(record, {"loss": 0.5})
-    assert not is_better(record, Evaluation({}, names=("los",)))
+    assert not is_better(record, evaluation({}, suite=("loss", "los")))
     with pytest.raises(InvalidArgument, match=r"metric: expected one of \['loss'\], found 'los'"):
-        is_better(record, Evaluation({"loss": 0.5}, names=("loss",)))
+        is_better(record, evaluation({"loss": 0.5}, suite=("loss",)))
 
 
 @pytest.mark.parametrize(

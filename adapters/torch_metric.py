@@ -1,0 +1,229 @@
+"""`TorchMetric`: a ``torchmetrics.Metric`` as one of our metrics; its states become accumulators of int64 tensors."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+import torch
+
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.int64_form import pack, unpack
+from trainfold.core.scalars import shown
+
+_REDUCTIONS = {f"dim_zero_{name}": name for name in ("sum", "min", "max", "cat")}
+_MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+_ITEMS = "items"
+_PLAIN = (bool, int, float, str, type(None))
+_COMMON = {"training", "compute_on_cpu", "compute_with_cache", "dist_sync_fn", "dist_sync_on_step", "process_group", "sync_on_compute"}  # fmt: skip
+
+
+@final
+@attrs.frozen(repr=False)
+class TorchMetric:
+    """A metric of torchmetrics in a suite: ranks are merged through our collectives, in rank order.
+
+    ``observe`` sets the states of a template, calls its ``update(*outputs)`` and takes the states out again; ``merge`` joins
+    each state by its own ``dist_reduce_fx`` ("sum", "min", "max", "cat", or None for a list); ``result`` is ``compute()`` as
+    plain numbers, lists and dicts, and None if there was no update. torchmetrics' own synchronisation is turned off.
+
+    What this gives: every rank has the same bits, the number of collective calls is fixed, ranks without data take part,
+    and the accumulator can be saved in a checkpoint in the middle of an evaluation. What it **cannot** give is exactness: a
+    state that is a float32 sum still depends on the batch size, on the order of samples and on the number of ranks, and
+    stops to grow where it is large; a "cat" state has its samples in the order of the ranks, and needs the memory and the
+    traffic of all of them. Take a metric of `trainfold.metrics` where there is one.
+
+    What is refused when it is made: a "mean" (a mean of ranks' means weighs a rank with one batch like one with a
+    thousand), a function of one's own and None for a tensor (both join all ranks at once, and say nothing of two), and
+    metrics that hold other metrics (wrappers, collections, sums of metrics): give the suite each of these by itself.
+    State that ``update`` keeps in anything else than ``add_state`` is not seen.
+
+    Args:
+        make: returns a new metric of torchmetrics, the same each time, such as ``torchmetrics.MeanSquaredError`` or
+            ``lambda: BinaryAUROC(thresholds=100)``. It is moved to the device of what is observed.
+
+    Raises:
+        InvalidArgument: if it makes something else, or a metric whose states cannot be merged.
+
+    Examples:
+        >>> import torchmetrics
+        >>> metric = TorchMetric(torchmetrics.MeanSquaredError)
+        >>> one = metric.observe(metric.zero(), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0]))
+        >>> other = metric.observe(metric.zero(), torch.tensor([3.0]), torch.tensor([0.0]))
+        >>> metric.result(metric.merge(one, other)), metric.result(metric.zero())
+        (4.666666507720947, None)
+    """
+
+    make: Callable[[], Any]
+    _templates: threading.local = attrs.field(init=False, eq=False, factory=threading.local)
+
+    def __attrs_post_init__(self) -> None:
+        self._template()
+
+    def __repr__(self) -> str:
+        """What it makes, without addresses: ranks compare it."""
+        metric = self._template()
+        settings = {name: value for name, value in vars(metric).items() if name[0] != "_" and name not in _COMMON}
+        shown_settings = [f"{name}={value!r}" for name, value in sorted(settings.items()) if isinstance(value, _PLAIN)]
+        return f"TorchMetric({type(metric).__name__}({', '.join(shown_settings)}))"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.make,))
+
+    def zero(self) -> Any:
+        """The metric's default states, and no update."""
+        return _taken(self._emptied())
+
+    def observe(self, acc: Any, /, *outputs: Any, **named: Any) -> Any:
+        """The states after ``update(*outputs, **named)``; neither the accumulator nor the outputs are changed."""
+        given = (*outputs, *named.values())
+        device = next((each.device for each in given if isinstance(each, torch.Tensor)), None)
+        template = self._loaded(acc, device)
+        template.update(*outputs, **named)
+        taken = _taken(template)
+        self._emptied()
+        return taken
+
+    def merge(self, one: Any, other: Any, /) -> Any:
+        """Each state joined by its ``dist_reduce_fx``, ``one`` first; an accumulator without updates changes nothing."""
+        if not one["updates"]:
+            return other
+        if not other["updates"]:
+            return one
+        states = {}
+        for name, how in _reductions(self._template()).items():
+            (header, words), (other_header, other_words) = one["states"][name], other["states"][name]
+            header, other_header, other_words = header.cpu(), other_header.cpu(), other_words.to(words.device)
+            if how == _ITEMS:
+                states[name] = (torch.cat([header, other_header]), torch.cat([words, other_words]))
+                continue
+            found, more = unpack(header, words, name), unpack(other_header, other_words, name)
+            joined = _joined(found + more) if how == "cat" else [_combined(name, how, found[0], more[0])]
+            states[name] = pack(joined, name)
+        return {"updates": one["updates"].cpu() + other["updates"].cpu(), "states": states}
+
+    def result(self, acc: Any, /) -> Any:
+        """What ``compute()`` returns, as plain Python; None if there was no update."""
+        if not acc["updates"]:
+            return None
+        template = self._loaded(acc, None)
+        value = _plain(template.compute())
+        self._emptied()
+        return value
+
+    def _template(self) -> Any:
+        """One metric a thread, so that ranks that are threads can share a suite."""
+        found = getattr(self._templates, "metric", None)
+        if found is None:
+            found = _checked(self.make()).clone()  # what was made may be somebody's own
+            found.sync_on_compute = found._to_sync = False  # noqa: SLF001 - read once, when it is made
+            self._templates.metric = found
+        return found
+
+    def _emptied(self) -> Any:
+        template = self._template()
+        for name, default in template._defaults.items():  # noqa: SLF001 - an update that failed may have left anything there
+            if isinstance(default, list):
+                setattr(template, name, [])
+        template.reset()
+        return template
+
+    def _loaded(self, acc: Any, device: torch.device | None) -> Any:
+        template = self._emptied()
+        found = {name: unpack(header, words, name) for name, (header, words) in acc["states"].items()}
+        device = device or next((tensors[0].device for tensors in found.values() if tensors), template.device)
+        if template.device != device:
+            template.to(device)
+        for name, how in _reductions(template).items():
+            tensors = [tensor.to(device) for tensor in found[name]]
+            setattr(template, name, tensors if how in {"cat", _ITEMS} else tensors[0])
+        template._update_count = int(acc["updates"])  # noqa: SLF001 - compute warns where there was none
+        return template
+
+
+def _taken(template: Any) -> Any:
+    """The states of a template as an accumulator."""
+    states = {}
+    for name, how in _reductions(template).items():
+        value = getattr(template, name)
+        tensors = list(value) if isinstance(value, list | tuple) else [value]
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise InvalidArgument(f"TorchMetric.{name}", expected="a state of tensors", found=shown(tensor),
+                                      mend="this metric keeps what no accumulator can hold; leave it out")  # fmt: skip
+        states[name] = pack(_joined(tensors) if how == "cat" else tensors, name)
+    updates = torch.tensor(template.update_count)
+    return {"updates": updates, "states": states}
+
+
+def _combined(name: str, how: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if one.shape != other.shape:
+        raise InvalidArgument(f"TorchMetric: the state {name!r}", expected=f"the shape {list(one.shape)} on every rank",
+                              found=list(other.shape), mend="tell the metric its number of classes or outputs")  # fmt: skip
+    return _MERGES[how](one, other)
+
+
+def _joined(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A "cat" state's tensors as one, as torchmetrics does before it sends them."""
+    return [torch.cat([each.reshape(1) if each.ndim == 0 else each for each in tensors])] if tensors else []
+
+
+def _reductions(template: Any) -> dict[str, str]:
+    """How each state is merged: sum, min, max, cat, or items (a list whose tensors stay apart)."""
+    defaults, reductions = template._defaults, template._reductions  # noqa: SLF001 - they have no public names
+    return {name: _reduction(name, how, defaults[name]) for name, how in reductions.items()}
+
+
+def _reduction(name: str, how: Any, default: Any) -> str:
+    """What torchmetrics made of ``dist_reduce_fx``, a function, by its name; so that nothing of it is imported here."""
+    if how is None and isinstance(default, list):
+        return _ITEMS
+    found = _REDUCTIONS.get(getattr(how, "__name__", ""))
+    if (
+        found is not None
+        and how.__module__.startswith("torchmetrics.")
+        and (found == "cat") == isinstance(default, list)
+    ):
+        return found
+    called = "None" if how is None else getattr(how, "__name__", repr(how)).removeprefix("dim_zero_")
+    raise InvalidArgument(
+        f"TorchMetric: the state {name!r}",
+        expected="a dist_reduce_fx of 'sum', 'min' or 'max' for a tensor, 'cat' or None for a list",
+        found=f"{called} for a {type(default).__name__}",
+        mend="keep a sum and a count instead, and divide in compute(); or take a metric of trainfold.metrics",
+    )
+
+
+def _checked(metric: Any) -> Any:
+    wanted = ("add_state", "metric_state", "update", "compute", "reset", "update_count", "_reductions")
+    if not all(hasattr(metric, name) for name in wanted):
+        raise InvalidArgument("TorchMetric.make", expected="a function that returns a torchmetrics.Metric",
+                              found=f"one that returns {shown(metric)}",
+                              mend="wrap each metric by itself, as in TorchMetric(torchmetrics.MeanSquaredError)")  # fmt: skip
+    inner = [
+        type(each).__name__ for each in metric.modules() if each is not metric and hasattr(type(each), "add_state")
+    ]
+    if inner or not metric.metric_state:
+        raise InvalidArgument("TorchMetric.make", expected="a metric that keeps its own states",
+                              found=f"a {type(metric).__name__} around {inner or 'no state at all'}",
+                              mend="wrap the metrics in it by themselves")  # fmt: skip
+    _reductions(metric)
+    return metric
+
+
+def _plain(value: Any) -> Any:
+    """A computed value without tensors.
+
+    Examples:
+        >>> _plain({"map": torch.tensor(0.5), "curve": (torch.tensor([1, 2]), None)})
+        {'map': 0.5, 'curve': [[1, 2], None]}
+    """
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
