@@ -15,7 +15,7 @@ from trainfold.adapters.cli.demo.command import KILLED, PICTURE, REPORT, run_dem
 from trainfold.adapters.cli.demo.corpus import help_text, make_corpus
 from trainfold.adapters.cli.demo.events import Event, EventLog, Losses, losses_of, read_events
 from trainfold.adapters.cli.demo.kill import Attempt, DemoFailed, Kill, arms, plan_kills
-from trainfold.adapters.cli.demo.report import KillsMissing, NotIdentical, RunRecord, compare
+from trainfold.adapters.cli.demo.report import EvaluationDiffers, KillsMissing, NotIdentical, RunRecord, compare, tables
 from trainfold.adapters.cli.demo.settings import make_settings
 from trainfold.core.errors import CheckpointForeign, InvalidArgument, NotWritable, RunLocked
 
@@ -348,6 +348,27 @@ def test_the_real_thing_ends_with_the_same_bits(tmp_path):
     assert all(attempt["resumed_from"] for attempt in answer.data["attempts"][1:])
     assert main(["diff", str(tmp_path / "demo" / "uninterrupted"), str(tmp_path / "demo" / KILLED)]) == 0
     assert main(["verify", str(tmp_path / "demo" / KILLED)]) == 0
+    sizes = answer.data["evaluation"]["sizes"]
+    assert list(sizes) == ["1", "7", "64"]
+    assert len({size["kept"] for size in sizes.values()}) == 1
+    assert len({size["means"] for size in sizes.values()}) == 3  # the last batch is smaller
+    assert any(len({size["results"]["loss"], size["kept"]}) == 1 for size in sizes.values())
+    assert "Its evaluation, at three batch sizes" in [table.title for table in answer.tables]
+
+
+def test_an_evaluation_that_depends_on_its_batch_size_makes_the_demo_fail():
+    """Q01, P16: the exit code is its own."""
+    sizes = {
+        size: {"results": {"loss": "0x1p-1"}, "kept": kept, "means": "0x1p-1", "float32": "0x1p-1"}
+        for size, kept in {"1": "0x1.0p-1", "7": "0x1.1p-1"}.items()
+    }
+    record = attrs.evolve(a_record(), measured={"sizes": sizes, "moved": 0, "values": 3, "loss": 0.5})
+    comparison = compare(record, record, attempts_of("step", "save", "step"), wanted_kills=3)
+    assert isinstance(comparison.error, EvaluationDiffers)
+    assert comparison.error.exit_code == 43
+    rows = {row[0].strip(): row for row in tables(comparison, [])[1].rows}
+    assert rows["loss, of values kept"][-1] == "no"
+    assert rows["loss, computed anew"][-1] == "yes"
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def demo(
     """Train a small GPT twice, kill the second run with SIGKILL at random moments, and compare the bits.
 
     About a minute on two cores. The text is the help of Python itself, so nothing is downloaded. Exit code 40 means that
-    the runs differ, 41 that the kills missed, 42 that a run failed by itself.
+    the runs differ, 41 that the kills missed, 42 that a run failed by itself, 43 that an evaluation depended on its batch size.
     """
     from trainfold.adapters.cli.demo.command import run_demo
     from trainfold.adapters.cli.demo.settings import make_settings

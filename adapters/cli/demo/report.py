@@ -1,6 +1,6 @@
 """The comparison of the two runs: decided from their records alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -23,6 +23,12 @@ class KillsMissing(TrainfoldError):
     exit_code = 41
 
 
+class EvaluationDiffers(TrainfoldError):
+    """The same values gave other bits in batches of another size."""
+
+    exit_code = 43
+
+
 @final
 @attrs.frozen
 class RunRecord:
@@ -33,12 +39,14 @@ class RunRecord:
         fingerprints: component -> digest of its final bits.
         evaluation: mean loss on the held-out text.
         losses: of each step.
+        measured: the evaluation at several batch sizes, as `Measurement` has it; empty for a run that measures once.
     """
 
     steps: int
     fingerprints: dict[str, str]
     evaluation: float
     losses: Losses
+    measured: dict[str, Any] = attrs.Factory(dict)
 
 
 @final
@@ -65,11 +73,13 @@ class Comparison:
         checks: each thing compared.
         attempts: the processes of the killed run.
         wanted_kills: how many were promised.
+        measured: the evaluation of the killed run at several batch sizes.
     """
 
     checks: tuple[Check, ...]
     attempts: tuple[Attempt, ...]
     wanted_kills: int
+    measured: dict[str, Any]
 
     @property
     def identical(self) -> bool:
@@ -86,6 +96,14 @@ class Comparison:
                 expected="the bits of the run that was never killed",
                 found=f"differences in {', '.join(differs)}",
                 mend="`trainfold diff` on the two runs names the leaves; please report this as a defect",
+            )
+        kept = {size["kept"] for size in self.measured.get("sizes", {}).values()}
+        if len(kept) > 1:
+            return EvaluationDiffers(
+                "the evaluation",
+                expected="the same bits for the same values, whatever the batch size",
+                found=", ".join(sorted(kept)),
+                mend="please report this as a defect",
             )
         kills = [attempt.kill for attempt in self.attempts if attempt.kill is not None]
         in_save = sum(kill.during == "save" for kill in kills)
@@ -108,6 +126,7 @@ def record_of(events: Sequence[Event]) -> RunRecord:
         fingerprints=dict(end.data["fingerprints"]),
         evaluation=float(end.data["evaluation"]),
         losses=losses_of(events),
+        measured=dict(end.data.get("measured", {})),
     )
 
 
@@ -137,7 +156,7 @@ def compare(
     checks.append(Check("losses of the steps", f"{len(one)}", f"{equal} the same" if equal != len(one) else f"{equal}"))
     again = killed.losses.replayed
     checks.append(Check("losses computed again", f"{again}", f"{again - len(killed.losses.contradictions)}"))
-    return Comparison(tuple(checks), tuple(attempts), wanted_kills)
+    return Comparison(tuple(checks), tuple(attempts), wanted_kills, killed.measured)
 
 
 def tables(comparison: Comparison, facts: Sequence[tuple[str, str]]) -> tuple[Table, ...]:
@@ -158,8 +177,37 @@ def tables(comparison: Comparison, facts: Sequence[tuple[str, str]]) -> tuple[Ta
         Table(
             "One run, twice", ("", "never killed", "killed and resumed", "same"), (steps, *history, *others, verdict)
         ),
-        Table("", ("", ""), tuple(facts)),
+        *([_evaluation_table(comparison.measured)] if comparison.measured else []),
+        Table("", ("", ""), (*_kernels(comparison.measured), *facts)),
     )
+
+
+def _kernels(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What no aggregation can decide: whether the model gives a sample the same value in any batch."""
+    if not measured:
+        return []
+    small, *_, large = measured["sizes"]
+    return [
+        ("the model's kernels", f"round {measured['moved']} of {measured['values']} values otherwise"),
+        ("", f"in batches of {small} than in batches of {large}"),
+    ]
+
+
+def _evaluation_table(measured: Mapping[str, Any]) -> Table:
+    """The evaluation at each batch size: what is the same because it is exact, and what is not."""
+    sizes = list(measured["sizes"].values())
+
+    def row(name: str, values: Sequence[str]) -> tuple[str, ...]:
+        return (name, *values, "yes" if len(set(values)) == 1 else "no")
+
+    rows = [
+        row("loss, of values kept", [size["kept"] for size in sizes]),
+        row("  mean of batch means", [size["means"] for size in sizes]),
+        row("  sums in float32", [size["float32"] for size in sizes]),
+        *(row(f"{name}, computed anew", [size["results"][name] for size in sizes]) for name in sizes[0]["results"]),
+    ]
+    columns = ("", *(f"batches of {size}" for size in measured["sizes"]), "same")
+    return Table("Its evaluation, at three batch sizes", columns, tuple(rows))
 
 
 def as_json(comparison: Comparison, killed: RunRecord) -> dict[str, Any]:
@@ -171,6 +219,7 @@ def as_json(comparison: Comparison, killed: RunRecord) -> dict[str, Any]:
         "checks": [{**attrs.asdict(check), "same": check.same} for check in comparison.checks],
         "attempts": [attrs.asdict(attempt) for attempt in comparison.attempts],
         "contradicting_steps": list(killed.losses.contradictions),
+        "evaluation": killed.measured,
     }
 
 

@@ -9,17 +9,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import attrs
 import torch
 from torch.nn import functional
 
-from trainfold.adapters.cli.demo.corpus import Corpus, as_batch, help_text, make_corpus
+from trainfold.adapters.cli.demo.corpus import as_batch, help_text, make_corpus
+from trainfold.adapters.cli.demo.evaluation import measure
 from trainfold.adapters.cli.demo.events import EventLog
-from trainfold.adapters.cli.demo.model import GPT, make_model
+from trainfold.adapters.cli.demo.model import make_model
 from trainfold.adapters.cli.demo.settings import Settings, read_settings
 from trainfold.backends.runs import load, plan, save
 from trainfold.core.cursor import make_cursor
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.forward import bind_model
 from trainfold.core.init import init_state
 from trainfold.core.loss import Loss
 from trainfold.core.optim import optimizer
@@ -29,7 +30,6 @@ from trainfold.core.state import TrainState
 from trainfold.core.step import make_step
 
 _LEARNING_RATE = 1e-3
-_EVALUATION_BATCH = 32
 
 
 def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: dict[str, torch.Tensor]) -> Loss:
@@ -76,7 +76,8 @@ def train(run: Path, settings: Settings, log: EventLog) -> None:
             log.write("save", done)
             save(state, run)
             log.write("saved", done)
-    log.write("done", steps, fingerprints=fingerprint(state), evaluation=evaluate(state, model, corpus))
+    measured = measure(state, model, corpus)
+    log.write("done", steps, fingerprints=fingerprint(state), evaluation=measured.loss, measured=attrs.asdict(measured))
 
 
 def resume(run: Path, fresh: TrainState) -> tuple[TrainState, str | None]:
@@ -91,18 +92,6 @@ def resume(run: Path, fresh: TrainState) -> tuple[TrainState, str | None]:
             return fresh, None
         return load(run, like=fresh), None  # raises, with every reason
     return load(run, like=fresh), planned.checkpoint
-
-
-def evaluate(state: TrainState, model: GPT, corpus: Corpus) -> float:
-    """The mean loss of the held-out bytes, in nats, without dropout; summed in a fixed order in float64."""
-    forward = bind_model(model, state)
-    total, count = 0.0, 0
-    with torch.inference_mode():
-        for chosen in torch.split(corpus.heldout, _EVALUATION_BATCH):
-            batch = as_batch(chosen)
-            total += float(loss_fn(forward, batch).sum.double())
-            count += batch["y"].numel()
-    return total / count
 
 
 def main() -> int:
