@@ -35,7 +35,7 @@ class SingleProcess:
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
         """The value itself."""
-        _check_source(source, self.world_size)
+        check_source(source, self.world_size)
         return value
 
     def gather(self, value: T) -> list[T]:
@@ -129,7 +129,7 @@ class ThreadCollectives:
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
         """A copy of the value that rank ``source`` has."""
-        _check_source(source, self.world_size)
+        check_source(source, self.world_size)
         mine = copy.deepcopy(value) if self.rank == source else None
         found: T = copy.deepcopy(self._meet(Call("broadcast", f"source={source}"), mine)[source])
         return found
@@ -323,6 +323,14 @@ def _rank_failed(rank: int, expected: str, found: str) -> RankFailed:
     )
 
 
-def _check_source(source: int, world_size: int) -> None:
+def check_source(source: int, world_size: int) -> None:
+    """Check the source of a broadcast.
+
+    Raises:
+        InvalidArgument: unless it is a rank of the world.
+
+    Examples:
+        >>> check_source(1, world_size=2)
+    """
     if not 0 <= source < world_size:
         raise InvalidArgument("source", expected=f"a rank below {world_size}", found=source, mend="count ranks from 0")

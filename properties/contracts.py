@@ -22,10 +22,11 @@ from trainfold.core.errors import (
     SaveFailed,
     TrainfoldError,
 )
+from trainfold.properties.collectives_contract import check_collectives
 from trainfold.properties.differences import ContractBroken
 from trainfold.properties.metric_contract import check_metric
 
-__all__ = ["STORE_RULES", "ContractBroken", "check_metric", "check_store"]
+__all__ = ["STORE_RULES", "ContractBroken", "check_collectives", "check_metric", "check_store"]
 
 Rule = Callable[[Store], None]
 

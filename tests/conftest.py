@@ -1,7 +1,11 @@
 """What all tests share. Profiles of Hypothesis and the running of Markdown pages are in the conftest.py above."""
 
+import importlib.util
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,3 +28,16 @@ def copy_of_tree(tmp_path: Path) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Any]:
+    """Worlds of real processes: see tests/processes.py."""
+    spec = importlib.util.spec_from_file_location("trainfold_test_processes", ROOT / "tests" / "processes.py")
+    assert spec
+    assert spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    server = module.Processes()
+    yield server
+    server.close()

@@ -1,0 +1,277 @@
+"""`TorchCollectives`: ranks that are processes, over torch.distributed on the CPU, which fail together and say who failed."""
+
+import hashlib
+import secrets
+import struct
+import time
+from datetime import timedelta
+from typing import Any, Final, NoReturn, TypeVar, final
+
+import torch
+
+from trainfold.backends.collectives import Call, check_source
+from trainfold.backends.notice_board import Fault, NoticeBoard
+from trainfold.backends.ordered_sum import sum_plan
+from trainfold.backends.wire import from_wire, to_wire
+from trainfold.core.errors import InvalidArgument, RanksDisagree
+from trainfold.core.spec import dtype_name
+
+T = TypeVar("T")
+
+_HEAD: Final = struct.Struct("<qqq")  # number of the call, digest of the call, bytes of the value
+_HEAD_BYTES: Final = 512
+_INLINE_BYTES: Final = _HEAD_BYTES - _HEAD.size  # a value up to here costs no second exchange
+_TOKEN_BYTES: Final = 8
+_PAUSE_SECS: Final = 5e-5
+_LEAST_SECS: Final = 1e-3
+_LOOK_SECS: Final = 0.2  # how often a rank that waits looks at the notice board
+
+
+@final
+class TorchCollectives:
+    """The collectives of this process's rank. Making one is a collective act: every rank of the group does it, at the same point.
+
+    Each call begins with one small all-gather, in which the ranks see that all make the same call; values of more than half a
+    KiB follow in a second one. A rank that waits also watches for trouble. If a rank raises (and says so with `fail`), dies, or does
+    not come in time, every other rank raises `RankFailed`, with the same text everywhere. A rank that left no word is
+    named after a roll call of ``grace_secs``; one that is merely busy elsewhere is then named as well, since nobody can tell.
+    Afterwards every call raises that error again: start the job anew. (A process that has given up a call ends when the rank that
+    failed does, or at that call's deadline: torch waits for an exchange that is under way.)
+
+    Sums are added in rank order, whatever the dtype. (gloo's own all-reduce does not: with 1e8, 1 and -1e8 on three ranks, parts
+    of one float32 vector came out as 0 and others as 1.) Two exchanges of bytes move as much as an all-reduce would; tensors
+    of another device go through the CPU and come back, at the cost of two copies. It is the path for evaluations and saves, and for
+    gradients where the same bits matter more than speed.
+
+    Values travel as JSON (``trainfold.backends.wire``), not as pickle.
+
+    Args:
+        group: a process group with a CPU backend, which also says who is which rank; by default a gloo group of all ranks is
+            made, so that nothing of the training comes between.
+        timeout_secs: how long a rank waits for the others in one call.
+        grace_secs: how long the roll is called.
+
+    Raises:
+        InvalidArgument: if torch.distributed is not initialised, or the group has no CPU backend, or this process is not in it.
+    """
+
+    def __init__(self, group: Any = None, *, timeout_secs: float = 600.0, grace_secs: float = 3.0) -> None:
+        if not (timeout_secs > 0 and grace_secs > 0):
+            raise InvalidArgument(
+                "TorchCollectives",
+                expected="timeout_secs > 0 and grace_secs > 0",
+                found=f"{timeout_secs} and {grace_secs}",
+                mend="a rank has to wait for the others for some time",
+            )
+        dist = self._dist = _initialised()
+        if group is None:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
+        self._group = _checked(dist, group)
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+        self._timeout_secs = timeout_secs
+        self._calls = 0
+        self._fault: Fault | None = None
+        token = self._all_gather(torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))[0]
+        store = dist.PrefixStore(f"trainfold/{bytes(token.tolist()).hex()}", _default_store(dist))
+        self._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=grace_secs)
+
+    def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums of equally shaped tensors over the ranks, added in rank order; the same bits on every rank.
+
+        Args:
+            tensors: of any dtypes and devices; they are left alone.
+
+        Returns:
+            New tensors, each on the device of the one that it was made from.
+
+        Raises:
+            RankFailed: if a rank failed or did not come.
+            RanksDisagree: if a rank calls something else, or has other shapes or dtypes.
+        """
+        detail = ", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
+        call, until = Call("all_sum", detail), self._deadline(None)
+        self._meet(call, b"", until)
+        plan = sum_plan(tensors, self.world_size)
+        if not plan.part_bytes:
+            return [tensor.detach().clone() for tensor in tensors]
+        mine = plan.cut(tensors)
+        parts = torch.empty_like(mine)
+        work = self._dist.all_to_all_single(parts, mine, group=self._group, async_op=True)
+        self._wait(work, call, until)
+        sums = plan.join(self._all_gather(plan.add(parts), call, until))
+        return [total.to(tensor.device) for total, tensor in zip(sums, tensors, strict=True)]
+
+    def broadcast(self, value: T, *, source: int = 0) -> T:
+        """A copy of the value that rank ``source`` has.
+
+        Raises:
+            RankFailed: if a rank failed or did not come.
+            RanksDisagree: if a rank calls something else.
+            InvalidArgument: if there is no such rank, or the value cannot travel.
+        """
+        check_source(source, self.world_size)
+        call = Call("broadcast", f"source={source}")
+        given = self._meet(call, self._bytes_of(value) if self.rank == source else b"", self._deadline(None))
+        found: T = from_wire(given[source])
+        return found
+
+    def gather(self, value: T) -> list[T]:
+        """Copies of the values of all ranks, in rank order.
+
+        Raises:
+            RankFailed: if a rank failed or did not come.
+            RanksDisagree: if a rank calls something else.
+            InvalidArgument: if the value cannot travel.
+        """
+        return [from_wire(each) for each in self._meet(Call("gather"), self._bytes_of(value), self._deadline(None))]
+
+    def barrier(self, *, timeout_secs: float) -> None:
+        """Return when every rank is here.
+
+        Raises:
+            RankFailed: naming who is missing after ``timeout_secs``, or who failed.
+        """
+        self._meet(Call("barrier"), b"", self._deadline(timeout_secs))
+
+    def fail(self, error: BaseException) -> None:
+        """Leave word of an error, so that every other rank raises `RankFailed` from its current or next call."""
+        if self._fault is None:
+            self._give_up(lambda: self._board.post([self.rank], f"{type(error).__name__}: {error}"))
+
+    # --- exchanges ---------------------------------------------------------------------------------------------------
+
+    def _meet(self, call: Call, payload: bytes, until: float) -> list[bytes]:
+        """Make sure that all ranks make this call, and give each rank's payload to all of them."""
+        if self._fault is not None:
+            raise self._fault.error()
+        head = _HEAD.pack(self._calls, _digest(call), len(payload)) + payload[:_INLINE_BYTES]
+        self._calls += 1
+        heads = [bytes(row.numpy()) for row in self._all_gather(_padded(head, _HEAD_BYTES), call, until)]
+        fields = [_HEAD.unpack_from(each) for each in heads]
+        if len({each[:2] for each in fields}) > 1:
+            self._disagree(call, until)
+        sizes = [size for _, _, size in fields]
+        if max(sizes) > _INLINE_BYTES:
+            rest = self._all_gather(_padded(payload[_INLINE_BYTES:], max(sizes) - _INLINE_BYTES), call, until)
+            heads = [one + bytes(other.numpy()) for one, other in zip(heads, rest, strict=True)]
+        return [each[_HEAD.size : _HEAD.size + size] for each, size in zip(heads, sizes, strict=True)]
+
+    def _all_gather(self, tensor: torch.Tensor, call: Call | None = None, until: float | None = None) -> torch.Tensor:
+        """The bytes of all ranks, one row each."""
+        rows = tensor.new_empty(self.world_size, tensor.numel())
+        options = self._dist.distributed_c10d.AllgatherOptions()
+        if call is None or until is None:
+            self._group.allgather([list(rows)], [tensor], options).wait()
+        else:
+            options.timeout = timedelta(seconds=max(until - time.monotonic(), _LEAST_SECS))  # else it would outlive us
+            self._wait(self._group.allgather([list(rows)], [tensor], options), call, until)
+        return rows
+
+    def _wait(self, work: Any, call: Call, until: float) -> None:
+        """Wait for an exchange, and look at the notice board now and then."""
+        pause_secs, look_at = 0.0, time.monotonic() + _LOOK_SECS
+        while not work.is_completed():  # no callback: one that comes while Python ends would abort the process
+            time.sleep(pause_secs)
+            pause_secs = min(pause_secs * 2 or _PAUSE_SECS, _PAUSE_SECS * 100)
+            now = time.monotonic()
+            if now >= until:
+                self._call_roll(f"not all ranks came to {call} in time", None)
+            if now >= look_at:
+                look_at = now + _LOOK_SECS
+                if self._board_says_trouble():
+                    self._call_roll(f"another rank had trouble while this one waited in {call}", None)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._call_roll(f"{call} failed: {_first_sentence(error)}", error)
+
+    def _deadline(self, timeout_secs: float | None) -> float:
+        return time.monotonic() + (self._timeout_secs if timeout_secs is None else timeout_secs)
+
+    # --- failures ----------------------------------------------------------------------------------------------------
+
+    def _board_says_trouble(self) -> bool:
+        try:
+            return self._board.has_trouble()
+        except RuntimeError:
+            return True  # the roll call will say that the board is gone
+
+    def _call_roll(self, occasion: str, cause: RuntimeError | None) -> NoReturn:
+        raise self._give_up(lambda: self._board.fault() or self._board.call_roll(occasion)).error() from cause
+
+    def _give_up(self, find: Any) -> Fault:
+        try:
+            fault: Fault = find()
+            self._fault = fault
+            self._board.linger(fault)
+        except RuntimeError as error:  # of the store
+            told = f"its host has ended, which is rank 0 unless a launcher has it ({_first_sentence(error)})"
+            self._fault = self._fault or Fault((), f"the store of the process group cannot be asked: {told}")
+        return self._fault
+
+    def _disagree(self, call: Call, until: float) -> NoReturn:
+        """Every rank has seen that the calls differ, so that every rank comes here."""
+        rows = self._all_gather(_padded(str(call).encode()[:_HEAD_BYTES], _HEAD_BYTES), call, until)
+        calls = [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
+        raise RanksDisagree(
+            "the schedule of collectives",
+            expected="the same calls in the same order on every rank",
+            found="; ".join(f"rank {rank} calls {each}" for rank, each in enumerate(calls)),
+            mend="make no collective call depend on what only one rank knows",
+        )
+
+    def _bytes_of(self, value: Any) -> bytes:
+        try:
+            return to_wire(value)
+        except InvalidArgument as error:
+            self.fail(error)
+            raise
+
+
+def _initialised() -> Any:
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InvalidArgument(
+            "TorchCollectives",
+            expected="an initialised torch.distributed",
+            found="none" if dist.is_available() else "a torch that was built without it",
+            mend='start the ranks with torchrun, and call torch.distributed.init_process_group("gloo") (or "nccl") first',
+        )
+    return dist
+
+
+def _checked(dist: Any, group: Any) -> Any:
+    if dist.get_rank(group) < 0:
+        raise InvalidArgument(
+            "TorchCollectives.group",
+            expected="a group that this process is in",
+            found=f"another one, at rank {dist.get_rank()} of all",
+            mend="make collectives only on the ranks of the group",
+        )
+    backends = str(dist.get_backend_config(group))
+    if "cpu:" not in backends:
+        raise InvalidArgument(
+            "TorchCollectives.group",
+            expected="a group with a CPU backend",
+            found=backends,
+            mend="leave group out, so that a gloo group is made",
+        )
+    return group
+
+
+def _default_store(dist: Any) -> Any:
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way to the store of its groups
+
+
+def _digest(call: Call) -> int:
+    return int.from_bytes(hashlib.blake2b(str(call).encode(), digest_size=7).digest(), "little")
+
+
+def _first_sentence(error: RuntimeError) -> str:
+    return str(error).splitlines()[0].partition(". ")[0]
+
+
+def _padded(data: bytes, size_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(size_bytes, b"\0")), dtype=torch.uint8)

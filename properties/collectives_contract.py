@@ -1,0 +1,216 @@
+"""The contract of collectives: `check_collectives` says whether somebody's `Collectives` keep the protocol, in worlds of several sizes.
+
+Each rule is played on every rank and gives evidence, plain data; the evidence of all ranks is judged outside of the world.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, TrainfoldError
+from trainfold.core.world import Collectives
+from trainfold.properties.differences import ContractBroken
+
+__all__ = ["ContractBroken", "check_collectives"]
+
+Play: TypeAlias = Callable[[Collectives], Any]
+Run: TypeAlias = Callable[[int, Play], list[Any]]
+
+_TERMS: Final = (1e8, 1.0, -1e8, 0.1, 3.0, -0.0, 1e-30)  # float32 sums of them depend on the order
+_BIG: Final = 2**53 + 1  # no float64
+_LENGTH: Final = 37  # of vectors: a multiple of no number of ranks
+_WAIT_SECS: Final = 30.0
+
+
+def check_collectives(run: Run, *, world_sizes: Sequence[int] = (1, 2, 3)) -> None:
+    """Check that collectives keep the contract of `Collectives`.
+
+    Args:
+        run: ``run(world_size, function)`` makes a new world, calls the function with each rank's collectives, and returns what they
+            returned, in rank order. The functions are those of this module, raise nothing, and return plain data.
+        world_sizes: of the worlds to make; three for each size, one for size 1.
+
+    Raises:
+        ContractBroken: naming every broken rule, the world and the rank.
+
+    Examples:
+        >>> from trainfold.backends.collectives import run_threads
+        >>> check_collectives(run_threads)
+    """
+    broken = []
+    for world_size in world_sizes:
+        plays = {**PEACE, **(TROUBLE if world_size > 1 else {})}
+        evidence = _evidence(run, world_size)
+        for name, (_, expected) in plays.items():
+            for rank, wanted in enumerate(expected(world_size)):
+                found = evidence[rank][name]
+                if found != wanted:
+                    about = f"{name}: rank {rank} of {world_size}: expected {wanted!r}, found {found!r}"
+                    broken.append(about[:400])
+    if broken:
+        raise ContractBroken(f"{len(broken)} times a rule is broken:\n  " + "\n  ".join(broken))
+
+
+def _evidence(run: Run, world_size: int) -> list[dict[str, Any]]:
+    worlds = [play_in_peace, a_rank_fails, calls_differ] if world_size > 1 else [play_in_peace]
+    evidence: list[dict[str, Any]] = [{} for _ in range(world_size)]
+    for play in worlds:
+        for found, more in zip(evidence, run(world_size, play), strict=True):
+            found.update(more)
+    return evidence
+
+
+# --- what is played on a rank ----------------------------------------------------------------------------------------
+
+
+def play_in_peace(collectives: Collectives) -> dict[str, Any]:
+    """Every rule in which nobody fails, in one world, one after the other."""
+    return {name: _told(lambda play=play: play(collectives)) for name, (play, _) in PEACE.items()}  # type: ignore[misc]
+
+
+def a_rank_fails(collectives: Collectives) -> dict[str, Any]:
+    """The last rank leaves word and goes; the others hear of it in the call they make next, and in each one after it."""
+    last = collectives.world_size - 1
+    if collectives.rank == last:
+        collectives.fail(ValueError("the disk is gone"))
+        return {"a rank that fails is named on every other rank": ["failed"]}
+    heard = [_heard(lambda: collectives.gather(1)), _heard(lambda: collectives.barrier(timeout_secs=_WAIT_SECS))]
+    told = [(kind, f"rank {last}" in text and "ValueError: the disk is gone" in text) for kind, text in heard]
+    return {"a rank that fails is named on every other rank": told}
+
+
+def calls_differ(collectives: Collectives) -> dict[str, Any]:
+    """Rank 0 sums what the others do not: nobody waits, and nobody gets a sum."""
+
+    def play() -> object:
+        return collectives.gather(1) if collectives.rank == 0 else collectives.all_sum([torch.ones(3)])
+
+    return {"calls that differ are refused on every rank": _heard(play)[0]}
+
+
+def _ranks_and_sizes(collectives: Collectives) -> object:
+    return isinstance(collectives, Collectives), collectives.rank, collectives.world_size
+
+
+def _integers(collectives: Collectives) -> object:
+    first = torch.arange(_LENGTH) * _BIG + collectives.rank
+    return [total.tolist() for total in collectives.all_sum([first, torch.tensor(collectives.rank), first[:0]])]
+
+
+def _floats(collectives: Collectives) -> object:
+    term = _TERMS[collectives.rank % len(_TERMS)]
+    single = torch.full((_LENGTH,), term)
+    totals = collectives.all_sum([single, single.double() / 3, torch.tensor(collectives.rank), single.bfloat16()])
+    return [str(total.dtype) for total in totals], _bits(totals[0]), totals[1].tolist(), totals[3].tolist()
+
+
+def _shapes(collectives: Collectives) -> object:
+    given = [torch.ones(2, 3), torch.ones(()), torch.ones(0, 4), torch.ones(4, 2).t()]
+    return [(list(total.shape), total.sum().item()) for total in collectives.all_sum(given)], collectives.all_sum([])
+
+
+def _inputs(collectives: Collectives) -> object:
+    mine = torch.ones(3)
+    (total,) = collectives.all_sum([mine])
+    total += 1 + collectives.rank
+    collectives.barrier(timeout_secs=_WAIT_SECS)
+    return mine.tolist(), total.tolist()
+
+
+def _gathered(collectives: Collectives) -> object:
+    value: dict[str, Any] = {
+        "rank": collectives.rank,
+        "parts": (1, "é", None, True, 0.1),
+        "long": "x" * (700 * collectives.rank),
+    }
+    return [(each["rank"], each["parts"], len(each["long"])) for each in collectives.gather(value)]
+
+
+def _copied(collectives: Collectives) -> object:
+    last = collectives.world_size - 1
+    mine: list[int] = []
+    shared = collectives.broadcast(mine, source=last)
+    shared.append(collectives.rank)
+    collectives.barrier(timeout_secs=_WAIT_SECS)
+    return collectives.gather(shared)
+
+
+def _bad_source(collectives: Collectives) -> object:
+    return [
+        _heard(lambda source=source: collectives.broadcast(1, source=source))[0]  # type: ignore[misc]
+        for source in (-1, collectives.world_size)
+    ]
+
+
+def _bits(tensor: torch.Tensor) -> list[int]:
+    bits: list[int] = tensor.view(torch.int32).tolist()
+    return bits
+
+
+def _told(play: Callable[[], object]) -> object:
+    try:
+        return play()
+    except Exception as error:  # noqa: BLE001  # it is evidence
+        return f"{type(error).__name__}: {error}"
+
+
+def _heard(play: Callable[[], object]) -> tuple[str, str]:
+    try:
+        return "returned", repr(play())
+    except TrainfoldError as error:
+        return type(error).__name__, str(error) if error.mend else ""
+    except Exception as error:  # noqa: BLE001  # it is evidence
+        return type(error).__name__, str(error)
+
+
+# --- what must come of it --------------------------------------------------------------------------------------------
+
+
+def _same(value: Callable[[int], object]) -> Callable[[int], list[Any]]:
+    return lambda world_size: [value(world_size)] * world_size
+
+
+def _wanted_integers(world_size: int) -> object:
+    ranks = sum(range(world_size))
+    return [[world_size * index * _BIG + ranks for index in range(_LENGTH)], ranks, []]
+
+
+def _wanted_floats(world_size: int) -> object:
+    singles = [torch.full((_LENGTH,), _TERMS[rank % len(_TERMS)]) for rank in range(world_size)]
+    total, double, half = singles[0].clone(), singles[0].double() / 3, singles[0].bfloat16()
+    for single in singles[1:]:
+        total, double, half = total + single, double + single.double() / 3, half + single.bfloat16()
+    dtypes = ["torch.float32", "torch.float64", "torch.int64", "torch.bfloat16"]
+    return dtypes, _bits(total), double.tolist(), half.tolist()
+
+
+PEACE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {
+    "a rank knows its number and the size of its world": (
+        _ranks_and_sizes,
+        lambda world_size: [(True, rank, world_size) for rank in range(world_size)],
+    ),
+    "integers are summed exactly": (_integers, _same(_wanted_integers)),
+    "floats are added in rank order, to the same bits on every rank": (_floats, _same(_wanted_floats)),
+    "sums have the shapes of their terms": (
+        _shapes,
+        _same(lambda n: ([([2, 3], 6.0 * n), ([], 1.0 * n), ([0, 4], 0.0), ([2, 4], 8.0 * n)], [])),
+    ),
+    "a sum leaves its terms alone and belongs to its rank": (
+        _inputs,
+        lambda n: [([1.0] * 3, [n + 1.0 + rank] * 3) for rank in range(n)],
+    ),
+    "values are gathered in rank order, large ones too": (
+        _gathered,
+        _same(lambda n: [(rank, (1, "é", None, True, 0.1), 700 * rank) for rank in range(n)]),
+    ),
+    "each rank has its own copy of what it is given": (_copied, _same(lambda n: [[rank] for rank in range(n)])),
+    "a source outside of the world is refused": (_bad_source, _same(lambda _: [InvalidArgument.__name__] * 2)),
+}
+TROUBLE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {
+    "a rank that fails is named on every other rank": (
+        a_rank_fails,
+        lambda n: [[(RankFailed.__name__, True)] * 2] * (n - 1) + [["failed"]],
+    ),
+    "calls that differ are refused on every rank": (calls_differ, _same(lambda _: RanksDisagree.__name__)),
+}

@@ -1,0 +1,269 @@
+"""Worlds of real processes over gloo, for tests: a server imports torch once, and each rank is a fork of it.
+
+Run as a program, this file is that server. It reads requests, one JSON line each, from its standard input, and ends with it; no rank
+outlives its request.
+"""
+
+import gc
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+TIMEOUT_SECS = 120.0
+
+
+@attrs.frozen
+class Ended:
+    """How a rank ended.
+
+    Attributes:
+        rank: which one.
+        code: its exit code; negative for the signal that killed it.
+        value: what its function returned, if it did.
+        error: the name of what it raised, or None.
+        text: the text of that error.
+        cause: the text of what it was raised from.
+        printed: its standard output and error.
+        secs: from its start to its end.
+    """
+
+    rank: int
+    code: int
+    value: Any
+    error: str | None
+    text: str
+    cause: str
+    printed: str
+    secs: float
+
+
+class Processes:
+    """The server, as tests see it; it is started by the first world."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[str] | None = None
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+        """What a function returns on each rank; no rank may fail. The arguments are those of `outcomes`."""
+        ended = self.outcomes(world_size, function, *arguments, **options)
+        for rank in ended:
+            assert rank.code == 0, f"rank {rank.rank} ended with {rank.code}: {rank.error} {rank.text}\n{rank.printed}"
+        return [rank.value for rank in ended]
+
+    def outcomes(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        collectives: dict[str, float] | None = None,
+        store: str = "file",
+        is_tidy: bool = False,
+        timeout_secs: float = TIMEOUT_SECS,
+    ) -> list[Ended]:
+        """How each rank ends.
+
+        Args:
+            world_size: number of processes.
+            function: of a module; called with this rank's `TorchCollectives` and the arguments.
+            arguments: what JSON can hold.
+            collectives: arguments of `TorchCollectives`; without it, the function is called without collectives.
+            store: where the ranks meet: "file", or "tcp" (rank 0 is the host).
+            is_tidy: let Python and torch take themselves down at the end, as in a script.
+            timeout_secs: after this all ranks are killed, and the test fails.
+        """
+        module = inspect.getmodule(function)
+        is_ours = module is not None and module.__name__.startswith("trainfold.")
+        with tempfile.TemporaryDirectory(prefix="world-") as folder:
+            request = {
+                "world_size": world_size,
+                "module": module.__name__ if is_ours and module else "",
+                "file": inspect.getfile(function),
+                "function": function.__qualname__,
+                "arguments": arguments,
+                "collectives": collectives,
+                "store": store,
+                "is_tidy": is_tidy,
+                "timeout_secs": timeout_secs,
+                "folder": folder,
+            }
+            codes, secs = self._ask(request)
+            ended = [_ended(Path(folder), rank, code, secs[rank]) for rank, code in enumerate(codes)]
+        late = [rank for rank in ended if rank.code == -signal.SIGALRM]
+        assert not late, f"still running after {timeout_secs} s:\n" + "\n".join(rank.printed for rank in ended)
+        return ended
+
+    def close(self) -> None:
+        """End the server."""
+        if self._server is not None and self._server.stdin and self._server.stdout:
+            self._server.stdin.close()
+            self._server.wait(timeout=30)
+            self._server.stdout.close()
+
+    def _ask(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
+        if self._server is None:
+            single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+            self._server = subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **single},
+            )
+        assert self._server.stdin
+        assert self._server.stdout
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        line = self._server.stdout.readline()
+        assert line, "the server of processes has ended"
+        return tuple(json.loads(line))
+
+
+def _ended(folder: Path, rank: int, code: int, secs: float) -> Ended:
+    from trainfold.backends.wire import from_wire
+
+    told = folder / f"told-{rank}"
+    value, error, text, cause = from_wire(told.read_bytes()) if told.exists() else (None, None, "", "")
+    return Ended(
+        rank, code, value, error, text, cause, (folder / f"log-{rank}").read_text(errors="replace"), round(secs, 2)
+    )
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch.distributed  # noqa: F401
+
+    import trainfold.backends.torch_collectives  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        request = json.loads(line)
+        sys.stdout.write(json.dumps(run_world(request)) + "\n")
+        sys.stdout.flush()
+
+
+def run_world(request: dict[str, Any]) -> tuple[list[int], list[float]]:
+    start = time.monotonic()
+    ranks = {start_rank(request, rank): rank for rank in range(request["world_size"])}
+    codes, secs = [0] * len(ranks), [0.0] * len(ranks)
+    try:
+        while ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                secs[ranks[pid]] = time.monotonic() - start
+                codes[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() - start > request["timeout_secs"]:
+                for late in ranks:
+                    os.kill(late, signal.SIGALRM)  # nothing else sends this one, so that it says "too late"
+                request["timeout_secs"] += 5.0
+            else:
+                gone = select.select([sys.stdin], [], [], 0.01)[0] and os.getppid() == 1
+                if gone:
+                    raise KeyboardInterrupt
+    finally:
+        for left in ranks:
+            os.kill(left, signal.SIGKILL)
+    return codes, secs
+
+
+def start_rank(request: dict[str, Any], rank: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    folder = Path(request["folder"])
+    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    code = be_rank(request, rank, folder)
+    if request["is_tidy"]:
+        sys.exit(code)
+    sys.stdout.flush()
+    os._exit(code)  # taking a Python with torch down takes longer than most of the tests
+
+
+def be_rank(request: dict[str, Any], rank: int, folder: Path) -> int:
+    from trainfold.backends.wire import to_wire
+
+    told, code = (None, None, "", ""), 0
+    try:
+        told = (work(request, rank, folder), None, "", "")
+    except BaseException as error:  # noqa: BLE001  # the test judges it
+        traceback.print_exc()
+        told, code = (None, type(error).__name__, str(error), str(error.__cause__ or "")), 1
+    (folder / f"telling-{rank}").write_bytes(to_wire(told))
+    (folder / f"telling-{rank}").rename(folder / f"told-{rank}")
+    return code
+
+
+def work(request: dict[str, Any], rank: int, folder: Path) -> Any:
+    import torch.distributed as dist
+
+    from trainfold.backends.torch_collectives import TorchCollectives
+
+    dist.init_process_group(
+        "gloo",
+        store=store_of(request, rank, folder),
+        rank=rank,
+        world_size=request["world_size"],
+        timeout=timedelta(seconds=60),
+    )
+    function: Any = module_of(request)
+    for part in request["function"].split("."):
+        function = getattr(function, part)
+    if request["collectives"] is None:
+        return function(*request["arguments"])
+    return function(TorchCollectives(**request["collectives"]), *request["arguments"])
+
+
+def store_of(request: dict[str, Any], rank: int, folder: Path) -> Any:
+    import torch.distributed as dist
+
+    if request["store"] == "file":
+        return dist.FileStore(str(folder / "store"), request["world_size"])
+    port_file, wait = folder / "port", timedelta(seconds=30)
+    if rank == 0:
+        store = dist.TCPStore(
+            "localhost", 0, request["world_size"], is_master=True, timeout=wait, wait_for_workers=False
+        )
+        (folder / "port-").write_text(str(store.port))
+        (folder / "port-").rename(port_file)
+        return store
+    while not port_file.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("localhost", int(port_file.read_text()), request["world_size"], timeout=wait)
+
+
+def module_of(request: dict[str, Any]) -> Any:
+    if request["module"]:
+        return importlib.import_module(request["module"])
+    name = f"of_rank_{Path(request['file']).stem}"
+    spec = importlib.util.spec_from_file_location(name, request["file"])
+    assert spec
+    assert spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    serve()

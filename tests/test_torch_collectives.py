@@ -1,0 +1,296 @@
+"""Ranks that are processes: the contract of collectives, and what the others hear when one of them raises, dies, hangs or leaves."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainfold.backends.collectives import SingleProcess, run_threads
+from trainfold.backends.local import LocalStore
+from trainfold.backends.runs import load, save
+from trainfold.backends.torch_collectives import TorchCollectives
+from trainfold.core.errors import InvalidArgument, RankFailed
+from trainfold.core.fingerprint import fingerprint
+from trainfold.core.init import init_state
+from trainfold.core.loss import Loss
+from trainfold.core.optim import optimizer
+from trainfold.core.partition import shard_of
+from trainfold.core.step import make_step
+from trainfold.core.world import Collectives
+from trainfold.properties.contracts import ContractBroken, check_collectives
+
+PATIENT = {"timeout_secs": 60.0, "grace_secs": 10.0}
+HASTY = {"timeout_secs": 30.0, "grace_secs": 1.0}
+GONE = "ended, hung, or busy elsewhere"
+
+
+# --- the contract ----------------------------------------------------------------------------------------------------
+
+
+def test_a_world_of_one_and_threads_keep_the_contract():
+    check_collectives(lambda _, function: [function(SingleProcess())], world_sizes=(1,))
+    check_collectives(run_threads, world_sizes=(1, 2, 3, 4, 7))
+
+
+@pytest.mark.parametrize("store", ["file", "tcp"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_processes_keep_the_contract(processes, world_size, store):
+    check_collectives(
+        lambda size, function: processes.run(size, function, collectives=PATIENT, store=store),
+        world_sizes=(world_size,),
+    )
+
+
+class Wrapped:
+    """Collectives of threads, of which one thing is broken."""
+
+    def __init__(self, inner, **broken):
+        self.inner = inner
+        self.rank, self.world_size = inner.rank, inner.world_size
+        for name in ("all_sum", "broadcast", "gather", "barrier", "fail"):
+            setattr(self, name, broken.get(name, getattr(inner, name)))
+
+
+def backwards(inner):
+    """Adds in the order of a rank's own choice."""
+
+    def all_sum(tensors):
+        rows = [
+            inner.all_sum([t if rank == inner.rank else torch.zeros_like(t) for t in tensors])
+            for rank in range(inner.world_size)
+        ]
+        turned = rows[inner.rank :] + rows[: inner.rank]
+        return [sum(same[1:], same[0]) for same in zip(*turned, strict=True)]
+
+    return Wrapped(inner, all_sum=all_sum)
+
+
+def through_float64(inner):
+    return Wrapped(
+        inner,
+        all_sum=lambda tensors: [
+            s.to(t.dtype) for s, t in zip(inner.all_sum([t.double() for t in tensors]), tensors, strict=True)
+        ],
+    )
+
+
+def in_place(inner):
+    def all_sum(tensors):
+        return [t.copy_(s) for t, s in zip(tensors, inner.all_sum(tensors), strict=True)]
+
+    return Wrapped(inner, all_sum=all_sum)
+
+
+def out_of_order(inner):
+    return Wrapped(inner, gather=lambda value: inner.gather(value)[::-1])
+
+
+def any_source(inner):
+    return Wrapped(inner, broadcast=lambda value, source=0: inner.broadcast(value, source=source % inner.world_size))
+
+
+def silent(inner):
+    return Wrapped(inner, fail=lambda error: inner.fail(RuntimeError("something")))
+
+
+@pytest.mark.parametrize(
+    ("liar", "rule"),
+    [
+        (backwards, "added in rank order"),
+        (through_float64, "integers are summed exactly"),
+        (in_place, "leaves its terms alone"),
+        (out_of_order, "gathered in rank order"),
+        (any_source, "a source outside"),
+        (silent, "is named on every other rank"),
+    ],
+)
+def test_collectives_that_lie_are_caught_by_rule(liar, rule):
+    with pytest.raises(ContractBroken, match=rule):
+        check_collectives(
+            lambda size, function: run_threads(size, lambda inner: function(liar(inner))), world_sizes=(3,)
+        )
+
+
+# --- ranks that do not come ------------------------------------------------------------------------------------------
+
+
+def work_until(collectives, how, rank):
+    collectives.gather("all are here")
+    if collectives.rank == rank:
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raises":
+            raise ValueError(f"a bug of rank {rank}")
+        if how == "says that it fails":
+            error = ValueError(f"the disk of rank {rank}")
+            collectives.fail(error)
+            raise error
+        if how == "gives what cannot travel":
+            collectives.gather(object())
+        if how == "leaves":
+            return None
+    start = time.monotonic()
+    try:
+        for _ in range(3):
+            collectives.all_sum([torch.ones(1000), torch.ones(3, dtype=torch.int64)])
+    except RankFailed as error:
+        again = []
+        for call in (lambda: collectives.gather(1), lambda: collectives.barrier(timeout_secs=5)):
+            try:
+                call()
+            except RankFailed as repeated:
+                again.append(str(repeated) == str(error))
+        return str(error), again, time.monotonic() - start
+    return "went on"
+
+
+@pytest.mark.parametrize("store", ["file", "tcp"])
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("is killed", GONE),
+        ("raises", GONE),
+        ("says that it fails", "ValueError: the disk of rank 1"),
+        ("gives what cannot travel", "InvalidArgument: what one rank gives to others: .*builtins.object"),
+        ("leaves", GONE),
+    ],
+)
+def test_a_rank_that_ends_is_named_by_all_others_at_once(processes, how, told, store):
+    """C07: in the middle of a run of all_sum, with the word that it left, or by a roll call."""
+    ended = processes.outcomes(4, work_until, how, 1, collectives=HASTY, store=store)
+    for rank in (0, 2, 3):
+        text, again, secs = ended[rank].value
+        assert text.startswith("rank 1: expected every rank to take part, found")
+        assert pytest.approx(0, abs=HASTY["timeout_secs"] / 2) == secs, "the peer's end is seen, not waited for"
+        assert again == [True, True]
+        assert re.search(told, text), text
+    assert len({ended[rank].value[0] for rank in (0, 2, 3)}) == 1
+
+
+@pytest.mark.parametrize("how", ["is killed", "says that it fails"])
+def test_the_end_of_the_rank_that_hosts_the_store_is_heard_too(processes, how):
+    ended = processes.outcomes(3, work_until, how, 0, collectives=HASTY, store="tcp")
+    for rank in (1, 2):
+        text, again, _ = ended[rank].value
+        assert ("the disk of rank 0" if how == "says that it fails" else "rank 0 unless a launcher has it") in text
+        assert again == [True, True]
+
+
+def hang(collectives, call, secs):
+    collectives.gather("all are here")
+    if collectives.rank == 1:
+        time.sleep(secs)
+    try:
+        if call == "all_sum":
+            collectives.all_sum([torch.ones(3)])
+        else:
+            collectives.barrier(timeout_secs=0.3)
+    except RankFailed as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.parametrize(("call", "timeout_secs"), [("all_sum", 0.5), ("barrier", 60.0)])
+def test_a_rank_that_hangs_is_named_after_the_deadline_and_hears_of_it_when_it_comes(processes, call, timeout_secs):
+    told = processes.run(3, hang, call, 3.0, collectives={"timeout_secs": timeout_secs, "grace_secs": 0.5})
+    assert len(set(told)) == 1
+    assert told[0].startswith("rank 1: expected every rank to take part, found no sign of it within 0.5 s")
+
+
+def test_ranks_that_are_busy_for_less_than_the_deadline_are_waited_for(processes):
+    assert processes.run(3, hang, "all_sum", 1.0, collectives=PATIENT) == ["went on"] * 3
+
+
+def raise_all(collectives):
+    collectives.gather(1)
+    if collectives.rank == 2:
+        error = ValueError("lost")
+        collectives.fail(error)
+        raise error
+    collectives.barrier(timeout_secs=30)
+
+
+def test_a_world_that_failed_ends_with_tracebacks_and_no_crash(processes):
+    """Python and torch take themselves down with an exchange under way: no abort, and each rank prints why it ended."""
+    for rank in processes.outcomes(3, raise_all, collectives=PATIENT, is_tidy=True):
+        assert rank.code == 1, rank.printed
+        assert "lost" in rank.printed
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def make_in_groups():
+    evens = dist.new_group([0, 2], backend="gloo")
+    told = []
+    try:
+        given = TorchCollectives(evens, timeout_secs=30)
+        told = [given.rank, given.gather(dist.get_rank()), given.all_sum([torch.tensor(1)])[0].item()]
+        told += [given.broadcast(dist.get_rank(), source=1)]
+    except InvalidArgument as error:
+        told = [error.where]
+    both = TorchCollectives(timeout_secs=30), TorchCollectives(dist.group.WORLD, timeout_secs=30)
+    return told, [each.gather(dist.get_rank()) for each in both], isinstance(both[0], Collectives)
+
+
+def test_a_group_that_is_given_has_its_own_ranks(processes):
+    zero, one, two = processes.run(3, make_in_groups)
+    assert zero == ([0, [0, 2], 2, 2], [[0, 1, 2]] * 2, True)
+    assert two == ([1, [0, 2], 2, 2], [[0, 1, 2]] * 2, True)
+    assert one == (["TorchCollectives.group"], [[0, 1, 2]] * 2, True)
+
+
+def fail_one_of_two():
+    first, second = TorchCollectives(timeout_secs=30), TorchCollectives(timeout_secs=30)
+    if first.rank == 1:
+        first.fail(ValueError("only the first"))
+    try:
+        first.barrier(timeout_secs=30)
+    except RankFailed:
+        return second.gather(first.rank)
+
+
+def test_a_failure_ends_its_own_collectives_and_no_others(processes):
+    assert processes.run(2, fail_one_of_two) == [[0, 1]] * 2
+
+
+def test_without_torch_distributed_the_error_says_how_to_start_it():
+    with pytest.raises(InvalidArgument, match=r"init_process_group\(\"gloo\"\)"):
+        TorchCollectives()
+    with pytest.raises(InvalidArgument, match="timeout_secs > 0"):
+        TorchCollectives(timeout_secs=0)
+
+
+# --- what they are for -----------------------------------------------------------------------------------------------
+
+
+def loss_fn(model, batch):
+    return Loss(sum=(model(batch) ** 2).sum(), weight=len(batch))
+
+
+def train_and_save(collectives, run):
+    model = torch.nn.utils.skip_init(torch.nn.Linear, 8, 4)
+    for parameter in model.parameters():  # threads share the default generator
+        parameter.data.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape))
+    sgd = optimizer(torch.optim.AdamW, lr=1e-2)
+    state = init_state(model, sgd)
+    step = make_step(model, loss_fn, sgd, collectives=collectives)
+    for seed in range(3):
+        batch = torch.randn(10, 8, generator=torch.Generator().manual_seed(seed))
+        state, _ = step(state, shard_of(batch, collectives.rank, collectives.world_size))
+    saved = save(state, run, collectives=collectives)
+    again = load(run, like=init_state(model, sgd), collectives=collectives)
+    return fingerprint(state) == fingerprint(again), dict(saved.fingerprints)
+
+
+def test_processes_train_and_save_as_threads_do(processes, tmp_path):
+    """The steps, the checkpoint and what comes back have the same bits, whatever the ranks are made of."""
+    threads = run_threads(3, lambda collectives: train_and_save(collectives, str(tmp_path / "threads")))
+    real = processes.run(3, train_and_save, str(tmp_path / "processes"), collectives=PATIENT)
+    assert threads == real
+    assert all(same for same, _ in real)
+    assert len(LocalStore(tmp_path / "processes").list()) == 2
