@@ -45,7 +45,7 @@ def make_best_record(
 
     Args:
         metric: the name of the metric in an evaluation's result.
-        direction: ``"min"`` or ``"max"``; there is no default, and the name says nothing ("map" is in "mape").
+        direction: ``"min"`` or ``"max"``; there is no default, and the name says nothing.
         min_delta: a score wins only if it is better by more than this; 0.0 for any strict improvement.
         run_id: the run; None for the one that the record is saved into.
 

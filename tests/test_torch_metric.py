@@ -209,6 +209,14 @@ def test_zero_is_neutral_and_merging_is_associative_up_to_the_rounding_of_the_st
         assert bits(left) == bits(right)
 
 
+def test_what_saw_nothing_adds_nothing_whatever_its_default_is():
+    """A state that begins at 5 is 5 too high once for each rank with data, as in torchmetrics, and not for those without."""
+    metric = TorchMetric(lambda: Own(torch.tensor(5.0), "sum"))
+    acc = metric.observe(metric.zero(), torch.tensor(1.0))
+    assert bits(metric.merge(metric.zero(), acc)) == bits(metric.merge(acc, metric.zero())) == bits(acc)
+    assert metric.result(acc) == 6.0
+
+
 def test_a_metric_that_was_never_updated_has_no_result():
     """Neither 0.0 nor a warning, and absent from the evaluation."""
     metric = TorchMetric(torchmetrics.MeanSquaredError)
