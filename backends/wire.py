@@ -1,10 +1,12 @@
 """The wire: a small value as bytes of JSON for another rank of the same program, and back, without pickle.
 
-What JSON or attrs can hold, as `Collectives` says. Types come back exactly: a tuple is no list, and an attrs object is of its
-class, rebuilt field by field as a copy is, without ``__init__``. No class is found that is not attrs' own kind.
+What JSON or attrs can hold, as `Collectives` says, and batches: tensors and arrays. Types come back exactly: a tuple is no list,
+and an object of attrs or a dataclass is of its class, rebuilt field by field as a copy is, without ``__init__``. No other class
+is found by its name.
 """
 
 import base64
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -13,8 +15,10 @@ from importlib import import_module
 from typing import Any, Final
 
 import attrs
+import numpy as np
 import torch
 
+from trainfold.core.codec import tensor_bytes
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.scalars import Json
 from trainfold.core.spec import dtype_name
@@ -30,6 +34,8 @@ _PACKED: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {  # type -> its 
     Fraction: ("fraction", lambda value: [value.numerator, value.denominator]),
     torch.Size: ("size", list),
     torch.dtype: ("dtype", dtype_name),
+    np.ndarray: ("array", lambda value: [value.dtype.str, list(value.shape), value.tobytes()]),
+    torch.Tensor: ("tensor", lambda value: [dtype_name(value.dtype), list(value.shape), bytes(tensor_bytes(value))]),
 }
 _UNPACKED: Final[dict[str, Callable[[Any], Any]]] = {
     "tuple": tuple,
@@ -41,6 +47,8 @@ _UNPACKED: Final[dict[str, Callable[[Any], Any]]] = {
     "fraction": lambda parts: Fraction(*parts),
     "size": torch.Size,
     "dtype": lambda name: getattr(torch, name),
+    "array": lambda parts: np.frombuffer(bytearray(parts[2]), np.dtype(parts[0])).reshape(parts[1]),
+    "tensor": lambda parts: _tensor(*parts),
 }
 
 
@@ -49,7 +57,8 @@ def to_wire(value: Any) -> bytes:
 
     Args:
         value: None, bool, int, float, str, bytes, list, tuple, dict, set, frozenset, range, `fractions.Fraction`,
-            `torch.Size`, `torch.dtype`, and attrs objects, nested at will.
+            `torch.Size`, `torch.dtype`, tensors on the CPU, arrays without objects, named tuples, and objects of attrs and
+            dataclasses, nested at will.
 
     Raises:
         InvalidArgument: naming the type, for anything else.
@@ -74,18 +83,17 @@ def _encode(value: Any) -> Json:
         return value
     if kind is list:
         return [_encode(each) for each in value]
-    if kind in _PACKED:
+    if kind in _PACKED and _is_here(value):
         tag, packed = _PACKED[kind]
         return {tag: _encode(packed(value))}
-    if attrs.has(kind):
-        name = f"{kind.__module__}:{kind.__qualname__}"
-        if _class_of(name) is kind:
-            return {"attrs": [name, *(_encode(getattr(value, field.name)) for field in attrs.fields(kind))]}
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if _fields(kind) is not None and _class_of(name) is kind:
+        return {"object": [name, {field: _encode(getattr(value, field)) for field in _fields(kind) or ()}]}
     raise InvalidArgument(
         "what one rank gives to others",
-        expected="a small value: what JSON can hold, tuples, bytes, attrs objects of a module's own classes",
+        expected="a small value: what JSON can hold, tuples, bytes, CPU tensors, objects of attrs or dataclasses of a module",
         found=f"{kind.__module__}.{kind.__qualname__}",
-        mend="give its parts; tensors go through all_sum, errors as text",
+        mend="give its parts, and errors as text",
     )
 
 
@@ -95,22 +103,51 @@ def _decode(node: Json) -> Any:
     if type(node) is not dict:
         return node
     ((tag, content),) = node.items()
-    if tag != "attrs":
+    if tag != "object":
         return _UNPACKED[tag](_decode(content))
-    name, *values = content
+    name, values = content
     kind: Any = _class_of(name)
+    fields = {field: _decode(values[field]) for field in _fields(kind) or ()}
+    if issubclass(kind, tuple):
+        return kind(**fields)
     rebuilt = object.__new__(kind)
-    for field, value in zip(attrs.fields(kind), values, strict=True):
-        object.__setattr__(rebuilt, field.name, _decode(value))
+    for field, value in fields.items():
+        object.__setattr__(rebuilt, field, value)
     return rebuilt
 
 
+def _fields(kind: Any) -> tuple[str, ...] | None:
+    """The fields of a class of attrs, a dataclass or a named tuple; None for any other."""
+    if isinstance(kind, type) and attrs.has(kind):
+        return tuple(field.name for field in attrs.fields(kind))
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return tuple(field.name for field in dataclasses.fields(kind))
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return tuple(kind._fields)
+    return None
+
+
 def _class_of(name: str) -> type | None:
-    """The attrs class of that name; its module is imported only if it is of a package that is in use already."""
+    """The class with fields of that name; its module is imported only if it is of a package that is in use already."""
     module, _, path = name.partition(":")
     if module not in sys.modules and module.partition(".")[0] in sys.modules:
         import_module(module)
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = getattr(found, part, None)
-    return found if isinstance(found, type) and attrs.has(found) else None
+    return None if _fields(found) is None else found
+
+
+def _is_here(value: Any) -> bool:
+    """Whether the bytes of a tensor or an array are at hand, and all that it is."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type == "cpu" and value.layout == torch.strided and not value.is_quantized
+    return not (isinstance(value, np.ndarray) and value.dtype.hasobject)
+
+
+def _tensor(dtype: str, shape: list[int], data: bytes) -> torch.Tensor:
+    """As the tensor was, but for its strides and whether it requires a gradient."""
+    empty = torch.empty(shape, dtype=getattr(torch, dtype))
+    if data:
+        empty.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return empty

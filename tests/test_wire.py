@@ -1,9 +1,11 @@
 """What travels between ranks: values as JSON, and the parts of a sum."""
 
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -30,6 +32,17 @@ class Loose:
     value: Any
 
 
+class Pair(NamedTuple):
+    one: Any
+    other: Any = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    ids: Any
+    label: int = 0
+
+
 scalars = (
     st.none()
     | st.booleans()
@@ -51,6 +64,8 @@ values = st.recursive(
         | st.sets(keys, max_size=3)
         | inner.map(lambda value: Checked(1, value))
         | inner.map(Loose)
+        | inner.map(Sample)
+        | inner.map(Pair)
     ),
     max_leaves=12,
 )
@@ -88,6 +103,25 @@ def test_what_saves_gather_travels():
     assert found[1].exit_code == 30
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint8, torch.int64]
+)
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_a_batch_travels_with_all_its_bits(dtype, shape):
+    tensor = (torch.arange(torch.Size(shape).numel()).reshape(shape) * 1.7).to(dtype)
+    batch = Sample({"x": tensor, "y": Pair(tensor.t() if len(shape) == 2 else tensor)}, 3)
+    found = from_wire(to_wire(batch))
+    assert type(found) is Sample
+    for one, other in ((found.ids["x"], tensor), (found.ids["y"].one, batch.ids["y"].one)):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    numbers = np.arange(6, dtype=np.float32).reshape(2, 3).T
+    array = from_wire(to_wire(numbers))
+    assert array.dtype == np.float32
+    assert np.array_equal(array, numbers)
+    array += 1  # it is the receiver's own
+
+
 def test_a_copy_is_no_second_making():
     odd = Checked(1)
     object.__setattr__(odd, "whole", "not an int")
@@ -96,9 +130,12 @@ def test_a_copy_is_no_second_making():
     assert (found.whole, found.derived) == ("not an int", 8)
 
 
-@pytest.mark.parametrize("value", [object(), torch.zeros(1), ValueError("x"), {"a": [1j]}, lambda: None, type])
+@pytest.mark.parametrize(
+    "value",
+    [object(), torch.zeros(1, device="meta"), np.array([None]), ValueError("x"), {"a": [1j]}, lambda: None, type],
+)
 def test_what_cannot_travel_is_refused_by_its_type(value):
-    with pytest.raises(InvalidArgument, match=r"tensors go through all_sum, errors as text"):
+    with pytest.raises(InvalidArgument, match=r"give its parts, and errors as text"):
         to_wire(value)
 
 
@@ -112,10 +149,10 @@ def test_a_class_that_others_cannot_find_is_refused():
 
 
 @pytest.mark.parametrize(
-    "data", [b'{"attrs":["os:system","ls"]}', b'{"attrs":["builtins:eval","1"]}', b'{"attrs":["antigravity:x"]}']
+    "data", [b'{"object":["os:system",{}]}', b'{"object":["builtins:eval",{}]}', b'{"object":["antigravity:x",{}]}']
 )
 def test_bytes_can_name_no_code(data):
-    with pytest.raises((TypeError, AttributeError, attrs.exceptions.NotAnAttrsClassError)):
+    with pytest.raises(TypeError):
         from_wire(data)
 
 
