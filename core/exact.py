@@ -32,6 +32,7 @@ Number: TypeAlias = torch.Tensor | float
 Exact: TypeAlias = Fraction | float
 
 _DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_MANY = 256  # rows of a column that are sooner added alone than with the others
 _FEW = 8  # elements that Python adds sooner than torch
 _BYTES = LIMBS * LIMB_BITS // 8
 
@@ -120,7 +121,12 @@ def exact_add_columns(total: ExactSum, terms: torch.Tensor) -> ExactSum:
     total = _grown(total, max(columns, len(total.limbs)))
     if terms.numel() == 0:
         return total
-    return _add_bins(total, terms.reshape(-1, columns), columns)
+    rows = terms.reshape(-1, columns)
+    if len(rows) < _MANY or not (_is_on_cpu(rows) and _is_on_cpu(total.limbs) and rows.is_floating_point()):
+        return _add_bins(total, rows, columns)
+    alone = [ExactSum(limbs, special) for limbs, special in zip(total.limbs, total.special, strict=True)]
+    alone[:columns] = [_add_on_cpu(one, column) for one, column in zip(alone, rows.T.contiguous(), strict=False)]
+    return ExactSum(torch.stack([one.limbs for one in alone]), torch.stack([one.special for one in alone]))
 
 
 def exact_merge(one: ExactSum, other: ExactSum) -> ExactSum:
@@ -191,14 +197,12 @@ def rounded(value: Exact) -> float:
 def _add_on_cpu(total: ExactSum, terms: torch.Tensor) -> ExactSum:
     special, amount = total.special, 0
     for part in torch.split(terms.reshape(-1), MAX_TERMS):
-        if not part.is_floating_point():
-            amount += sum_of_ints(part) << UNIT
-            continue
-        units = _units_of_rows(part.contiguous())
+        units = _units_of(part)
         if units is None:
-            limbs, counts = bins_of(part)
-            units, special = _units(limbs[0]), special + counts[0]
-        amount += units
+            is_finite = part.isfinite()
+            special = special + bins_of(part[~is_finite])[1][0]
+            units = _units_of(torch.where(is_finite, part, 0))
+        amount += _units(bins_of(part)[0][0]) if units is None else units
     return ExactSum(_limbs(_units(total.limbs) + amount), special)
 
 
@@ -252,13 +256,15 @@ def _grown(total: ExactSum, length: int) -> ExactSum:
     return ExactSum(pad(total.limbs, (0, 0, 0, missing)), pad(total.special, (0, 0, 0, missing)))
 
 
-def _units_of_rows(terms: torch.Tensor) -> int | None:
-    """The sum where rows of float64 can hold it, in units of 2**-1074."""
+def _units_of(terms: torch.Tensor) -> int | None:
+    """The sum in units of 2**-1074, where float64 can hold parts of it; None where it cannot."""
     if len(terms) == 0:
         return 0
+    if not terms.is_floating_point():
+        return sum_of_ints(terms) << UNIT
     if terms.dtype in _DIGITS:
-        return sum_of_floats(terms.float(), digits=_DIGITS[terms.dtype])
-    return sum_of_doubles(terms) if terms.dtype == torch.float64 else None
+        return sum_of_floats(terms.float().contiguous(), digits=_DIGITS[terms.dtype])
+    return sum_of_doubles(terms.contiguous()) if terms.dtype == torch.float64 else None
 
 
 def _value(limbs: torch.Tensor, special: list[int]) -> Exact:

@@ -144,6 +144,57 @@ def test_rows_of_float64_lose_no_bit(spread, scale):
         assert sum_of_doubles(tensor) is not None
 
 
+@MANY
+@given(
+    st.integers(0, 2**32),
+    st.integers(0, 260),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from([3, 1500, 3000]),
+)
+def test_windows_lose_no_bit_whatever_the_spread(seed, spread, dtype, size):
+    """Cancellation across all of it: the large terms leave, the small ones stay."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.randint(-spread, 1, (size,), generator=generator) + min(120, spread)
+    values = torch.ldexp(torch.randn(size, generator=generator, dtype=torch.float64), scale).to(dtype)
+    values = torch.cat([values, -values[: size // 2]])
+    finite = values[values.isfinite()]
+    assert exact_value(exact_add(exact_zero(), values)) == fraction_of(values) if len(finite) == len(values) else True
+    assert exact_value(exact_add(exact_zero(), finite)) == fraction_of(finite)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_windows_take_a_spread_of_24_to_100_bits(dtype):
+    """What rows cannot hold does not fall into the slow bins at once."""
+    for spread in (25, 60, 100):
+        values = torch.tensor([1.0 + 2**-23, 2.0**-spread] * 600, dtype=dtype)
+        fast = sum_of_floats(values) if dtype == torch.float32 else sum_of_doubles(values)
+        assert Fraction(fast, 1 << 1074) == fraction_of(values)
+
+
+def test_one_term_that_is_not_finite_does_not_change_how_the_others_are_added(monkeypatch):
+    values = torch.rand(5000)
+    values[17] = math.nan
+    whole = fraction_of(values[values.isfinite()])
+    sizes = []
+    original = bins_of
+    monkeypatch.setattr("trainfold.core.exact.bins_of", lambda terms: sizes.append(len(terms)) or original(terms))
+    total = exact_add(exact_zero(), values)
+    assert sizes == [1]
+    assert total.special.tolist() == [1, 0, 0]
+    assert exact_value(ExactSum(total.limbs, torch.zeros(3, dtype=torch.int64))) == whole
+
+
+@MANY
+@given(tensors(finite=False), st.integers(1, 3))
+def test_many_rows_of_columns_are_added_like_few(tensor, columns):
+    rows = tensor[: len(tensor) // columns * columns].view(-1, columns).repeat(300, 1)
+    many = exact_add_columns(exact_zero(4), rows)
+    few = exact_zero(4)
+    for part in rows.split(200):
+        few = exact_add_columns(few, part)
+    assert same(many, few)
+
+
 @pytest.mark.parametrize("value", [5e-324, 2.0**-1022, 1.7e308, float("inf"), float("nan")])
 def test_float64_beyond_what_rows_can_hold_goes_through_bins(value):
     assert sum_of_doubles(torch.full((100,), value, dtype=torch.float64)) is None
