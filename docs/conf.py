@@ -30,6 +30,7 @@ default_role = "code"
 napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+suppress_warnings = ["ref.python"]  # a name that a module re-exports has two homes, and a link to either is right
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!trainfold\.).*"),  # other projects are not linked: the build needs no network
     (r"py:.*", r"trainfold\.(\w+\.)*_?[A-Z]\w?"),  # type variables

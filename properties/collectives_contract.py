@@ -12,7 +12,7 @@ from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, Tr
 from trainfold.core.world import Collectives
 from trainfold.properties.differences import ContractBroken
 
-__all__ = ["ContractBroken", "check_collectives"]
+__all__ = ["check_collectives"]
 
 Play: TypeAlias = Callable[[Collectives], Any]
 Run: TypeAlias = Callable[[int, Play], list[Any]]

@@ -14,7 +14,7 @@ from trainfold.core.metrics.metric import Metric
 from trainfold.properties.accumulators import difference_of, leafwise_sum, shown
 from trainfold.properties.differences import ContractBroken
 
-__all__ = ["ContractBroken", "check_metric"]
+__all__ = ["check_metric"]
 
 _MANY: Final = 6  # accumulators that are tried in all triples: 216 of them
 

@@ -57,7 +57,7 @@ def batch_invariant(metric: Metric, values: Any, *, max_examples: int = 100) -> 
         for acc in accs:
             found = metric.merge(found, acc)
         plan = [[len(rows) for rows in batches] for batches in ranks]
-        doing = f"batches of {plan} rows on {len(ranks)} ranks"
+        doing = f"batches of {plan} rows, a list for each rank"
         if shown(metric.result(found)) != wanted:
             raise LawBroken("batch invariance", "result", f"{shown(metric.result(found))} against {wanted}; {doing}")
         if difference := difference_of(found, whole):

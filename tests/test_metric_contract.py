@@ -236,7 +236,9 @@ def test_an_honest_metric_passes(honest):
 def test_what_changes_with_the_batches_breaks_the_law_of_batches(liar):
     """Q01: the message says how the samples were cut and dealt out."""
     values = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(LawBroken, match=r"batch invariance: \w+: .* against .*; batches of \[\[.*\]\] rows on \d rank"):
+    with pytest.raises(
+        LawBroken, match=r"batch invariance: \w+: .* against .*; batches of \[\[.*\]\] rows, a list for each rank"
+    ):
         batch_invariant(liar(), values)
 
 

@@ -43,7 +43,8 @@ def rows_of(draw, size, width=(), dtype=None, finite=None):
     if dtype in FLOATS:
         finite = draw(st.sampled_from([True, True, False])) if finite is None else finite
         wide = st.floats(width=FLOATS[dtype], allow_nan=not finite, allow_infinity=not finite)
-        near = st.sampled_from([0.0, -0.0, 0.1, 0.5, -0.5, 0.75, 1.0, -1.0, 2.0, 3.1, -3.1, 1e3, 1e-3])
+        odd = [] if finite else [math.nan, math.inf, -math.inf]
+        near = st.sampled_from([*odd, 0.0, -0.0, 0.1, 0.5, -0.5, 0.75, 1.0, -1.0, 2.0, 3.1, -3.1, 1e3, 1e-3])
         kinds = draw(st.sampled_from([wide, near, st.one_of(wide, near)]))
         values = draw(st.lists(kinds, min_size=count, max_size=count))
         found = torch.tensor(values, dtype=torch.float64).to(dtype)
@@ -95,7 +96,7 @@ def positions(draw):
     given = []
     for dtype in (correct, valid):
         found = draw(rows_of(size, (length,), dtype=dtype, finite=None if dtype == valid else True))
-        given.append(found.clamp(-3, 3) if dtype in INTS else found)
+        given.append(found.clamp(-3, 3) if dtype == torch.int64 else found)
     mask = draw(rows_of(size, (length,), dtype=torch.bool))
     return given[0], torch.where(mask, given[1], torch.zeros_like(given[1]))
 
@@ -539,6 +540,10 @@ def test_extremes_tell_the_zeros_apart_and_do_not_hide_nan():
     acc = M.Min().observe(M.Min().zero(), torch.tensor([math.nan, math.inf, 1.0]))
     assert math.isnan(M.Min().result(acc))
     assert (acc.special.tolist(), int(acc.seen)) == ([1, 1, 0], 2)
+    for metric in (M.Min(), M.Max()):
+        without, nan = torch.tensor([2.0, -3.0]), torch.tensor([math.nan, -math.nan])
+        keys = [metric.observe(metric.zero(), values).key for values in (without, torch.cat([without, nan]))]
+        assert torch.equal(*keys)
 
 
 def test_ties_among_logits_are_decided_by_index():
@@ -556,6 +561,9 @@ def test_what_is_no_class_is_counted_and_refused_by_name():
         acc = metric.observe(metric.zero(), torch.tensor([0, 2, 1, -100]), torch.tensor([0, 1, 5, -100]))
         with pytest.raises(InvalidArgument, match="found 2 pairs that are not"):
             metric.result(acc)
+        for predicted in (-1, 2):
+            acc = metric.observe(metric.zero(), torch.tensor([predicted]), torch.tensor([1]))
+            assert (int(acc.counts.sum()), int(acc.outside)) == (0, 1)
     assert result_of(M.Confusion(2, ignore_index=7), torch.tensor([0, 1]), torch.tensor([7, 1])) == [[0, 0], [0, 1]]
     acc = M.Confusion(2, ignore_index=None).observe(M.Confusion(2).zero(), torch.tensor([0]), torch.tensor([-100]))
     assert int(acc.outside) == 1

@@ -11,7 +11,7 @@ from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact import rounded
 from trainfold.core.metrics.arguments import integers, same_shape
-from trainfold.core.metrics.counts import add_counts, beside, no_counts
+from trainfold.core.metrics.counts import add_counts, beside, merge_counts, no_counts
 
 __all__ = ["AcceptanceRate", "Reached"]
 
@@ -83,7 +83,7 @@ class AcceptanceRate:
 
     def merge(self, one: Reached, other: Reached) -> Reached:
         """All that both have seen."""
-        merged: Reached = tree.map(add_counts, one, other)
+        merged: Reached = tree.map(merge_counts, one, other)
         return merged
 
     def result(self, acc: Reached) -> list[float] | None:

@@ -8,7 +8,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.metrics.arguments import check_classes, integers, same_shape
-from trainfold.core.metrics.counts import add_counts, beside, no_counts
+from trainfold.core.metrics.counts import add_counts, beside, merge_counts, no_counts
 
 __all__ = ["Confusion", "Pairs", "count_pairs", "no_pairs", "table_of"]
 
@@ -73,7 +73,7 @@ class Confusion:
 
     def merge(self, one: Pairs, other: Pairs) -> Pairs:
         """All that both have seen."""
-        merged: Pairs = tree.map(add_counts, one, other)
+        merged: Pairs = tree.map(merge_counts, one, other)
         return merged
 
     def result(self, acc: Pairs) -> list[list[int]] | None:

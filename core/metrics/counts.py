@@ -2,7 +2,7 @@
 
 import torch
 
-__all__ = ["add_counts", "beside", "no_counts"]
+__all__ = ["add_counts", "beside", "merge_counts", "no_counts"]
 
 
 def no_counts(*shape: int) -> torch.Tensor:
@@ -29,6 +29,16 @@ def add_counts(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return one + other
     shape = [max(sides) for sides in zip(one.shape, other.shape, strict=True)]
     return _padded(one, shape) + _padded(other, shape)
+
+
+def merge_counts(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The same on the CPU: to merge is where a device is waited for.
+
+    Examples:
+        >>> merge_counts(torch.tensor(1), torch.tensor(2))
+        tensor(3)
+    """
+    return add_counts(one.cpu(), other.cpu())
 
 
 def beside(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

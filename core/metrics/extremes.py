@@ -63,11 +63,11 @@ class Min:
             InvalidArgument: for what is not real.
         """
         values = real("Min.values", values)
-        return self.merge(acc, _extreme_of(values, least=True)) if values.numel() else acc
+        return _merged(acc, _extreme_of(values, least=True), least=True) if values.numel() else acc
 
     def merge(self, one: Extreme, other: Extreme) -> Extreme:
         """All that both have seen."""
-        return _merged(one, other, least=True)
+        return _merged(_on_cpu(one), _on_cpu(other), least=True)
 
     def result(self, acc: Extreme) -> float | None:
         """The smallest."""
@@ -104,11 +104,11 @@ class Max:
             InvalidArgument: for what is not real.
         """
         values = real("Max.values", values)
-        return self.merge(acc, _extreme_of(values, least=False)) if values.numel() else acc
+        return _merged(acc, _extreme_of(values, least=False), least=False) if values.numel() else acc
 
     def merge(self, one: Extreme, other: Extreme) -> Extreme:
         """All that both have seen."""
-        return _merged(one, other, least=False)
+        return _merged(_on_cpu(one), _on_cpu(other), least=False)
 
     def result(self, acc: Extreme) -> float | None:
         """The largest."""
@@ -131,6 +131,11 @@ def _merged(one: Extreme, other: Extreme, *, least: bool) -> Extreme:
         add_counts(one.seen, other.seen),
         add_counts(one.special, other.special),
     )
+
+
+def _on_cpu(acc: Extreme) -> Extreme:
+    there: Extreme = tree.map_tensors(torch.Tensor.cpu, acc)
+    return there
 
 
 def _flipped(bits: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact import rounded
 from trainfold.core.metrics.arguments import check_classes
 from trainfold.core.metrics.confusion import Pairs, count_pairs, no_pairs, table_of
-from trainfold.core.metrics.counts import add_counts
+from trainfold.core.metrics.counts import merge_counts
 
 __all__ = ["F1", "Average"]
 
@@ -75,7 +75,7 @@ class F1:
 
     def merge(self, one: Pairs, other: Pairs) -> Pairs:
         """All that both have seen."""
-        merged: Pairs = tree.map(add_counts, one, other)
+        merged: Pairs = tree.map(merge_counts, one, other)
         return merged
 
     def result(self, acc: Pairs) -> float | list[float | None] | None:

@@ -13,7 +13,7 @@ from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact import rounded
 from trainfold.core.metrics.arguments import is_number, real
-from trainfold.core.metrics.counts import add_counts, no_counts
+from trainfold.core.metrics.counts import add_counts, merge_counts, no_counts
 
 __all__ = ["Bins", "Histogram", "Quantiles"]
 
@@ -84,7 +84,7 @@ class Histogram:
 
     def merge(self, one: Bins, other: Bins) -> Bins:
         """All that both have seen."""
-        merged: Bins = tree.map(add_counts, one, other)
+        merged: Bins = tree.map(merge_counts, one, other)
         return merged
 
     def result(self, acc: Bins) -> dict[str, int | list[int]] | None:
@@ -147,7 +147,7 @@ class Quantiles:
 
     def merge(self, one: Bins, other: Bins) -> Bins:
         """All that both have seen."""
-        merged: Bins = tree.map(add_counts, one, other)
+        merged: Bins = tree.map(merge_counts, one, other)
         return merged
 
     def result(self, acc: Bins) -> list[float | None] | None:

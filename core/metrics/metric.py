@@ -30,7 +30,7 @@ class Metric(Protocol):
         ...
 
     def merge(self, one: Any, other: Any, /) -> Any:
-        """The accumulator of all that two of them have seen."""
+        """The accumulator of all that two of them have seen, on the CPU: this is where a device is waited for."""
         ...
 
     def result(self, acc: Any, /) -> Any:

@@ -10,7 +10,7 @@ from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact import rounded
 from trainfold.core.metrics.arguments import integers, real, same_shape
-from trainfold.core.metrics.counts import add_counts, beside, no_counts
+from trainfold.core.metrics.counts import add_counts, beside, merge_counts, no_counts
 
 __all__ = ["Hits", "TopK"]
 
@@ -110,7 +110,7 @@ class TopK:
 
     def merge(self, one: Hits, other: Hits) -> Hits:
         """All that both have seen."""
-        merged: Hits = tree.map(add_counts, one, other)
+        merged: Hits = tree.map(merge_counts, one, other)
         return merged
 
     def result(self, acc: Hits) -> float | None:

@@ -8,7 +8,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.exact import ExactSum, exact_add, exact_merge, exact_value, exact_zero, ratio_of, rounded
 from trainfold.core.metrics.arguments import real
-from trainfold.core.metrics.counts import add_counts, no_counts
+from trainfold.core.metrics.counts import merge_counts, no_counts
 
 __all__ = ["Mean", "Sum", "Total", "merge_totals", "more_of", "nothing"]
 
@@ -40,7 +40,7 @@ def more_of(acc: Total, values: torch.Tensor) -> Total:
 
 def merge_totals(one: Total, other: Total) -> Total:
     """The numbers of both."""
-    return Total(exact_merge(one.sum, other.sum), add_counts(one.count, other.count))
+    return Total(exact_merge(one.sum, other.sum), merge_counts(one.count, other.count))
 
 
 @final
