@@ -20,7 +20,7 @@ from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, plan, save
-from trainfold.core.best import is_better, make_best_record, updated
+from trainfold.core.best import decide_best, is_better, make_best_record, updated
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointHostile,
@@ -345,3 +345,19 @@ def test_a_failure_of_rank_0_is_raised_on_every_rank(store):
     save_at(store, 10)
     outcomes = thread_outcomes(2, lambda world: save_best(store, won(0.5, 11), collectives=world))
     assert [type(outcome.error) for outcome in outcomes] == [InvalidState, RankFailed]
+
+
+def evaluated_and_saved(world, run):
+    """What each process of a world does after a step: decides, and writes the best; what it measured differs by rank."""
+    best = load_best(run, WANTED, collectives=world)
+    best, _ = decide_best(best, {"loss": 0.5 + world.rank}, step=10, collectives=world)
+    best = save_best(run, best, collectives=world)
+    again, won = decide_best(best, {"loss": 0.9 - world.rank}, step=20, collectives=world)
+    return best.score, best.run_id, again == best == load_best(run, WANTED, collectives=world), won
+
+
+def test_processes_act_on_one_verdict(processes, tmp_path):
+    """E08: real processes, of which each would have decided otherwise by itself."""
+    save_at(tmp_path, 10)
+    told = processes.run(2, evaluated_and_saved, str(tmp_path), collectives={})
+    assert told == [(0.5, read_inventory(LocalStore(tmp_path)).run_id, True, False)] * 2

@@ -424,3 +424,17 @@ def test_a_metric_of_the_users_own_is_not_touched():
     assert mine.update_count == 1
     assert mine.compute() == 1.0
     assert mine.sync_on_compute
+
+
+def measured_in_a_process(world):
+    """An evaluation with a process group of torch at hand, which torchmetrics would use by itself; rank 1 has no data."""
+    metric = TorchMetric(BinaryAUROC)
+    share = [] if world.rank == 1 else [(4, world.rank), (3, 10 + world.rank)]
+    found = evaluate(lambda batch: {"it": binary(*batch)}, share, {"it": metric}, collectives=world)
+    return torch.distributed.is_initialized(), float(found["it"]).hex(), found.batches
+
+
+def test_processes_measure_the_same_bits(processes):
+    told = processes.run(3, measured_in_a_process, collectives={})
+    threads = run_threads(3, measured_in_a_process)
+    assert told == [(True, *threads[0][1:])] * 3
