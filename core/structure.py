@@ -18,6 +18,7 @@ from trainfold.core.codec import as_tensor, is_tensor_leaf
 from trainfold.core.collecting import without_collecting
 from trainfold.core.cursor import DataCursor
 from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
+from trainfold.core.eval_cursor import DistributedEvalCursor
 from trainfold.core.leaves import Leaves
 from trainfold.core.rng import Key
 from trainfold.core.scalars import SCALAR_TAGS, Json, decode_scalar, encode_scalar, shown
@@ -26,7 +27,8 @@ from trainfold.core.state import TrainState
 
 MAX_DEPTH = 64
 _KEYS = frozenset({tuple, str, int, bool, float, bytes, type(None)})  # what keys of a dict may be
-OWN_NODES = (TrainState, Key, DataCursor)  # named here so that they are registered wherever a checkpoint is read
+# named here so that they are registered wherever a checkpoint is read
+OWN_NODES = (TrainState, Key, DataCursor, DistributedEvalCursor)
 
 
 @final

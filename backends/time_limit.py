@@ -1,0 +1,71 @@
+"""`time_limit`: batches for so many seconds, and whether that was all of them (Q12)."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar, final
+
+from trainfold.core.errors import InvalidArgument
+
+T = TypeVar("T")
+
+
+@final
+class TimeLimit(Generic[T]):
+    """Batches that end when the time is up; made by `time_limit`. Whatever else the batches have is there as well.
+
+    Attributes:
+        complete: whether the last iteration gave every batch; False before one has.
+    """
+
+    def __init__(self, batches: Iterable[T], secs: float, clock: Callable[[], float]) -> None:
+        self._batches = batches
+        self._secs = secs
+        self._clock = clock
+        self.complete = False
+
+    def __iter__(self) -> Iterator[T]:
+        self.complete = False
+        deadline = self._clock() + self._secs
+        is_first = True
+        for batch in self._batches:
+            if not is_first and self._clock() >= deadline:
+                return
+            is_first = False
+            yield batch
+        self.complete = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._batches, name)  # such as state_dict of a loader, whose position is put back
+
+
+def time_limit(batches: Iterable[T], *, secs: float, clock: Callable[[], float] = time.monotonic) -> TimeLimit[T]:
+    """Stop giving batches when the time is up, and know whether there were more.
+
+    Time counts from the first batch asked for, and includes what is done with the batches. It is looked at between batches: none
+    is cut, and the first one is always given, so that there is a result however small the limit is. To know whether there were more,
+    one batch is taken that is not given; from an iterator it is lost.
+
+    With several ranks, each has its own time, and evaluations are partial on all if they are on one.
+
+    Args:
+        batches: a loader, a list, an iterator; it can be iterated over again if they can.
+        secs: how long, > 0.
+        clock: seconds, from any origin.
+
+    Raises:
+        InvalidArgument: unless ``secs > 0``.
+
+    Examples:
+        >>> seconds = iter([0.0, 4.0, 8.0, 12.0])
+        >>> some = time_limit("abcdef", secs=10, clock=lambda: next(seconds))
+        >>> "".join(some), some.complete
+        ('abc', False)
+        >>> every = time_limit("abc", secs=3600)
+        >>> "".join(every), every.complete
+        ('abc', True)
+    """
+    if not secs > 0:
+        raise InvalidArgument("secs", expected="secs > 0", found=secs, mend="leave time_limit out to have no limit")
+    return TimeLimit(batches, secs, clock)
