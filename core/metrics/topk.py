@@ -96,9 +96,8 @@ class TopK:
         is_class = counts & (targets >= 0) & (targets < logits.shape[-1])
         place = torch.where(is_class, targets, 0).unsqueeze(-1)
         target = logits.gather(-1, place)
-        before = torch.arange(logits.shape[-1], device=logits.device) < place
-        rank = ((logits > target) | ((logits == target) & before)).sum(-1)
-        spoiled = is_class & logits.isnan().any(-1)
+        rank = (logits > target).sum(-1) + _equals_before(logits, target, place)
+        spoiled = is_class & logits.amax(-1).isnan()
         correct = is_class & ~spoiled & (rank < self.k)
         nothing = no_counts().to(targets.device, non_blocking=True)
         return Hits(
@@ -128,3 +127,16 @@ class TopK:
             )
         total = int(acc.total)
         return rounded(Fraction(int(acc.correct), total)) if total else None
+
+
+def _equals_before(logits: torch.Tensor, target: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """How many logits of a smaller index equal the target's: few rows have any, and on a CPU only those are looked at."""
+    equal = logits == target
+    if logits.device.type != "cpu":
+        return (equal & (torch.arange(logits.shape[-1], device=logits.device) < place)).sum(-1)
+    count = equal.sum(-1)
+    tied = count > 1
+    found = torch.zeros_like(count)
+    if bool(tied.any()):
+        found[tied] = (equal[tied] & (torch.arange(logits.shape[-1]) < place[tied])).sum(-1)
+    return found
