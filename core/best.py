@@ -205,6 +205,9 @@ def score_of(record: BestRecord, result: Mapping[str, Any]) -> float | None:
         >>> score_of(make_best_record(metric="loss", direction="min"), {"loss": 0.0})
         0.0
     """
+    if not isinstance(record, BestRecord):
+        raise InvalidArgument("record", expected="a BestRecord", found=shown(record),
+                              mend="make it with make_best_record(metric=..., direction=...)")  # fmt: skip
     if not isinstance(result, Mapping):
         raise InvalidArgument("result", expected="a mapping from metric names", found=shown(result),
                               mend="give what evaluate returned")  # fmt: skip

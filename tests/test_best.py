@@ -174,6 +174,11 @@ def test_a_result_that_is_no_mapping_is_refused(result):
         is_better(make_best_record(metric="m", direction="min"), result)
 
 
+def test_a_record_and_a_result_in_the_wrong_order_are_told_apart():
+    with pytest.raises(InvalidArgument, match="record: expected a BestRecord"):
+        is_better({"m": 1.0}, make_best_record(metric="m", direction="min"))
+
+
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
@@ -380,6 +385,14 @@ def test_a_record_comes_back_from_its_bytes(record, timeline):
 
 
 BEST = best_to_json(updated(make_best_record(run_id="a", metric="m", direction="min"), {"m": 0.5}, step=10))
+
+
+def test_the_bytes_of_version_1_never_change():
+    """Bytes outlive code: a best of this version is read as long as the version is known."""
+    assert BEST == (
+        b'{"format":"trainfold-best","version":1,"run_id":"a","metric":"m","direction":"min","min_delta":0.0,"score":0.5,'
+        b'"step":10,"timeline":0,\n"digest":"xxh3:d5ab511e139677a97a575d31275ff08a"}\n'
+    )
 
 
 @pytest.mark.parametrize("at", range(len(BEST)))
