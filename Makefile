@@ -6,7 +6,7 @@ DEV := .venv/dev.stamp
 PYTEST := $(BIN)/python -m pytest -q
 export PYTHONDONTWRITEBYTECODE = 1
 
-.PHONY: help demo test check format docs bench laws soak constraints clean
+.PHONY: help demo test check format docs bench laws soak oracle constraints clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -41,6 +41,9 @@ laws: $(DEV)  ## the laws with many more examples (minutes)
 
 soak: $(DEV)  ## the laws for hours, with new examples each time
 	HYPOTHESIS_PROFILE=soak $(PYTEST) -n 2 --dist loadfile --timeout 0 tests
+
+oracle: $(DEV)  ## a million random evaluations and 1e5 of Hypothesis against fractions (half an hour)
+	TRAINFOLD_RANDOM_CASES=1000000 TRAINFOLD_EXAMPLES=100000 $(PYTEST) -n 2 tests/test_evaluation_oracle.py
 
 constraints: $(DEV)  ## write constraints.txt from what is installed
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//' | grep -v '^#' | sort -f; } \

@@ -8,25 +8,13 @@ from fractions import Fraction
 from typing import TypeAlias, final
 
 import attrs
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.terms import (
-    KINDS,
-    LIMB_BITS,
-    LIMBS,
-    MASK,
-    MAX_TERMS,
-    UNIT,
-    bins_of,
-    carried,
-    sum_of_doubles,
-    sum_of_floats,
-    sum_of_ints,
-)
+from trainfold.core.limbs import LIMBS, UNIT, carried, limbs_of, settled, units_of
+from trainfold.core.terms import KINDS, MAX_TERMS, bins_of, sum_of_doubles, sum_of_floats, sum_of_ints
 
 Number: TypeAlias = torch.Tensor | float
 Exact: TypeAlias = Fraction | float
@@ -34,7 +22,6 @@ Exact: TypeAlias = Fraction | float
 _DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _MANY = 256  # rows of a column that are sooner added alone than with the others
 _FEW = 8  # elements that Python adds sooner than torch
-_BYTES = LIMBS * LIMB_BITS // 8
 
 
 @final
@@ -143,7 +130,7 @@ def exact_merge(one: ExactSum, other: ExactSum) -> ExactSum:
         length = max(len(one.limbs), len(other.limbs))
         one, other = _grown(one, length), _grown(other, length)
     one, other = _on_cpu(one), _on_cpu(other)
-    return ExactSum(_settled(one.limbs + other.limbs), one.special + other.special)
+    return ExactSum(settled(one.limbs + other.limbs), one.special + other.special)
 
 
 def exact_value(total: ExactSum) -> Exact:
@@ -197,17 +184,17 @@ def rounded(value: Exact) -> float:
 def _add_on_cpu(total: ExactSum, terms: torch.Tensor) -> ExactSum:
     special, amount = total.special, 0
     for part in torch.split(terms.reshape(-1), MAX_TERMS):
-        units = _units_of(part)
+        units = _units_of_terms(part)
         if units is None:
             is_finite = part.isfinite()
             special = special + bins_of(part[~is_finite])[1][0]
-            units = _units_of(torch.where(is_finite, part, 0))
-        amount += _units(bins_of(part)[0][0]) if units is None else units
-    return ExactSum(_limbs(_units(total.limbs) + amount), special)
+            units = _units_of_terms(torch.where(is_finite, part, 0))
+        amount += units_of(bins_of(part)[0][0]) if units is None else units
+    return ExactSum(limbs_of(units_of(total.limbs) + amount), special)
 
 
 def _add_numbers(total: ExactSum, numbers: list[float]) -> ExactSum:
-    amount, special = _units(total.limbs), total.special
+    amount, special = units_of(total.limbs), total.special
     for number in numbers:
         if isinstance(number, int):
             amount += number << UNIT
@@ -217,7 +204,7 @@ def _add_numbers(total: ExactSum, numbers: list[float]) -> ExactSum:
         else:
             kind = 0 if math.isnan(number) else 1 if number > 0 else 2
             special = special + torch.eye(KINDS, dtype=torch.int64)[kind]
-    return ExactSum(_limbs(amount), special)
+    return ExactSum(limbs_of(amount), special)
 
 
 def _add_bins(total: ExactSum, terms: torch.Tensor, columns: int) -> ExactSum:
@@ -232,7 +219,7 @@ def _add_bins(total: ExactSum, terms: torch.Tensor, columns: int) -> ExactSum:
             missing = (0, 0, 0, len(limbs) - columns)
             more, counts = pad(more, missing), pad(counts, missing)
         limbs, special = carried(limbs + more), special + counts
-    return ExactSum(_settled(limbs) if _is_on_cpu(limbs) else limbs, special)
+    return ExactSum(settled(limbs) if _is_on_cpu(limbs) else limbs, special)
 
 
 def _real(terms: torch.Tensor) -> torch.Tensor:
@@ -256,7 +243,7 @@ def _grown(total: ExactSum, length: int) -> ExactSum:
     return ExactSum(pad(total.limbs, (0, 0, 0, missing)), pad(total.special, (0, 0, 0, missing)))
 
 
-def _units_of(terms: torch.Tensor) -> int | None:
+def _units_of_terms(terms: torch.Tensor) -> int | None:
     """The sum in units of 2**-1074, where float64 can hold parts of it; None where it cannot."""
     if len(terms) == 0:
         return 0
@@ -273,36 +260,4 @@ def _value(limbs: torch.Tensor, special: list[int]) -> Exact:
         return math.nan
     if above or below:
         return math.inf if above else -math.inf
-    return Fraction(_units(limbs), 1 << UNIT)
-
-
-def _settled(limbs: torch.Tensor) -> torch.Tensor:
-    """Limbs on the CPU with all carries done."""
-    if limbs.dim() == 1:
-        return _limbs(_units(limbs))
-    while bool((limbs[..., :-1] >> LIMB_BITS).any()):
-        limbs = carried(limbs)
-    return limbs
-
-
-def _units(limbs: torch.Tensor) -> int:
-    """The integer that limbs are, carried or not."""
-    words = limbs.numpy()
-    lower = int.from_bytes((words & MASK).astype("<u4").tobytes(), "little")
-    upper: list[int] = (words >> LIMB_BITS).tolist()
-    return lower + sum(carry << (LIMB_BITS * (place + 1)) for place, carry in enumerate(upper) if carry)
-
-
-def _limbs(units: int) -> torch.Tensor:
-    """An integer as limbs with all carries done."""
-    if not -(1 << (8 * _BYTES - 1)) <= units < 1 << (8 * _BYTES - 1):
-        raise InvalidArgument(
-            "exact sum",
-            expected=f"less than 2**{8 * _BYTES - 1 - UNIT}",
-            found="more",
-            mend="no float reaches this far",
-        )
-    words = np.frombuffer(units.to_bytes(_BYTES, "little", signed=True), dtype="<u4").astype(np.int64)
-    if units < 0:
-        words[-1] -= MASK + 1
-    return torch.from_numpy(words)
+    return Fraction(units_of(limbs), 1 << UNIT)

@@ -9,10 +9,8 @@ error-free sum: multiples of 2**g below 2**(g + 53) add up in float64 without ro
 
 import torch
 
-UNIT = 1074
-LIMB_BITS = 32
-LIMBS = 68  # the 2,098 bits of float64, and 78 more for as many terms as anybody has
-MASK = (1 << LIMB_BITS) - 1
+from trainfold.core.limbs import LIMB_BITS, LIMBS, MASK, UNIT
+
 KINDS = 3  # NaN, infinity, minus infinity
 MAX_TERMS = 1 << 28  # each adds less than 2**34 to a limb, so that no limb leaves 63 bits
 _FRACTION_BITS = 52
@@ -220,22 +218,3 @@ def _bins_of_ints(flat: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch
         limbs[:, limb] += (amount & MASK) << shift
         limbs[:, limb + 1] += (amount >> LIMB_BITS) << shift
     return limbs, torch.zeros((columns, KINDS), dtype=torch.int64, device=flat.device)
-
-
-def carried(limbs: torch.Tensor) -> torch.Tensor:
-    """Limbs of the same sum, each having passed what is above its 32 bits to the next; the last keeps what it has.
-
-    What comes out lies within 2**31 of a limb without anything to carry, so that ``MAX_TERMS`` more terms have room. Nobody
-    waits for a device.
-
-    Args:
-        limbs: int64[..., LIMBS].
-
-    Examples:
-        >>> carried(torch.tensor([[2**33 + 5, 1, 7]]))
-        tensor([[5, 3, 7]])
-    """
-    carry = limbs[..., :-1] >> LIMB_BITS
-    rest = torch.cat([limbs[..., :-1] & MASK, limbs[..., -1:]], -1)
-    rest[..., 1:] += carry
-    return rest

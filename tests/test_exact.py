@@ -21,7 +21,8 @@ from trainfold.core.exact import (
     ratio_of,
     rounded,
 )
-from trainfold.core.terms import LIMBS, bins_of, carried, sum_of_doubles, sum_of_floats
+from trainfold.core.limbs import LIMBS, carried
+from trainfold.core.terms import bins_of, sum_of_doubles, sum_of_floats
 
 FLOATS = {torch.float64: 64, torch.float32: 32, torch.float16: 16, torch.bfloat16: 32}
 MANY = settings(deadline=None, max_examples=200)

@@ -1,0 +1,68 @@
+"""Limbs: an integer of 2,176 bits as int64 tensors, 32 bits in each, which add up like vectors until carries are due.
+
+Limb i counts multiples of 2**(32 * i - 1074): 2**-1074 is the smallest float64, of which every float is a multiple.
+
+Source: the accumulator of Kulisch, "Computer Arithmetic and Validity" (2008).
+"""
+
+import numpy as np
+import torch
+
+from trainfold.core.errors import InvalidArgument
+
+UNIT = 1074
+LIMB_BITS = 32
+LIMBS = 68  # the 2,098 bits of float64, and 78 more for as many terms as anybody has
+MASK = (1 << LIMB_BITS) - 1
+_BYTES = LIMBS * LIMB_BITS // 8
+
+
+def carried(limbs: torch.Tensor) -> torch.Tensor:
+    """Limbs of the same sum, each having passed what is above its 32 bits to the next; the last keeps what it has.
+
+    What comes out lies within 2**31 of a limb without anything to carry, so that 2**28 more terms have room. Nobody
+    waits for a device.
+
+    Args:
+        limbs: int64[..., LIMBS].
+
+    Examples:
+        >>> carried(torch.tensor([[2**33 + 5, 1, 7]]))
+        tensor([[5, 3, 7]])
+    """
+    carry = limbs[..., :-1] >> LIMB_BITS
+    rest = torch.cat([limbs[..., :-1] & MASK, limbs[..., -1:]], -1)
+    rest[..., 1:] += carry
+    return rest
+
+
+def settled(limbs: torch.Tensor) -> torch.Tensor:
+    """Limbs on the CPU with all carries done."""
+    if limbs.dim() == 1:
+        return limbs_of(units_of(limbs))
+    while bool((limbs[..., :-1] >> LIMB_BITS).any()):
+        limbs = carried(limbs)
+    return limbs
+
+
+def units_of(limbs: torch.Tensor) -> int:
+    """The integer that limbs are, carried or not."""
+    words = limbs.numpy()
+    lower = int.from_bytes((words & MASK).astype("<u4").tobytes(), "little")
+    upper: list[int] = (words >> LIMB_BITS).tolist()
+    return lower + sum(carry << (LIMB_BITS * (place + 1)) for place, carry in enumerate(upper) if carry)
+
+
+def limbs_of(units: int) -> torch.Tensor:
+    """An integer as limbs with all carries done."""
+    if not -(1 << (8 * _BYTES - 1)) <= units < 1 << (8 * _BYTES - 1):
+        raise InvalidArgument(
+            "exact sum",
+            expected=f"less than 2**{8 * _BYTES - 1 - UNIT}",
+            found="more",
+            mend="no float reaches this far",
+        )
+    words = np.frombuffer(units.to_bytes(_BYTES, "little", signed=True), dtype="<u4").astype(np.int64)
+    if units < 0:
+        words[-1] -= MASK + 1
+    return torch.from_numpy(words)
