@@ -18,7 +18,8 @@ import trainfold
 from trainfold import metrics as M
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.exact import rounded
+from trainfold.core.exact import exact_value, rounded
+from trainfold.core.metrics import perplexity, topk
 from trainfold.core.metrics.perplexity import rounded_exp
 from trainfold.core.state import Progress, TrainState
 from trainfold.properties import contracts, laws
@@ -507,6 +508,14 @@ def test_an_exponential_is_rounded_once(exponent):
     assert rounded_exp(exponent) == wanted
 
 
+@pytest.mark.parametrize("digits", [3, 10, 17])
+def test_digits_are_added_until_the_rounding_is_certain(digits, monkeypatch):
+    """However few there are to begin with; to stop with these would be wrong in the last place now and then."""
+    monkeypatch.setattr(perplexity, "_DIGITS", digits)
+    for number in range(-300, 300, 7):
+        assert rounded_exp(Fraction(number, 11)) == exp_model(Fraction(number, 11))
+
+
 def test_exponentials_of_what_is_not_finite():
     assert [rounded_exp(value) for value in (math.inf, -math.inf)] == [math.inf, 0.0]
     assert math.isnan(rounded_exp(math.nan))
@@ -524,12 +533,28 @@ def test_squares_neither_overflow_nor_vanish(scale):
     )
 
 
+def squares_of(acc):
+    shifts = (-1200, 0, 1200)
+    return sum(exact_value(part) * Fraction(2) ** shift for part, shift in zip(acc.squares, shifts, strict=True))
+
+
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=20))
 @settings(deadline=None, max_examples=100)
 def test_the_variance_of_any_bits_of_float64(patterns):
     values = torch.tensor(np.array(patterns, dtype=np.uint64).view(np.float64))
     values = values[values.isfinite()]
-    assert result_of(M.Variance(), values) == variance_model(values)
+    metric = M.Variance()
+    acc = metric.observe(metric.zero(), values)
+    assert metric.result(acc) == variance_model(values)
+    assert squares_of(acc) == sum((Fraction(value) ** 2 for value in values.tolist()), Fraction(0))
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20))
+@settings(deadline=None, max_examples=50)
+def test_squares_of_integers_are_exact(values):
+    metric = M.Variance()
+    acc = metric.observe(metric.zero(), torch.tensor(values, dtype=torch.int64))
+    assert squares_of(acc) == sum(value * value for value in values)
 
 
 def test_extremes_tell_the_zeros_apart_and_do_not_hide_nan():
@@ -550,6 +575,16 @@ def test_ties_among_logits_are_decided_by_index():
     """Eight equal logits in bf16: the first three classes are the top three, whatever a kernel would say."""
     logits, targets = torch.zeros(8, 8, dtype=torch.bfloat16), torch.arange(8)
     assert result_of(M.TopK(3), logits, targets) == 3 / 8
+
+
+def test_logits_are_compared_some_rows_at_a_time(monkeypatch):
+    logits = torch.randint(5, (50, 7), generator=torch.Generator().manual_seed(0)).float()
+    targets = torch.arange(50) % 7
+    at_once = result_of(M.TopK(2), logits, targets)
+    for chunk in (1, 20, 70):
+        monkeypatch.setattr(topk, "_CPU_CHUNK", chunk)
+        assert result_of(M.TopK(2), logits, targets) == at_once
+        assert result_of(M.TopK(2), logits.view(5, 10, 7), targets.view(5, 10)) == at_once
 
 
 def test_what_is_no_class_is_counted_and_refused_by_name():

@@ -14,6 +14,9 @@ from trainfold.core.metrics.counts import add_counts, beside, merge_counts, no_c
 
 __all__ = ["Hits", "TopK"]
 
+_CPU_CHUNK = 1 << 18  # logits that are compared at a time
+_DEVICE_CHUNK = 1 << 26
+
 
 @final
 @tree.register_node(namespace=tree.NAMESPACE)
@@ -94,10 +97,9 @@ class TopK:
             torch.ones_like(targets, dtype=torch.bool) if self.ignore_index is None else targets != self.ignore_index
         )
         is_class = counts & (targets >= 0) & (targets < logits.shape[-1])
-        place = torch.where(is_class, targets, 0).unsqueeze(-1)
-        target = logits.gather(-1, place)
-        rank = (logits > target).sum(-1) + _equals_before(logits, target, place)
-        spoiled = is_class & logits.amax(-1).isnan()
+        place = torch.where(is_class, targets, 0).reshape(-1, 1)
+        rank, has_nan = (found.view(targets.shape) for found in _ranks(logits.reshape(-1, logits.shape[-1]), place))
+        spoiled = is_class & has_nan
         correct = is_class & ~spoiled & (rank < self.k)
         nothing = no_counts().to(targets.device, non_blocking=True)
         return Hits(
@@ -129,14 +131,17 @@ class TopK:
         return rounded(Fraction(int(acc.correct), total)) if total else None
 
 
-def _equals_before(logits: torch.Tensor, target: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """How many logits of a smaller index equal the target's: few rows have any, and on a CPU only those are looked at."""
-    equal = logits == target
-    if logits.device.type != "cpu":
-        return (equal & (torch.arange(logits.shape[-1], device=logits.device) < place)).sum(-1)
-    count = equal.sum(-1)
-    tied = count > 1
-    found = torch.zeros_like(count)
-    if bool(tied.any()):
-        found[tied] = (equal[tied] & (torch.arange(logits.shape[-1]) < place[tied])).sum(-1)
-    return found
+def _ranks(logits: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row, how many logits come before the one at its place, and whether one is NaN.
+
+    Some rows at a time: comparisons need as much memory as logits do, and on a CPU fit into its cache.
+    """
+    classes = logits.shape[-1]
+    each = max(1, (_CPU_CHUNK if logits.device.type == "cpu" else _DEVICE_CHUNK) // classes)
+    index = torch.arange(classes, device=logits.device)
+    ranks, spoiled = [], []
+    for rows, places in zip(torch.split(logits, each), torch.split(place, each), strict=True):
+        target = rows.gather(-1, places)
+        ranks.append(((rows > target) | ((rows == target) & (index < places))).sum(-1))
+        spoiled.append(rows.amax(-1).isnan())
+    return torch.cat(ranks), torch.cat(spoiled)

@@ -18,9 +18,8 @@ __all__ = ["Moments", "Variance"]
 _Squares: TypeAlias = tuple[ExactSum, ExactSum, ExactSum]
 
 _SHIFTS = (600, 0, -600)  # small, middling and large numbers are multiplied by 2 to this power before they are squared
-_EDGE = (
-    2.0**400
-)  # of the middling ones: their squares, and the parts of these, are normal numbers or multiples of 2**-1074
+# Of the middling ones: their squares, and the parts of these, are multiples of 2**-1074 and below 2**1024.
+_EDGE = 2.0**400
 _SPLIT = 2.0**27 + 1
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _SMALL_INTS = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16)
