@@ -29,13 +29,14 @@ class TorchMetric:
 
     ``observe`` sets the states of a template, calls its ``update(*outputs)`` and takes the states out again; ``merge`` joins
     each state by its own ``dist_reduce_fx`` ("sum", "min", "max", "cat", or None for a list); ``result`` is ``compute()`` as
-    plain numbers, lists and dicts, and None if there was no update. torchmetrics' own synchronisation is turned off.
+    plain numbers, lists and dicts, and None if nothing was seen. torchmetrics' own synchronisation is turned off.
 
     What this gives: every rank has the same bits, the number of collective calls is fixed, ranks without data take part,
     and the accumulator can be saved in a checkpoint in the middle of an evaluation. What it **cannot** give is exactness: a
     state that is a float32 sum still depends on the batch size, on the order of samples and on the number of ranks, and
     stops to grow where it is large; a "cat" state has its samples in the order of the ranks, and needs the memory and the
-    traffic of all of them. Take a metric of `trainfold.metrics` where there is one.
+    traffic of all of them. Only what is counted in integers is exact here too. Take a metric of `trainfold.metrics` where
+    there is one.
 
     What is refused when it is made: a "mean" (a mean of ranks' means weighs a rank with one batch like one with a
     thousand), a function of one's own and None for a tensor (both join all ranks at once, and say nothing of two), and
@@ -75,24 +76,25 @@ class TorchMetric:
         return (type(self), (self.make,))
 
     def zero(self) -> Any:
-        """The metric's default states, and no update."""
+        """The metric's default states, which have seen nothing."""
         return _taken(self._emptied())
 
     def observe(self, acc: Any, /, *outputs: Any, **named: Any) -> Any:
-        """The states after ``update(*outputs, **named)``; neither the accumulator nor the outputs are changed."""
-        given = (*outputs, *named.values())
-        device = next((each.device for each in given if isinstance(each, torch.Tensor)), None)
-        template = self._loaded(acc, device)
+        """The states after ``update(*outputs, **named)``, or ``acc`` for tensors without elements; nothing given is changed."""
+        tensors = [each for each in (*outputs, *named.values()) if isinstance(each, torch.Tensor)]
+        if tensors and not any(each.numel() for each in tensors):
+            return acc
+        template = self._loaded(acc, tensors[0].device if tensors else None)
         template.update(*outputs, **named)
         taken = _taken(template)
         self._emptied()
         return taken
 
     def merge(self, one: Any, other: Any, /) -> Any:
-        """Each state joined by its ``dist_reduce_fx``, ``one`` first; an accumulator without updates changes nothing."""
-        if not one["updates"]:
+        """Each state joined by its ``dist_reduce_fx``, ``one`` first; an accumulator that has seen nothing changes nothing."""
+        if not one["seen"]:
             return other
-        if not other["updates"]:
+        if not other["seen"]:
             return one
         states = {}
         for name, how in _reductions(self._template()).items():
@@ -104,11 +106,11 @@ class TorchMetric:
             found, more = unpack(header, words, name), unpack(other_header, other_words, name)
             joined = _joined(found + more) if how == "cat" else [_combined(name, how, found[0], more[0])]
             states[name] = pack(joined, name)
-        return {"updates": one["updates"].cpu() + other["updates"].cpu(), "states": states}
+        return {"seen": torch.tensor(1), "states": states}
 
     def result(self, acc: Any, /) -> Any:
-        """What ``compute()`` returns, as plain Python; None if there was no update."""
-        if not acc["updates"]:
+        """What ``compute()`` returns, as plain Python; None if nothing was seen."""
+        if not acc["seen"]:
             return None
         template = self._loaded(acc, None)
         value = _plain(template.compute())
@@ -141,7 +143,7 @@ class TorchMetric:
         for name, how in _reductions(template).items():
             tensors = [tensor.to(device) for tensor in found[name]]
             setattr(template, name, tensors if how in {"cat", _ITEMS} else tensors[0])
-        template._update_count = int(acc["updates"])  # noqa: SLF001 - compute warns where there was none
+        template._update_count = int(acc["seen"])  # noqa: SLF001 - compute warns where it is 0
         return template
 
 
@@ -156,8 +158,7 @@ def _taken(template: Any) -> Any:
                 raise InvalidArgument(f"TorchMetric.{name}", expected="a state of tensors", found=shown(tensor),
                                       mend="this metric keeps what no accumulator can hold; leave it out")  # fmt: skip
         states[name] = pack(_joined(tensors) if how == "cat" else tensors, name)
-    updates = torch.tensor(template.update_count)
-    return {"updates": updates, "states": states}
+    return {"seen": torch.tensor(int(template.update_called)), "states": states}
 
 
 def _combined(name: str, how: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -199,7 +200,7 @@ def _reduction(name: str, how: Any, default: Any) -> str:
 
 
 def _checked(metric: Any) -> Any:
-    wanted = ("add_state", "metric_state", "update", "compute", "reset", "update_count", "_reductions")
+    wanted = ("add_state", "metric_state", "update", "compute", "reset", "update_called", "_reductions")
     if not all(hasattr(metric, name) for name in wanted):
         raise InvalidArgument("TorchMetric.make", expected="a function that returns a torchmetrics.Metric",
                               found=f"one that returns {shown(metric)}",

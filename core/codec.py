@@ -129,8 +129,18 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """
     if sys.byteorder != "little":
         raise UnsupportedLeaf("sys.byteorder", expected="little", found=sys.byteorder, mend="use a little-endian host")
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type] # an array is a buffer
+    return memoryview(byte_view(tensor.cpu()).numpy())  # type: ignore[arg-type] # an array is a buffer
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor on its device, row-major, as uint8; no copy where it lies so.
+
+    Examples:
+        >>> byte_view(torch.tensor([1, -1], dtype=torch.int16))
+        tensor([  1,   0, 255, 255], dtype=torch.uint8)
+    """
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # reshape would keep any stride of one element
 
 
 def digest_of(data: bytes | memoryview) -> str:

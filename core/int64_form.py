@@ -2,6 +2,7 @@
 
 import torch
 
+from trainfold.core.codec import byte_view
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.spec import dtype_name
 
@@ -45,7 +46,7 @@ def pack(tensors: list[torch.Tensor], where: str = "tensor") -> tuple[torch.Tens
             raise UnsupportedLeaf(where, expected=f"a dense tensor of one of {[dtype_name(each) for each in _DTYPES]}",
                                   found=f"{tensor.layout} {tensor.dtype}", mend="convert it to one of these")  # fmt: skip
         header += [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-        data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        data = byte_view(tensor)
         room = torch.zeros(-(-len(data) // _WORD_BYTES), dtype=torch.int64, device=tensor.device)
         room.view(torch.uint8)[: len(data)] = data
         words.append(room)

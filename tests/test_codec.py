@@ -25,6 +25,15 @@ def test_the_bytes_of_a_tensor_rebuild_it(tensor):
     assert bytes(tensor_bytes(back)) == data
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("column", [0, 2])
+def test_a_column_of_any_number_of_rows_is_saved(rows, column):
+    """One element, or none, may have any stride and is contiguous all the same; viewing it as bytes failed (B09)."""
+    tensor = torch.arange(12.0).reshape(4, 3)[:rows, column]
+    assert bytes(tensor_bytes(tensor)) == bytes(tensor_bytes(torch.tensor(tensor.tolist())))
+    laws.round_trips(TrainState(trainer=Progress(step=1), extra={"column": tensor}))
+
+
 def test_contiguous_memory_is_not_copied():
     tensor = torch.zeros(1000)
     view = tensor_bytes(tensor)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torchmetrics
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchmetrics.classification import (
     BinaryAUROC,
@@ -28,6 +28,7 @@ from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, UnsupportedLeaf
 from trainfold.core.int64_form import pack, unpack
 from trainfold.core.state import Progress, TrainState
+from trainfold.properties import contracts, laws
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -236,20 +237,28 @@ def test_an_accumulator_can_be_saved_in_the_middle_and_gone_on_from():
     assert metric.result(metric.observe(again, *binary(4, 1))) == metric.result(metric.observe(half, *binary(4, 1)))
 
 
-@settings(max_examples=20)
-@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), cut=st.integers(0, 5))
-def test_counts_do_not_depend_on_batches_or_ranks(sizes, cut):
-    """What torchmetrics keeps in integers is exact, and stays exact."""
-    metric = TorchMetric(lambda: MulticlassConfusionMatrix(num_classes=3))
-    preds, target = classes(sum(sizes), 0)
-    parts = list(zip(preds.split(sizes), target.split(sizes), strict=True))
-    accumulators = []
-    for share in (parts[:cut], parts[cut:]):
-        acc = metric.zero()
-        for part in share:
-            acc = metric.observe(acc, *part)
-        accumulators.append(acc)
-    assert metric.result(metric.merge(*accumulators)) == metric.result(metric.observe(metric.zero(), preds, target))
+COUNTING = {
+    "confusion": (lambda: TorchMetric(lambda: MulticlassConfusionMatrix(num_classes=3)), classes),
+    "accuracy": (lambda: TorchMetric(lambda: MulticlassAccuracy(num_classes=3)), classes),
+    "thresholds": (lambda: TorchMetric(lambda: BinaryAUROC(thresholds=5)), binary),
+    "largest": (lambda: TorchMetric(torchmetrics.MaxMetric), KINDS["largest"][1]),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_what_is_counted_does_not_depend_on_batches_or_ranks(kind):
+    """What torchmetrics keeps in integers (or only compares) keeps the laws of our own metrics, to the bit."""
+    make, batch = COUNTING[kind]
+    laws.batch_invariant(make(), batch(20, 0), max_examples=20)
+    contracts.check_metric(make, [batch(size, size) for size in (4, 1, 6)])
+
+
+def test_an_empty_batch_is_none_at_all():
+    metric = TorchMetric(torchmetrics.MeanSquaredError)
+    acc = metric.observe(metric.zero(), torch.zeros(0), torch.zeros(0))
+    assert metric.result(acc) is None
+    full = metric.observe(acc, torch.ones(2), torch.zeros(2))
+    assert bits(metric.observe(full, torch.zeros(0), torch.zeros(0))) == bits(full)
 
 
 # --- what it cannot give ---------------------------------------------------------------------------------------------
@@ -268,6 +277,15 @@ def test_a_float32_state_depends_on_the_batch_size_where_our_own_metric_does_not
 
     assert {size: measured(size)["theirs"] for size in (1, 65)} == {1: 16777216.0, 65: 16777280.0}
     assert {measured(size)["ours"] for size in (1, 7, 65)} == {16777280.0}
+
+
+def test_the_laws_find_a_float32_sum_out():
+    """The law that our metrics keep is broken, with a counterexample."""
+    values = torch.tensor([2.0**24, *[1.0] * 4])
+    with pytest.raises(laws.LawBroken):
+        laws.batch_invariant(TorchMetric(torchmetrics.SumMetric), values)
+    with pytest.raises(contracts.ContractBroken):
+        contracts.check_metric(lambda: TorchMetric(torchmetrics.CatMetric), list(values.split(2)))
 
 
 def test_a_cat_state_has_the_order_of_the_ranks():
@@ -344,8 +362,8 @@ def test_a_state_of_something_else_than_tensors_is_refused_by_name():
 
 def test_states_of_other_shapes_on_other_ranks_are_refused_and_not_broadcast():
     metric = TorchMetric(lambda: Own(torch.zeros(1), "sum"))
-    one = {**metric.zero(), "updates": torch.tensor(1)}
-    other = {"updates": torch.tensor(1), "states": {"seen": pack([torch.zeros(3)])}}
+    one = {**metric.zero(), "seen": torch.tensor(1)}
+    other = {"seen": torch.tensor(1), "states": {"seen": pack([torch.zeros(3)])}}
     with pytest.raises(InvalidArgument, match="the shape"):
         metric.merge(one, other)
 
