@@ -13,7 +13,7 @@ from trainfold.backends.collectives import Call, check_source
 from trainfold.backends.notice_board import Fault, NoticeBoard
 from trainfold.backends.ordered_sum import sum_plan
 from trainfold.backends.wire import from_wire, to_wire
-from trainfold.core.errors import InvalidArgument, RanksDisagree
+from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree
 from trainfold.core.spec import dtype_name
 
 T = TypeVar("T")
@@ -135,9 +135,18 @@ class TorchCollectives:
         self._meet(Call("barrier"), b"", self._deadline(timeout_secs))
 
     def fail(self, error: BaseException) -> None:
-        """Leave word of an error, so that every other rank raises `RankFailed` from its current or next call."""
+        """Leave word of an error, so that every other rank raises `RankFailed` from its current or next call.
+
+        Where another rank has failed before, or an error of gloo only says that one has, the error gets a note that names it.
+        """
         if self._fault is None:
-            self._give_up(lambda: self._board.post([self.rank], f"{type(error).__name__}: {error}"))
+            told = f"{type(error).__name__}: {_first_sentence(error)}"
+            if _is_of_transport(error):
+                self._give_up(lambda: self._board.fault() or self._board.call_roll(told))
+            else:
+                self._give_up(lambda: self._board.post([self.rank], told))
+        if self._fault is not None and self.rank not in self._fault.ranks and not isinstance(error, RankFailed):
+            error.add_note(str(self._fault.error()))
 
     # --- exchanges ---------------------------------------------------------------------------------------------------
 
@@ -206,7 +215,7 @@ class TorchCollectives:
             self._fault = fault
             self._board.linger(fault)
         except RuntimeError as error:  # of the store
-            told = f"its host has ended, which is rank 0 unless a launcher has it ({_first_sentence(error)})"
+            told = f"its host has ended, which is rank 0 unless a launcher has it ({str(error).splitlines()[0]})"
             self._fault = self._fault or Fault((), f"the store of the process group cannot be asked: {told}")
         return self._fault
 
@@ -269,8 +278,14 @@ def _digest(call: Call) -> int:
     return int.from_bytes(hashlib.blake2b(str(call).encode(), digest_size=7).digest(), "little")
 
 
-def _first_sentence(error: RuntimeError) -> str:
-    return str(error).splitlines()[0].partition(". ")[0]
+def _is_of_transport(error: BaseException) -> bool:
+    """Whether an error, of a model that communicates perhaps, comes from the end of another rank."""
+    return isinstance(error, RuntimeError) and "/gloo/" in str(error)
+
+
+def _first_sentence(error: BaseException) -> str:
+    """What an error says, without the advice that gloo adds."""
+    return str(error).partition(". This is typically")[0]
 
 
 def _padded(data: bytes, size_bytes: int) -> torch.Tensor:

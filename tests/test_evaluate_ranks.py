@@ -1,0 +1,215 @@
+"""Evaluations by real processes: the same bits as by one, and what all of them hear when one fails."""
+
+import os
+import re
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import trainfold
+from trainfold import metrics as M
+from trainfold.adapters.evaluate import evaluate
+from trainfold.core.errors import RankFailed
+from trainfold.core.eval_cursor import eval_batches, make_eval_cursor
+
+PATIENT = {"timeout_secs": 60.0, "grace_secs": 10.0}
+HASTY = {"timeout_secs": 30.0, "grace_secs": 1.0}
+LENGTH = 41
+SUITE = {
+    "loss": M.Ratio(),
+    "ppl": M.Perplexity(),
+    "smallest": M.Min(),
+    "largest": M.Max(),
+    "spread": M.Variance(),
+    "positions": M.PositionAccuracy(),
+    "acc_len": M.AcceptanceLength(),
+    "only rank 0 knows": M.Sum(),
+    "nobody knows": M.Ratio(),
+}
+
+
+def samples():
+    """Floats whose sum depends on the order, of sizes from subnormal to large, and how many positions each has."""
+    generator = torch.Generator().manual_seed(7)
+    exponents = torch.randint(-140, 30, (LENGTH,), generator=generator)
+    return torch.ldexp(torch.randn(LENGTH, generator=generator), exponents), torch.arange(LENGTH) % 7 + 1
+
+
+def fetch(positions):
+    """Batches differ in shape: each is as wide as its longest sample."""
+    values, lengths = samples()
+    mine = torch.tensor(list(positions))
+    return {"ids": mine, "values": values[mine], "lengths": lengths[mine], "width": int(lengths[mine].max())}
+
+
+def forward(batch):
+    values = batch["values"]
+    there = torch.arange(batch["width"]) < batch["lengths"][:, None]
+    hits = there & (batch["ids"][:, None] % 3 != torch.arange(batch["width"]))
+    told = dict.fromkeys(("smallest", "largest", "spread"), values)
+    told |= dict.fromkeys(("loss", "ppl"), (values, len(values)))
+    told |= dict.fromkeys(("positions", "acc_len"), (hits, there))
+    return told | {"only rank 0 knows": values[batch["ids"] == 0]}
+
+
+def bits(evaluation):
+    """Each result, to the bit."""
+    return {
+        name: [None if x is None else x.hex() for x in value] if isinstance(value, list) else value.hex()
+        for name, value in evaluation.items()
+    }
+
+
+def at_once():
+    return bits(evaluate(forward, [fetch(range(LENGTH))], SUITE))
+
+
+# --- the same bits ---------------------------------------------------------------------------------------------------
+
+
+def evaluate_all(collectives, sizes):
+    """By positions in samples; then by shares of any kind: one rank with nothing, others with batches of other sizes."""
+    found = []
+    for size in sizes:
+        cursor = make_eval_cursor(LENGTH, global_batch_size=size)
+        batches = eval_batches(cursor, fetch, collectives=collectives)
+        found.append(evaluate(forward, batches, SUITE, collectives=collectives))
+    empty = collectives.world_size - 1
+    having = [rank for rank in range(collectives.world_size) if rank != empty]
+    mine = [] if collectives.rank == empty else list(range(LENGTH))[having.index(collectives.rank) :: len(having)]
+    step = 2 * collectives.rank + 1
+    mine = [fetch(mine[start : start + step]) for start in range(0, len(mine), step)]
+    found.append(evaluate(forward, mine, SUITE, collectives=collectives))
+    nothing = evaluate(forward, [], SUITE, collectives=collectives)
+    return [bits(each) for each in found], [each.complete for each in found], (dict(nothing), nothing.batches)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_real_ranks_get_the_bits_of_one_process_on_every_rank(processes, world_size):
+    """Q01, Q03, Q04, Q09: ranks with no data, other shapes, fewer batches; zero batches anywhere are an empty result."""
+    sizes = [1, 5, 16, LENGTH]
+    wanted = at_once()
+    assert "nobody knows" not in wanted, "a ratio without a denominator is absent, not 0.0"
+    assert len(wanted) == len(SUITE) - 1
+    for found, complete, nothing in processes.run(world_size, evaluate_all, sizes, collectives=PATIENT):
+        assert found == [wanted] * (len(sizes) + 1)
+        assert complete == [True] * (len(sizes) + 1)
+        assert nothing == ({}, 0)
+
+
+def evaluate_part(collectives, run, size, limit, step):
+    """Go on from the last checkpoint, evaluate so many steps, save."""
+    state = trainfold.TrainState(trainer=trainfold.make_progress(step=step))
+    index, tally = 0, None
+    if (
+        step
+    ):  # accumulators grow with the data, so that no template has their shapes: what it lacks is taken as it was saved
+        state = trainfold.load(run, like=state, collectives=collectives)
+        index, tally = state.extra["evaluation"]["cursor"].next_index, state.extra["evaluation"]["tally"]
+    cursor = make_eval_cursor(LENGTH, global_batch_size=size, next_index=index)
+    batches = eval_batches(cursor, fetch, collectives=collectives, limit=limit)
+    found = evaluate(forward, batches, SUITE, collectives=collectives, start=tally)
+    after = {"evaluation": {"cursor": batches.after, "tally": found.tally}}
+    trainfold.save(
+        state.evolve(trainer=trainfold.make_progress(step=step + 1), extra=after), run, collectives=collectives
+    )
+    return bits(found), found.complete, batches.after.next_index
+
+
+def test_an_evaluation_goes_on_in_another_world_from_a_checkpoint(processes, tmp_path):
+    """Q01: two parts by three ranks and by two, with other batches, the second from what the first saved."""
+    run = str(tmp_path / "run")
+    first = processes.run(3, evaluate_part, run, 4, 5, 0, collectives=PATIENT)
+    assert {(complete, index) for _, complete, index in first} == {(False, 20)}
+    second = processes.run(2, evaluate_part, run, 3, None, 1, collectives=PATIENT)
+    assert second == [(at_once(), True, LENGTH)] * 2
+
+
+# --- a forward that itself communicates ------------------------------------------------------------------------------
+
+
+def together(batch):
+    """As the layers of a sharded model do: waits for the forward of every other rank."""
+    count = torch.ones(())
+    dist.all_reduce(count)
+    assert count == dist.get_world_size()
+    together.calls += 1
+    return forward(batch)
+
+
+def evaluate_in_step(collectives, size):
+    cursor = make_eval_cursor(LENGTH, global_batch_size=size)
+    batches = eval_batches(cursor, fetch, collectives=collectives)
+    together.calls = 0
+    found = evaluate(together, batches, SUITE, collectives=collectives, steps=cursor.steps)
+    return bits(found), together.calls, len(list(batches)), found.batches
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 10])
+def test_uneven_shares_do_not_hang_a_forward_that_communicates(processes, world_size, size):
+    """Q05: every rank calls as often; what a rank without a batch calls in vain is not counted."""
+    found = processes.run(world_size, evaluate_in_step, size, collectives=PATIENT)
+    steps = -(-LENGTH // size)
+    assert {calls for _, calls, _, _ in found} == {steps}
+    assert [each for each, *_ in found] == [at_once()] * world_size
+    own = [batches for _, _, batches, _ in found]
+    assert min(own) < steps, "the case is there: a rank has no share of the last step"
+    assert {counted for *_, counted in found} == {sum(own)}
+
+
+# --- ranks that fail -------------------------------------------------------------------------------------------------
+
+
+def fail_midway(collectives, how, communicates):
+    cursor = make_eval_cursor(LENGTH, global_batch_size=6)
+    batches = eval_batches(cursor, fetch, collectives=collectives)
+
+    def failing(batch):
+        if collectives.rank == 1 and 20 in range(int(batch["ids"][0]) - 6, int(batch["ids"][-1])):
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("a bad sample")
+        return together(batch) if communicates else forward(batch)
+
+    together.calls = 0
+    model = torch.nn.Linear(1, 1)
+    try:
+        evaluate(
+            failing,
+            batches,
+            SUITE,
+            collectives=collectives,
+            steps=cursor.steps if communicates else None,
+            modules=[model],
+        )
+    except Exception as error:  # noqa: BLE001  # the test judges it
+        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())]), model.training
+    return "went on"
+
+
+@pytest.mark.parametrize("communicates", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_rank_that_raises_midway_fails_all_and_is_named(processes, world_size, communicates):
+    """Q03: no rank waits for it, and each is put back as it was."""
+    ended = processes.outcomes(world_size, fail_midway, "raises", communicates, collectives=HASTY)
+    for rank, end in enumerate(ended):
+        kind, text, training = end.value
+        assert training
+        if rank == 1:
+            assert (kind, text) == ("ValueError", "a bad sample")
+        else:
+            assert kind == RankFailed.__name__ or communicates
+            assert re.search("rank 1: expected .* ValueError: a bad sample", text), text
+
+
+@pytest.mark.parametrize("communicates", [False, True])
+def test_a_rank_that_is_killed_midway_is_named_by_all_others(processes, communicates):
+    ended = processes.outcomes(3, fail_midway, "killed", communicates, collectives=HASTY)
+    assert ended[1].code == -signal.SIGKILL
+    for rank in (0, 2):
+        kind, text, _ = ended[rank].value
+        assert kind == RankFailed.__name__ or communicates
+        assert "rank 1: expected every rank to take part, found no sign of it" in text, text
