@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from trainfold.core import tree
-from trainfold.core.codec import is_tensor_leaf, leaf_digest
+from trainfold.core.codec import byte_view, is_tensor_leaf, leaf_digest
 from trainfold.core.components import components_of
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.spec import leaf_spec
@@ -129,6 +129,6 @@ def values_of(one: Any, other: Any) -> str:
     if not is_tensor_leaf(one) or not isinstance(one, torch.Tensor):
         return f"{one!r} against {other!r}"
     mine, theirs = one.reshape(-1), other.reshape(-1)
-    raw_one, raw_other = mine.view(torch.uint8).reshape(len(mine), -1), theirs.view(torch.uint8).reshape(len(mine), -1)
+    raw_one, raw_other = byte_view(mine).reshape(len(mine), -1), byte_view(theirs).reshape(len(mine), -1)
     at = int((raw_one != raw_other).any(dim=1).nonzero()[0])
     return f"element {at} is {mine[at].item()!r} against {theirs[at].item()!r}"

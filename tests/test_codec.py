@@ -11,6 +11,7 @@ from trainfold.core.components import components_of
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.state import Progress, TrainState
 from trainfold.properties import laws, strategies
+from trainfold.properties.differences import tensor_difference
 
 
 @given(strategies.tensors())
@@ -32,6 +33,11 @@ def test_a_column_of_any_number_of_rows_is_saved(rows, column):
     tensor = torch.arange(12.0).reshape(4, 3)[:rows, column]
     assert bytes(tensor_bytes(tensor)) == bytes(tensor_bytes(torch.tensor(tensor.tolist())))
     laws.round_trips(TrainState(trainer=Progress(step=1), extra={"column": tensor}))
+
+
+def test_a_difference_in_a_column_of_one_row_is_told():
+    one, other = torch.zeros(4, 3)[:1, 0], torch.ones(4, 3)[:1, 0]
+    assert tensor_difference(one, other) == "element 0 is 0.0 against 1.0"
 
 
 def test_contiguous_memory_is_not_copied():
