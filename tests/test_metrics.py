@@ -28,9 +28,14 @@ from trainfold.properties.accumulators import leafwise_sum
 FLOATS = {torch.float64: 64, torch.float32: 32, torch.float16: 16, torch.bfloat16: 32}
 INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 EDGES = (-1e3, -1.5, 0.0, 0.5, 0.75, 2.0, 1e3)
-MANY = settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+
+
+def examples(count):
+    """So many in a usual run; more with the profiles `laws` and `soak`."""
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(
+        deadline=None, max_examples=max(1, count * settings.default.max_examples // 100), suppress_health_check=slow
+    )
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -224,10 +229,11 @@ def position_model(correct, valid):
 
 
 def length_model(accepted, valid):
+    ratios = list(itertools.takewhile(lambda ratio: ratio is not None, position_ratios(accepted, valid)))
+    if not all(isinstance(ratio, Fraction) for ratio in ratios):
+        ratios = [once(ratio) for ratio in ratios]
     length, reached = None, 1
-    for ratio in position_ratios(accepted, valid):
-        if ratio is None:
-            break
+    for ratio in ratios:
         reached = reached * ratio
         length = reached + (length or 0)
     return once(length)
@@ -389,7 +395,7 @@ def ranks_of(data, case, outputs):
 
 
 @each_metric
-@MANY
+@examples(60)
 @given(data=st.data())
 def test_a_metric_is_what_its_model_says_however_the_samples_are_dealt_out(case, data):
     """Q01, Q02, Q04: any batch sizes, order, lengths, ranks with nothing, values that are not finite."""
@@ -405,7 +411,7 @@ def test_a_metric_is_what_its_model_says_however_the_samples_are_dealt_out(case,
 
 
 @each_metric
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@examples(8)
 @given(data=st.data())
 def test_a_metric_keeps_the_contract(case, data):
     samples = [data.draw(case.values) for _ in range(3)]
@@ -420,7 +426,7 @@ def test_nothing_seen_is_absent(case):
 
 
 @each_metric
-@settings(deadline=None, max_examples=3, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@examples(3)
 @given(data=st.data())
 def test_an_evaluation_can_be_saved_in_the_middle(case, data, tmp_path_factory):
     """An accumulator is a tree like any other: it lies in a checkpoint, and comes back to the bit."""
@@ -446,7 +452,7 @@ class Device(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @each_metric
-@settings(deadline=None, max_examples=3, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@examples(3)
 @given(data=st.data())
 def test_observing_waits_for_no_device(case, data):
     """A meta tensor has no values, so that whoever asked for one would fail, as would a copy back."""
@@ -495,7 +501,7 @@ def test_a_mean_of_ratios_is_not_the_ratio():
 
 
 @given(st.fractions(-740, 705))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @example(Fraction(0))
 @example(Fraction(1, 10**60))
 @example(Fraction(-745133, 1000))
@@ -539,7 +545,7 @@ def squares_of(acc):
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=20))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_the_variance_of_any_bits_of_float64(patterns):
     values = torch.tensor(np.array(patterns, dtype=np.uint64).view(np.float64))
     values = values[values.isfinite()]
@@ -550,7 +556,7 @@ def test_the_variance_of_any_bits_of_float64(patterns):
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20))
-@settings(deadline=None, max_examples=50)
+@examples(50)
 def test_squares_of_integers_are_exact(values):
     metric = M.Variance()
     acc = metric.observe(metric.zero(), torch.tensor(values, dtype=torch.int64))
@@ -621,6 +627,14 @@ def test_the_series_of_lengths_ends_where_nothing_is_known():
     assert result_of(M.PositionAccuracy(), accepted[:, :3], valid[:, :3]) == [1.0, 1.0]
 
 
+def test_lengths_of_what_is_not_finite_are_not_finite():
+    big, valid = 1.7e308, torch.ones(1, 3, dtype=torch.bool)
+    for last in (math.nan, math.inf):
+        accepted = torch.tensor([[big, big, last]], dtype=torch.float64)
+        assert repr(result_of(M.AcceptanceLength(), accepted, valid)) == repr(last)
+    assert result_of(M.AcceptanceLength(), torch.tensor([[big, big, 0.5]], dtype=torch.float64), valid) == math.inf
+
+
 def test_the_product_of_means_is_not_the_mean_of_products():
     """S50: the geometric part is taken after the global reduce."""
     metric, ones = M.AcceptanceLength(), torch.ones(1, 2, dtype=torch.bool)
@@ -653,7 +667,7 @@ def test_an_integer_is_not_rounded_into_the_next_bin():
 
 
 @given(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=40))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_a_histogram_is_that_of_numpy(values):
     edges = (-4.0, -1.0, 0.0, 0.5, 4.0)
     found = result_of(M.Histogram(edges), torch.tensor(values))
@@ -661,7 +675,7 @@ def test_a_histogram_is_that_of_numpy(values):
 
 
 @given(st.lists(st.floats(0, 8, width=32), min_size=1, max_size=40), st.integers(0, 10).map(lambda tenth: tenth / 10))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_a_quantile_lies_in_the_bin_of_the_true_one(values, q):
     edges = tuple(range(9))
     (found,) = result_of(M.Quantiles(edges, q), torch.tensor(values))

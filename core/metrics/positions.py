@@ -1,5 +1,7 @@
 """`PositionAccuracy` and `AcceptanceLength`: a ratio for each position of drafts or sequences of any length."""
 
+import itertools
+import operator
 from fractions import Fraction
 from typing import Any, ClassVar, final
 
@@ -134,17 +136,12 @@ class AcceptanceLength:
 
     def result(self, acc: Positions) -> float | None:
         """The expected length."""
-        ratios = _ratios(acc)
-        if not ratios or ratios[0] is None:
+        known = _until_none(_ratios(acc))
+        if not known:
             return None
-        length: Exact = Fraction(0)
-        reached: Exact = Fraction(1)
-        for ratio in ratios:
-            if ratio is None:
-                break
-            reached = reached * ratio
-            length = length + reached
-        return rounded(length)
+        if not all(isinstance(ratio, Fraction) for ratio in known):  # no exact product has a NaN or an infinity in it
+            known = [rounded(ratio) for ratio in known]
+        return rounded(sum(itertools.accumulate(known, operator.mul)))
 
 
 def _no_positions() -> Positions:
@@ -190,3 +187,12 @@ def _merged(one: Positions, other: Positions) -> Positions:
 
 def _ratios(acc: Positions) -> list[Exact | None]:
     return [ratio_of(num, den) for num, den in zip(exact_values(acc.num), exact_values(acc.den), strict=True)]
+
+
+def _until_none(ratios: list[Exact | None]) -> list[Exact]:
+    known: list[Exact] = []
+    for ratio in ratios:
+        if ratio is None:
+            break
+        known.append(ratio)
+    return known
