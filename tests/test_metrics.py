@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import trainfold
 from trainfold import metrics as M
+from trainfold.backends.collectives import run_threads
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact import exact_value, rounded
@@ -408,6 +409,28 @@ def test_a_metric_is_what_its_model_says_however_the_samples_are_dealt_out(case,
     if case.metric.additive:
         added = case.metric.merge(case.metric.zero(), leafwise_sum(ranks))
         assert repr(case.metric.result(added)) == wanted
+
+
+@each_metric
+@examples(6)
+@given(data=st.data())
+def test_ranks_that_evaluate_have_what_the_model_says(case, data):
+    """Q04, Q09: additive or not, ragged or not, with ranks that have nothing; on every rank the same."""
+    outputs = data.draw(case.values)
+    shares = [[] for _ in range(data.draw(st.integers(1, 4)))]
+    for rows in torch.arange(len(outputs[0])).tensor_split(data.draw(st.integers(1, 5))):
+        batch = tuple(output[rows] for output in outputs)
+        batch = cropped(batch, data.draw(st.integers(0, 1))) if case.is_ragged else batch
+        data.draw(st.sampled_from(shares)).append(batch)
+
+    def on_rank(collectives):
+        share = shares[collectives.rank]
+        return trainfold.evaluate(lambda batch: {"it": batch}, share, {"it": case.metric}, collectives=collectives)
+
+    wanted = case.model(*outputs)
+    for found in run_threads(len(shares), on_rank):
+        assert repr(found.get("it")) == repr(wanted)
+        assert ("it" in found) == (wanted is not None)
 
 
 @each_metric
