@@ -11,7 +11,9 @@ Training is a fold: ``state' = step(state, batch)``. Where to begin::
     TrainState, select, merge                               the value, and its components
     DataCursor, sample_order, shard_of                      where a run is in its data
     make_key, fold_in, forked_rng                           randomness as an argument
-    metrics                                                 what is measured: sums, ratios, perplexity, F1, to the bit
+    metrics, evaluate, eval_batches, time_limit             what is measured, to the bit, whatever the batch size and the ranks
+    TorchCollectives                                        ranks of torch.distributed
+    make_best_record, is_better, decide_best, save_best     which checkpoint is the best, decided once
     plan_save, plan_resume, Store, Collectives              what the above are made of
 
 ``trainfold.properties.laws`` and ``trainfold.properties.contracts`` test your own parts; `trainfold demo` shows it all.
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from trainfold.adapters.live import attach as attach
     from trainfold.adapters.manager import CheckpointManager as CheckpointManager
     from trainfold.adapters.manager import DisabledManager as DisabledManager
+    from trainfold.adapters.torch_metric import TorchMetric as TorchMetric
+    from trainfold.backends.best_file import load_best as load_best
+    from trainfold.backends.best_file import save_best as save_best
     from trainfold.backends.collectives import SingleProcess as SingleProcess
     from trainfold.backends.local import LocalStore as LocalStore
     from trainfold.backends.memory import MemoryStore as MemoryStore
@@ -41,6 +46,12 @@ if TYPE_CHECKING:
     from trainfold.backends.runs import load as load
     from trainfold.backends.runs import plan as plan
     from trainfold.backends.runs import save as save
+    from trainfold.backends.time_limit import time_limit as time_limit
+    from trainfold.backends.torch_collectives import TorchCollectives as TorchCollectives
+    from trainfold.core.best import BestRecord as BestRecord
+    from trainfold.core.best import decide_best as decide_best
+    from trainfold.core.best import is_better as is_better
+    from trainfold.core.best import make_best_record as make_best_record
     from trainfold.core.components import merge as merge
     from trainfold.core.components import select as select
     from trainfold.core.components import validate_components as validate_components
@@ -48,13 +59,18 @@ if TYPE_CHECKING:
     from trainfold.core.cursor import make_cursor as make_cursor
     from trainfold.core.errors import CheckpointDamaged as CheckpointDamaged
     from trainfold.core.errors import NonFinite as NonFinite
+    from trainfold.core.errors import RankFailed as RankFailed
     from trainfold.core.errors import RestoreRefused as RestoreRefused
     from trainfold.core.errors import ResumeRefused as ResumeRefused
     from trainfold.core.errors import RunLocked as RunLocked
     from trainfold.core.errors import SaveFailed as SaveFailed
     from trainfold.core.errors import StateDonated as StateDonated
     from trainfold.core.errors import TrainfoldError as TrainfoldError
+    from trainfold.core.eval_cursor import DistributedEvalCursor as DistributedEvalCursor
+    from trainfold.core.eval_cursor import eval_batches as eval_batches
+    from trainfold.core.eval_cursor import make_eval_cursor as make_eval_cursor
     from trainfold.core.evaluation import Evaluation as Evaluation
+    from trainfold.core.evaluation import evaluation_of as evaluation_of
     from trainfold.core.fingerprint import fingerprint as fingerprint
     from trainfold.core.forward import bind_model as bind_model
     from trainfold.core.init import init_state as init_state
@@ -98,6 +114,7 @@ if TYPE_CHECKING:
     from trainfold.core.state import make_progress as make_progress
     from trainfold.core.step import make_step as make_step
     from trainfold.core.suite import Tally as Tally
+    from trainfold.core.suite import no_tally as no_tally
     from trainfold.core.window import accumulation_steps as accumulation_steps
     from trainfold.core.window import check_plan as check_plan
     from trainfold.core.window import windows as windows
@@ -107,6 +124,7 @@ if TYPE_CHECKING:
 
 
 _MODULE_OF = {
+    "BestRecord": "trainfold.core.best",
     "CheckpointDamaged": "trainfold.core.errors",
     "CheckpointManager": "trainfold.adapters.manager",
     "CheckpointPassedOver": "trainfold.backends.runs",
@@ -114,6 +132,7 @@ _MODULE_OF = {
     "DataCursor": "trainfold.core.cursor",
     "Difference": "trainfold.core.spec",
     "DisabledManager": "trainfold.adapters.manager",
+    "DistributedEvalCursor": "trainfold.core.eval_cursor",
     "Drift": "trainfold.core.policy",
     "Evaluation": "trainfold.core.evaluation",
     "Key": "trainfold.core.rng",
@@ -131,6 +150,7 @@ _MODULE_OF = {
     "ParamGroup": "trainfold.core.state",
     "Permutation": "trainfold.core.permutation",
     "Progress": "trainfold.core.state",
+    "RankFailed": "trainfold.core.errors",
     "Refusal": "trainfold.core.resume_plan",
     "RestoreRefused": "trainfold.core.errors",
     "ResumeDrift": "trainfold.backends.runs",
@@ -146,6 +166,8 @@ _MODULE_OF = {
     "StateDonated": "trainfold.core.errors",
     "Store": "trainfold.backends.protocols",
     "Tally": "trainfold.core.suite",
+    "TorchCollectives": "trainfold.backends.torch_collectives",
+    "TorchMetric": "trainfold.adapters.torch_metric",
     "TrainState": "trainfold.core.state",
     "TrainfoldError": "trainfold.core.errors",
     "World": "trainfold.core.world",
@@ -155,23 +177,31 @@ _MODULE_OF = {
     "check_plan": "trainfold.core.window",
     "constant": "trainfold.core.schedule",
     "cosine": "trainfold.core.schedule",
+    "decide_best": "trainfold.core.best",
     "diff_specs": "trainfold.core.spec",
+    "eval_batches": "trainfold.core.eval_cursor",
     "evaluate": "trainfold.adapters.evaluate",
+    "evaluation_of": "trainfold.core.evaluation",
     "even_split": "trainfold.core.partition",
     "fingerprint": "trainfold.core.fingerprint",
     "fold_in": "trainfold.core.rng",
     "forked_rng": "trainfold.core.rng",
     "horizon": "trainfold.core.schedule",
     "init_state": "trainfold.core.init",
+    "is_better": "trainfold.core.best",
     "linear": "trainfold.core.schedule",
     "load": "trainfold.backends.runs",
+    "load_best": "trainfold.backends.best_file",
+    "make_best_record": "trainfold.core.best",
     "make_cursor": "trainfold.core.cursor",
+    "make_eval_cursor": "trainfold.core.eval_cursor",
     "make_key": "trainfold.core.rng",
     "make_progress": "trainfold.core.state",
     "make_step": "trainfold.core.step",
     "make_world": "trainfold.core.world",
     "merge": "trainfold.core.components",
     "metrics": "trainfold",
+    "no_tally": "trainfold.core.suite",
     "optimizer": "trainfold.core.optim",
     "plan": "trainfold.backends.runs",
     "plan_resume": "trainfold.core.resume_planner",
@@ -179,10 +209,12 @@ _MODULE_OF = {
     "refresh_masters": "trainfold.core.masters",
     "sample_order": "trainfold.core.permutation",
     "save": "trainfold.backends.runs",
+    "save_best": "trainfold.backends.best_file",
     "seed_of": "trainfold.core.rng",
     "select": "trainfold.core.components",
     "shard_of": "trainfold.core.partition",
     "spec_of": "trainfold.core.spec",
+    "time_limit": "trainfold.backends.time_limit",
     "validate_components": "trainfold.core.components",
     "windows": "trainfold.core.window",
     "wsd": "trainfold.core.schedule",
