@@ -13,8 +13,8 @@ from trainfold.core.suite import Suite, Tally, no_tally, observe
 from trainfold.core.world import Collectives
 
 Forward = Callable[[Any], Mapping[str, Any]]
-Local = TypeVar("Local")
-Told = TypeVar("Told")
+L = TypeVar("L")  # what a rank keeps
+T = TypeVar("T")  # what it tells
 _NOTHING: Any = object()
 
 
@@ -34,13 +34,13 @@ class Share:
     batches: Iterator[Any]
 
 
-def everywhere(ranks: Collectives, work: Callable[[], tuple[Local, Told]]) -> tuple[Local, list[Told]]:
+def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, list[T]]:
     """Work that each rank does alone: what it keeps, and what every rank told; if one failed, every rank raises.
 
     Raises:
         RankFailed: on the ranks that did not fail; the failed one raises its own error.
     """
-    mine: tuple[Local, Told] | None = None
+    mine: tuple[L, T] | None = None
     failure: Exception | None = None
     try:
         mine = work()
