@@ -35,8 +35,7 @@ class TorchCollectives:
     KiB follow in a second one. A rank that waits also watches for trouble. If a rank raises (and says so with `fail`), dies, or does
     not come in time, every other rank raises `RankFailed`, with the same text everywhere. A rank that left no word is
     named after a roll call of ``grace_secs``; one that is merely busy elsewhere is then named as well, since nobody can tell.
-    Afterwards every call raises that error again: start the job anew. (A process that has given up a call ends when the rank that
-    failed does, or at that call's deadline: torch waits for an exchange that is under way.)
+    Afterwards every call raises that error again: start the job anew.
 
     Sums are added in rank order, whatever the dtype. (gloo's own all-reduce does not: with 1e8, 1 and -1e8 on three ranks, parts
     of one float32 vector came out as 0 and others as 1.) Two exchanges of bytes move as much as an all-reduce would; tensors

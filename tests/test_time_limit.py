@@ -34,6 +34,19 @@ def test_it_gives_what_begins_in_time_and_at_least_one_and_knows_whether_there_w
     assert limited.complete == (len(expected) == len(costs))
 
 
+def test_the_first_batch_is_given_however_long_it_takes_to_load():
+    clock = Clock()
+
+    def slowly():
+        for batch in range(3):
+            clock.secs += 7
+            yield batch
+
+    limited = time_limit(slowly(), secs=5, clock=clock)
+    assert list(limited) == [0]
+    assert not limited.complete
+
+
 def test_it_can_be_iterated_again_with_all_of_its_time():
     clock = Clock()
     limited = time_limit([1, 2, 3], secs=1, clock=clock)

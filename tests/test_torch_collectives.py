@@ -201,6 +201,15 @@ def test_a_rank_that_hangs_is_named_after_the_deadline_and_hears_of_it_when_it_c
     assert told[0].startswith("rank 1: expected every rank to take part, found no sign of it within 0.5 s")
 
 
+def test_who_has_given_up_ends_and_does_not_wait_for_the_one_that_hangs(processes):
+    """As a launcher has to see that a rank ended to end the others."""
+    ended = processes.outcomes(
+        3, hang, "barrier", 6.0, collectives={"timeout_secs": 60.0, "grace_secs": 0.5}, is_tidy=True
+    )
+    assert [rank.code for rank in ended] == [0, 0, 0]
+    assert max(ended[0].secs, ended[2].secs) < ended[1].secs
+
+
 def test_ranks_that_are_busy_for_less_than_the_deadline_are_waited_for(processes):
     assert processes.run(3, hang, "all_sum", 1.0, collectives=PATIENT) == ["went on"] * 3
 
