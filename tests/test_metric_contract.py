@@ -318,3 +318,19 @@ def test_tuples_dicts_and_exact_sums_make_a_metric_of_ones_own():
     samples = [(torch.rand(n), torch.rand(n)) for n in (3, 1, 4)]
     check_metric(Weighted, samples)
     batch_invariant(Weighted(), (torch.rand(30), torch.rand(30)))
+
+
+def test_batches_that_cannot_be_cut_are_observed_as_they_are():
+    check_metric(M.Ratio, [(torch.tensor([1.0, 2.0]), 2), (0.5, torch.tensor([True, False])), (1, 3)])
+
+
+def test_accumulators_of_another_structure_are_named():
+    class Grows(Count):
+        def observe(self, acc, values):
+            return {**super().observe(acc, values), "last": torch.tensor(0)}
+
+        def merge(self, one, other):
+            return {name: one[name] + other[name] for name in ("sum", "count")}
+
+    with pytest.raises(ContractBroken, match="zero is neutral: .* the trees are "):
+        check_metric(Grows, copies())
