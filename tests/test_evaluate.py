@@ -211,7 +211,7 @@ def test_a_loader_or_a_suite_that_fails_on_one_rank_fails_all(steps):
 
 
 def test_ranks_that_measure_other_things_disagree_on_every_rank():
-    """Q03, Q07: told before anything is added up."""
+    """Q03: told before anything is added up."""
     suites = [{"loss": M.Ratio()}, {"loss": M.Ratio(), "more": M.Max()}]
     outcomes = thread_outcomes(2, lambda ranks: trainfold.evaluate(forward, [], suites[ranks.rank], collectives=ranks))
     for outcome in outcomes:
@@ -598,3 +598,32 @@ def test_the_loss_of_an_evaluation_knows_nothing_of_accumulation():
 
         losses.add(trainfold.evaluate(measure, [batch], {"loss": M.Ratio()})["loss"])
     assert len(losses) == 1
+
+
+def test_an_evaluation_sees_the_step_that_it_is_of_and_all_samples_in_batches_of_its_own_size():
+    """Q08: a loss that depends on the schedule; the remainder is counted."""
+    x = torch.arange(11.0)
+    state = trainfold.TrainState(trainer=trainfold.make_progress(step=0))
+    found = []
+    for step in range(3):
+        state = state.evolve(trainer=trainfold.make_progress(step=step))
+
+        def measure(batch, state=state):
+            return {"loss": (batch * state.trainer.step, len(batch))}
+
+        found.append(trainfold.evaluate(measure, x.split(4), {"loss": M.Ratio()})["loss"])
+    assert found == [0.0, 5.0, 10.0]
+
+
+def test_whether_to_evaluate_is_said_by_one_rank():
+    """Q07: ranks that are configured otherwise evaluate together, or none does."""
+    every = [2, 3, 5]
+
+    def work(ranks):
+        return [
+            (step, trainfold.evaluate(forward, [], SUITE, collectives=ranks))
+            for step in range(1, 7)
+            if ranks.broadcast(step % every[ranks.rank] == 0)
+        ]
+
+    assert run_threads(3, work) == [[(2, {}), (4, {}), (6, {})]] * 3

@@ -1,6 +1,7 @@
 """Metrics that no batch size, order or number of ranks can change: ``from trainfold import metrics as M``.
 
-Each is a frozen value with ``zero``, ``observe``, ``merge`` and ``result``; write your own as a `Metric`::
+Each is a frozen value with ``zero``, ``observe``, ``merge`` and ``result``; write your own as a `Metric`. A `Suite` is a mapping from
+names to metrics::
 
     Sum, Mean, Variance, Min, Max        of all elements
     Ratio, Perplexity                    of two sums, such as a loss and its tokens
@@ -24,6 +25,7 @@ from trainfold.core.metrics.ratio import Ratio
 from trainfold.core.metrics.topk import TopK
 from trainfold.core.metrics.total import Mean, Sum
 from trainfold.core.metrics.variance import Variance
+from trainfold.core.suite import Suite
 
 __all__ = [
     "F1",
@@ -39,6 +41,7 @@ __all__ = [
     "PositionAccuracy",
     "Quantiles",
     "Ratio",
+    "Suite",
     "Sum",
     "TopK",
     "Variance",
