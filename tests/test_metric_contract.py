@@ -332,5 +332,5 @@ def test_accumulators_of_another_structure_are_named():
         def merge(self, one, other):
             return {name: one[name] + other[name] for name in ("sum", "count")}
 
-    with pytest.raises(ContractBroken, match="zero is neutral: .* the trees are "):
+    with pytest.raises(ContractBroken, match=r"zero is neutral: .* the trees are "):
         check_metric(Grows, copies())
