@@ -3,6 +3,9 @@
 import os
 import re
 import signal
+import subprocess
+import sys
+from fractions import Fraction
 
 import pytest
 import torch
@@ -158,6 +161,34 @@ def test_uneven_shares_do_not_hang_a_forward_that_communicates(processes, world_
     own = [batches for _, _, batches, _ in found]
     assert min(own) < steps, "the case is there: a rank has no share of the last step"
     assert {counted for *_, counted in found} == {sum(own)}
+
+
+# --- a launcher ------------------------------------------------------------------------------------------------------
+
+
+def launched(script, ranks):
+    """What a script prints under torchrun."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script],
+        cwd=script.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_script_of_the_page_runs_under_torchrun_and_prints_the_rounded_fraction(root, tmp_path):
+    page = (root / "docs" / "how-to" / "evaluate-on-several-ranks.md").read_text()
+    (text,) = re.findall(r"<!--- skip: next -->\n\n```python\n(.*?)```", page, re.DOTALL)
+    script = tmp_path / "evaluate.py"
+    script.write_text(text)
+    terms = [Fraction(term) for term in torch.linspace(0, 1, 1001).tolist()]
+    mean = float(sum(terms) / len(terms))
+    assert launched(script, 3) == f"{{'mean': {mean}}} {mean.hex()}\n"
 
 
 # --- ranks that fail -------------------------------------------------------------------------------------------------
