@@ -15,6 +15,7 @@ def difference_of(one: Any, other: Any) -> str | None:
     """The first leaf in which two trees differ in a bit, and both sides; None if they are the same.
 
     Examples:
+        >>> import torch
         >>> difference_of({"a": torch.tensor([1, 2])}, {"a": torch.tensor([1, 3])})
         "['a']: element 1 is 2 against 3"
         >>> difference_of({"a": torch.tensor([1])}, {"a": torch.tensor([1])}) is None
@@ -33,6 +34,7 @@ def leafwise_sum(accs: Sequence[Any]) -> Any:
     """What an all-reduce makes of accumulators: their leaves added up, the shorter ones padded with zeros.
 
     Examples:
+        >>> import torch
         >>> leafwise_sum([(torch.tensor([1]),), (torch.tensor([2, 3]),)])
         (tensor([3, 3]),)
     """
