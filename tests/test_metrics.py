@@ -24,7 +24,7 @@ from trainfold.core.metrics import perplexity, topk
 from trainfold.core.metrics.perplexity import rounded_exp
 from trainfold.core.state import Progress, TrainState
 from trainfold.properties import contracts, laws
-from trainfold.properties.accumulators import leafwise_sum
+from trainfold.properties.accumulators import difference_of, leafwise_sum
 
 FLOATS = {torch.float64: 64, torch.float32: 32, torch.float16: 16, torch.bfloat16: 32}
 INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -486,6 +486,23 @@ def test_observing_waits_for_no_device(case, data):
     again = case.metric.observe(again, *outputs[:1], *there[1:])  # forgotten on the CPU
     assert tree.structure(again) == tree.structure(case.metric.zero())
     assert all(leaf.dtype == torch.int64 for leaf in tree.leaves(again))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@each_metric
+@examples(10)
+@given(data=st.data())
+def test_a_cuda_device_gives_the_bits_of_the_cpu_and_is_not_waited_for(case, data):
+    metric, outputs = case.metric, data.draw(case.values)
+    there = tuple(output.cuda() for output in outputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = metric.observe(metric.observe(metric.zero(), *there), *there)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wanted = metric.observe(metric.observe(metric.zero(), *outputs), *outputs)
+    assert difference_of(metric.merge(metric.zero(), wanted), metric.merge(metric.zero(), found)) is None
 
 
 @each_metric
