@@ -5,7 +5,7 @@ Modules are found through the function that will call them: what it is, is bound
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -77,7 +77,7 @@ def _parts(thing: Any) -> list[Any]:
             parts = [thing.__self__, thing.__func__]
         case types.FunctionType():
             parts = _held_by(thing)
-        case Mapping():
+        case dict():
             parts = list(thing.values())
         case list() | tuple() | set() | frozenset():
             parts = list(thing)

@@ -104,7 +104,7 @@ def observe(suite: Suite, tally: Tally, outputs: object) -> Tally:
     for name in suite:
         if name in outputs:
             given = outputs[name]
-            arguments = given if isinstance(given, tuple) else (given,)
+            arguments = given if isinstance(given, tuple | list) else (given,)
             try:
                 accumulators[name] = suite[name].observe(accumulators[name], *arguments)
             except Exception as error:
