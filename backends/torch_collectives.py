@@ -52,6 +52,7 @@ class TorchCollectives:
 
     Raises:
         InvalidArgument: if torch.distributed is not initialised, or the group has no CPU backend, or this process is not in it.
+        RankFailed: if not all ranks make theirs.
     """
 
     def __init__(self, group: Any = None, *, timeout_secs: float = 600.0, grace_secs: float = 3.0) -> None:
@@ -63,15 +64,23 @@ class TorchCollectives:
                 mend="a rank has to wait for the others for some time",
             )
         dist = self._dist = _initialised()
-        if group is None:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
-        self._group = _checked(dist, group)
-        self.rank: int = dist.get_rank(group)
-        self.world_size: int = dist.get_world_size(group)
         self._timeout_secs = timeout_secs
         self._calls = 0
         self._fault: Fault | None = None
-        token = self._all_gather(torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))[0]
+        try:
+            if group is None:
+                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
+            self._group = _checked(dist, group)
+            self.rank: int = dist.get_rank(group)
+            self.world_size: int = dist.get_world_size(group)
+            token = self._all_gather(torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))[0]
+        except RuntimeError as error:
+            raise RankFailed(
+                "the ranks",
+                expected="every rank to make its TorchCollectives",
+                found=_first_sentence(error).splitlines()[0],
+                mend="make them at the same point on every rank; look at the ranks that did not come",
+            ) from error
         store = dist.PrefixStore(f"trainfold/{bytes(token.tolist()).hex()}", _default_store(dist))
         self._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=grace_secs)
 

@@ -18,7 +18,7 @@ from trainfold.core.errors import RankFailed
 from trainfold.core.eval_cursor import eval_batches, make_eval_cursor
 
 PATIENT = {"timeout_secs": 60.0, "grace_secs": 10.0}
-HASTY = {"timeout_secs": 30.0, "grace_secs": 1.0}
+HASTY = {"timeout_secs": 30.0, "grace_secs": 2.0}
 LENGTH = 41
 SUITE = {
     "loss": M.Ratio(),

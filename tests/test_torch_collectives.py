@@ -24,7 +24,7 @@ from trainfold.core.world import Collectives
 from trainfold.properties.contracts import ContractBroken, check_collectives
 
 PATIENT = {"timeout_secs": 60.0, "grace_secs": 10.0}
-HASTY = {"timeout_secs": 30.0, "grace_secs": 1.0}
+HASTY = {"timeout_secs": 30.0, "grace_secs": 2.0}
 GONE = "ended, hung, or busy elsewhere"
 
 
@@ -251,6 +251,21 @@ def test_a_group_that_is_given_has_its_own_ranks(processes):
     assert zero == ([0, [0, 2], 2, 2], [[0, 1, 2]] * 2, True)
     assert two == ([1, [0, 2], 2, 2], [[0, 1, 2]] * 2, True)
     assert one == (["TorchCollectives.group"], [[0, 1, 2]] * 2, True)
+
+
+def make_but_for_one():
+    if dist.get_rank() == 1:
+        return None
+    try:
+        TorchCollectives(timeout_secs=0.5)
+    except RankFailed as error:
+        return str(error)
+
+
+def test_a_rank_that_does_not_make_its_collectives_is_not_waited_for_for_ever(processes):
+    zero, _, two = processes.run(3, make_but_for_one)
+    for told in (zero, two):
+        assert told.startswith("the ranks: expected every rank to make its TorchCollectives, found ")
 
 
 def fail_one_of_two():
