@@ -109,6 +109,17 @@ def positions(draw):
 
 
 @st.composite
+def shares(draw):
+    """Rows of at most 5 positions: what counts, and booleans or a part of it that is accepted."""
+    size, length = draw(sizes()), draw(st.integers(0, 5))
+    valid = draw(rows_of(size, (length,), dtype=draw(st.sampled_from([torch.bool, torch.uint8, torch.float32]))))
+    if valid.is_floating_point():
+        valid = torch.where(valid.isfinite(), valid.abs(), torch.zeros_like(valid))
+    mask = draw(rows_of(size, (length,), dtype=torch.bool))
+    return mask if draw(st.booleans()) else torch.where(mask, valid, torch.zeros_like(valid)), valid
+
+
+@st.composite
 def drafts(draw):
     size, length = draw(sizes()), draw(st.integers(0, 4))
     dtypes = st.sampled_from([torch.bool, torch.uint8, torch.int64])
@@ -217,7 +228,7 @@ def position_ratios(correct, valid):
     found = []
     for right, counts in zip(correct.T.tolist(), valid.T.tolist(), strict=True):
         pairs = [(r, v) for r, v in zip(right, counts, strict=True) if v != 0]
-        found.append(quotient(total(product(r, v) for r, v in pairs), total(counts)))
+        found.append(quotient(total((v if r else 0) if isinstance(r, bool) else r for r, v in pairs), total(counts)))
     return found
 
 
@@ -354,7 +365,8 @@ CASES = {
     "Min": Case(M.Min(), functools.partial(extreme_model, pick=min), numbers()),
     "Max": Case(M.Max(), functools.partial(extreme_model, pick=max), numbers()),
     "PositionAccuracy": Case(M.PositionAccuracy(), position_model, positions(), is_ragged=True),
-    "AcceptanceLength": Case(M.AcceptanceLength(), length_model, positions(), is_ragged=True),
+    "AcceptanceLength": Case(M.AcceptanceLength(), length_model, shares(), is_ragged=True),
+    "AcceptanceLength(length=2)": Case(M.AcceptanceLength(length=2), length_model, shares(), is_ragged=True),
     "AcceptanceRate": Case(M.AcceptanceRate(), rate_model, drafts(), is_ragged=True),
     "TopK(1)": Case(M.TopK(1), functools.partial(topk_model, k=1), choices()),
     "TopK(3)": Case(M.TopK(3), functools.partial(topk_model, k=3), choices()),
@@ -667,11 +679,44 @@ def test_the_series_of_lengths_ends_where_nothing_is_known():
 
 
 def test_lengths_of_what_is_not_finite_are_not_finite():
-    big, valid = 1.7e308, torch.ones(1, 3, dtype=torch.bool)
+    valid = torch.ones(1, 3, dtype=torch.bool)
     for last in (math.nan, math.inf):
-        accepted = torch.tensor([[big, big, last]], dtype=torch.float64)
+        accepted = torch.tensor([[1.0, 0.5, last]], dtype=torch.float64)
         assert repr(result_of(M.AcceptanceLength(), accepted, valid)) == repr(last)
-    assert result_of(M.AcceptanceLength(), torch.tensor([[big, big, 0.5]], dtype=torch.float64), valid) == math.inf
+
+
+def test_counts_by_position_are_numerators_and_denominators():
+    """S50: sums of a batch, as a forward may return them, are what the rows of it are."""
+    accepted = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
+    valid = torch.ones(4, 3, dtype=torch.int64)
+    for metric in (M.AcceptanceLength(), M.PositionAccuracy()):
+        rows = result_of(metric, accepted, valid)
+        assert result_of(metric, accepted.sum(0), valid.sum(0)) == rows
+        assert result_of(metric, accepted.sum(0).float() / 8, valid.sum(0).float() / 8) == rows
+    assert result_of(M.AcceptanceLength(), accepted.sum(0), valid.sum(0)) == 0.75 + 0.75 * 0.5 + 0.75 * 0.5 * 0.25
+
+
+def test_more_accepted_than_there_was_is_refused():
+    """A mask or a weight was forgotten on one side: the products of such ratios would look like a length."""
+    weights = torch.full((2, 2), 0.5)
+    with pytest.raises(InvalidArgument, match="position 0"):
+        result_of(M.AcceptanceLength(), torch.ones(2, 2), weights)
+    with pytest.raises(InvalidArgument, match="position 1"):
+        result_of(M.AcceptanceLength(), torch.tensor([[1, -1]]), torch.ones(1, 2, dtype=torch.int64))
+
+
+def test_room_for_positions_keeps_the_shape_and_changes_no_result():
+    """Accumulators of one shape can be loaded into those of a metric that has seen nothing."""
+    accepted, valid = torch.tensor([[True, False]]), torch.ones(1, 2, dtype=torch.bool)
+    for kind in (M.PositionAccuracy, M.AcceptanceLength, M.AcceptanceRate):
+        wide, narrow = kind(length=4), kind()
+        assert result_of(wide, accepted, valid) == result_of(narrow, accepted, valid)
+        acc = wide.observe(wide.zero(), accepted, valid)
+        assert [leaf.shape for leaf in tree.leaves(acc)] == [leaf.shape for leaf in tree.leaves(wide.zero())]
+        assert wide.result(wide.zero()) is None
+        for length in (-1, 1.5, True):
+            with pytest.raises(InvalidArgument, match="length"):
+                kind(length=length)
 
 
 def test_the_product_of_means_is_not_the_mean_of_products():
@@ -692,7 +737,7 @@ def test_fractional_weights_are_not_rounded_up_to_one():
 
 def test_padding_has_no_say_even_if_it_is_nan():
     correct = torch.tensor([[1.0, math.nan]])
-    assert result_of(M.PositionAccuracy(), correct, torch.tensor([[0.5, 0.0]])) == [1.0]
+    assert result_of(M.PositionAccuracy(), correct, torch.tensor([[2.0, 0.0]])) == [0.5]
     assert result_of(M.PositionAccuracy(), correct, torch.tensor([[True, False]])) == [1.0]
 
 
@@ -743,7 +788,6 @@ MISUSES = {
     "probabilities": (M.F1(2), (torch.zeros(4), torch.zeros(4).long()), "F1.predicted"),
     "one mask for all rows": (M.PositionAccuracy(), (torch.zeros(2, 3), torch.ones(3)), "PositionAccuracy.correct"),
     "no positions": (M.AcceptanceLength(), (torch.tensor(1.0), torch.tensor(True)), "AcceptanceLength.valid"),
-    "products that round": (M.PositionAccuracy(), (torch.zeros(2, 3).double(), torch.ones(2, 3)), "float64"),
     "rates of probabilities": (M.AcceptanceRate(), (torch.zeros(2, 3), torch.ones(2, 3).bool()), "give booleans"),
     "drafts without positions": (M.AcceptanceRate(), (torch.tensor(True), torch.tensor(True)), "AcceptanceRate.valid"),
     "drafts of another shape": (M.AcceptanceRate(), (torch.zeros(2, 3).long(), torch.zeros(2, 2).long()), "accepted"),

@@ -20,7 +20,7 @@ from trainfold.core.exact import (
     ratio_of,
     rounded,
 )
-from trainfold.core.metrics.arguments import real, same_shape
+from trainfold.core.metrics.arguments import check_length, real, same_shape
 from trainfold.core.metrics.counts import beside
 
 __all__ = ["AcceptanceLength", "PositionAccuracy", "Positions"]
@@ -49,6 +49,13 @@ class PositionAccuracy:
     Batches may have different lengths. The list ends with the last position at which something counted, so that padding
     changes nothing; where nothing counted anywhere it is None.
 
+    Attributes:
+        length: positions to make room for from the start, so that accumulators have one shape and can be loaded into one
+            that is new; longer batches still make more.
+
+    Raises:
+        InvalidArgument: unless ``length`` is an int >= 0.
+
     Examples:
         >>> metric = PositionAccuracy()
         >>> acc = metric.observe(metric.zero(), torch.tensor([[True, False]]), torch.tensor([[True, True]]))
@@ -58,22 +65,27 @@ class PositionAccuracy:
     """
 
     additive: ClassVar[bool] = True
+    length: int = attrs.field(default=0, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        check_length(f"{type(self).__name__}.length", self.length)
 
     def zero(self) -> Positions:
         """Nothing seen."""
-        return _no_positions()
+        return Positions(exact_zero(self.length), exact_zero(self.length))
 
     def observe(self, acc: Positions, correct: Any, valid: Any) -> Positions:
         """Add a batch.
 
         Args:
             acc: what was seen before.
-            correct: tensor [..., L]; whether each position was right: booleans, or numbers (0 and 1, or parts).
-            valid: tensor of the same shape; which positions count: booleans, or weights. Where it is 0, ``correct`` has no say.
-                One of the two has to be boolean or both of at most 32 bits, so that no product is rounded.
+            correct: tensor [..., L]; what was right, as the numerators of a `Ratio`: counts, or weights; or booleans, which stand
+                for all or nothing of ``valid``.
+            valid: tensor of the same shape; what counts, as the denominators: booleans, counts, or weights. Where it is 0,
+                ``correct`` has no say.
 
         Raises:
-            InvalidArgument: for shapes that differ, and for products that could be rounded.
+            InvalidArgument: for shapes that differ.
         """
         return _with_positions("PositionAccuracy", acc, ("correct", correct), valid)
 
@@ -100,6 +112,12 @@ class AcceptanceLength:
     None where nothing counted at position 0. The series ends before the first position at which nothing counted, since
     no draft is known to reach beyond it.
 
+    Attributes:
+        length: positions to make room for from the start, as for `PositionAccuracy`.
+
+    Raises:
+        InvalidArgument: unless ``length`` is an int >= 0; from ``result``, where more was accepted than there was.
+
     Examples:
         >>> metric = AcceptanceLength()
         >>> accepted = torch.tensor([[True, True], [True, False]])
@@ -111,22 +129,26 @@ class AcceptanceLength:
     """
 
     additive: ClassVar[bool] = True
+    length: int = attrs.field(default=0, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        check_length(f"{type(self).__name__}.length", self.length)
 
     def zero(self) -> Positions:
         """Nothing seen."""
-        return _no_positions()
+        return Positions(exact_zero(self.length), exact_zero(self.length))
 
     def observe(self, acc: Positions, accepted: Any, valid: Any) -> Positions:
         """Add a batch.
 
         Args:
             acc: what was seen before.
-            accepted: tensor [..., K]; whether the draft's token at each position would be accepted, if it is reached:
-                booleans, or probabilities.
-            valid: tensor of the same shape; which positions count, as for `PositionAccuracy`.
+            accepted: tensor [..., K]; how many of the draft's tokens at each position would be accepted, if they are reached:
+                numerators, or booleans, as for `PositionAccuracy`.
+            valid: tensor of the same shape; of how many: booleans, counts, or weights.
 
         Raises:
-            InvalidArgument: for shapes that differ, and for products that could be rounded.
+            InvalidArgument: for shapes that differ.
         """
         return _with_positions("AcceptanceLength", acc, ("accepted", accepted), valid)
 
@@ -139,13 +161,10 @@ class AcceptanceLength:
         known = _until_none(_ratios(acc))
         if not known:
             return None
+        _check_shares(known)
         if not all(isinstance(ratio, Fraction) for ratio in known):  # no exact product has a NaN or an infinity in it
             known = [rounded(ratio) for ratio in known]
         return rounded(sum(itertools.accumulate(known, operator.mul)))
-
-
-def _no_positions() -> Positions:
-    return Positions(exact_zero(0), exact_zero(0))
 
 
 def _with_positions(metric: str, acc: Positions, named: tuple[str, Any], valid: Any) -> Positions:
@@ -157,28 +176,9 @@ def _with_positions(metric: str, acc: Positions, named: tuple[str, Any], valid: 
         )
     same_shape(f"{metric}.{name}", correct, "valid", valid.shape)
     correct, valid = beside(correct, valid)
-    return Positions(
-        exact_add_columns(acc.num, _products(f"{metric}.{name}", correct, valid)), exact_add_columns(acc.den, valid)
-    )
-
-
-def _products(where: str, correct: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """``correct * valid`` without rounding, and 0 where ``valid`` is."""
-    if valid.dtype == torch.bool:
-        return torch.where(valid, correct, torch.zeros_like(correct))
-    if correct.dtype == torch.bool:
-        return torch.where(correct, valid, torch.zeros_like(valid))
-    correct = torch.where(valid != 0, correct, torch.zeros_like(correct))
-    if not correct.is_floating_point() and not valid.is_floating_point():
-        return correct.to(torch.int64) * valid.to(torch.int64)
-    if torch.float64 in {correct.dtype, valid.dtype}:
-        raise InvalidArgument(
-            where,
-            expected="booleans, or two factors of at most 32 bits, whose product is exact",
-            found=f"{correct.dtype} and {valid.dtype}",
-            mend="make one of them boolean",
-        )
-    return correct.double() * valid.double()
+    counts, num = (correct, valid) if correct.dtype == torch.bool else (valid != 0, correct)
+    num = torch.where(counts, num, torch.zeros_like(num))
+    return Positions(exact_add_columns(acc.num, num), exact_add_columns(acc.den, valid))
 
 
 def _merged(one: Positions, other: Positions) -> Positions:
@@ -187,6 +187,17 @@ def _merged(one: Positions, other: Positions) -> Positions:
 
 def _ratios(acc: Positions) -> list[Exact | None]:
     return [ratio_of(num, den) for num, den in zip(exact_values(acc.num), exact_values(acc.den), strict=True)]
+
+
+def _check_shares(ratios: list[Exact]) -> None:
+    for position, ratio in enumerate(ratios):
+        if isinstance(ratio, Fraction) and not 0 <= ratio <= 1:
+            raise InvalidArgument(
+                "AcceptanceLength.accepted",
+                expected="numerators from 0 to what `valid` counts",
+                found=f"{rounded(ratio)} of 1 at position {position}",
+                mend="weigh both alike: give (accepted * weights, weights)",
+            )
 
 
 def _until_none(ratios: list[Exact | None]) -> list[Exact]:
