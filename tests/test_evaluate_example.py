@@ -1,0 +1,57 @@
+"""The example that evaluates, as a user would run it: killed, started again, on two ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "evaluate.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+
+
+def run_example(run, *options, ranks=(), kill_after=None):
+    """Run it and return its lines; with ``kill_after``, kill it when a line begins so."""
+    lines = []
+    with subprocess.Popen(
+        [sys.executable, *ranks, str(EXAMPLE), str(run), *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        for line in process.stdout:
+            lines.append(line.strip())
+            if kill_after is not None and line.startswith(kill_after):
+                process.kill()
+    assert process.returncode == (0 if kill_after is None else -signal.SIGKILL)
+    return lines
+
+
+def results(lines):
+    return dict(line.split(": ", 1) for line in lines[-4:])
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_is_killed_goes_on_and_ends_with_the_same_bits(tmp_path):
+    """Q01, P30: in the middle, on other ranks, with other batches."""
+    whole = run_example(tmp_path / "whole")
+    assert whole[0] == "from sample 0 of 500"
+    run_example(tmp_path / "killed", kill_after="240 samples")
+    rest = run_example(tmp_path / "killed")
+    first = int(rest[0].split()[2])
+    assert 240 <= first < 500
+    assert results(rest) == results(whole)
+
+    run_example(tmp_path / "other", kill_after="160 samples")
+    other = run_example(tmp_path / "other", "--batch-size", "14", ranks=TORCHRUN)
+    assert 160 <= int(next(line for line in other if line.startswith("from sample")).split()[2]) < 500
+    for name in (
+        "loss",
+        "perplexity",
+        "top-5 accuracy",
+    ):  # a model's kernels may round a row otherwise in another batch
+        mine, theirs = (float.fromhex(results(lines)[name]) for lines in (other, whole))
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    assert results(other)["top-5 accuracy"] == results(whole)["top-5 accuracy"]
