@@ -41,21 +41,24 @@ class SumPlan:
         """The bytes for each rank: uint8[world_size, part_bytes], on the CPU."""
         columns = []
         for dtype, indices in self.blocks.items():
-            flat = torch.zeros(self.world_size * self.widths[dtype], dtype=dtype)
+            flat = torch.empty(self.world_size * self.widths[dtype], dtype=dtype)
             start = 0
             for index in indices:
                 given = tensors[index].detach().reshape(-1)
                 flat[start : start + given.numel()].copy_(given)
                 start += given.numel()
+            flat[start:].zero_()
             columns.append(flat.view(torch.uint8).reshape(self.world_size, -1))
-        return torch.cat(columns, dim=1) if columns else torch.empty(self.world_size, 0, dtype=torch.uint8)
+        if not columns:
+            return torch.empty(self.world_size, 0, dtype=torch.uint8)
+        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
 
     def add(self, parts: torch.Tensor) -> torch.Tensor:
         """The sum of one part, from what each rank has of it: uint8[world_size, part_bytes] -> uint8[part_bytes]."""
         sums = []
         for _, each in self._columns(parts):
-            total = each[0].clone()
-            for other in each[1:]:
+            total = each[0] + each[1] if len(each) > 1 else each[0].clone()
+            for other in each[2:]:
                 total += other
             sums.append(total.view(torch.uint8))
         return torch.cat(sums) if sums else parts[0]
@@ -68,7 +71,8 @@ class SumPlan:
             start = 0
             for index in self.blocks[dtype]:
                 shape = torch.Size(self.shapes[index])
-                results[index] = flat[start : start + shape.numel()].reshape(shape).clone()
+                total = flat[start : start + shape.numel()].reshape(shape)
+                results[index] = total if len(self.shapes) == 1 else total.clone()
                 start += shape.numel()
         return [results[index] for index in range(len(self.shapes))]
 
