@@ -11,11 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 KEYS = {
+    "evaluate": {"terms", "model", "vector"},
     "plan": {"plans", "growth", "checkpoints", "find_newest_secs"},
     "save": {"size_gb", "rounds", "rows", "inner", "same_bits"},
     "step": {"rows"},
 }
 TARGETS = {
+    "evaluate": ["10^6 fp32", "share of", "bytes in", "all-reduces", "one result"],
     "plan": ["plan_save,", "plan_resume,", "fresh optimizer,", "dtype to adapt,", "growth exponent", "newest of"],
     "save": ["raw ceiling", "torch.save", "dcp.save", "safetensors", "CPU-s per GB", "fresh pages", "live memory"],
     "step": ["time", "first steps too", "peak memory", "same bits"],
@@ -64,6 +66,7 @@ def check_bits(found):
     for row in [found, *(row for row in found.get("rows", []) if isinstance(row, dict))]:
         assert row.get("same_bits", True) is True
     assert all(target["met"] for target in found["targets"] if "same bits" in target["name"])
+    assert all(row["same_bits"] for row in found.get("terms", []) if row["by"] == "exact")
 
 
 @pytest.mark.parametrize(
