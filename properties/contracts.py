@@ -1,4 +1,4 @@
-"""Contracts: suites that say whether somebody's `Store` or `Metric` tells the truth. Import one, give it a factory, run it.
+"""Contracts: suites that say whether somebody's `Store`, `Metric` or `Collectives` tells the truth. Import one and run it.
 
 Each rule is a function; `check_store` runs those of a fresh store and reports every one that is broken, and `check_metric` those
 of a metric.

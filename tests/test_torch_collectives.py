@@ -115,6 +115,23 @@ def test_collectives_that_lie_are_caught_by_rule(liar, rule):
         )
 
 
+def sum_on_the_device(collectives):
+    given = [
+        torch.full((5,), float(collectives.rank + 1), device="cuda"),
+        torch.tensor(2**53 + 1, device="cuda"),
+        torch.ones(2),
+    ]
+    totals = collectives.all_sum(given)
+    return [(total.device.type, total.tolist()) for total in totals], given[0].tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_sums_of_tensors_on_a_device_are_on_it(processes):
+    sums = [("cuda", [3.0] * 5), ("cuda", 2**54 + 2), ("cpu", [2.0] * 2)]
+    assert processes.run(2, sum_on_the_device, collectives=PATIENT) == [(sums, [1.0] * 5), (sums, [2.0] * 5)]
+
+
 # --- ranks that do not come ------------------------------------------------------------------------------------------
 
 
