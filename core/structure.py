@@ -20,15 +20,17 @@ from trainfold.core.cursor import DataCursor
 from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
 from trainfold.core.eval_cursor import DistributedEvalCursor
 from trainfold.core.leaves import Leaves
+from trainfold.core.metrics.nodes import ACCUMULATORS
 from trainfold.core.rng import Key
 from trainfold.core.scalars import SCALAR_TAGS, Json, decode_scalar, encode_scalar, shown
 from trainfold.core.spec import LeafSpec, leaf_spec
 from trainfold.core.state import TrainState
+from trainfold.core.suite import Tally
 
 MAX_DEPTH = 64
 _KEYS = frozenset({tuple, str, int, bool, float, bytes, type(None)})  # what keys of a dict may be
 # named here so that they are registered wherever a checkpoint is read
-OWN_NODES = (TrainState, Key, DataCursor, DistributedEvalCursor)
+OWN_NODES = (TrainState, Key, DataCursor, DistributedEvalCursor, Tally, *ACCUMULATORS)
 
 
 @final

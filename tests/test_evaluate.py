@@ -3,6 +3,9 @@
 import functools
 import math
 import random
+import re
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -627,3 +630,22 @@ def test_whether_to_evaluate_is_said_by_one_rank():
         ]
 
     assert run_threads(3, work) == [[(2, {}), (4, {}), (6, {})]] * 3
+
+
+def test_a_process_that_never_imported_metrics_reads_a_checkpoint_that_has_a_tally(tmp_path):
+    """P30: the classes of accumulators are known to whoever can read a checkpoint."""
+    suite = {
+        "f1": M.F1(2),
+        "top": M.TopK(1),
+        "median": M.Quantiles((0, 1), (0.5,)),
+        "rate": M.AcceptanceRate(),
+        **SUITE,
+    }
+    state = trainfold.TrainState(trainer=trainfold.make_progress(), extra={"evaluation": trainfold.no_tally(suite)})
+    trainfold.save(state, tmp_path / "run")
+    manifest = (tmp_path / "run" / "step-00000000" / "manifest.json").read_text()
+    named = set(re.findall(r'"node": ?"(trainfold\.\w+)"', manifest))
+    assert {"trainfold.Tally", "trainfold.Quotient", "trainfold.Bins"} <= named
+    script = "from trainfold.core.structure import registered_classes; print(*registered_classes())"
+    known = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert named <= set(known)
