@@ -244,3 +244,35 @@ def test_a_rank_that_is_killed_midway_is_named_by_all_others(processes, communic
         kind, text, _ = ended[rank].value
         assert kind == RankFailed.__name__ or communicates
         assert "rank 1: expected every rank to take part, found no sign of it" in text, text
+
+
+class CountedGroup:
+    """A process group whose exchanges are counted, with the bytes of the integers that are reduced."""
+
+    def __init__(self, group):
+        self.group, self.calls = group, []
+
+    def allgather(self, *arguments):
+        self.calls.append("allgather")
+        return self.group.allgather(*arguments)
+
+    def allreduce(self, tensors, options):
+        self.calls.append(f"allreduce of {sum(tensor.nbytes for tensor in tensors)} bytes")
+        return self.group.allreduce(tensors, options)
+
+
+def counted(collectives):
+    group = collectives._group = CountedGroup(collectives._group)
+    cursor = make_eval_cursor(LENGTH, global_batch_size=8)
+    evaluate(forward, eval_batches(cursor, fetch, collectives=collectives), SUITE, collectives=collectives)
+    return group.calls
+
+
+def test_an_evaluation_is_one_all_reduce_of_integers_and_three_exchanges_of_words(processes):
+    """Q03: the same on every rank, however many batches there are; a gather takes two, a sum first makes sure of the call."""
+    (calls, *others) = processes.run(3, counted, collectives=PATIENT)
+    assert others == [calls] * 2
+    *words, numbers = calls
+    assert words == ["allgather"] * 3
+    size_bytes = int(re.fullmatch(r"allreduce of (\d+) bytes", numbers).group(1))
+    assert 0 < size_bytes <= 64 * 1024
