@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, final
 
@@ -54,7 +55,7 @@ class PositionAccuracy:
             that is new; longer batches still make more.
 
     Raises:
-        InvalidArgument: unless ``length`` is an int >= 0.
+        InvalidArgument: unless ``length`` is an int >= 0; from ``result``, where more was right than counts.
 
     Examples:
         >>> metric = PositionAccuracy()
@@ -96,6 +97,7 @@ class PositionAccuracy:
     def result(self, acc: Positions) -> list[float | None] | None:
         """The accuracies."""
         ratios = _ratios(acc)
+        _check_shares("PositionAccuracy.correct", ratios)
         while ratios and ratios[-1] is None:
             ratios.pop()
         return [None if ratio is None else rounded(ratio) for ratio in ratios] or None
@@ -161,7 +163,7 @@ class AcceptanceLength:
         known = _until_none(_ratios(acc))
         if not known:
             return None
-        _check_shares(known)
+        _check_shares("AcceptanceLength.accepted", known)
         if not all(isinstance(ratio, Fraction) for ratio in known):  # no exact product has a NaN or an infinity in it
             known = [rounded(ratio) for ratio in known]
         return rounded(sum(itertools.accumulate(known, operator.mul)))
@@ -189,14 +191,14 @@ def _ratios(acc: Positions) -> list[Exact | None]:
     return [ratio_of(num, den) for num, den in zip(exact_values(acc.num), exact_values(acc.den), strict=True)]
 
 
-def _check_shares(ratios: list[Exact]) -> None:
+def _check_shares(where: str, ratios: Sequence[Exact | None]) -> None:
     for position, ratio in enumerate(ratios):
         if isinstance(ratio, Fraction) and not 0 <= ratio <= 1:
             raise InvalidArgument(
-                "AcceptanceLength.accepted",
+                where,
                 expected="numerators from 0 to what `valid` counts",
                 found=f"{rounded(ratio)} of 1 at position {position}",
-                mend="weigh both alike: give (accepted * weights, weights)",
+                mend="weigh both alike, as in (correct * weights, weights), or give booleans first",
             )
 
 
