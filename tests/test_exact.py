@@ -303,3 +303,14 @@ def test_a_cuda_device_gives_the_bits_of_the_cpu(parts):
     for part in parts:
         here, there = exact_add(here, part), exact_add(there, part.cuda())
     assert same(exact_merge(here, exact_zero()), exact_merge(there, exact_zero()))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rows_of_windows_are_full_and_do_not_round(seed, sign):
+    """All terms near the top and of one sign, with every bit in use: ten bits of a row's sum are those of its length."""
+    generator = torch.Generator().manual_seed(seed)
+    values = sign * (1 + torch.rand(4096, generator=generator, dtype=torch.float64))
+    assert Fraction(sum_of_doubles(values), 1 << 1074) == fraction_of(values)
+    widened = torch.cat([values, torch.ldexp(values[:2048], torch.tensor(-53)), torch.tensor([2.0**-100]).double()])
+    assert Fraction(sum_of_doubles(widened), 1 << 1074) == fraction_of(widened)
