@@ -24,7 +24,7 @@ SUITE: M.Suite = {
     "loss": M.Ratio(),
     "perplexity": M.Perplexity(),
     "top-5 accuracy": M.TopK(5),
-    "accuracy by position": M.PositionAccuracy(length=CONTEXT),
+    "accuracy by position": M.PositionAccuracy(),
 }
 
 
@@ -81,18 +81,14 @@ def main(run: Path, batch_size: int) -> None:
         }
 
     # the state of an evaluation: what the metrics have seen, and which samples that were
-    cursor = trainfold.make_eval_cursor(len(windows), global_batch_size=batch_size)
-    fresh = trainfold.TrainState(
-        trainer=trainfold.make_progress(), extra={"tally": trainfold.no_tally(SUITE), "cursor": cursor}
-    )
+    fresh = trainfold.TrainState(trainer=trainfold.make_progress())
     plan = trainfold.plan(run, like=fresh)
     is_fresh = isinstance(plan, trainfold.Refusal) and plan.finds_nothing
-    state = fresh if is_fresh else trainfold.load(run, like=fresh)
-    cursor = trainfold.make_eval_cursor(
-        len(windows), global_batch_size=batch_size, next_index=state.extra["cursor"].next_index
-    )
+    state = fresh if is_fresh else trainfold.load(run, like=fresh)  # what it has beside `fresh` comes as it was saved
     assert state.trainer is not None
-    tally, part = state.extra["tally"], state.trainer.step
+    part, tally = state.trainer.step, state.extra.get("tally")
+    done = state.extra["cursor"].next_index if state.extra else 0
+    cursor = trainfold.make_eval_cursor(len(windows), global_batch_size=batch_size, next_index=done)
     if ranks.rank == 0:
         print(f"from sample {cursor.next_index} of {cursor.length}", flush=True)
 
@@ -108,7 +104,7 @@ def main(run: Path, batch_size: int) -> None:
             print(f"{cursor.next_index} samples: loss {result['loss']:.6f}, complete: {result.complete}", flush=True)
 
     if ranks.rank == 0:
-        for name, value in trainfold.evaluation_of(SUITE, tally).items():
+        for name, value in trainfold.evaluation_of(SUITE, tally or trainfold.no_tally(SUITE)).items():
             shown = value.hex() if isinstance(value, float) else [round(each, 3) for each in value[:4]]
             print(f"{name}: {shown}")
     if "RANK" in os.environ:

@@ -350,7 +350,6 @@ CASES = {
     "Max": Case(M.Max(), functools.partial(extreme_model, pick=max), numbers()),
     "PositionAccuracy": Case(M.PositionAccuracy(), position_model, shares(), is_ragged=True),
     "AcceptanceLength": Case(M.AcceptanceLength(), length_model, shares(), is_ragged=True),
-    "AcceptanceLength(length=2)": Case(M.AcceptanceLength(length=2), length_model, shares(), is_ragged=True),
     "AcceptanceRate": Case(M.AcceptanceRate(), rate_model, drafts(), is_ragged=True),
     "TopK(1)": Case(M.TopK(1), functools.partial(topk_model, k=1), choices()),
     "TopK(3)": Case(M.TopK(3), functools.partial(topk_model, k=3), choices()),
@@ -688,20 +687,6 @@ def test_more_accepted_than_there_was_is_refused():
             result_of(metric, torch.ones(2, 2), weights)
     with pytest.raises(InvalidArgument, match="position 1"):
         result_of(M.AcceptanceLength(), torch.tensor([[1, -1]]), torch.ones(1, 2, dtype=torch.int64))
-
-
-def test_room_for_positions_keeps_the_shape_and_changes_no_result():
-    """Accumulators of one shape can be loaded into those of a metric that has seen nothing."""
-    accepted, valid = torch.tensor([[True, False]]), torch.ones(1, 2, dtype=torch.bool)
-    for kind in (M.PositionAccuracy, M.AcceptanceLength, M.AcceptanceRate):
-        wide, narrow = kind(length=4), kind()
-        assert result_of(wide, accepted, valid) == result_of(narrow, accepted, valid)
-        acc = wide.observe(wide.zero(), accepted, valid)
-        assert [leaf.shape for leaf in tree.leaves(acc)] == [leaf.shape for leaf in tree.leaves(wide.zero())]
-        assert wide.result(wide.zero()) is None
-        for length in (-1, 1.5, True):
-            with pytest.raises(InvalidArgument, match="length"):
-                kind(length=length)
 
 
 def test_the_product_of_means_is_not_the_mean_of_products():

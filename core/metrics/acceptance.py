@@ -10,7 +10,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact import rounded
-from trainfold.core.metrics.arguments import check_length, integers, same_shape
+from trainfold.core.metrics.arguments import integers, same_shape
 from trainfold.core.metrics.counts import add_counts, beside, merge_counts, no_counts
 
 __all__ = ["AcceptanceRate", "Reached"]
@@ -39,13 +39,6 @@ class AcceptanceRate:
     A draft reaches a position if it is valid and all earlier ones were valid and accepted. A position that no draft reached
     is absent, and so are all after it; None where there was no draft.
 
-    Attributes:
-        length: positions to make room for from the start, so that accumulators have one shape and can be loaded into one
-            that is new; longer batches still make more.
-
-    Raises:
-        InvalidArgument: unless ``length`` is an int >= 0.
-
     Examples:
         >>> metric = AcceptanceRate()
         >>> accepted = torch.tensor([[True, True, False], [True, False, True], [True, True, True]])
@@ -54,14 +47,10 @@ class AcceptanceRate:
     """
 
     additive: ClassVar[bool] = True
-    length: int = attrs.field(default=0, kw_only=True)
-
-    def __attrs_post_init__(self) -> None:
-        check_length("AcceptanceRate.length", self.length)
 
     def zero(self) -> Reached:
         """Nothing seen."""
-        return Reached(no_counts(self.length), no_counts(self.length))
+        return Reached(no_counts(0), no_counts(0))
 
     def observe(self, acc: Reached, accepted: Any, valid: Any) -> Reached:
         """Add a batch.

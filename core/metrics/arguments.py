@@ -94,18 +94,6 @@ def check_classes(where: str, classes: Any) -> None:
         raise InvalidArgument(where, expected="an int >= 1", found=classes, mend="give the number of classes")
 
 
-def check_length(where: str, length: Any) -> None:
-    """Refuse a number of positions that is none.
-
-    Raises:
-        InvalidArgument: unless it is an int of at least 0.
-    """
-    if type(length) is not int or length < 0:
-        raise InvalidArgument(
-            where, expected="an int >= 0", found=length, mend="leave it out: lengths grow by themselves"
-        )
-
-
 def is_number(value: Any) -> bool:
     """Whether it is a finite real number of Python.
 

@@ -21,7 +21,7 @@ from trainfold.core.exact import (
     ratio_of,
     rounded,
 )
-from trainfold.core.metrics.arguments import check_length, real, same_shape
+from trainfold.core.metrics.arguments import real, same_shape
 from trainfold.core.metrics.counts import beside
 
 __all__ = ["AcceptanceLength", "PositionAccuracy", "Positions"]
@@ -50,12 +50,8 @@ class PositionAccuracy:
     Batches may have different lengths. The list ends with the last position at which something counted, so that padding
     changes nothing; where nothing counted anywhere it is None.
 
-    Attributes:
-        length: positions to make room for from the start, so that accumulators have one shape and can be loaded into one
-            that is new; longer batches still make more.
-
     Raises:
-        InvalidArgument: unless ``length`` is an int >= 0; from ``result``, where more was right than counts.
+        InvalidArgument: from ``result``, where more was right than counts.
 
     Examples:
         >>> metric = PositionAccuracy()
@@ -66,14 +62,10 @@ class PositionAccuracy:
     """
 
     additive: ClassVar[bool] = True
-    length: int = attrs.field(default=0, kw_only=True)
-
-    def __attrs_post_init__(self) -> None:
-        check_length(f"{type(self).__name__}.length", self.length)
 
     def zero(self) -> Positions:
         """Nothing seen."""
-        return Positions(exact_zero(self.length), exact_zero(self.length))
+        return Positions(exact_zero(0), exact_zero(0))
 
     def observe(self, acc: Positions, correct: Any, valid: Any) -> Positions:
         """Add a batch.
@@ -114,11 +106,8 @@ class AcceptanceLength:
     None where nothing counted at position 0. The series ends before the first position at which nothing counted, since
     no draft is known to reach beyond it.
 
-    Attributes:
-        length: positions to make room for from the start, as for `PositionAccuracy`.
-
     Raises:
-        InvalidArgument: unless ``length`` is an int >= 0; from ``result``, where more was accepted than there was.
+        InvalidArgument: from ``result``, where more was accepted than there was.
 
     Examples:
         >>> metric = AcceptanceLength()
@@ -131,14 +120,10 @@ class AcceptanceLength:
     """
 
     additive: ClassVar[bool] = True
-    length: int = attrs.field(default=0, kw_only=True)
-
-    def __attrs_post_init__(self) -> None:
-        check_length(f"{type(self).__name__}.length", self.length)
 
     def zero(self) -> Positions:
         """Nothing seen."""
-        return Positions(exact_zero(self.length), exact_zero(self.length))
+        return Positions(exact_zero(0), exact_zero(0))
 
     def observe(self, acc: Positions, accepted: Any, valid: Any) -> Positions:
         """Add a batch.
