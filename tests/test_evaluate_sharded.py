@@ -1,0 +1,67 @@
+"""Models whose forward communicates, for real: FSDP2 and DDP over gloo, with shares that are not even."""
+
+import pytest
+import torch
+from torch import nn
+
+import trainfold
+from trainfold import metrics as M
+
+PATIENT = {"timeout_secs": 60.0, "grace_secs": 10.0}
+SUITE = {"loss": M.Ratio(), "largest": M.Max()}
+DATA = torch.arange(56.0).view(14, 4) / 7
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+def measure(model):
+    def forward(batch):
+        found = model(batch)
+        return {"loss": (found.square(), found.numel()), "largest": found}
+
+    return forward
+
+
+def shares(rank):
+    """Rank 0 has three batches, the last one smaller, rank 1 one of another size, rank 2 none."""
+    return [list(DATA[:10].split(4)), [DATA[10:]], []][rank]
+
+
+def evaluated(collectives, kind):
+    model = make_model()
+    if kind == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (collectives.world_size,))
+        for layer in (model[0], model[3], model):
+            fully_shard(layer, mesh=mesh)
+        wrapped = model
+    else:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    before = [parameter.requires_grad for parameter in wrapped.parameters()]
+    random_state = torch.get_rng_state()
+    mine = shares(collectives.rank)
+    found = trainfold.evaluate(measure(wrapped), mine, SUITE, collectives=collectives, steps=3)
+    assert all(part.training for part in wrapped.modules())
+    assert [parameter.requires_grad for parameter in wrapped.parameters()] == before
+    assert torch.equal(torch.get_rng_state(), random_state)
+    wrapped(DATA).sum().backward()  # it still trains
+    assert all(parameter.grad is not None for parameter in wrapped.parameters())
+    return {name: value.hex() for name, value in found.items()}, found.batches, found.complete
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_uneven_shares_of_a_model_that_communicates_do_not_hang_and_count_once(processes, kind):
+    """Q05: a rank without a batch takes its part in the model's collectives; what it repeats is not counted."""
+    model = make_model()
+    wanted = trainfold.evaluate(measure(model), [batch for rank in range(3) for batch in shares(rank)], SUITE)
+    for found, batches, complete in processes.run(3, evaluated, kind, collectives=PATIENT):
+        assert (batches, complete) == (4, True)
+        assert found.keys() == wanted.keys()
+        for name, value in found.items():  # a sharded model may round otherwise than a whole one, never by much
+            assert float.fromhex(value) == pytest.approx(wanted[name], rel=1e-6)
+    assert len({tuple(found.items()) for found, *_ in processes.run(3, evaluated, kind, collectives=PATIENT)}) == 1
