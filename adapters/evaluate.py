@@ -1,24 +1,36 @@
 """`evaluate`: metrics over batches and ranks, the same bits for any batch size, order and number of ranks (Q01-Q12)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
 import attrs
 import torch
 
-from trainfold.adapters.in_step import Forward, Share, everywhere, has_more, tally_in_step, tally_of
-from trainfold.adapters.undisturbed import modules_of, undisturbed
+from trainfold.adapters.in_step import NOTHING, Forward, Share, everywhere, see_alone, see_in_step
+from trainfold.adapters.undisturbed import communicate, modules_of, undisturbed
 from trainfold.backends.collectives import SingleProcess
 from trainfold.core import tree
 from trainfold.core.codec import digest_of, leaf_digest
 from trainfold.core.errors import InvalidArgument, RanksDisagree
+from trainfold.core.eval_cursor import DistributedEvalCursor
 from trainfold.core.evaluation import Evaluation, evaluation_of
 from trainfold.core.metrics.metric import Metric
 from trainfold.core.scalars import shown
-from trainfold.core.suite import Suite, Tally, check_suite, merge_tallies, no_tally
+from trainfold.core.suite import Suite, Tally, check_suite, merge_tallies, no_tally, texts_of
 from trainfold.core.tally_wire import Layout, check_layouts, layout_of, pack, unpack
 from trainfold.core.world import Collectives
+
+
+@final
+@attrs.frozen
+class _Opening:
+    """What a rank tells the others before it begins."""
+
+    steps: int | None
+    communicates: bool
+    has_batch: bool
+    position: str
 
 
 @final
@@ -58,9 +70,10 @@ def evaluate(  # noqa: PLR0913 what is rare is named
             False afterwards, as a `time_limit` has, the evaluation is partial.
         suite: the metrics by name, the same on every rank.
         collectives: the ranks; None: this process is all there is.
-        steps: for a forward that itself communicates (FSDP, a pipeline): how many times every rank calls it, the same number on
-            every rank. A rank with fewer batches repeats its last one, or has one from another rank; what that returns is not
-            counted. A rank with more batches leaves the rest, and the evaluation is partial.
+        steps: for a forward that itself communicates (a pipeline, tensor parallelism): how many times every rank calls it, the same
+            number on every rank. A rank with fewer batches repeats its last one, or has one from another rank; what that returns
+            is not counted. A rank with more leaves the rest (one is taken to know), and the evaluation is partial. Models under FSDP,
+            DDP with buffers, and with DTensors are seen to communicate: without ``steps``, ranks ask each other before each call.
         start: go on from the tally of an evaluation that was interrupted, the same on every rank.
         modules: further ones to put into evaluation mode, which ``forward`` reaches in a way that cannot be seen.
 
@@ -83,51 +96,102 @@ def evaluate(  # noqa: PLR0913 what is rare is named
     ranks: Collectives = SingleProcess() if collectives is None else collectives
     with ExitStack() as stack:
 
-        def begin() -> Share:
+        def opened() -> tuple[Share, _Opening]:
             checked = check_suite(suite)
-            stack.enter_context(undisturbed([*modules_of(forward), *modules], batches))
-            return Share(forward, checked, iter(batches))
+            _check_arguments(forward, batches, steps)
+            found = [*modules_of(forward), *_modules_given(modules)]
+            stack.enter_context(undisturbed(found, batches))
+            iterator = iter(batches)
+            first = next(iterator, NOTHING)
+            position = _position(batches, ranks)
+            return Share(forward, checked, iterator, first), _Opening(
+                steps, communicate(found), first is not NOTHING, position
+            )
 
-        def alone() -> tuple[tuple[Suite, Tally], _Report]:
-            share = begin()
-            return reported(share, tally_of(share))
+        share, openings = everywhere(ranks, opened)
+        _check_same("steps", [opening.steps for opening in openings], "DistributedEvalCursor.steps is the same on each")
+        _check_same("the position", [opening.position for opening in openings], "make one cursor, alike on each rank")
+        in_step = steps is not None or (ranks.world_size > 1 and any(opening.communicates for opening in openings))
 
-        def reported(share: Share, tally: Tally, *, cut: bool = False) -> tuple[tuple[Suite, Tally], _Report]:
+        def reported() -> tuple[Tally, _Report]:
+            tally = seen.tally if seen is not None else see_alone(share).tally
+            if seen is not None and seen.failure is not None:
+                raise seen.failure
             tally = merge_tallies(share.suite, no_tally(share.suite), tally)  # on the CPU, with all carries done
             layout = layout_of(share.suite, tally, world_size=ranks.world_size)
-            complete = not cut and bool(getattr(batches, "complete", True))
-            return (share.suite, tally), _Report(layout, tally.batches, complete, _digest(share.suite, start))
+            complete = _is_complete(batches, start) and not (seen is not None and seen.has_more)
+            return tally, _Report(layout, tally.batches, complete, _digest(share.suite, start))
 
-        if steps is None:
-            (metrics, tally), reports = everywhere(ranks, alone)
-        else:
-            share, seen, is_last_mine, failure = tally_in_step(begin, ranks, steps=steps)
-
-            def together() -> tuple[tuple[Suite, Tally], _Report]:
-                if failure is not None:
-                    raise failure
-                may_look = is_last_mine and share.batches is not batches  # an iterator loses what is looked at
-                return reported(share, seen, cut=may_look and has_more(share))
-
-            (metrics, tally), reports = everywhere(ranks, together)
-    check_layouts([report.layout for report in reports])
-    _check_starts([report.start for report in reports])
+        having = [opening.has_batch for opening in openings]
+        seen = see_in_step(share, ranks, steps=steps, having=having) if in_step else None
+        tally, reports = everywhere(ranks, reported)
     layouts = [report.layout for report in reports]
-    (summed,) = ranks.all_sum([pack(metrics, tally, layouts, ranks.rank)])
-    tally = unpack(metrics, tally, layouts, summed, batches=sum(report.batches for report in reports))
+    check_layouts(layouts)
+    _check_same("start", [report.start for report in reports], "give the .tally of an evaluation by all ranks")
+    (summed,) = ranks.all_sum([pack(share.suite, tally, layouts, ranks.rank)])
+    tally = unpack(share.suite, tally, layouts, summed, batches=sum(report.batches for report in reports))
     if start is not None:
-        tally = merge_tallies(metrics, start, tally)
-    return evaluation_of(metrics, tally, complete=all(report.complete for report in reports))
+        tally = merge_tallies(share.suite, start, tally)
+    complete = all(report.complete for report in reports)
+    return evaluation_of(share.suite, attrs.evolve(tally, complete=complete))
 
 
-def _digest(metrics: Suite, start: Tally | None) -> str:
+def _check_arguments(forward: object, batches: object, steps: object) -> None:
+    if not callable(forward):
+        raise InvalidArgument(
+            "forward",
+            expected="a function of a batch",
+            found=shown(forward),
+            mend="return {'loss': (numerator, denominator)} from it",
+        )
+    if not isinstance(batches, Iterable):
+        raise InvalidArgument("batches", expected="batches", found=shown(batches), mend="give a loader, or a list")
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        raise InvalidArgument("steps", expected="a number of calls, >= 1", found=shown(steps), mend="or leave it out")
+
+
+def _modules_given(modules: object) -> list[torch.nn.Module]:
+    given: list[Any] = [modules]
+    if isinstance(modules, Iterable) and not isinstance(modules, torch.nn.Module):
+        given = list(modules)
+    if not all(isinstance(module, torch.nn.Module) for module in given):
+        raise InvalidArgument("modules", expected="modules", found=shown(modules), mend="list them: modules=[model]")
+    return given
+
+
+def _position(batches: object, ranks: Collectives) -> str:
+    """Where batches of a cursor begin, as text; the same on every rank."""
+    cursor = getattr(batches, "cursor", None)
+    if not isinstance(cursor, DistributedEvalCursor):
+        return ""
+    of = (getattr(batches, "rank", 0), getattr(batches, "world_size", 1))
+    if of != (ranks.rank, ranks.world_size):
+        raise InvalidArgument(
+            "batches",
+            expected=f"those of rank {ranks.rank} of {ranks.world_size}",
+            found=f"those of rank {of[0]} of {of[1]}",
+            mend="give the same collectives to eval_batches and to evaluate",
+        )
+    return f"{cursor}, {getattr(batches, 'steps', None)} steps"
+
+
+def _is_complete(batches: object, start: Tally | None) -> bool:
+    cursor = getattr(batches, "cursor", None)
+    begins_late = isinstance(cursor, DistributedEvalCursor) and cursor.next_index > 0 and start is None
+    return not begins_late and bool(getattr(batches, "complete", True))
+
+
+def _digest(suite: Suite, start: Tally | None) -> str:
     if start is None:
         return ""
-    if not isinstance(start, Tally) or start.accumulators.keys() != metrics.keys():
+    wanted = texts_of(suite)
+    found = dict(start.metrics) if isinstance(start, Tally) else {}
+    if found != wanted:
+        differs = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
         raise InvalidArgument(
             "start",
-            expected=f"the tally of an evaluation of {', '.join(metrics)}",
-            found=", ".join(start.accumulators) if isinstance(start, Tally) else shown(start),
+            expected="; ".join(f"{name}: {wanted.get(name, 'absent')}" for name in differs),
+            found="; ".join(f"{name}: {found.get(name, 'absent')}" for name in differs) if found else shown(start),
             mend="give the same suite as to the evaluation that was interrupted, and its .tally",
         )
     leaves = [leaf.cpu().contiguous() for leaf in tree.leaves(start.accumulators)]
@@ -135,12 +199,12 @@ def _digest(metrics: Suite, start: Tally | None) -> str:
     return digest_of("\n".join([*texts, str(start.batches)]).encode())
 
 
-def _check_starts(starts: list[str]) -> None:
-    for rank, start in enumerate(starts):
-        if start != starts[0]:
+def _check_same(what: str, told: Sequence[object], mend: str) -> None:
+    for rank, each in enumerate(told):
+        if each != told[0]:
             raise RanksDisagree(
-                "start",
-                expected="the same tally on every rank",
-                found=f"rank {rank} has another than rank 0",
-                mend="give the .tally of an evaluation by all ranks, which is the same on each",
+                what,
+                expected=f"the same on every rank; rank 0 has {told[0] or 'none'}",
+                found=f"rank {rank}: {each or 'none'}",
+                mend=mend,
             )

@@ -1,5 +1,6 @@
 """Ranks that evaluate in step: as many forward calls on each, for a forward that itself communicates (Q05)."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, final
 
@@ -7,15 +8,14 @@ import attrs
 import torch
 
 from trainfold.core import tree
-from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree
-from trainfold.core.scalars import shown
+from trainfold.core.errors import InvalidArgument, RankFailed
 from trainfold.core.suite import Suite, Tally, no_tally, observe
 from trainfold.core.world import Collectives
 
 Forward = Callable[[Any], Mapping[str, Any]]
 L = TypeVar("L")  # what a rank keeps
 T = TypeVar("T")  # what it tells
-_NOTHING: Any = object()
+NOTHING: Any = object()
 
 
 @final
@@ -26,12 +26,30 @@ class Share:
     Attributes:
         forward: a batch to the arguments of metrics.
         suite: the metrics.
-        batches: an iterator over this rank's.
+        batches: an iterator over this rank's, after the first.
+        first: the first, or NOTHING.
     """
 
     forward: Forward
     suite: Suite
     batches: Iterator[Any]
+    first: Any
+
+
+@final
+@attrs.frozen
+class Seen:
+    """What a rank has seen in step.
+
+    Attributes:
+        tally: of its own batches.
+        has_more: whether it has batches that were not asked for.
+        failure: what its loader or a metric raised; it went on calling, so that no other rank waited in vain.
+    """
+
+    tally: Tally
+    has_more: bool
+    failure: Exception | None
 
 
 def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, list[T]]:
@@ -63,86 +81,74 @@ def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, 
     return mine[0], [report for report, _ in told if report is not None]
 
 
-def tally_of(share: Share) -> Tally:
+def see_alone(share: Share) -> Seen:
     """What a rank sees that need not wait for others."""
-    tally = no_tally(share.suite)
-    for batch in share.batches:
+    tally, batch = no_tally(share.suite), share.first
+    while batch is not NOTHING:
         tally = observe(share.suite, tally, share.forward(batch))
-    return tally
+        batch = next(share.batches, NOTHING)
+    return Seen(tally, has_more=False, failure=None)
 
 
-def tally_in_step(
-    begin: Callable[[], Share], ranks: Collectives, *, steps: int
-) -> tuple[Share, Tally, bool, Exception | None]:
-    """What a rank sees in ``steps`` forward calls; those that it has no batch for repeat one and are not counted.
+def see_in_step(share: Share, ranks: Collectives, *, steps: int | None, having: list[bool]) -> Seen:
+    """What a rank sees in as many forward calls as every rank makes; those that it has no batch for repeat one and do not count.
 
     Args:
-        begin: opens this rank's share.
+        share: this rank's.
         ranks: the ranks, each of which calls this.
-        steps: how many calls, the same on every rank.
+        steps: how many calls, the same on every rank; None: before each, ranks ask each other whether any has a batch.
+        having: which ranks have a first batch.
 
-    Returns:
-        The share, its tally, whether the last call was for a batch of this rank, and an error to raise when all ranks are done:
-        of a loader or a metric, after which this rank went on calling so that no other one waits in vain.
+    Raises:
+        BaseException: what the forward raised; the other ranks are told at once, since they may wait inside of the model.
     """
-    (share, batch), told = everywhere(ranks, lambda: _first(begin, steps))
-    dummy = _dummy(batch, told, ranks)
+    try:
+        return _see_in_step(share, ranks, steps, having)
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+
+
+def _see_in_step(share: Share, ranks: Collectives, steps: int | None, having: list[bool]) -> Seen:
     tally, failure = no_tally(share.suite), None
-    for index in range(steps if any(has for _, has in told) else 0):
-        outputs = _communicating(share.forward, dummy if batch is _NOTHING else batch, ranks)
-        if batch is _NOTHING:
+    batch, dummy = share.first, _dummy(share.first, having, ranks)
+    for index in itertools.count():
+        if index == steps or not any(having):
+            break
+        if steps is None and not any(ranks.gather(batch is not NOTHING)):
+            break
+        outputs = share.forward(dummy if batch is NOTHING else batch)
+        if batch is NOTHING:
             continue
         dummy = batch
         try:
             tally = observe(share.suite, tally, outputs)
-            if index + 1 < steps:
-                batch = next(share.batches, _NOTHING)
+            batch = next(share.batches, NOTHING)
         except Exception as error:  # noqa: BLE001 the other ranks still need this one's forward calls
-            batch, failure = _NOTHING, error
-    return share, tally, batch is not _NOTHING, failure
+            batch, failure = NOTHING, error
+    return Seen(tally, has_more=batch is not NOTHING, failure=failure)
 
 
-def has_more(share: Share) -> bool:
-    """Whether there is a batch that was not asked for; it is taken."""
-    return next(share.batches, _NOTHING) is not _NOTHING
-
-
-def _first(begin: Callable[[], Share], steps: int) -> tuple[tuple[Share, Any], tuple[int, bool]]:
-    """The first batch, before anybody communicates in a forward; the others are told whether there is one."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise InvalidArgument("steps", expected="a number of calls, >= 1", found=shown(steps), mend="or leave it out")
-    share = begin()
-    batch = next(share.batches, _NOTHING)
-    return (share, batch), (steps, batch is not _NOTHING)
-
-
-def _dummy(first: Any, told: list[tuple[int, bool]], ranks: Collectives) -> Any:
+def _dummy(first: Any, having: list[bool], ranks: Collectives) -> Any:
     """A batch to repeat for a rank that has none; from the first rank that has one."""
-    if len({count for count, _ in told}) > 1:
-        raise RanksDisagree(
-            "steps",
-            expected="the same number on every rank",
-            found=", ".join(f"rank {rank}: {count}" for rank, (count, _) in enumerate(told)),
-            mend="give the largest number of batches that any rank has, as DistributedEvalCursor.steps is",
-        )
-    having = [rank for rank, (_, has) in enumerate(told) if has]
-    if not having or len(having) == ranks.world_size:
+    if not any(having) or all(having):
         return first
+    source = having.index(True)
     sent = None
-    if ranks.rank == having[0]:
+    if ranks.rank == source:
         devices = [leaf.device.type if isinstance(leaf, torch.Tensor) else None for leaf in tree.leaves(first)]
         sent = (tree.map_tensors(torch.Tensor.cpu, first), devices)
-    given = ranks.broadcast(sent, source=having[0])
-    if first is not _NOTHING or given is None:
+    try:
+        given = ranks.broadcast(sent, source=source)
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            "batches",
+            expected=f"a first batch that can travel to the ranks without one ({having.count(False)} of {len(having)})",
+            found=error.found,
+            mend="give every rank at least one batch; or batches made of dicts, lists, tuples, tensors and arrays",
+        ) from error
+    if first is not NOTHING or given is None:
         return first
     leaves, structure = tree.flatten(given[0])
     moved = [leaf if device is None else leaf.to(device) for leaf, device in zip(leaves, given[1], strict=True)]
     return tree.unflatten(structure, moved)
-
-
-def _communicating(forward: Forward, batch: Any, ranks: Collectives) -> Mapping[str, Any]:
-    try:
-        return forward(batch)
-    except BaseException as error:
-        ranks.fail(error)  # the others may wait for this rank inside of the model
-        raise

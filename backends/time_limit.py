@@ -13,18 +13,23 @@ T = TypeVar("T")
 class TimeLimit(Generic[T]):
     """Batches that end when the time is up; made by `time_limit`. Whatever else the batches have is there as well.
 
-    Attributes:
-        complete: whether the last iteration gave every batch; False before one has.
+    A limit of time falls where it falls, on each rank elsewhere, so that nobody knows which samples were seen: to go on later, cut
+    an evaluation into parts by steps, as ``eval_batches(..., limit=...)`` does.
     """
 
     def __init__(self, batches: Iterable[T], secs: float, clock: Callable[[], float]) -> None:
         self._batches = batches
         self._secs = secs
         self._clock = clock
-        self.complete = False
+        self._gave_all = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last iteration gave every batch, and these were all there is."""
+        return self._gave_all and bool(getattr(self._batches, "complete", True))
 
     def __iter__(self) -> Iterator[T]:
-        self.complete = False
+        self._gave_all = False
         deadline = self._clock() + self._secs
         is_first = True
         for batch in self._batches:
@@ -32,11 +37,13 @@ class TimeLimit(Generic[T]):
                 return
             is_first = False
             yield batch
-        self.complete = True
+        self._gave_all = True
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
+        if name.startswith("_") or (name == "after" and not self._gave_all):
+            raise AttributeError(
+                f"{name}: time was up before the batches were; to go on later, limit the steps of a part"
+            )
         return getattr(self._batches, name)  # such as state_dict of a loader, whose position is put back
 
 

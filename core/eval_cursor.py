@@ -88,22 +88,29 @@ class DistributedEvalCursor:
         return attrs.evolve(self, next_index=min(self.next_index + steps * self.global_batch_size, self.length))
 
 
-def make_eval_cursor(length: int, *, global_batch_size: int, next_index: int = 0) -> DistributedEvalCursor:
+def make_eval_cursor(
+    length: int, *, global_batch_size: int, next_index: int = 0, after: DistributedEvalCursor | None = None
+) -> DistributedEvalCursor:
     """Return a checked position, at the first sample unless told otherwise.
 
     Args:
         length: samples to evaluate, >= 0.
         global_batch_size: samples of one step over all ranks, >= 1.
-        next_index: samples that were evaluated already, in [0, length]. To go on with another size of batches, give the one that
-            the interrupted evaluation stands at.
+        next_index: samples that were evaluated already, in [0, length].
+        after: a position to go on from, perhaps with another size of batches; it has to be one in as many samples.
 
     Raises:
         InvalidState: naming the field that is wrong.
+        DataPositionMismatch: if ``after`` belongs to another number of samples.
 
     Examples:
         >>> make_eval_cursor(10, global_batch_size=4)
         DistributedEvalCursor(length=10, global_batch_size=4, next_index=0)
+        >>> make_eval_cursor(10, global_batch_size=3, after=make_eval_cursor(10, global_batch_size=4).advance()).positions
+        range(4, 7)
     """
+    if after is not None:
+        next_index = check_eval_cursor(after, length=length).next_index
     for name, value, low, high in (
         ("length", length, 0, MAX_LENGTH),
         ("global_batch_size", global_batch_size, 1, MAX_LENGTH),

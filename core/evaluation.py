@@ -26,29 +26,40 @@ class Evaluation(dict[str, Any]):
         True
     """
 
-    __slots__ = ("batches", "complete", "nonfinite", "tally")
+    __slots__ = ("nonfinite", "tally")
 
-    def __init__(
-        self,
-        results: Mapping[str, Any],
-        *,
-        tally: Tally,
-        complete: bool,
-        nonfinite: Mapping[str, Mapping[str, int]],
-    ) -> None:
+    def __init__(self, results: Mapping[str, Any], *, tally: Tally, nonfinite: Mapping[str, Mapping[str, int]]) -> None:
         super().__init__(results)
         self.tally = tally
-        self.complete = complete
-        self.batches = tally.batches
         self.nonfinite = nonfinite
 
+    @property
+    def complete(self) -> bool:
+        """Whether everything was seen."""
+        return self.tally.complete
 
-def evaluation_of(suite: Suite, tally: Tally, *, complete: bool = True) -> Evaluation:
-    """The evaluation that a tally stands for.
+    @property
+    def batches(self) -> int:
+        """How many batches were seen."""
+        return self.tally.batches
+
+    def copy(self) -> "Evaluation":
+        """Another one, that is as complete."""
+        return Evaluation(self, tally=self.tally, nonfinite=self.nonfinite)
+
+    def __or__(self, other: Mapping[str, Any]) -> "Evaluation":  # type: ignore[override]
+        """With more results, and as complete."""
+        return Evaluation({**self, **other}, tally=self.tally, nonfinite=self.nonfinite)
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.complete else f"<partial: {super().__repr__()}>"
+
+
+def evaluation_of(suite: Suite, tally: Tally) -> Evaluation:
+    """The evaluation that a tally stands for; as complete as the tally is.
 
     Args:
         suite: the metrics.
         tally: what all ranks have seen.
-        complete: whether that is all there is to see.
     """
-    return Evaluation(results_of(suite, tally), tally=tally, complete=complete, nonfinite=nonfinite_of(tally))
+    return Evaluation(results_of(suite, tally), tally=tally, nonfinite=nonfinite_of(tally))

@@ -280,6 +280,7 @@ _PLAIN: Mapping[Any, _Kind] = {
     Any: _ANYTHING,
     str: _TEXT,
     int: _Kind("an int", _is_int),
+    bool: _Kind("a bool", lambda node: type(node) is bool),
     types.NoneType: _Kind("None", lambda node: node is None),
     torch.Tensor: _Kind("a tensor", _is_tensor),
 }

@@ -9,6 +9,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.metrics.metric import Metric
+from trainfold.core.metrics.text import text_of
 from trainfold.core.scalars import shown
 
 Suite = Mapping[str, Metric]
@@ -25,10 +26,14 @@ class Tally:
     Attributes:
         accumulators: one for each metric; pytrees of int64 tensors.
         batches: how many batches were observed.
+        metrics: what the metrics are, as text, by name: another one cannot go on with these accumulators.
+        complete: whether nothing remained to be seen when the evaluation ended that this is of.
     """
 
     accumulators: Mapping[str, Any]
     batches: int
+    metrics: Mapping[str, str]
+    complete: bool
 
 
 def check_suite(suite: object) -> dict[str, Metric]:
@@ -64,7 +69,12 @@ def no_tally(suite: Suite) -> Tally:
         >>> results_of({"loss": M.Ratio()}, no_tally({"loss": M.Ratio()}))
         {}
     """
-    return Tally({name: metric.zero() for name, metric in suite.items()}, 0)
+    return Tally({name: metric.zero() for name, metric in suite.items()}, 0, texts_of(suite), complete=False)
+
+
+def texts_of(suite: Suite) -> dict[str, str]:
+    """What each metric is, as text."""
+    return {name: text_of(metric) for name, metric in suite.items()}
 
 
 def observe(suite: Suite, tally: Tally, outputs: object) -> Tally:
@@ -110,7 +120,7 @@ def observe(suite: Suite, tally: Tally, outputs: object) -> Tally:
             except Exception as error:
                 error.add_note(f"(metric {name!r}: {suite[name]!r})")
                 raise
-    return Tally(accumulators, tally.batches + 1)
+    return attrs.evolve(tally, accumulators=accumulators, batches=tally.batches + 1)
 
 
 def merge_tallies(suite: Suite, one: Tally, other: Tally) -> Tally:
@@ -119,7 +129,8 @@ def merge_tallies(suite: Suite, one: Tally, other: Tally) -> Tally:
     Law: commutative, associative, `no_tally` is neutral, to the bit.
     """
     merged = {name: metric.merge(one.accumulators[name], other.accumulators[name]) for name, metric in suite.items()}
-    return Tally(merged, one.batches + other.batches)
+    complete = one.complete or other.complete
+    return attrs.evolve(one, accumulators=merged, batches=one.batches + other.batches, complete=complete)
 
 
 def results_of(suite: Suite, tally: Tally) -> dict[str, Any]:

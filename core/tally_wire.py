@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, RanksDisagree
 from trainfold.core.metrics.metric import Metric
+from trainfold.core.metrics.text import text_of
 from trainfold.core.suite import Suite, Tally
 
 Shape = tuple[int, ...]
@@ -62,7 +63,7 @@ def layout_of(suite: Suite, tally: Tally, *, world_size: int) -> Layout:
     return tuple(
         MetricLayout(
             name,
-            _shown(metric),
+            text_of(metric),
             _adds(metric),
             _extents(name, tally.accumulators[name], summands=world_size if _adds(metric) else 1),
         )
@@ -130,17 +131,11 @@ def unpack(suite: Suite, tally: Tally, layouts: Sequence[Layout], summed: torch.
         for leaves in ranks[:1] if layouts[0][index].adds else ranks:
             accumulator = metric.merge(accumulator, tree.unflatten(structure, leaves))
         merged[name] = accumulator
-    return Tally(merged, batches)
+    return attrs.evolve(tally, accumulators=merged, batches=batches)
 
 
 def _adds(metric: Metric) -> bool:
     return bool(getattr(metric, "additive", False))
-
-
-def _shown(metric: Metric) -> str:
-    kind = type(metric)
-    where = f"{kind.__module__}.{kind.__qualname__}"
-    return where if kind.__repr__ is object.__repr__ else f"{where}: {metric!r}"
 
 
 def _extents(name: str, accumulator: Any, *, summands: int) -> tuple[Extent, ...]:

@@ -87,8 +87,7 @@ def main(run: Path, batch_size: int) -> None:
     state = fresh if is_fresh else trainfold.load(run, like=fresh)  # what it has beside `fresh` comes as it was saved
     assert state.trainer is not None
     part, tally = state.trainer.step, state.extra.get("tally")
-    done = state.extra["cursor"].next_index if state.extra else 0
-    cursor = trainfold.make_eval_cursor(len(windows), global_batch_size=batch_size, next_index=done)
+    cursor = trainfold.make_eval_cursor(len(windows), global_batch_size=batch_size, after=state.extra.get("cursor"))
     if ranks.rank == 0:
         print(f"from sample {cursor.next_index} of {cursor.length}", flush=True)
 

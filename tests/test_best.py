@@ -40,8 +40,8 @@ histories = st.lists(scores, max_size=12)
 
 def evaluation(result, *, complete=True, suite=("m",)):
     """What evaluate returns."""
-    tally = Tally(dict.fromkeys(suite), batches=1)
-    return Evaluation(result, tally=tally, complete=complete, nonfinite={})
+    tally = Tally(dict.fromkeys(suite), 1, dict.fromkeys(suite, ""), complete)
+    return Evaluation(result, tally=tally, nonfinite={})
 
 
 def fold(record: BestRecord, history, *, start=0) -> BestRecord:

@@ -1,11 +1,14 @@
 """Evaluations: the same bits however they are cut, the same schedule on every rank, and nothing moved by them."""
 
 import functools
+import itertools
 import math
 import random
 import re
 import subprocess
 import sys
+import weakref
+from collections import deque
 from fractions import Fraction
 
 import numpy as np
@@ -127,7 +130,7 @@ def test_every_rank_makes_the_same_calls_whatever_it_has():
 
     schedules = {tuple(map(str, o.schedule)) for o in thread_outcomes(4, lambda ranks: work(ranks, None))}
     (schedule,) = schedules
-    assert [call.partition("(")[0] for call in schedule] == ["gather", "all_sum"]
+    assert [call.partition("(")[0] for call in schedule] == ["gather", "gather", "all_sum"]
     schedules = {tuple(map(str, o.schedule)) for o in thread_outcomes(4, lambda ranks: work(ranks, 3))}
     (schedule,) = schedules
     assert [call.partition("(")[0] for call in schedule] == ["gather", "broadcast", "gather", "all_sum"]
@@ -291,14 +294,13 @@ def test_steps_that_ranks_do_not_agree_on_are_refused_on_every_rank():
 
 
 def test_fewer_steps_than_batches_are_a_partial_evaluation():
-    """Q12: known where the batches can be looked at again; an iterator is not asked for more than it was told to give."""
+    """Q12: one more batch is taken to know."""
     cut = batches_of(torch.arange(6.0), [2, 4])
     assert not trainfold.evaluate(forward, cut, SUITE, steps=2).complete
     assert trainfold.evaluate(forward, cut, SUITE, steps=3).complete
     assert trainfold.evaluate(forward, cut, SUITE, steps=5).complete
-    iterator = iter(cut)
-    assert trainfold.evaluate(forward, iterator, SUITE, steps=2).complete
-    assert next(iterator) is cut[2]
+    assert not trainfold.evaluate(forward, iter(cut), SUITE, steps=2).complete
+    assert trainfold.evaluate(forward, itertools.islice(cut, 2), SUITE, steps=2).complete
 
 
 def test_a_limit_on_one_rank_makes_the_evaluation_partial_on_all():
@@ -649,3 +651,260 @@ def test_a_process_that_never_imported_metrics_reads_a_checkpoint_that_has_a_tal
     script = "from trainfold.core.structure import registered_classes; print(*registered_classes())"
     known = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert named <= set(known)
+
+
+# --- what a hostile review found -------------------------------------------------------------------------------------
+
+
+def numbers(count=20):
+    return torch.arange(float(count))
+
+
+def summed(batch):
+    return {"sum": batch}
+
+
+SUM = {"sum": M.Sum()}
+
+
+def test_a_limit_of_time_around_a_part_does_not_make_it_whole():
+    """Q12: complete is what both of them say; where a time limit stopped is no position."""
+    cursor = trainfold.make_eval_cursor(20, global_batch_size=2)
+    part = trainfold.eval_batches(cursor, lambda at: numbers()[at.start : at.stop], limit=2)
+    found = trainfold.evaluate(summed, trainfold.time_limit(part, secs=3600), SUM)
+    assert not found.complete
+    ticks = itertools.count()
+    cut = trainfold.time_limit(
+        trainfold.eval_batches(cursor, lambda at: numbers()[at.start : at.stop]), secs=3, clock=lambda: next(ticks)
+    )
+    assert not trainfold.evaluate(summed, cut, SUM).complete
+    with pytest.raises(AttributeError, match="time was up"):
+        _ = cut.after
+
+
+def test_a_partial_result_stays_partial_in_copies_and_by_its_tally():
+    """Q12: whatever is made of it."""
+    cursor = trainfold.make_eval_cursor(20, global_batch_size=2)
+    part = trainfold.eval_batches(cursor, lambda at: numbers()[at.start : at.stop], limit=2)
+    found = trainfold.evaluate(summed, part, SUM)
+    record = trainfold.make_best_record(metric="sum", direction="max")
+    for each in (found, found.copy(), found | {"more": 1.0}, trainfold.evaluation_of(SUM, found.tally)):
+        assert not each.complete
+        assert each["sum"] == 6.0
+        assert not trainfold.is_better(record, each)
+    assert "partial" in repr(found)
+    rest = trainfold.eval_batches(part.after, lambda at: numbers()[at.start : at.stop])
+    whole = trainfold.evaluate(summed, rest, SUM, start=found.tally)
+    assert whole.complete
+    assert repr(whole) == "{'sum': 190.0}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (M.TopK(1), M.TopK(5)),
+        (M.Histogram((0, 1, 2)), M.Histogram((0, 10, 20))),
+        (M.Mean(), M.Max()),
+    ],
+)
+def test_a_start_of_another_metric_of_the_same_name_is_refused(before, after):
+    """P30: its accumulator would be merged, and mean something else."""
+    tally = trainfold.no_tally({"m": before})
+    with pytest.raises(InvalidArgument, match="start") as caught:
+        trainfold.evaluate(summed, [], {"m": after}, start=tally)
+    assert type(before).__name__ in str(caught.value)
+    assert type(after).__name__ in str(caught.value)
+
+
+def test_batches_of_other_ranks_or_of_another_position_are_refused():
+    """Q01: nothing is counted twice because a cursor was made twice, or without the ranks."""
+
+    def work(ranks, kind):
+        size = 4 + ranks.rank if kind == "batch size" else 4
+        at = 4 * ranks.rank if kind == "position" else 0
+        cursor = trainfold.make_eval_cursor(20, global_batch_size=size, next_index=at)
+        of = None if kind == "without ranks" else ranks
+        batches = trainfold.eval_batches(cursor, lambda at: numbers()[at.start : at.stop], collectives=of)
+        return trainfold.evaluate(summed, batches, SUM, collectives=None if kind == "alone" else ranks)
+
+    for kind in ("batch size", "position", "without ranks"):
+        errors = [type(outcome.error) for outcome in thread_outcomes(2, functools.partial(work, kind=kind))]
+        assert errors in ([RanksDisagree] * 2, [InvalidArgument] * 2), kind
+    assert [type(outcome.error) for outcome in thread_outcomes(2, functools.partial(work, kind="alone"))] == [
+        InvalidArgument
+    ] * 2
+
+
+def test_an_evaluation_that_begins_late_and_has_no_start_is_partial():
+    """P30: half of the data is not all of it."""
+    cursor = trainfold.make_eval_cursor(20, global_batch_size=4, next_index=8)
+    batches = trainfold.eval_batches(cursor, lambda at: numbers()[at.start : at.stop])
+    assert not trainfold.evaluate(summed, batches, SUM).complete
+    assert trainfold.evaluate(summed, batches, SUM, start=trainfold.no_tally(SUM)).complete
+
+
+def test_steps_on_some_ranks_only_are_a_disagreement_on_every_rank():
+    outcomes = thread_outcomes(
+        2,
+        lambda ranks: trainfold.evaluate(summed, [numbers()], SUM, collectives=ranks, steps=2 if ranks.rank else None),
+    )
+    assert [type(outcome.error) for outcome in outcomes] == [RanksDisagree] * 2
+
+
+class Exit(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("where", ["forward", "loader", "metric"])
+@pytest.mark.parametrize("steps", [None, 3])
+def test_an_interrupt_on_one_rank_is_told_to_the_others(where, steps):
+    """Q03: KeyboardInterrupt and its like, wherever they come."""
+
+    class Interrupting(M.Sum().__class__.__base__):
+        def __init__(self):
+            self.sum = M.Sum()
+
+        def __getattr__(self, name):
+            return getattr(self.sum, name)
+
+        def observe(self, acc, values):
+            if values[0] == 99:
+                raise Exit
+            return self.sum.observe(acc, values)
+
+    def work(ranks):
+        def loader():
+            for index in range(3):
+                if (ranks.rank, index, where) == (1, 1, "loader"):
+                    raise Exit
+                yield torch.full((2,), 99.0 if (ranks.rank, index, where) == (1, 1, "metric") else 1.0)
+
+        def forward(batch):
+            if (ranks.rank, where) == (1, "forward"):
+                raise Exit
+            if steps:
+                ranks.all_sum([batch])
+            return {"sum": batch}
+
+        return trainfold.evaluate(forward, loader(), {"sum": Interrupting()}, collectives=ranks, steps=steps)
+
+    outcomes = thread_outcomes(2, work, timeout_secs=10)
+    assert [type(outcome.error) for outcome in outcomes] == [RankFailed, Exit]
+
+
+class Merging(torch.nn.Linear):
+    """As LoRA layers do it: evaluation mode merges two weights into one, training mode takes them apart."""
+
+    merged = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.merged is mode:
+            with torch.no_grad():
+                self.weight += -1.0 if mode else 1.0
+            self.merged = not mode
+        return self
+
+
+def test_a_module_with_a_train_of_its_own_is_put_back_by_it():
+    """Q06: what it did for the evaluation it undoes."""
+    model = torch.nn.Sequential(Merging(1, 1), Merging(1, 1))
+    model[1].eval()
+    before = [part.weight.item() for part in model]
+    inside = []
+
+    def forward(batch):
+        inside.append([part.merged for part in model])
+        return {"sum": model(batch)}
+
+    trainfold.evaluate(forward, [torch.ones(1, 1)], SUM)
+    assert inside == [[True, True]]
+    assert [part.merged for part in model] == [False, True]
+    assert [part.training for part in model] == [True, False]
+    assert [part.weight.item() for part in model] == before
+
+
+class Chain:
+    def __init__(self, inner):
+        self.inner = inner
+
+
+class Shelf:
+    model = None
+
+
+def deep(model, kind):
+    if kind == "attributes":
+        held = Chain(Chain(Chain(Chain(Chain(model)))))
+        return lambda batch: {"loss": (held.inner.inner.inner.inner.inner(batch), 1)}
+    if kind == "dicts":
+        held = {"a": {"b": {"c": {"d": [{"e": model}]}}}}
+        return lambda batch: {"loss": (held["a"]["b"]["c"]["d"][0]["e"](batch), 1)}
+    if kind == "class":
+        Shelf.model = model
+        return lambda batch: {"loss": (Shelf.model(batch), 1)}
+    if kind == "weakref":
+        held = weakref.ref(model)
+        return lambda batch: {"loss": (held()(batch), 1)}
+    if kind == "module":
+        held = sys.modules[__name__]
+        held.MODEL = model
+        return lambda batch: {"loss": (held.MODEL(batch), 1)}
+    if kind == "deque":
+        held = deque([model])
+        return lambda batch: {"loss": (held[0](batch), 1)}
+    raise AssertionError(kind)
+
+
+@pytest.mark.parametrize("kind", ["attributes", "dicts", "class", "weakref", "module", "deque"])
+def test_modules_are_found_however_deep_they_are_held(kind):
+    """Q06: dropout is off in an evaluation."""
+    model = Counting()
+    trainfold.evaluate(deep(model, kind), batches_of(torch.ones(2), []), {"loss": M.Ratio()})
+    assert model.seen == [(False, False, False)]
+    assert model.training
+
+
+def test_a_generator_behind_a_generator_is_put_back():
+    """Q06: what can be seen through is."""
+    generator = torch.Generator().manual_seed(3)
+    loader = torch.utils.data.DataLoader(list(range(20)), batch_size=4, shuffle=True, generator=generator)
+    batches = (batch for batch in loader)
+    before = generator.get_state()
+    trainfold.evaluate(lambda batch: {"sum": batch}, batches, SUM)
+    assert torch.equal(generator.get_state(), before)
+
+
+class Fielded:
+    """A metric of a user's, whose text has an address and a set in it."""
+
+    def __init__(self):
+        self.inner, self.tags = M.Sum(), frozenset({"b", "a"})
+
+    def __repr__(self):
+        return f"Fielded({object.__repr__(self)})"
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def test_metrics_that_are_equal_are_equal_on_every_rank_whatever_their_repr():
+    found = run_threads(
+        2, lambda ranks: trainfold.evaluate(summed, [numbers(3)], {"sum": Fielded()}, collectives=ranks)
+    )
+    assert found == [{"sum": 6.0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"forward": None}, "forward"),
+        ({"batches": None}, "batches"),
+        ({"modules": 3}, "modules"),
+        ({"modules": [None]}, "modules"),
+    ],
+)
+def test_arguments_that_cannot_be_are_named(changes, named):
+    given = {"forward": summed, "batches": [numbers()], "suite": SUM, **changes}
+    with pytest.raises(InvalidArgument, match=named):
+        trainfold.evaluate(given.pop("forward"), given.pop("batches"), given.pop("suite"), **given)
