@@ -15,6 +15,7 @@ from trainfold.core.errors import RankFailed
 
 _TROUBLE = "trouble"
 _FAULT = "fault"
+_NO_SIGN = "no sign"
 _ROLL_SECS = 0.02
 
 
@@ -54,9 +55,14 @@ class Fault:
             some if self.ranks else "the ranks",
             expected="every rank to take part",
             found=self.found,
-            mend="mend that rank; no rank has gone on without it"
-            if self.ranks
-            else "look at the network between them; no rank has gone on alone",
+            mend=f"{self._mend()}; no rank has gone on alone",
+        )
+
+    def _mend(self) -> str:
+        if not self.ranks:
+            return "look at the network between them, and raise timeout_secs if one was only slow"
+        return "mend that rank" + (
+            ", or raise timeout_secs if it was only slow" if self.found.startswith(_NO_SIGN) else ""
         )
 
 
@@ -104,7 +110,7 @@ class NoticeBoard:
         fault = self.fault()
         if fault is None:
             missing = [other for other in self._others if not self._store.check([f"here/{other}"])]
-            sign = f"no sign of it within {self._grace_secs:g} s (ended, hung, or busy elsewhere)"
+            sign = f"{_NO_SIGN} of it within {self._grace_secs:g} s (ended, hung, or busy elsewhere)"
             fault = self.post(missing, f"{sign}: {occasion}" if missing else f"all ranks there, but {occasion}")
         return fault
 

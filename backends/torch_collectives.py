@@ -4,6 +4,8 @@ import hashlib
 import secrets
 import struct
 import time
+import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, NoReturn, TypeVar, final
 
@@ -46,8 +48,8 @@ class TorchCollectives:
     Values travel as JSON (``trainfold.backends.wire``), not as pickle.
 
     Args:
-        group: a process group with a CPU backend, which also says who is which rank; by default a gloo group of all ranks is
-            made, so that nothing of the training comes between.
+        group: a process group with a CPU backend, which also says who is which rank; by default a gloo group of all ranks, so
+            that nothing of the training comes between; it ends with these collectives.
         timeout_secs: how long a rank waits for the others in one call.
         grace_secs: how long the roll is called.
 
@@ -67,10 +69,11 @@ class TorchCollectives:
         dist = self._dist = _initialised()
         self._timeout_secs = timeout_secs
         self._calls = 0
-        self._fault: Fault | None = None
+        self._faults: list[Fault] = []  # at most one; its own object, which outlives this one
         try:
             if group is None:
                 group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
+                weakref.finalize(self, _release, dist, group, self._faults).atexit = False
             self._group = _checked(dist, group)
             self.rank: int = dist.get_rank(group)
             self.world_size: int = dist.get_world_size(group)
@@ -150,14 +153,14 @@ class TorchCollectives:
 
         Where another rank has failed before, or an error of gloo only says that one has, the error gets a note that names it.
         """
-        if self._fault is None:
+        if not self._faults:
             told = f"{type(error).__name__}: {_first_sentence(error)}"
             if _is_of_transport(error):
                 self._give_up(lambda: self._board.fault() or self._board.call_roll(told))
             else:
                 self._give_up(lambda: self._board.post([self.rank], told))
-        if self._fault is not None and self.rank not in self._fault.ranks and not isinstance(error, RankFailed):
-            error.add_note(str(self._fault.error()))
+        if self._faults and self.rank not in self._faults[0].ranks and not isinstance(error, RankFailed):
+            error.add_note(str(self._faults[0].error()))
 
     def _all_reduce(self, tensors: list[torch.Tensor], call: Call, until: float) -> list[torch.Tensor]:
         """The sums of integers, which no order can change."""
@@ -174,8 +177,8 @@ class TorchCollectives:
 
     def _meet(self, call: Call, payload: bytes, until: float) -> list[bytes]:
         """Make sure that all ranks make this call, and give each rank's payload to all of them."""
-        if self._fault is not None:
-            raise self._fault.error()
+        if self._faults:
+            raise self._faults[0].error()
         head = _HEAD.pack(self._calls, _digest(call), len(payload)) + payload[:_INLINE_BYTES]
         self._calls += 1
         heads = [bytes(row.numpy()) for row in self._all_gather(_padded(head, _HEAD_BYTES), call, until)]
@@ -234,12 +237,12 @@ class TorchCollectives:
     def _give_up(self, find: Any) -> Fault:
         try:
             fault: Fault = find()
-            self._fault = fault
+            self._faults[:] = [fault]
             self._board.linger(fault)
         except RuntimeError as error:  # of the store
             told = f"its host has ended, which is rank 0 unless a launcher has it ({str(error).splitlines()[0]})"
-            self._fault = self._fault or Fault((), f"the store of the process group cannot be asked: {told}")
-        return self._fault
+            self._faults[:] = self._faults or [Fault((), f"the store of the process group cannot be asked: {told}")]
+        return self._faults[0]
 
     def _disagree(self, call: Call, until: float) -> NoReturn:
         """Every rank has seen that the calls differ, so that every rank comes here."""
@@ -258,6 +261,13 @@ class TorchCollectives:
         except InvalidArgument as error:
             self.fail(error)
             raise
+
+
+def _release(dist: Any, group: Any, faults: list[Fault]) -> None:
+    """Give the sockets of a group back that nobody can use any more; one with an exchange under way is left to the end."""
+    if not faults and dist.is_initialized():
+        with suppress(ValueError, RuntimeError):  # destroyed with the world already
+            dist.destroy_process_group(group)
 
 
 def _initialised() -> Any:
@@ -302,7 +312,10 @@ def _digest(call: Call) -> int:
 
 def _is_of_transport(error: BaseException) -> bool:
     """Whether an error, of a model that communicates perhaps, comes from the end of another rank."""
-    return isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    import torch.distributed as dist
+
+    kinds = (dist.DistBackendError, dist.DistNetworkError)
+    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def _first_sentence(error: BaseException) -> str:

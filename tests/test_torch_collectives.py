@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -335,3 +336,34 @@ def test_processes_train_and_save_as_threads_do(processes, tmp_path):
     assert threads == real
     assert all(same for same, _ in real)
     assert len(LocalStore(tmp_path / "processes").list()) == 2
+
+
+def files_after(collectives, count):
+    """How many file descriptors a process has after it has made so many collectives, as a loop does that evaluates often."""
+    found = []
+    for _ in range(count):
+        more = TorchCollectives(**PATIENT)
+        assert more.gather(more.rank) == list(range(more.world_size))
+        found.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert collectives.gather(1) == [1] * collectives.world_size
+    return found
+
+
+def test_collectives_made_anew_for_each_evaluation_use_up_nothing(processes):
+    for found in processes.run(2, files_after, 8, collectives=PATIENT):
+        assert found[-1] == found[0]
+
+
+def slow(collectives):
+    if collectives.rank == 1:
+        time.sleep(7)
+    return collectives.gather(collectives.rank)
+
+
+def test_a_rank_that_is_late_is_named_and_the_mend_is_more_time(processes):
+    """A share that takes longer than the ranks wait is no fault of a network."""
+    for ended in processes.outcomes(3, slow, collectives={"timeout_secs": 2.0, "grace_secs": 2.0}):
+        assert ended.error == "RankFailed"
+        assert "rank 1" in ended.text, ended.text
+        assert "in time" in ended.text or "no sign" in ended.text, ended.text
+        assert "timeout_secs" in ended.text, ended.text
