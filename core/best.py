@@ -171,7 +171,8 @@ def carried_best(
         steps_present: the steps whose checkpoints can be loaded, of the timeline that the persisted one belongs to.
 
     Returns:
-        The record, and why the persisted one is not used: one sentence each, none if it is used or there was none.
+        The record, with the ``min_delta`` that is wanted now, and why the persisted one is not used: one sentence each, none if
+        it is used or there was none.
 
     Examples:
         >>> wanted = make_best_record(run_id="a1", metric="loss", direction="min")
@@ -184,7 +185,7 @@ def carried_best(
     fresh = attrs.evolve(wanted, score=None, step=None)
     if found is None or found.score is None:
         return fresh, ()
-    names = {"run_id": "run", "metric": "metric", "direction": "direction", "min_delta": "min_delta"}
+    names = {"run_id": "run", "metric": "metric", "direction": "direction"}
     reasons = [
         f"it is of {called} {was!r}, not {now!r}"
         for name, called in names.items()
@@ -192,7 +193,7 @@ def carried_best(
     ]
     if found.step not in steps_present:
         reasons.append(f"the checkpoint of step {found.step} is not there any more")
-    return (fresh, tuple(reasons)) if reasons else (found, ())
+    return (fresh, tuple(reasons)) if reasons else (attrs.evolve(found, min_delta=wanted.min_delta), ())
 
 
 def score_of(record: BestRecord, result: Mapping[str, Any]) -> float | None:
