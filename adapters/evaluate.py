@@ -1,6 +1,6 @@
 """`evaluate`: metrics over batches and ranks, the same bits for any batch size, order and number of ranks (Q01-Q12)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
@@ -31,6 +31,8 @@ class _Opening:
     communicates: bool
     has_batch: bool
     position: str
+    start: str
+    layout: Layout
 
 
 @final
@@ -38,10 +40,9 @@ class _Opening:
 class _Report:
     """What a rank tells the others before the numbers."""
 
-    layout: Layout = ()
-    batches: int = 0
-    complete: bool = True
-    start: str = ""
+    layout: Layout
+    batches: int
+    complete: bool
 
 
 def evaluate(  # noqa: PLR0913 what is rare is named
@@ -98,19 +99,22 @@ def evaluate(  # noqa: PLR0913 what is rare is named
 
         def opened() -> tuple[Share, _Opening]:
             checked = check_suite(suite)
-            _check_arguments(forward, batches, steps)
+            _check_arguments(forward, steps)
+            going_on = _digest(checked, start)
             found = [*modules_of(forward), *_modules_given(modules)]
             stack.enter_context(undisturbed(found, batches))
-            iterator = iter(batches)
+            iterator = _iterator(batches)
             first = next(iterator, NOTHING)
+            layout = layout_of(checked, no_tally(checked), world_size=ranks.world_size)
             position = _position(batches, ranks)
-            return Share(forward, checked, iterator, first), _Opening(
-                steps, communicate(found), first is not NOTHING, position
-            )
+            opening = _Opening(steps, communicate(found), first is not NOTHING, position, going_on, layout)
+            return Share(forward, checked, iterator, first), opening
 
         share, openings = everywhere(ranks, opened)
+        check_layouts([opening.layout for opening in openings])
         _check_same("steps", [opening.steps for opening in openings], "DistributedEvalCursor.steps is the same on each")
         _check_same("the position", [opening.position for opening in openings], "make one cursor, alike on each rank")
+        _check_same("start", [opening.start for opening in openings], "give the .tally of an evaluation by all ranks")
         in_step = steps is not None or (ranks.world_size > 1 and any(opening.communicates for opening in openings))
 
         def reported() -> tuple[Tally, _Report]:
@@ -120,14 +124,13 @@ def evaluate(  # noqa: PLR0913 what is rare is named
             tally = merge_tallies(share.suite, no_tally(share.suite), tally)  # on the CPU, with all carries done
             layout = layout_of(share.suite, tally, world_size=ranks.world_size)
             complete = _is_complete(batches, start) and not (seen is not None and seen.has_more)
-            return tally, _Report(layout, tally.batches, complete, _digest(share.suite, start))
+            return tally, _Report(layout, tally.batches, complete)
 
         having = [opening.has_batch for opening in openings]
         seen = see_in_step(share, ranks, steps=steps, having=having) if in_step else None
         tally, reports = everywhere(ranks, reported)
     layouts = [report.layout for report in reports]
     check_layouts(layouts)
-    _check_same("start", [report.start for report in reports], "give the .tally of an evaluation by all ranks")
     (summed,) = ranks.all_sum([pack(share.suite, tally, layouts, ranks.rank)])
     tally = unpack(share.suite, tally, layouts, summed, batches=sum(report.batches for report in reports))
     if start is not None:
@@ -136,7 +139,16 @@ def evaluate(  # noqa: PLR0913 what is rare is named
     return evaluation_of(share.suite, attrs.evolve(tally, complete=complete))
 
 
-def _check_arguments(forward: object, batches: object, steps: object) -> None:
+def _iterator(batches: Any) -> Iterator[Any]:
+    try:
+        return iter(batches)
+    except TypeError as error:
+        raise InvalidArgument(
+            "batches", expected="batches", found=shown(batches), mend="give a loader, or a list"
+        ) from error
+
+
+def _check_arguments(forward: object, steps: object) -> None:
     if not callable(forward):
         raise InvalidArgument(
             "forward",
@@ -144,8 +156,6 @@ def _check_arguments(forward: object, batches: object, steps: object) -> None:
             found=shown(forward),
             mend="return {'loss': (numerator, denominator)} from it",
         )
-    if not isinstance(batches, Iterable):
-        raise InvalidArgument("batches", expected="batches", found=shown(batches), mend="give a loader, or a list")
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise InvalidArgument("steps", expected="a number of calls, >= 1", found=shown(steps), mend="or leave it out")
 

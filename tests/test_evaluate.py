@@ -908,3 +908,34 @@ def test_arguments_that_cannot_be_are_named(changes, named):
     given = {"forward": summed, "batches": [numbers()], "suite": SUM, **changes}
     with pytest.raises(InvalidArgument, match=named):
         trainfold.evaluate(given.pop("forward"), given.pop("batches"), given.pop("suite"), **given)
+
+
+def test_what_cannot_go_on_is_refused_before_anything_is_evaluated():
+    """Nobody waits hours to hear that the suites differ."""
+    called = []
+
+    def counting(batch):
+        called.append(batch)
+        return {"m": batch}
+
+    with pytest.raises(InvalidArgument, match="start"):
+        trainfold.evaluate(counting, [numbers()], {"m": M.Max()}, start=trainfold.no_tally({"m": M.Min()}))
+    suites = [{"m": M.Max()}, {"m": M.Min()}]
+    outcomes = thread_outcomes(
+        2, lambda ranks: trainfold.evaluate(counting, [numbers()], suites[ranks.rank], collectives=ranks)
+    )
+    assert [type(outcome.error) for outcome in outcomes] == [RanksDisagree] * 2
+    assert called == []
+
+
+class OldSequence:
+    """Iterated over by index, as datasets are."""
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise IndexError
+        return torch.tensor(float(index))
+
+
+def test_batches_may_be_anything_that_can_be_iterated_over():
+    assert trainfold.evaluate(summed, OldSequence(), SUM) == {"sum": 3.0}

@@ -268,11 +268,11 @@ def counted(collectives):
     return group.calls
 
 
-def test_an_evaluation_is_one_all_reduce_of_integers_and_four_exchanges_of_words(processes):
-    """Q03: the same on every rank, however many batches there are; a long gather takes two, a sum first makes sure of the call."""
+def test_an_evaluation_is_one_all_reduce_of_integers_and_five_exchanges_of_words(processes):
+    """Q03: the same on every rank, however many batches there are; a gather of much takes two, a sum first makes sure of the call."""
     (calls, *others) = processes.run(3, counted, collectives=PATIENT)
     assert others == [calls] * 2
     *words, numbers = calls
-    assert words == ["allgather"] * 4
+    assert words == ["allgather"] * 5
     size_bytes = int(re.fullmatch(r"allreduce of (\d+) bytes", numbers).group(1))
     assert 0 < size_bytes <= 64 * 1024
