@@ -20,7 +20,8 @@ from trainfold.backends.collectives import run_threads
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact import exact_value, rounded
-from trainfold.core.metrics import perplexity, topk
+from trainfold.core.metrics import blocks, perplexity, topk
+from trainfold.core.metrics.counts import add_counts, beside
 from trainfold.core.metrics.perplexity import rounded_exp
 from trainfold.core.state import Progress, TrainState
 from trainfold.properties import contracts, laws
@@ -625,6 +626,70 @@ def test_logits_are_compared_some_rows_at_a_time(monkeypatch):
         monkeypatch.setattr(topk, "_CPU_CHUNK", chunk)
         assert result_of(M.TopK(2), logits, targets) == at_once
         assert result_of(M.TopK(2), logits.view(5, 10, 7), targets.view(5, 10)) == at_once
+        longer = torch.cat([logits.view(5, 10, 7), torch.full((5, 1, 7), math.nan)], dim=1)
+        assert result_of(M.TopK(2), longer[:, :-1], targets.view(5, 10)) == at_once
+
+
+class MostElements(torch.utils._python_dispatch.TorchDispatchMode):
+    """The size of the largest tensor that an operator makes for itself."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {
+            each.untyped_storage().data_ptr() for each in (*args, *(kwargs or {}).values()) if torch.is_tensor(each)
+        }
+        made = function(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else [made]:
+            if torch.is_tensor(each) and each.untyped_storage().data_ptr() not in given:
+                self.most = max(self.most, each.untyped_storage().nbytes() // each.element_size())
+        return made
+
+
+def test_logits_without_their_last_position_are_not_copied_as_a_whole():
+    """The shift of a causal LM: a view that has gaps, as large as the memory that is left."""
+    logits = torch.randn(3, 41, 500, generator=torch.Generator().manual_seed(0))
+    targets = torch.randint(500, (3, 41), generator=torch.Generator().manual_seed(1))
+    for shifted in (logits[:, :-1], logits[:, :-1].bfloat16(), logits.transpose(0, 1)[1:].transpose(0, 1)):
+        with pytest.MonkeyPatch.context() as patch, MostElements() as seen:
+            patch.setattr(topk, "_CPU_CHUNK", 2500)
+            result = result_of(M.TopK(5), shifted, targets[:, 1:])
+        assert seen.most <= 2500
+        assert result == result_of(M.TopK(5), shifted.clone(), targets[:, 1:])
+
+
+KINDS_OF_LOGITS = (
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.uint16, torch.uint32, torch.bool, torch.int64, torch.float16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", KINDS_OF_LOGITS, ids=str)
+def test_logits_of_any_kind_are_compared_without_rounding(dtype):
+    logits = torch.tensor([[1.0, 2.0, 4.0], [4.0, 4.0, 1.0], [2.0, 1.0, 2.0]]).to(dtype)
+    targets = torch.tensor([2, 1, 2])
+    wanted = 0.0 if dtype == torch.bool else 1 / 3
+    assert result_of(M.TopK(1), logits, targets) == wanted
+    if dtype in {torch.uint32, torch.int64}:
+        near = torch.tensor([[2**31 + 1, 2**31]]).to(dtype)
+        assert result_of(M.TopK(1), near, torch.tensor([1])) == 0.0
+    if dtype == torch.int64:
+        assert result_of(M.TopK(1), torch.tensor([[2**62 + 1, 2**62]]), torch.tensor([1])) == 0.0
+
+
+@given(st.data())
+@examples(100)
+def test_the_top_k_of_a_cpu_are_those_of_the_definition(data):
+    """Ties, infinities, NaN, any dtype and k; with a path of its own for a CPU and the definition beside it."""
+    size, width = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 7))
+    logits = data.draw(rows_of(size, (width,)))
+    places = torch.tensor(data.draw(st.lists(st.integers(0, width - 1), min_size=size, max_size=size))).long()[:, None]
+    k = data.draw(st.integers(1, width))
+    among, spoiled = topk._are_among(logits, places, k)
+    rows = logits.to(topk._COMPARED[logits.dtype])
+    rank = topk._rank(rows, rows.gather(-1, places), torch.arange(width) < places)
+    assert torch.equal(spoiled, rows.isnan().any(-1))
+    assert torch.equal(among | spoiled, (rank < k) | spoiled)
 
 
 def test_what_is_no_class_is_counted_and_refused_by_name():
@@ -720,6 +785,146 @@ def test_an_integer_is_not_rounded_into_the_next_bin():
     assert result_of(M.Histogram((2.0**63, 2.0**64)), values)["below"] == 3
 
 
+def test_edges_that_no_float_is_are_compared_exactly():
+    edge = 2**53 + 1
+    assert float(edge) != edge
+    metric = M.Histogram((0, edge, 2 * edge + 1))
+    assert metric.edges == (0, edge, 2 * edge + 1)
+    assert result_of(metric, torch.tensor([edge - 1, edge, edge + 1]))["counts"] == [1, 2]
+    values = torch.tensor([edge - 1, edge + 1], dtype=torch.float64)
+    assert result_of(metric, values)["counts"] == [1, 1]
+    assert result_of(M.Histogram((0, edge)), values) == {"below": 0, "counts": [1], "above": 1, "nan": 0}
+    assert result_of(M.Histogram((-edge, 0)), -values) == {"below": 1, "counts": [1], "above": 0, "nan": 0}
+    assert repr(M.Histogram((0, 10))) == repr(M.Histogram((0.0, 10.0)))
+    huge = torch.tensor([-math.inf, -1.7e308, 1.7e308, math.inf], dtype=torch.float64)
+    assert result_of(M.Histogram((-(10**400), 0, 10**400)), huge)["counts"] == [1, 1]
+
+
+def test_the_largest_integers_lie_below_edges_that_are_larger():
+    ends = torch.tensor([2**63 - 1, -(2**63)])
+    assert result_of(M.Histogram((0, 2**63, 2**64)), ends) == {"below": 1, "counts": [1, 0], "above": 0, "nan": 0}
+    assert result_of(M.Histogram((-(2**64), -(2**63) - 1, 0)), ends)["counts"] == [0, 1]
+    assert result_of(M.Histogram((0, 2**63 - 1)), ends) == {"below": 1, "counts": [1], "above": 0, "nan": 0}
+
+
+@given(st.data())
+@examples(60)
+def test_a_histogram_of_any_edges_counts_what_lies_between_them(data):
+    near = st.sampled_from([0, 2**53, 2**62, 2**63, -(2**63), 10**30]).flatmap(lambda n: st.integers(n - 3, n + 3))
+    edges = sorted(data.draw(st.sets(st.one_of(near, st.floats(-4, 4)), min_size=2, max_size=5)))
+    whole = data.draw(st.lists(near.filter(lambda n: -(2**63) <= n < 2**63), max_size=8))
+    for values in (torch.tensor(whole, dtype=torch.int64), torch.tensor(whole, dtype=torch.float64)):
+        listed = [int(value) for value in values.tolist()]
+        counts = [sum(low <= v < high for v in listed) for low, high in itertools.pairwise(edges)]
+        counts[-1] += sum(v == edges[-1] for v in listed)
+        ends = {"below": sum(v < edges[0] for v in listed), "above": sum(v > edges[-1] for v in listed)}
+        found = result_of(M.Histogram(edges), values)
+        assert found == (
+            {"below": ends["below"], "counts": counts, "above": ends["above"], "nan": 0} if listed else None
+        )
+
+
+@pytest.mark.parametrize(
+    ("metric", "other"),
+    [
+        (M.F1(3), M.F1(5)),
+        (M.Confusion(5), M.Confusion(3)),
+        (M.Histogram((0, 1, 2)), M.Histogram((0, 1))),
+        (M.Quantiles((0, 1), 0.5), M.Quantiles((0, 1, 2), 0.5)),
+    ],
+    ids=lambda metric: type(metric).__name__,
+)
+def test_what_another_metric_has_seen_is_refused(metric, other):
+    mine, theirs = metric.zero(), other.zero()
+    values = torch.zeros(2, dtype=torch.int64)
+    outputs = (values,) if hasattr(metric, "edges") else (values, values)
+    for doing in (
+        lambda: metric.merge(mine, theirs),
+        lambda: metric.merge(theirs, mine),
+        lambda: metric.merge(theirs, theirs),
+        lambda: metric.observe(theirs, *outputs),
+        lambda: metric.result(theirs),
+    ):
+        with pytest.raises(InvalidArgument, match=f"{type(metric).__name__}.*expected an accumulator with counts"):
+            doing()
+
+
+def test_an_infinity_over_nothing_is_not_lost():
+    """A finite sum over 0 is absent; what is not finite was an error of the run, and shows."""
+    for nothing in (0, torch.zeros(3), torch.zeros(2, dtype=torch.bool)):
+        assert result_of(M.Ratio(), 1.0, nothing) is None
+        assert result_of(M.Ratio(), math.inf, nothing) == math.inf
+        assert result_of(M.Ratio(), -math.inf, nothing) == -math.inf
+        assert math.isnan(result_of(M.Ratio(), math.nan, nothing))
+        assert result_of(M.Perplexity(), math.inf, nothing) == math.inf
+
+
+BLOCKWISE = [M.Variance(), M.Min(), M.Max(), M.Histogram(EDGES), M.Quantiles(EDGES, QS)]
+
+
+@pytest.mark.parametrize("metric", BLOCKWISE, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool])
+def test_large_batches_are_taken_block_by_block(metric, dtype):
+    """Whatever their layout is; what is needed beside them does not grow with them."""
+    values = (torch.randn(40, 3, 50_001, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)[..., :-1]
+    with MostElements() as seen:
+        acc = metric.observe(metric.zero(), values)
+    assert seen.most <= 6 * blocks.BLOCK  # the six products of the parts of an integer
+    wanted = metric.zero()
+    for part in values.reshape(-1).split(99_999):
+        wanted = metric.observe(wanted, part)
+    assert difference_of(acc, wanted) is None
+
+
+@given(st.data())
+@examples(100)
+def test_blocks_are_the_rows_in_order(data):
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=4))
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    for dim in range(len(shape)):
+        if data.draw(st.booleans()):
+            tensor = tensor.transpose(dim, -1)
+        if shape[dim] and data.draw(st.booleans()):
+            tensor = tensor.narrow(dim, 0, max(0, tensor.shape[dim] - 1))
+    keep, size = data.draw(st.integers(0, len(shape))), data.draw(st.integers(1, 20))
+    found = list(blocks.blocks_of(tensor, size, keep=keep))
+    tail = tensor.shape[tensor.dim() - keep :]
+    rows = tensor.reshape(math.prod(tensor.shape[: tensor.dim() - keep]), *tail)
+    assert torch.equal(torch.cat(found), rows)
+    assert all(len(block) <= size and block.shape[1:] == tail for block in found)
+
+
+def test_pinned_memory_is_copied_before_a_device_reads_it(monkeypatch):
+    """A loader refills its pinned buffers; what is sent later must not be what is there by then."""
+    copies = []
+
+    class Copies(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            copies.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    pageable, there = torch.ones(3), torch.ones(3, device="meta")
+    for is_pinned in (False, True):
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor, now=is_pinned: now)
+        copies.clear()
+        with Copies():
+            beside(pageable, there)
+            beside(there, pageable)
+        order = ["aten.clone.default"] * is_pinned + ["aten._to_copy.default"]
+        assert copies == 2 * order
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_pinned_buffer_may_be_refilled_at_once():
+    there = torch.zeros(1 << 22, dtype=torch.int64, device="cuda")
+    buffer = torch.ones(1 << 22, dtype=torch.int64).pin_memory()
+    torch.cuda._sleep(200_000_000)
+    total = add_counts(there, buffer)
+    buffer.fill_(7)
+    assert int(total.sum()) == 1 << 22
+
+
 @given(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=40))
 @examples(40)
 def test_a_histogram_is_that_of_numpy(values):
@@ -753,6 +958,11 @@ MISUSES = {
     "targets of another shape": (M.TopK(1), (torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.int64)), "TopK.targets"),
     "targets of floats": (M.TopK(1), (torch.zeros(4, 3), torch.zeros(4)), "TopK.targets"),
     "fewer classes than k": (M.TopK(5), (torch.zeros(4, 3), torch.zeros(4).long()), "TopK.logits"),
+    "logits of half a byte": (
+        M.TopK(1),
+        (torch.zeros(2, 3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), torch.zeros(2).long()),
+        "TopK.logits",
+    ),
     "logits without classes": (M.TopK(1), (torch.tensor(1.0), torch.tensor(0)), "TopK.logits"),
     "predictions of another shape": (M.Confusion(2), (torch.zeros(4, 1).long(), torch.zeros(4).long()), "predicted"),
     "probabilities": (M.F1(2), (torch.zeros(4), torch.zeros(4).long()), "F1.predicted"),

@@ -98,7 +98,9 @@ def is_number(value: Any) -> bool:
     """Whether it is a finite real number of Python.
 
     Examples:
-        >>> is_number(1), is_number(float("inf")), is_number(True), is_number("1")
+        >>> is_number(10**400), is_number(float("inf")), is_number(True), is_number("1")
         (True, False, False, False)
     """
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)

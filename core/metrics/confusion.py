@@ -8,9 +8,9 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.metrics.arguments import check_classes, integers, same_shape
-from trainfold.core.metrics.counts import add_counts, beside, merge_counts, no_counts
+from trainfold.core.metrics.counts import add_counts, beside, check_counts, merge_counts, no_counts
 
-__all__ = ["Confusion", "Pairs", "count_pairs", "no_pairs", "table_of"]
+__all__ = ["Confusion", "Pairs", "count_pairs", "merge_pairs", "no_pairs", "table_of"]
 
 
 @final
@@ -67,21 +67,26 @@ class Confusion:
             targets: integer tensor of the same shape; class indices, or ``ignore_index``.
 
         Raises:
-            InvalidArgument: for floats, and shapes that differ.
+            InvalidArgument: for floats, shapes that differ, and what was seen of another number of classes.
         """
+        check_counts(f"Confusion({self.classes})", acc.counts, (self.classes, self.classes))
         return count_pairs("Confusion", acc, predicted, targets, self.ignore_index)
 
     def merge(self, one: Pairs, other: Pairs) -> Pairs:
-        """All that both have seen."""
-        merged: Pairs = tree.map(merge_counts, one, other)
-        return merged
+        """All that both have seen.
+
+        Raises:
+            InvalidArgument: for another number of classes.
+        """
+        return merge_pairs(f"Confusion({self.classes})", self.classes, one, other)
 
     def result(self, acc: Pairs) -> list[list[int]] | None:
         """The matrix; None where no pair counted.
 
         Raises:
-            InvalidArgument: if there were pairs that are not of classes.
+            InvalidArgument: if there were pairs that are not of classes, or another number of classes.
         """
+        check_counts(f"Confusion({self.classes})", acc.counts, (self.classes, self.classes))
         return table_of("Confusion", acc)
 
 
@@ -109,6 +114,18 @@ def count_pairs(metric: str, acc: Pairs, predicted: Any, targets: Any, ignore_in
     return Pairs(
         add_counts(acc.counts, seen.view(classes, classes)), add_counts(acc.outside, (counts & ~is_pair).sum())
     )
+
+
+def merge_pairs(metric: str, classes: int, one: Pairs, other: Pairs) -> Pairs:
+    """The pairs of both.
+
+    Raises:
+        InvalidArgument: for another number of classes.
+    """
+    for acc in (one, other):
+        check_counts(metric, acc.counts, (classes, classes))
+    merged: Pairs = tree.map(merge_counts, one, other)
+    return merged
 
 
 def table_of(metric: str, acc: Pairs) -> list[list[int]] | None:

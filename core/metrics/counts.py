@@ -2,7 +2,9 @@
 
 import torch
 
-__all__ = ["add_counts", "beside", "merge_counts", "no_counts"]
+from trainfold.core.errors import InvalidArgument
+
+__all__ = ["add_counts", "beside", "check_counts", "merge_counts", "no_counts"]
 
 
 def no_counts(*shape: int) -> torch.Tensor:
@@ -41,10 +43,34 @@ def merge_counts(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return add_counts(one.cpu(), other.cpu())
 
 
+def check_counts(where: str, counts: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse counts of another shape, where it says what was counted: padded and added up they would be false.
+
+    Raises:
+        InvalidArgument: naming both shapes.
+
+    Examples:
+        >>> check_counts("Confusion(2)", no_counts(3, 3), (2, 2))
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.InvalidArgument: Confusion(2): expected an accumulator with counts [2, 2], found [3, 3]; \
+give it what an equal metric has seen
+    """
+    if tuple(counts.shape) != shape:
+        raise InvalidArgument(
+            where,
+            expected=f"an accumulator with counts {list(shape)}",
+            found=list(counts.shape),
+            mend="give it what an equal metric has seen",
+        )
+
+
 def beside(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Two tensors on one device: the first one's, unless that is the CPU.
 
-    Nobody waits for it: a copy from the CPU's memory is staged before the call returns, and none goes back to it.
+    Nobody waits for what the device computes, and nothing goes back to the CPU. The values are those of the moment of the call,
+    whatever is written into the CPU's memory afterwards: memory that is not pinned is staged before the call returns; pinned
+    memory is read later, when a loader may have refilled it, and is copied first.
 
     Examples:
         >>> [tensor.device.type for tensor in beside(torch.zeros(1), torch.zeros(1, device="meta"))]
@@ -53,7 +79,14 @@ def beside(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.
     if one.device == other.device:
         return one, other
     device = other.device if one.device.type == "cpu" else one.device
-    return one.to(device, non_blocking=True), other.to(device, non_blocking=True)
+    return _sent(one, device), _sent(other, device)
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.device == device:
+        return tensor
+    kept = tensor.clone() if tensor.device.type == "cpu" and tensor.is_pinned() else tensor
+    return kept.to(device, non_blocking=True)
 
 
 def _padded(counts: torch.Tensor, shape: list[int]) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.metrics.arguments import real
+from trainfold.core.metrics.blocks import blocks_of
 from trainfold.core.metrics.counts import add_counts, beside, no_counts
 
 __all__ = ["Extreme", "Max", "Min"]
@@ -62,8 +63,7 @@ class Min:
         Raises:
             InvalidArgument: for what is not real.
         """
-        values = real("Min.values", values)
-        return _merged(acc, _extreme_of(values, least=True), least=True) if values.numel() else acc
+        return _more_of(acc, real("Min.values", values), least=True)
 
     def merge(self, one: Extreme, other: Extreme) -> Extreme:
         """All that both have seen."""
@@ -103,8 +103,7 @@ class Max:
         Raises:
             InvalidArgument: for what is not real.
         """
-        values = real("Max.values", values)
-        return _merged(acc, _extreme_of(values, least=False), least=False) if values.numel() else acc
+        return _more_of(acc, real("Max.values", values), least=False)
 
     def merge(self, one: Extreme, other: Extreme) -> Extreme:
         """All that both have seen."""
@@ -115,8 +114,15 @@ class Max:
         return _number(acc)
 
 
+def _more_of(acc: Extreme, values: torch.Tensor, *, least: bool) -> Extreme:
+    if values.numel():
+        for block in blocks_of(values):
+            acc = _merged(acc, _extreme_of(block, least=least), least=least)
+    return acc
+
+
 def _extreme_of(values: torch.Tensor, *, least: bool) -> Extreme:
-    numbers = values.reshape(-1).double()
+    numbers = values.double()
     is_nan = numbers.isnan()
     bits = numbers.view(torch.int64)
     keys = torch.where(is_nan, _MOST if least else _LEAST, _flipped(bits))

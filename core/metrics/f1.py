@@ -5,12 +5,11 @@ from typing import Any, ClassVar, Literal, TypeAlias, final, get_args
 
 import attrs
 
-from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact import rounded
 from trainfold.core.metrics.arguments import check_classes
-from trainfold.core.metrics.confusion import Pairs, count_pairs, no_pairs, table_of
-from trainfold.core.metrics.counts import merge_counts
+from trainfold.core.metrics.confusion import Pairs, count_pairs, merge_pairs, no_pairs, table_of
+from trainfold.core.metrics.counts import check_counts
 
 __all__ = ["F1", "Average"]
 
@@ -69,21 +68,26 @@ class F1:
             targets: integer tensor of the same shape; class indices, or ``ignore_index``.
 
         Raises:
-            InvalidArgument: for floats, and shapes that differ.
+            InvalidArgument: for floats, shapes that differ, and what was seen of another number of classes.
         """
+        check_counts(f"F1({self.classes})", acc.counts, (self.classes, self.classes))
         return count_pairs("F1", acc, predicted, targets, self.ignore_index)
 
     def merge(self, one: Pairs, other: Pairs) -> Pairs:
-        """All that both have seen."""
-        merged: Pairs = tree.map(merge_counts, one, other)
-        return merged
+        """All that both have seen.
+
+        Raises:
+            InvalidArgument: for another number of classes.
+        """
+        return merge_pairs(f"F1({self.classes})", self.classes, one, other)
 
     def result(self, acc: Pairs) -> float | list[float | None] | None:
         """The score, or with ``average="none"`` one for each class; None where no pair counted.
 
         Raises:
-            InvalidArgument: if there were pairs that are not of classes.
+            InvalidArgument: if there were pairs that are not of classes, or another number of classes.
         """
+        check_counts(f"F1({self.classes})", acc.counts, (self.classes, self.classes))
         table = table_of("F1", acc)
         if table is None:
             return None

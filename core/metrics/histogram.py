@@ -13,18 +13,25 @@ from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact import rounded
 from trainfold.core.metrics.arguments import is_number, real
-from trainfold.core.metrics.counts import add_counts, merge_counts, no_counts
+from trainfold.core.metrics.blocks import blocks_of
+from trainfold.core.metrics.counts import add_counts, check_counts, merge_counts, no_counts
 
 __all__ = ["Bins", "Histogram", "Quantiles"]
 
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
-def _floats(values: Sequence[float] | float) -> tuple[Any, ...]:
-    """A tuple of what are floats if they are numbers, of tensors and arrays too; the checks come after it."""
+def _numbers(values: Sequence[float] | float) -> tuple[Any, ...]:
+    """A tuple of what are numbers, of tensors and arrays too; the checks come after it."""
     plain = values.tolist() if hasattr(values, "tolist") else values
     listed = plain if isinstance(plain, Sequence) and not isinstance(plain, str) else (plain,)
-    return tuple(float(value) if is_number(value) else value for value in listed)
+    return tuple(_exact(value) if is_number(value) else value for value in listed)
+
+
+def _exact(value: Any) -> Any:
+    """The same number as a float; an integer that no float64 is stays one."""
+    nearest = rounded(Fraction(value))
+    return nearest if nearest == value else value
 
 
 @final
@@ -49,7 +56,7 @@ class Histogram:
 
     Attributes:
         edges: ascending, at least two; bin i is ``[edges[i], edges[i + 1])``, and the last one has its upper edge too, as in
-            `numpy.histogram`. They are compared exactly, with integers as well.
+            `numpy.histogram`. They are compared exactly, with integers as well; integers that no float64 is are edges too.
 
     Raises:
         InvalidArgument: for edges that are not finite and ascending.
@@ -61,7 +68,7 @@ class Histogram:
     """
 
     additive: ClassVar[bool] = True
-    edges: tuple[float, ...] = attrs.field(converter=_floats)
+    edges: tuple[float, ...] = attrs.field(converter=_numbers)
 
     def __attrs_post_init__(self) -> None:
         _check_edges("Histogram.edges", self.edges)
@@ -78,17 +85,25 @@ class Histogram:
             values: real tensor of any shape, or a number.
 
         Raises:
-            InvalidArgument: for what is not real.
+            InvalidArgument: for what is not real, and what was seen with another number of bins.
         """
-        return _count(acc, real("Histogram.values", values), self.edges)
+        return _count("Histogram", acc, real("Histogram.values", values), self.edges)
 
     def merge(self, one: Bins, other: Bins) -> Bins:
-        """All that both have seen."""
-        merged: Bins = tree.map(merge_counts, one, other)
-        return merged
+        """All that both have seen.
+
+        Raises:
+            InvalidArgument: for another number of bins.
+        """
+        return _merged("Histogram", one, other, self.edges)
 
     def result(self, acc: Bins) -> dict[str, int | list[int]] | None:
-        """The counts; None where nothing was seen."""
+        """The counts; None where nothing was seen.
+
+        Raises:
+            InvalidArgument: for another number of bins.
+        """
+        _check_bins("Histogram", acc, self.edges)
         below, *counts, above = acc.counts.tolist()
         nan = int(acc.special[0])
         found: dict[str, int | list[int]] = {"below": below, "counts": counts, "above": above, "nan": nan}
@@ -121,8 +136,8 @@ class Quantiles:
     """
 
     additive: ClassVar[bool] = True
-    edges: tuple[float, ...] = attrs.field(converter=_floats)
-    q: tuple[float, ...] = attrs.field(converter=_floats)
+    edges: tuple[float, ...] = attrs.field(converter=_numbers)
+    q: tuple[float, ...] = attrs.field(converter=_numbers)
 
     def __attrs_post_init__(self) -> None:
         _check_edges("Quantiles.edges", self.edges)
@@ -141,17 +156,25 @@ class Quantiles:
             values: real tensor of any shape, or a number.
 
         Raises:
-            InvalidArgument: for what is not real.
+            InvalidArgument: for what is not real, and what was seen with another number of bins.
         """
-        return _count(acc, real("Quantiles.values", values), self.edges)
+        return _count("Quantiles", acc, real("Quantiles.values", values), self.edges)
 
     def merge(self, one: Bins, other: Bins) -> Bins:
-        """All that both have seen."""
-        merged: Bins = tree.map(merge_counts, one, other)
-        return merged
+        """All that both have seen.
+
+        Raises:
+            InvalidArgument: for another number of bins.
+        """
+        return _merged("Quantiles", one, other, self.edges)
 
     def result(self, acc: Bins) -> list[float | None] | None:
-        """The quantiles; None where nothing was seen."""
+        """The quantiles; None where nothing was seen.
+
+        Raises:
+            InvalidArgument: for another number of bins.
+        """
+        _check_bins("Quantiles", acc, self.edges)
         counts = acc.counts.tolist()
         if int(acc.special[0]):
             return [math.nan] * len(self.q)
@@ -170,25 +193,66 @@ def _no_bins(edges: tuple[float, ...]) -> Bins:
     return Bins(no_counts(len(edges) + 1), no_counts(3))
 
 
-def _count(acc: Bins, values: torch.Tensor, edges: tuple[float, ...]) -> Bins:
-    flat = values.reshape(-1)
-    if flat.is_floating_point():
-        flat = flat.double()
-        bounds, top = torch.tensor(edges, dtype=torch.float64), edges[-1]
-        special = torch.stack([flat.isnan().sum(), (flat == math.inf).sum(), (flat == -math.inf).sum()])
-        place = torch.bucketize(flat, bounds.to(flat.device, non_blocking=True), right=True) - (flat == top).long()
-        weight = (~flat.isnan()).long()
-    else:  # an integer in float64 could be rounded up to an edge
-        flat, whole = flat.to(torch.int64), [math.ceil(edge) for edge in edges]
-        bounds = torch.tensor([max(edge, _LEAST) for edge in whole if edge <= _MOST], dtype=torch.int64)
-        special = torch.zeros_like(acc.special)
-        place = torch.bucketize(flat, bounds.to(flat.device, non_blocking=True), right=True)
-        if edges[-1].is_integer() and _LEAST <= edges[-1] <= _MOST:
-            place = place - (flat == int(edges[-1])).long()
-        weight = torch.ones_like(flat)
-    counts = torch.zeros(len(edges) + 1, dtype=torch.int64, device=flat.device)
-    counts.index_add_(0, place.clamp(0, len(edges)), weight)
-    return Bins(add_counts(acc.counts, counts), add_counts(acc.special, special))
+def _check_bins(metric: str, acc: Bins, edges: tuple[float, ...]) -> None:
+    check_counts(f"{metric} of {len(edges) - 1} bins", acc.counts, (len(edges) + 1,))
+
+
+def _merged(metric: str, one: Bins, other: Bins, edges: tuple[float, ...]) -> Bins:
+    for acc in (one, other):
+        _check_bins(metric, acc, edges)
+    merged: Bins = tree.map(merge_counts, one, other)
+    return merged
+
+
+def _count(metric: str, acc: Bins, values: torch.Tensor, edges: tuple[float, ...]) -> Bins:
+    _check_bins(metric, acc, edges)
+    bounds = _bounds(edges, is_float=values.is_floating_point()).to(values.device, non_blocking=True)
+    for block in blocks_of(values):
+        counted = _bins_of_floats if values.is_floating_point() else _bins_of_ints
+        counts, special = counted(block, bounds, edges)
+        acc = Bins(add_counts(acc.counts, counts), add_counts(acc.special, special))
+    return acc
+
+
+def _bounds(edges: tuple[float, ...], *, is_float: bool) -> torch.Tensor:
+    """For each edge the smallest value of the dtype that is not below it: values are below both or neither."""
+    if is_float:
+        return torch.tensor([_ceil_to_float(edge) for edge in edges], dtype=torch.float64)
+    whole = [math.ceil(edge) for edge in edges]  # no integer reaches the edges that are left out
+    return torch.tensor([max(edge, _LEAST) for edge in whole if edge <= _MOST], dtype=torch.int64)
+
+
+def _ceil_to_float(edge: float) -> float:
+    nearest = rounded(Fraction(edge))
+    return nearest if nearest >= edge else math.nextafter(nearest, math.inf)
+
+
+def _bins_of_floats(
+    block: torch.Tensor, bounds: torch.Tensor, edges: tuple[float, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values = block.double()
+    is_nan = values.isnan()
+    special = torch.stack([is_nan.sum(), (values == math.inf).sum(), (values == -math.inf).sum()])
+    place = torch.bucketize(values, bounds, right=True)
+    if isinstance(edges[-1], float):
+        place -= (values == edges[-1]).long()
+    return _counted(place, (~is_nan).long(), edges), special
+
+
+def _bins_of_ints(
+    block: torch.Tensor, bounds: torch.Tensor, edges: tuple[float, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of what in float64 could be rounded up to an edge."""
+    values, top = block.to(torch.int64), math.floor(edges[-1])
+    place = torch.bucketize(values, bounds, right=True)
+    if top == edges[-1] and _LEAST <= top <= _MOST:
+        place -= (values == top).long()
+    return _counted(place, torch.ones_like(values), edges), no_counts(3)
+
+
+def _counted(place: torch.Tensor, weight: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
+    counts = torch.zeros(len(edges) + 1, dtype=torch.int64, device=place.device)
+    return counts.index_add_(0, place.clamp(0, len(edges)), weight)
 
 
 def _quantile(counts: list[int], edges: tuple[float, ...], q: float) -> float | None:

@@ -22,7 +22,7 @@ _BEYOND = 750  # exp(709.79) is the largest float64, exp(-745.14) rounds to 0
 class Perplexity:
     """``exp(sum of nll / number of tokens)``: one exponential of the exact quotient, rounded once; None without tokens.
 
-    The mean of the perplexities of batches is another, larger number (Jensen), and depends on the batch size.
+    A ``nll`` that was NaN or infinite is never lost: it makes NaN, infinity or 0.0, without tokens too. The mean of the perplexities of batches is another, larger number (Jensen), and depends on the batch size.
 
     Examples:
         >>> import torch

@@ -32,7 +32,8 @@ class Ratio:
     """The sum of numerators over the sum of denominators, an exact fraction, rounded once; None where the denominator is 0.
 
     A loss per token: the sum of the token losses and the number of tokens. An accuracy: what was right, and what counts.
-    Denominators may be fractions (weights). NaN if a numerator was NaN or a denominator was not finite.
+    Denominators may be fractions (weights). NaN if a numerator was NaN or a denominator was not finite; an infinity if a
+    numerator was infinite. Neither is ever lost: they are the result where the denominator is 0, too.
 
     Examples:
         >>> import torch
@@ -89,5 +90,5 @@ def merge_quotients(one: Quotient, other: Quotient) -> Quotient:
 
 
 def quotient_of(acc: Quotient) -> Exact | None:
-    """The exact quotient of two sums; None where there is nothing to divide by."""
+    """The exact quotient of two sums, as `ratio_of` has it: None for a finite sum over 0."""
     return ratio_of(exact_value(acc.num), exact_value(acc.den))

@@ -11,6 +11,7 @@ from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact import ExactSum, exact_add, exact_merge, exact_value, exact_zero, rounded
 from trainfold.core.metrics.arguments import real
+from trainfold.core.metrics.blocks import blocks_of
 from trainfold.core.metrics.total import Total, merge_totals, more_of, nothing
 
 __all__ = ["Moments", "Variance"]
@@ -85,8 +86,10 @@ class Variance:
         Raises:
             InvalidArgument: for what is not real.
         """
-        values = real("Variance.values", values)
-        return Moments(more_of(acc.total, values), _with_squares(acc.squares, values))
+        total, squares = acc.total, acc.squares
+        for block in blocks_of(real("Variance.values", values)):
+            total, squares = more_of(total, block), _with_squares(squares, block)
+        return Moments(total, squares)
 
     def merge(self, one: Moments, other: Moments) -> Moments:
         """All that both have seen."""
@@ -112,7 +115,6 @@ class Variance:
 
 def _with_squares(squares: _Squares, values: torch.Tensor) -> _Squares:
     small, middling, large = squares
-    values = values.reshape(-1)
     if values.dtype in _SMALL_INTS or values.dtype in _NARROW:
         return small, exact_add(middling, _finite(values.double()).square()), large
     if not values.is_floating_point():
