@@ -8,6 +8,7 @@ import torch
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.metrics.metric import Metric
 from trainfold.properties.accumulators import difference_of, shown
+from trainfold.properties.batches import OutputsOf, arguments_of, fresh, need_rows, row_count, taken
 from trainfold.properties.differences import LawBroken
 
 __all__ = ["batch_invariant"]
@@ -15,7 +16,9 @@ __all__ = ["batch_invariant"]
 _MOST_RANKS = 8
 
 
-def batch_invariant(metric: Metric, values: Any, *, max_examples: int = 100) -> None:
+def batch_invariant(
+    metric: Metric, values: Any, *, outputs_of: OutputsOf | None = None, max_examples: int = 100
+) -> None:
     """Batch invariance: no batch size, order or number of ranks changes a bit of a metric (Q01).
 
     The rows of the values are shuffled, cut into batches, some of them empty, and dealt out to 1 to 8 ranks, some of which may
@@ -24,34 +27,37 @@ def batch_invariant(metric: Metric, values: Any, *, max_examples: int = 100) -> 
 
     Args:
         metric: any metric.
-        values: what ``observe`` gets after the accumulator: a tensor, or a tuple of tensors with the same size in dimension 0.
-        max_examples: how many ways to cut and deal; they are the same ones in each run.
+        values: what ``observe`` gets after the accumulator for all samples in one batch, a tuple where that is more than one
+            thing: tensors with the same size in dimension 0, two rows or more; also in dicts and lists.
+        outputs_of: makes of rows of the values what ``observe`` gets: for outputs that cannot be cut themselves.
+        max_examples: how many ways to cut and deal, one or more; they are the same ones in each run.
 
     Raises:
         LawBroken: with the sizes of the batches of each rank, and both results or the leaf that differs.
-        InvalidArgument: for values that cannot be cut.
+        InvalidArgument: for values that cannot be cut, and for no examples.
 
     Examples:
         >>> from trainfold.core.metrics.total import Mean
         >>> batch_invariant(Mean(), torch.tensor([1e30, 1.0, -1e30, 0.1]), max_examples=10)
     """
-    outputs = values if isinstance(values, tuple) else (values,)
-    sizes = {len(output) if isinstance(output, torch.Tensor) and output.dim() else None for output in outputs}
-    if len(sizes) != 1 or None in sizes:
+    need_rows("values", [values])
+    if max_examples < 1:
         raise InvalidArgument(
-            "values",
-            expected="tensors with the same size in dimension 0",
-            found=[tuple(output.shape) if isinstance(output, torch.Tensor) else output for output in outputs],
-            mend="give the outputs for a batch with all samples",
+            "max_examples", expected="one or more", found=max_examples, mend="two are in order of rows"
         )
-    whole = metric.merge(metric.zero(), metric.observe(metric.zero(), *outputs))
+
+    def observed(acc: Any, rows: slice | torch.Tensor) -> Any:
+        part = fresh(taken(values, rows))
+        return metric.observe(acc, *arguments_of(part if outputs_of is None else outputs_of(part)))
+
+    whole = metric.merge(metric.zero(), observed(metric.zero(), slice(None)))
     wanted = shown(metric.result(whole))
-    for ranks in _plans(len(outputs[0]), max_examples):
+    for ranks in _plans(row_count(values) or 0, max_examples):
         accs = []
         for batches in ranks:
             acc = metric.zero()
             for rows in batches:
-                acc = metric.observe(acc, *(output[rows.to(output.device)] for output in outputs))
+                acc = observed(acc, rows)
             accs.append(acc)
         found = metric.zero()
         for acc in accs:

@@ -1,6 +1,9 @@
 """Teeth of `check_metric` and `batch_invariant`: metrics that lie are found out, by the rule that they break."""
 
+import math
+
 import attrs
+import numpy as np
 import pytest
 import torch
 
@@ -19,9 +22,12 @@ SAMPLES = [
 ]
 
 
+_NAN = 1 << 50  # larger than any sum here
+
+
 def micros(values):
     """Millionths: an honest way to have integers."""
-    return (values.double() * 1e6).round().long()
+    return torch.where(values.isnan(), _NAN, (values.double() * 1e6).round()).long()
 
 
 class Count:
@@ -39,7 +45,20 @@ class Count:
         return tree.map(torch.add, one, other)
 
     def result(self, acc):
+        if abs(int(acc["sum"])) >= _NAN // 2:
+            return math.nan
         return int(acc["sum"]) / 1e6 / int(acc["count"]) if int(acc["count"]) else None
+
+
+class Masked(Count):
+    """Also honest: it counts rows, and those among them that a mask has."""
+
+    def zero(self):
+        return {"sum": torch.tensor(0), "count": torch.tensor(0), "rows": torch.tensor(0)}
+
+    def observe(self, acc, values, mask):
+        found = {"sum": (micros(values) * mask).sum(), "count": mask.sum(), "rows": torch.tensor(mask.numel())}
+        return tree.map(torch.add, acc, found)
 
 
 class MeanOfBatchMeans(Count):
@@ -198,7 +217,80 @@ class Opaque(Count):
         return int(acc.values) or None
 
 
+class MakesUpZeroForPadding(Masked):
+    """S50: rows were seen, and none of them counts."""
+
+    def result(self, acc):
+        found = super().result(acc)
+        return 0.0 if found is None and int(acc["rows"]) else found  # what sum / max(count, 1) is
+
+
+class MakesUpZeroForNoRows(Count):
+    """An empty batch is a batch."""
+
+    additive = False
+
+    def zero(self):
+        return {**super().zero(), "is_seen": torch.tensor(0)}
+
+    def observe(self, acc, values):
+        return {**super().observe(acc, values), "is_seen": torch.tensor(1)}
+
+    def merge(self, one, other):
+        return {**tree.map(torch.add, one, other), "is_seen": one["is_seen"] | other["is_seen"]}
+
+    def result(self, acc):
+        return int(acc["sum"]) / 1e6 / max(int(acc["count"]), 1) if int(acc["is_seen"]) else None
+
+
+def without_nan(values):
+    return torch.where(values.isnan(), 0, values)
+
+
+class SwallowsNan(Count):
+    def observe(self, acc, values):
+        return super().observe(acc, without_nan(values))
+
+
+class LeavesNanOut(Count):
+    """The mean of what is left; of nothing but NaN it is absent, as if nobody had measured."""
+
+    def observe(self, acc, values):
+        seen = super().observe(acc, without_nan(values))
+        return {**seen, "count": acc["count"] + (~values.isnan()).sum()}
+
+
+class Waits(Count):
+    def observe(self, acc, values):
+        return {"sum": acc["sum"] + int(micros(values).sum()), "count": acc["count"] + values.numel()}
+
+
+class LooksAtOne(Count):
+    """Only at the second batch."""
+
+    def observe(self, acc, values):
+        return super().observe(acc if acc["sum"] else self.zero(), values)
+
+
+class MovesToTheCpu(Count):
+    def observe(self, acc, values):
+        return super().observe(acc, values.cpu())
+
+
+class Lists(Count):
+    def observe(self, acc, values):
+        return super().observe(acc, torch.tensor(values.tolist()))
+
+
 LIARS = {
+    MakesUpZeroForPadding: r"a batch in which nothing counts is absent: the result of nothing\[0\]: expected None, found 0.0",
+    MakesUpZeroForNoRows: "an empty batch is absent: the result of sample 0 without its rows: expected None, found 0.0",
+    SwallowsNan: "nan is not swallowed: sample 0, where row 0 is NaN in output .*, has the result 7.*, and no leaf",
+    LeavesNanOut: "nan is not swallowed: sample 0, where row 0 is NaN",
+    Waits: "no device is waited for: sample 0 on the device meta, which has shapes and no values: .*item",
+    LooksAtOne: "no device is waited for: sample 0 on the device meta",
+    MovesToTheCpu: "no device is waited for: sample 0 on the device meta",
+    Lists: "no device is waited for: sample 0 on the device meta",
     MeanOfBatchMeans: "a split batch is its parts: sample 0 as a whole and cut at 1, merged have the results",
     Float32: "merging is associative: ",
     Last: "merging is commutative: ",
@@ -216,14 +308,20 @@ LIARS = {
 }
 
 
-def copies():
-    return [sample.clone() for sample in SAMPLES]
+def copies(liar=Count):
+    masked = issubclass(liar, Masked)
+    return [
+        (sample.clone(), torch.ones(len(sample), dtype=torch.bool)) if masked else sample.clone() for sample in SAMPLES
+    ]
+
+
+NOTHING = (torch.rand(3), torch.zeros(3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("liar", LIARS, ids=lambda liar: liar.__name__)
 def test_a_metric_that_lies_is_found_out_by_the_rule_that_it_breaks(liar):
     with pytest.raises(ContractBroken, match=LIARS[liar]):
-        check_metric(liar, copies())
+        check_metric(liar, copies(liar), nothing=[NOTHING] if issubclass(liar, Masked) else ())
 
 
 @pytest.mark.parametrize("honest", [Count, M.Mean, M.Variance, M.Min], ids=lambda honest: honest.__name__)
@@ -288,12 +386,106 @@ def test_a_metric_that_cannot_measure_says_so():
             check_metric(kind, copies())
 
 
+class MeanOfDicts(MeanOfBatchMeans):
+    def observe(self, acc, batch):
+        return super().observe(acc, batch["values"])
+
+
+class MeanOfTotals(MeanOfBatchMeans):
+    """The count is there, and is not used."""
+
+    def observe(self, acc, values, count):
+        return super().observe(acc, values)
+
+
+UNCUT = {
+    "a count": [(torch.rand(n), n) for n in (4, 7, 2)],
+    "a total": [(torch.rand(n).sum(), torch.ones(n)) for n in (4, 7, 2)],
+    "totals": [torch.tensor(3.0), torch.tensor(4.0), torch.tensor(5.0)],
+    "numbers": [1.0, 2.0, 3.0],
+    "other sizes": [(torch.zeros(2), torch.zeros(3))] * 3,
+    "a row": [torch.rand(1), torch.rand(1), torch.rand(1)],
+    "no rows": [torch.rand(0)] * 3,
+    "nothing": [()] * 3,
+    "an array": [(torch.rand(3), np.ones(3))] * 3,
+}
+
+
+@pytest.mark.parametrize("samples", UNCUT.values(), ids=UNCUT)
+def test_what_cannot_be_cut_is_no_evidence(samples):
+    """A mean of batch means passed where nothing could be cut: a law about parts has to see parts."""
+    for doing in (lambda: check_metric(MeanOfTotals, samples), lambda: batch_invariant(MeanOfTotals(), samples[0])):
+        with pytest.raises(InvalidArgument, match="expected two rows or more that can be cut") as caught:
+            doing()
+        assert "torch.ones" in caught.value.mend
+
+
+def test_a_mean_of_batch_means_is_found_in_outputs_of_any_form():
+    sizes = (4, 7, 2)
+    with pytest.raises(ContractBroken, match="a split batch is its parts"):
+        check_metric(MeanOfTotals, [(torch.rand(n), torch.ones(n)) for n in sizes])
+    with pytest.raises(ContractBroken, match="a split batch is its parts"):
+        check_metric(MeanOfDicts, [{"values": torch.rand(n), "name": "it", "more": [torch.rand(n, 2)]} for n in sizes])
+    with pytest.raises(ContractBroken, match="a split batch is its parts"):
+        check_metric(MeanOfTotals, [torch.rand(n) for n in sizes], outputs_of=lambda values: (values, len(values)))
+    with pytest.raises(ContractBroken, match="a split batch is its parts: sample 1"):
+        check_metric(MeanOfTotals, [(torch.rand(4), 4), (torch.rand(5), torch.ones(5)), (torch.rand(2), 2)])
+    with pytest.raises(LawBroken, match="batch invariance"):
+        batch_invariant(MeanOfDicts(), {"values": torch.rand(4), "more": [torch.rand(4, 2)]})
+    with pytest.raises(LawBroken, match="batch invariance"):
+        batch_invariant(MeanOfTotals(), torch.rand(4), outputs_of=lambda values: (values, len(values)))
+
+
+def test_totals_are_checked_where_they_are_made():
+    """What `forward` returns of a part cannot be cut; what it is made of can. A sum in float32 is found out too."""
+    batches = [torch.rand(n, generator=torch.Generator().manual_seed(n)) for n in (40, 70, 20)]
+
+    def exact(losses):
+        return losses.double(), len(losses)
+
+    check_metric(M.Ratio, batches, outputs_of=exact)
+    batch_invariant(M.Ratio(), torch.cat(batches), outputs_of=exact)
+    for law in (
+        lambda: check_metric(M.Ratio, batches, outputs_of=lambda losses: (losses.sum(), len(losses))),
+        lambda: batch_invariant(M.Ratio(), torch.cat(batches), outputs_of=lambda losses: [losses.sum(), len(losses)]),
+    ):
+        with pytest.raises((ContractBroken, LawBroken)):
+            law()
+
+
+def test_outputs_with_a_graph_are_observed_like_any_others():
+    weights = torch.ones((), requires_grad=True)
+    batches = [weights * sample for sample in SAMPLES]
+    check_metric(M.Mean, batches)
+    batch_invariant(M.Mean(), weights * torch.cat(SAMPLES), max_examples=5)
+    assert batches[0].grad_fn is not None
+
+
+@pytest.mark.parametrize("liar", [Waits, LooksAtOne, MovesToTheCpu, Lists])
+def test_a_rule_that_a_metric_breaks_knowingly_is_left_out(liar):
+    check_metric(liar, copies(), except_for=["no device is waited for"])
+    with pytest.raises(InvalidArgument, match=r"names of rules: .*, no device is waited for, .*found.*waits"):
+        check_metric(liar, copies(), except_for=["it waits"])
+
+
+def test_a_swallowed_nan_is_all_that_is_wrong():
+    for liar in (SwallowsNan, LeavesNanOut):
+        check_metric(liar, copies(), except_for=["nan is not swallowed"])
+    check_metric(MakesUpZeroForPadding, copies(MakesUpZeroForPadding))  # nobody can know what the mask is
+
+
+def test_a_nan_that_is_masked_has_no_say():
+    metric, mask = M.PositionAccuracy(), torch.tensor([[True, False], [True, True], [False, False]])
+    samples = [(torch.rand(3, 2), mask), (torch.rand(2, 2), mask[1:]), (torch.rand(1, 2), mask[:1])]
+    check_metric(lambda: metric, samples, nothing=[(torch.rand(2, 2), torch.zeros(2, 2, dtype=torch.bool))])
+
+
 def test_there_has_to_be_something_to_compare():
-    with pytest.raises(InvalidArgument, match="samples: expected two or more"):
-        check_metric(M.Mean, SAMPLES[:1])
-    for values in ((torch.zeros(2), torch.zeros(3)), torch.tensor(1.0), (torch.zeros(2), 2)):
-        with pytest.raises(InvalidArgument, match="values: expected tensors with the same size"):
-            batch_invariant(M.Ratio(), values)
+    for count in (0, 1, 2):
+        with pytest.raises(InvalidArgument, match="samples: expected three or more"):
+            check_metric(M.Mean, SAMPLES[:count])
+    with pytest.raises(InvalidArgument, match="max_examples: expected one or more"):
+        batch_invariant(M.Mean(), torch.rand(3), max_examples=0)
 
 
 def test_tuples_dicts_and_exact_sums_make_a_metric_of_ones_own():
@@ -321,7 +513,8 @@ def test_tuples_dicts_and_exact_sums_make_a_metric_of_ones_own():
 
 
 def test_batches_that_cannot_be_cut_are_observed_as_they_are():
-    check_metric(M.Ratio, [(torch.tensor([1.0, 2.0]), 2), (0.5, torch.tensor([True, False])), (1, 3)])
+    cut = (torch.tensor([1.0, 2.0]), torch.tensor([True, True]))
+    check_metric(M.Ratio, [(torch.tensor([1.0, 2.0]), 2), (0.5, torch.tensor([True, False])), (1, 3), cut])
 
 
 def test_accumulators_of_another_structure_are_named():

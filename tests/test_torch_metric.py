@@ -237,6 +237,8 @@ def test_an_accumulator_can_be_saved_in_the_middle_and_gone_on_from():
     assert metric.result(metric.observe(again, *binary(4, 1))) == metric.result(metric.observe(half, *binary(4, 1)))
 
 
+# torchmetrics looks at values while it updates, and leaves out or compares what is NaN.
+THEIRS = ("no device is waited for", "nan is not swallowed")
 COUNTING = {
     "confusion": (lambda: TorchMetric(lambda: MulticlassConfusionMatrix(num_classes=3)), classes),
     "accuracy": (lambda: TorchMetric(lambda: MulticlassAccuracy(num_classes=3)), classes),
@@ -250,7 +252,7 @@ def test_what_is_counted_does_not_depend_on_batches_or_ranks(kind):
     """What torchmetrics keeps in integers (or only compares) keeps the laws of our own metrics, to the bit."""
     make, batch = COUNTING[kind]
     laws.batch_invariant(make(), batch(20, 0), max_examples=20)
-    contracts.check_metric(make, [batch(size, size) for size in (4, 1, 6)])
+    contracts.check_metric(make, [batch(size, size) for size in (4, 1, 6)], except_for=THEIRS)
 
 
 def test_an_empty_batch_is_none_at_all():

@@ -18,7 +18,8 @@ class Metric(Protocol):
     need one all-reduce. Without it (or with False) accumulators are gathered and merged.
 
     Laws, which `trainfold.properties.contracts.check_metric` checks for your own: ``merge`` is commutative and associative and
-    ``zero()`` is its neutral element, all to the bit; observing a batch is observing its parts and merging; no argument is changed.
+    ``zero()`` is its neutral element, all to the bit; observing a batch is observing its parts and merging; no argument is changed;
+    where nothing counted the result is None, and a NaN that changed something shows, in the result or in ``special``.
     """
 
     def zero(self) -> Any:
