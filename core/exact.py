@@ -4,24 +4,33 @@ Adding is adding integers: associative and commutative. Rounding happens once, w
 """
 
 import math
+import struct
 from fractions import Fraction
 from typing import TypeAlias, final
 
 import attrs
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from trainfold.core import tree
+from trainfold.core.cpu_sum import BLOCK_OF_BINS, NO_SPECIAL, Special, sum_on_cpu
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.float_bits import FORMATS, bits_of, units_of_bits
 from trainfold.core.limbs import LIMBS, UNIT, carried, limbs_of, settled, units_of
-from trainfold.core.terms import KINDS, MAX_TERMS, bins_of, sum_of_doubles, sum_of_floats, sum_of_ints
+from trainfold.core.scalars import shown
+from trainfold.core.terms import KINDS, bins_of
 
 Number: TypeAlias = torch.Tensor | float
 Exact: TypeAlias = Fraction | float
 
-_DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)} | {torch.bool}
+_NARROW = {
+    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and str(dtype).startswith("torch.float8_")
+}
 _MANY = 256  # rows of a column that are sooner added alone than with the others
-_FEW = 8  # elements that Python adds sooner than torch
+_BLOCK_ON_DEVICE = 1 << 22
+_SMALLEST_NORMAL = Fraction(1, 1 << 1022)
 
 
 @final
@@ -52,7 +61,10 @@ def exact_zero(length: int | None = None) -> ExactSum:
         (Fraction(0, 1), [Fraction(0, 1), Fraction(0, 1)])
     """
     shape = () if length is None else (length,)
-    return ExactSum(torch.zeros((*shape, LIMBS), dtype=torch.int64), torch.zeros((*shape, KINDS), dtype=torch.int64))
+    return ExactSum(
+        torch.zeros((*shape, LIMBS), dtype=torch.int64, device="cpu"),
+        torch.zeros((*shape, KINDS), dtype=torch.int64, device="cpu"),
+    )
 
 
 def exact_add(total: ExactSum, terms: Number) -> ExactSum:
@@ -60,24 +72,25 @@ def exact_add(total: ExactSum, terms: Number) -> ExactSum:
 
     Args:
         total: the sum so far.
-        terms: a real tensor of any shape and dtype, also empty; each element is a term. Or a number. On a device without
-            float64 (MPS) bring them to the CPU first.
+        terms: a real tensor of any shape and dtype, also empty; each element is a term. Or a float or an integer, of Python or
+            numpy.
 
     Raises:
-        InvalidArgument: for complex terms.
+        InvalidArgument: for complex and quantized terms, fractions and decimals, and for a total that has positions.
 
     Examples:
         >>> total = exact_add(exact_zero(), torch.tensor([1e16, 1.0, -1e16], dtype=torch.float64))
         >>> float(exact_value(total)), torch.tensor([1e16, 1.0, -1e16], dtype=torch.float64).sum().item()
         (1.0, 0.0)
     """
+    _check_dim(total, 1, mend="add to the sums of positions with exact_add_columns")
+    if isinstance(terms, np.generic):
+        terms = _of_numpy(terms)
     if not isinstance(terms, torch.Tensor):
-        if _is_on_cpu(total.limbs):
-            return _add_numbers(total, [terms])
-        terms = torch.tensor(terms, dtype=torch.float64 if isinstance(terms, float) else torch.int64)
+        return _added(total, *_units_of_number(terms))
     terms = _real(terms)
     if _is_on_cpu(total.limbs) and _is_on_cpu(terms):
-        return _add_numbers(total, terms.reshape(-1).tolist()) if terms.numel() <= _FEW else _add_on_cpu(total, terms)
+        return _added(total, *sum_on_cpu(terms))
     return _add_bins(total, terms.reshape(-1, 1), 1)
 
 
@@ -92,13 +105,14 @@ def exact_add_columns(total: ExactSum, terms: torch.Tensor) -> ExactSum:
         Sums of max(K, L) positions.
 
     Raises:
-        InvalidArgument: for complex terms, and for terms without a dimension.
+        InvalidArgument: for complex and quantized terms, terms without a dimension, and a total without positions.
 
     Examples:
         >>> total = exact_add_columns(exact_zero(0), torch.tensor([[1, 2], [3, 4]]))
         >>> [int(value) for value in exact_values(exact_add_columns(total, torch.tensor([1, 1, 1])))]
         [5, 7, 1]
     """
+    _check_dim(total, 2, mend="start with exact_zero(0)")
     terms = _real(terms)
     if terms.dim() == 0:
         raise InvalidArgument(
@@ -112,7 +126,9 @@ def exact_add_columns(total: ExactSum, terms: torch.Tensor) -> ExactSum:
     if len(rows) < _MANY or not (_is_on_cpu(rows) and _is_on_cpu(total.limbs) and rows.is_floating_point()):
         return _add_bins(total, rows, columns)
     alone = [ExactSum(limbs, special) for limbs, special in zip(total.limbs, total.special, strict=True)]
-    alone[:columns] = [_add_on_cpu(one, column) for one, column in zip(alone, rows.T.contiguous(), strict=False)]
+    alone[:columns] = [
+        _added(one, *sum_on_cpu(column)) for one, column in zip(alone, rows.T.contiguous(), strict=False)
+    ]
     return ExactSum(torch.stack([one.limbs for one in alone]), torch.stack([one.special for one in alone]))
 
 
@@ -126,6 +142,7 @@ def exact_merge(one: ExactSum, other: ExactSum) -> ExactSum:
         >>> exact_value(exact_merge(half, half))
         Fraction(1, 1)
     """
+    _check_dim(other, one.limbs.dim(), mend="merge sums of the same kind")
     if one.limbs.dim() > 1:
         length = max(len(one.limbs), len(other.limbs))
         one, other = _grown(one, length), _grown(other, length)
@@ -142,11 +159,13 @@ def exact_value(total: ExactSum) -> Exact:
         >>> exact_value(exact_add(exact_zero(), torch.tensor([1.0, float("-inf")])))
         -inf
     """
+    _check_dim(total, 1, mend="see exact_values")
     return _value(total.limbs.cpu(), total.special.tolist())
 
 
 def exact_values(total: ExactSum) -> list[Exact]:
     """The sum at each position, as `exact_value` says it."""
+    _check_dim(total, 2, mend="see exact_value")
     return [_value(limbs, special) for limbs, special in zip(total.limbs.cpu(), total.special.tolist(), strict=True)]
 
 
@@ -175,43 +194,50 @@ def rounded(value: Exact) -> float:
         >>> rounded(Fraction(1, 3)), rounded(-Fraction(10) ** 400)
         (0.3333333333333333, -inf)
     """
+    if isinstance(value, Fraction) and abs(value) < _SMALLEST_NORMAL:  # a CPU may be told to take such floats for 0
+        bits = round(abs(value) * (1 << UNIT))
+        smallest: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+        return -smallest if value < 0 else smallest
     try:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
 
 
-def _add_on_cpu(total: ExactSum, terms: torch.Tensor) -> ExactSum:
-    special, amount = total.special, 0
-    for part in torch.split(terms.reshape(-1), MAX_TERMS):
-        units = _units_of_terms(part)
-        if units is None:
-            is_finite = part.isfinite()
-            special = special + bins_of(part[~is_finite])[1][0]
-            units = _units_of_terms(torch.where(is_finite, part, 0))
-        amount += units_of(bins_of(part)[0][0]) if units is None else units
-    return ExactSum(limbs_of(units_of(total.limbs) + amount), special)
+def _units_of_number(number: object) -> tuple[int, Special]:
+    if isinstance(number, int):
+        return int(number) << UNIT, NO_SPECIAL
+    if isinstance(number, float):
+        return units_of_bits([bits_of(number)], FORMATS[torch.float64])
+    raise InvalidArgument(
+        "terms", expected="a tensor, or a float or integer", found=shown(number), mend="terms are floats and integers"
+    )
 
 
-def _add_numbers(total: ExactSum, numbers: list[float]) -> ExactSum:
-    amount, special = units_of(total.limbs), total.special
-    for number in numbers:
-        if isinstance(number, int):
-            amount += number << UNIT
-        elif math.isfinite(number):
-            top, bottom = number.as_integer_ratio()
-            amount += top << (UNIT + 1 - bottom.bit_length())
-        else:
-            kind = 0 if math.isnan(number) else 1 if number > 0 else 2
-            special = special + torch.eye(KINDS, dtype=torch.int64)[kind]
-    return ExactSum(limbs_of(amount), special)
+def _of_numpy(number: np.generic) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.asarray(number))
+    except TypeError as error:
+        raise InvalidArgument(
+            "terms", expected="a number that torch has", found=shown(number), mend="terms are floats and integers"
+        ) from error
+
+
+def _added(total: ExactSum, units: int, special: Special = NO_SPECIAL) -> ExactSum:
+    counts = total.special
+    if any(special):
+        counts = counts + torch.tensor(special, dtype=torch.int64, device="cpu").to(counts.device, non_blocking=True)
+    if _is_on_cpu(total.limbs):
+        return ExactSum(limbs_of(units_of(total.limbs) + units), counts)
+    return ExactSum(carried(total.limbs + limbs_of(units).to(total.limbs.device, non_blocking=True)), counts)
 
 
 def _add_bins(total: ExactSum, terms: torch.Tensor, columns: int) -> ExactSum:
     """Add rows of terms; on a device without waiting for it, on a CPU with all carries done."""
     device = total.limbs.device if _is_on_cpu(terms) else terms.device
     limbs, special = total.limbs.to(device, non_blocking=True), total.special.to(device, non_blocking=True)
-    for rows in torch.split(terms, max(1, MAX_TERMS // columns)):
+    block = BLOCK_OF_BINS if _is_on_cpu(terms) else _BLOCK_ON_DEVICE
+    for rows in torch.split(terms, max(1, block // columns)):
         more, counts = (part.to(device, non_blocking=True) for part in bins_of(rows, columns))
         if limbs.dim() == 1:
             more, counts = more[0], counts[0]
@@ -223,9 +249,27 @@ def _add_bins(total: ExactSum, terms: torch.Tensor, columns: int) -> ExactSum:
 
 
 def _real(terms: torch.Tensor) -> torch.Tensor:
-    if terms.is_complex():
-        raise InvalidArgument("terms", expected="real numbers", found=str(terms.dtype), mend="add up its two parts")
-    return terms.detach()
+    """The terms as a tensor of integers, or of floats that `FORMATS` has; conversions from 8 bits are exact."""
+    if terms.dtype in _NARROW:
+        terms = terms.float()
+    elif terms.dtype not in FORMATS and terms.dtype not in _INTEGERS:
+        raise InvalidArgument(
+            "terms",
+            expected="real numbers",
+            found=str(terms.dtype),
+            mend="add up its two parts" if terms.is_complex() else "convert them to float32",
+        )
+    return terms.resolve_neg().detach() if terms.is_neg() else terms.detach()
+
+
+def _check_dim(total: ExactSum, dim: int, *, mend: str) -> None:
+    if total.limbs.dim() != dim:
+        raise InvalidArgument(
+            "exact sum",
+            expected="one sum" if dim == 1 else "a sum for each position",
+            found="one sum" if total.limbs.dim() == 1 else f"sums of {len(total.limbs)} positions",
+            mend=mend,
+        )
 
 
 def _is_on_cpu(tensor: torch.Tensor) -> bool:
@@ -241,17 +285,6 @@ def _grown(total: ExactSum, length: int) -> ExactSum:
     if missing == 0:
         return total
     return ExactSum(pad(total.limbs, (0, 0, 0, missing)), pad(total.special, (0, 0, 0, missing)))
-
-
-def _units_of_terms(terms: torch.Tensor) -> int | None:
-    """The sum in units of 2**-1074, where float64 can hold parts of it; None where it cannot."""
-    if len(terms) == 0:
-        return 0
-    if not terms.is_floating_point():
-        return sum_of_ints(terms) << UNIT
-    if terms.dtype in _DIGITS:
-        return sum_of_floats(terms.float().contiguous(), digits=_DIGITS[terms.dtype])
-    return sum_of_doubles(terms.contiguous()) if terms.dtype == torch.float64 else None
 
 
 def _value(limbs: torch.Tensor, special: list[int]) -> Exact:

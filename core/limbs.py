@@ -12,9 +12,12 @@ from trainfold.core.errors import InvalidArgument
 
 UNIT = 1074
 LIMB_BITS = 32
-LIMBS = 68  # the 2,098 bits of float64, and 78 more for as many terms as anybody has
+LIMBS = 68  # the 2,098 bits of float64, a sign, and 77 more: 2**77 terms of the largest
 MASK = (1 << LIMB_BITS) - 1
 _BYTES = LIMBS * LIMB_BITS // 8
+_SIGN = np.int64(-(1 << 63))
+_SHIFT = sum(1 << (63 + LIMB_BITS * place) for place in range(LIMBS))
+_LIMIT = 1 << (8 * _BYTES - 1)
 
 
 def carried(limbs: torch.Tensor) -> torch.Tensor:
@@ -47,15 +50,14 @@ def settled(limbs: torch.Tensor) -> torch.Tensor:
 
 def units_of(limbs: torch.Tensor) -> int:
     """The integer that limbs are, carried or not."""
-    words = limbs.numpy()
-    lower = int.from_bytes((words & MASK).astype("<u4").tobytes(), "little")
-    upper: list[int] = (words >> LIMB_BITS).tolist()
-    return lower + sum(carry << (LIMB_BITS * (place + 1)) for place, carry in enumerate(upper) if carry)
+    shifted = limbs.numpy() ^ _SIGN  # adds 2**63 to each, so that none has a sign
+    even, odd = (int.from_bytes(shifted[first::2].tobytes(), "little") for first in (0, 1))
+    return even + (odd << LIMB_BITS) - _SHIFT
 
 
 def limbs_of(units: int) -> torch.Tensor:
     """An integer as limbs with all carries done."""
-    if not -(1 << (8 * _BYTES - 1)) <= units < 1 << (8 * _BYTES - 1):
+    if not -_LIMIT <= units < _LIMIT:
         raise InvalidArgument(
             "exact sum",
             expected=f"less than 2**{8 * _BYTES - 1 - UNIT}",

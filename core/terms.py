@@ -1,7 +1,8 @@
 """The exact sum of one tensor, as an integer in units of 2**-1074, the smallest float64; every float is such a multiple.
 
 On a CPU, sums of rows in float64 are exact where the exponents of the terms lie close enough together, which is seen before
-they are taken; what lies farther apart goes through bins of 32 bits, which hold any float.
+they are taken; what lies farther apart goes through bins of 32 bits, which hold any float. Subnormal terms are read as bits
+and never by arithmetic: a CPU may be told to take them for 0 (`torch.set_flush_denormal`).
 
 Source: bins after Kulisch's long accumulator ("Computer Arithmetic and Validity", 2008); the bound for the rows is that of an
 error-free sum: multiples of 2**g below 2**(g + 53) add up in float64 without rounding.
@@ -9,22 +10,24 @@ error-free sum: multiples of 2**g below 2**(g + 53) add up in float64 without ro
 
 import torch
 
+from trainfold.core.float_bits import FORMATS
 from trainfold.core.limbs import LIMB_BITS, LIMBS, MASK, UNIT
 
 KINDS = 3  # NaN, infinity, minus infinity
+BLOCK = 1 << 19  # terms that a CPU adds at a time: what it needs beside them stays small, and in its cache
 MAX_TERMS = 1 << 28  # each adds less than 2**34 to a limb, so that no limb leaves 63 bits
-_FRACTION_BITS = 52
-_WITHOUT_SIGN = (1 << 63) - 1
-_EXPONENTS = 100, 2000  # fields of float64 for which neither a sum of a row nor a power of two for its grid overflows
-_SMALLEST_ROW = 32
+_PLAIN = {
+    torch.float32: (1, 254),
+    torch.float64: (100, 2000),
+}  # exponents, as fields, that arithmetic in float64 can have
+_SMALLEST_ROW = 4
+_SHORT_ROW = 64
 _LARGEST_ROW = 1024
 _GLANCE = 1024
-_BLOCK = 1 << 19
-_BLOCK_OF_WINDOWS = 1 << 19
+_BLOCK_OF_WINDOWS = 1 << 16
 _WINDOW = 53 - 10
-_MOST_WINDOWS = 4
-_WITHOUT_SIGN_32 = _NO_ZERO = 0x7FFFFFFF
-_TO_HALVES = 1.5 * 2.0 ** (52 + 27)
+_MOST_WINDOWS = 12
+_NO_OVERFLOW = 1 << 9  # integers of 53 bits and a sign whose sum fits into int64
 
 
 def sum_of_ints(terms: torch.Tensor) -> int:
@@ -52,48 +55,61 @@ def halves_of_ints(terms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sum_of_floats(terms: torch.Tensor, *, digits: int = 24) -> int | None:
-    """The sum of a float32 tensor on the CPU in units of 2**-1074, or None if its exponents lie too far apart for it.
+    """The sum of a float32 tensor on the CPU in units of 2**-1074, or None if it has terms that are not plain.
 
     Args:
-        terms: float32, one dimension, contiguous, not empty.
+        terms: float32, one dimension, contiguous, not empty, at most ``BLOCK`` elements.
         digits: significant bits of a term: 24, or fewer where they come from a narrower dtype.
 
     Examples:
         >>> sum_of_floats(torch.tensor([0.5, 0.25])) == 3 << (UNIT - 2)
         True
-        >>> sum_of_floats(torch.tensor([1e30, 1e-30])) is None
+        >>> sum_of_floats(torch.tensor([1.0, float("inf")])) is None
         True
     """
     low, high = _magnitudes(terms)
     if high == 0:
         return 0
-    if high >= 255 << 23:  # an infinity or a NaN
+    least, most = low >> 23, high >> 23
+    first, last = _PLAIN[torch.float32]
+    if not first <= least <= most <= last:
         return None
-    least, most = max(low >> 23, 1), max(high >> 23, 1)  # exponents; subnormals have that of the smallest normal
     grid = least - 126 - digits  # every term is a multiple of 2**grid, and below 2**(most - 126)
     spare = 53 - digits - (most - least)
-    if 1 << max(spare, 0) >= _SMALLEST_ROW:
+    if spare >= 0 and 1 << spare >= _SMALLEST_ROW:
         return _rows(terms, 1 << spare, grid) << (UNIT + grid)
     return _windows(terms, grid, most - 126)
 
 
 def sum_of_doubles(terms: torch.Tensor) -> int | None:
-    """The same of a float64 tensor.
+    """The same of a float64 tensor; None also if its exponents lie too far apart.
 
     Examples:
         >>> sum_of_doubles(torch.tensor([0.1, -0.1, 0.5], dtype=torch.float64)) == 1 << (UNIT - 1)
         True
     """
-    bits = terms.view(torch.int64) & _WITHOUT_SIGN
-    low, high = (int(value) for value in torch.aminmax(bits))
+    low, high = _magnitudes(terms)
     if high == 0:
         return 0
-    if low == 0:
-        low = int(torch.where(bits == 0, high, bits).amin())
-    least, most = low >> _FRACTION_BITS, high >> _FRACTION_BITS
-    if not _EXPONENTS[0] <= least <= most <= _EXPONENTS[1]:
+    least, most = low >> 52, high >> 52
+    first, last = _PLAIN[torch.float64]
+    if not first <= least <= most <= last:
         return None
     return _windows(terms, least - 1075, most - 1022)
+
+
+def is_plain(terms: torch.Tensor) -> torch.Tensor:
+    """Which terms of a float32 or float64 tensor have exponents that the two functions above take; zeros are among them.
+
+    Examples:
+        >>> is_plain(torch.tensor([1.0, 0.0, 1e-40, float("nan")]))
+        tensor([ True,  True, False, False])
+    """
+    form = FORMATS[terms.dtype]
+    bits = terms.view(form.bits) & form.without_sign
+    first, last = _PLAIN[terms.dtype]
+    exponent = bits >> form.fraction_bits
+    return (bits == 0) | ((exponent >= first) & (exponent <= last))
 
 
 def _windows(terms: torch.Tensor, grid: int, top: int) -> int | None:
@@ -108,8 +124,7 @@ def _windows(terms: torch.Tensor, grid: int, top: int) -> int | None:
     if len(places) > _MOST_WINDOWS:
         return None
     sums: list[list[torch.Tensor]] = [[] for _ in range(len(places) + 1)]
-    size = min(len(terms), _BLOCK_OF_WINDOWS)
-    rest, upper = torch.empty(2, size, dtype=torch.float64)
+    rest, upper = torch.empty(2, min(len(terms), _BLOCK_OF_WINDOWS), dtype=torch.float64, device="cpu")
     for block in torch.split(terms, _BLOCK_OF_WINDOWS):
         rest, upper = rest[: len(block)].copy_(block), upper[: len(block)]
         for place, rows in zip(places, sums[:-1], strict=True):
@@ -126,76 +141,77 @@ def _windows(terms: torch.Tensor, grid: int, top: int) -> int | None:
 
 def _sums_of_rows(terms: torch.Tensor) -> list[torch.Tensor]:
     whole = len(terms) // _LARGEST_ROW * _LARGEST_ROW
-    return [terms[:whole].view(-1, _LARGEST_ROW).sum(1), terms[whole:].sum(0, keepdim=True)]
+    found = [terms[:whole].view(-1, _LARGEST_ROW).sum(1)] if whole else []
+    return [*found, terms[whole:].sum(0, keepdim=True)] if whole < len(terms) else found
 
 
 def _rows(terms: torch.Tensor, longest: int, grid: int) -> int:
     """The sum, in units of 2**grid, of multiples of it; rows of as many of them as ``longest`` do not round in float64."""
-    row = min(longest, _LARGEST_ROW)
-    whole = len(terms) // row * row
-    total = _sum_of_multiples(terms[:whole].view(-1, row).sum(1, dtype=torch.float64), grid)
-    return total + _sum_of_multiples(terms[whole:].double(), grid)
+    row, count = min(longest, _LARGEST_ROW), len(terms)
+    if count <= row:
+        return int(float(terms.sum(dtype=torch.float64)) * 2.0**-grid)
+    whole = count // row * row
+    part = terms[:whole]
+    rows = part.view(row, -1).t() if row < _SHORT_ROW else part.view(-1, row)  # which terms are in one does not matter
+    total = _sum_of_multiples(rows.sum(1, dtype=torch.float64), grid)
+    return total + (_rows(terms[whole:], row, grid) if whole < count else 0)
 
 
 def _magnitudes(terms: torch.Tensor) -> tuple[int, int]:
-    """The bits of the smallest magnitude that is not 0, and of the largest: magnitudes are ordered as their bits are.
-
-    In blocks, with one buffer: fresh pages for a large copy would cost more than all the rest.
-    """
-    bits = terms.view(torch.int32)
-    if not bool((bits[:_GLANCE] <= 0).any()):
-        low, high = (int(value) for value in torch.aminmax(bits))
+    """The bits of the smallest magnitude that is not 0, and of the largest: magnitudes are ordered as their bits are."""
+    form = FORMATS[terms.dtype]
+    bits, largest = terms.view(form.bits), form.without_sign
+    if len(bits) > _GLANCE and not bool((bits[:_GLANCE] <= 0).any()):
+        low, high = _ends(bits)
         if low > 0:
             return low, high
-    low, high = _NO_ZERO, 0
-    buffer = torch.empty(min(_BLOCK, len(bits)), dtype=torch.int32)
-    for block in torch.split(bits, _BLOCK):
-        part = torch.bitwise_and(block, _WITHOUT_SIGN_32, out=buffer[: len(block)])
-        least, most = (int(value) for value in torch.aminmax(part))
-        if least == 0:
-            least = (int(part.add_(_NO_ZERO).amin()) - _NO_ZERO) & MASK  # wraps: zeros become the largest of all
-        low, high = min(low, least or _NO_ZERO), max(high, most)
+    magnitudes = bits & largest
+    low, high = _ends(magnitudes)
+    if low == 0:
+        low = (_ends(magnitudes.add_(largest))[0] - largest) & (
+            2 * largest + 1
+        )  # wraps: zeros become the largest of all
     return low, high
 
 
+def _ends(bits: torch.Tensor) -> tuple[int, int]:
+    low, high = torch.aminmax(bits)
+    return int(low), int(high)
+
+
 def _sum_of_multiples(values: torch.Tensor, grid: int) -> int:
-    """The sum, in units of 2**grid, of at most 2**27 float64 multiples of it below 2**(grid + 53).
-
-    Adding and taking away 1.5 * 2**79 rounds to multiples of 2**27; both parts then add up without rounding.
-
-    Source: the extraction of Rump, Ogita and Oishi, "Accurate floating-point summation" (2008).
-    """
-    parts = values.mul(2.0**-grid)
-    upper = (parts + _TO_HALVES).sub_(_TO_HALVES)
-    return int(upper.sum()) + int(parts.sub_(upper).sum())
+    """The sum, in units of 2**grid, of float64 multiples of it, none larger than 2**(grid + 53)."""
+    whole = values.mul(2.0**-grid).to(torch.int64)
+    return int(whole.sum()) if len(whole) <= _NO_OVERFLOW else sum_of_ints(whole)
 
 
 def bins_of(terms: torch.Tensor, columns: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """What terms add to each limb, and how many are NaN, infinity, minus infinity; nobody waits for a device.
 
     Args:
-        terms: of any real dtype and shape, at most ``MAX_TERMS`` elements, on any device.
+        terms: of any dtype that `exact_add` takes and of any shape, at most ``MAX_TERMS`` elements, on any device.
         columns: terms go to so many sums in turn, as those of the last dimension do.
 
     Returns:
         int64[columns, LIMBS], where limb i counts 2**(32 * i - 1074), and int64[columns, 3].
 
     Examples:
-        >>> limbs, special = bins_of(torch.tensor([1.0, -1.0, float("inf")]))
-        >>> bool(limbs.any()), special.tolist()
-        (False, [[0, 1, 0]])
+        >>> limbs, special = bins_of(torch.tensor([5.0, -2.0, float("inf")]))
+        >>> units = sum(limb << (LIMB_BITS * place) for place, limb in enumerate(limbs[0].tolist()))
+        >>> units == 3 << UNIT, special.tolist()
+        (True, [[0, 1, 0]])
     """
     flat = terms.reshape(-1)
     if not flat.is_floating_point():
         return _bins_of_ints(flat, columns)
-    values = flat.double()
-    bits = values.view(torch.int64)
-    exponent = (bits >> _FRACTION_BITS) & 0x7FF
-    fraction = bits & ((1 << _FRACTION_BITS) - 1)
-    is_finite, is_negative = exponent != 0x7FF, bits < 0
-    mantissa = torch.where(exponent > 0, fraction | (1 << _FRACTION_BITS), fraction) * is_finite
+    form = FORMATS[flat.dtype]
+    bits = flat.view(form.bits).to(torch.int64)
+    exponent = (bits >> form.fraction_bits) & form.exponents
+    fraction = bits & form.fractions
+    is_finite, is_negative = exponent != form.exponents, bits < 0
+    mantissa = torch.where(exponent > 0, fraction | (1 << form.fraction_bits), fraction) * is_finite
     mantissa = torch.where(is_negative, -mantissa, mantissa)
-    place = (exponent - 1).clamp_min(0) * is_finite
+    place = (exponent - 1).clamp_min(0) * is_finite + form.place
     limb, offset = place >> 5, place & 31
     if columns > 1:
         limb = limb + (torch.arange(len(flat), device=flat.device) % columns) * LIMBS
