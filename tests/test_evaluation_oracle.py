@@ -1,9 +1,12 @@
 """Exact evaluation against `fractions.Fraction`: random cases by the thousand, a million of them with `make oracle`."""
 
+import contextlib
 import itertools
 import math
 import os
+from collections import Counter
 from fractions import Fraction
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainfold import metrics as M
-from trainfold.core import tree
+from trainfold.core import cpu_sum, terms, tree
 from trainfold.core.suite import Tally, merge_tallies, no_tally, observe, results_of
 from trainfold.core.tally_wire import check_layouts, layout_of, pack, unpack
 
@@ -21,6 +24,7 @@ EXAMPLES = int(os.environ.get("TRAINFOLD_EXAMPLES", "300"))
 BLOCKS = 8
 
 SUITE = {"loss": M.Ratio()}
+WITH_MEAN = {"loss": M.Ratio(), "mean": M.Mean()}
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 KINDS = ["normal", "wide", "subnormal", "cancelling", "bits", "sparse", "integers", "not finite"]
 SMALLEST = {torch.float64: -1074, torch.float32: -149, torch.float16: -24, torch.bfloat16: -133}
@@ -50,10 +54,16 @@ def values_of(rng, kind, dtype, count):
     return torch.from_numpy(normal).to(dtype)
 
 
+def total_of(numbers):
+    """The sum of floats or integers as a fraction: all of them are integers over 2**1074."""
+    scale = 1 << 1074
+    ratios = (number.as_integer_ratio() for number in numbers)
+    return Fraction(sum(top * (scale // bottom) for top, bottom in ratios), scale)
+
+
 def oracle(values, weights):
     """What the ratio is, by fractions and the documented policy alone."""
-    exact = weights.tolist()
-    total = sum(map(Fraction, exact), Fraction(0))
+    total = total_of(weights.tolist())
     numbers = values.tolist() if not values.is_floating_point() else values.double().tolist()
     odd = [number for number in numbers if not math.isfinite(number)]
     if odd:
@@ -61,7 +71,7 @@ def oracle(values, weights):
         return -found if total < 0 else found
     if not total:
         return None
-    quotient = sum(map(Fraction, numbers), Fraction(0)) / total
+    quotient = total_of(numbers) / total
     try:
         return float(quotient)
     except OverflowError:
@@ -75,25 +85,31 @@ def saved(tally):
     )
 
 
-def evaluated(shares, cuts, *, interrupted, by_wire):
+def given_to(suite, values, weights):
+    """What a forward returns."""
+    outputs = {"loss": (values, weights), "mean": values}
+    return {name: outputs[name] for name in suite}
+
+
+def evaluated(shares, cuts, *, interrupted, by_wire, suite=SUITE):
     """One tally from the batches of all ranks."""
     tallies = []
     for rank, (values, weights) in enumerate(shares):
-        tally = no_tally(SUITE)
+        tally = no_tally(suite)
         bounds = [0, *cuts[rank], len(values)]
         for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            tally = observe(SUITE, tally, {"loss": (values[start:stop], weights[start:stop])})
+            tally = observe(suite, tally, given_to(suite, values[start:stop], weights[start:stop]))
             if (rank, index) == interrupted:
                 tally = saved(tally)
         tallies.append(tally)
     if by_wire:
-        layouts = [layout_of(SUITE, tally, world_size=len(tallies)) for tally in tallies]
+        layouts = [layout_of(suite, tally, world_size=len(tallies)) for tally in tallies]
         check_layouts(layouts)
-        summed = sum(pack(SUITE, tally, layouts, rank) for rank, tally in enumerate(tallies))
-        return unpack(SUITE, tallies[0], layouts, summed, batches=sum(tally.batches for tally in tallies))
-    total = no_tally(SUITE)
+        summed = sum(pack(suite, tally, layouts, rank) for rank, tally in enumerate(tallies))
+        return unpack(suite, tallies[0], layouts, summed, batches=sum(tally.batches for tally in tallies))
+    total = no_tally(suite)
     for tally in tallies:
-        total = merge_tallies(SUITE, tally, total)
+        total = merge_tallies(suite, tally, total)
     return total
 
 
@@ -107,10 +123,21 @@ def leaves_of(tally: Tally):
     return [leaf.tolist() for leaf in tree.leaves(tally.accumulators)]
 
 
+@contextlib.contextmanager
+def small_limits(seed):
+    """In half of the cases nothing is so small that Python adds it; in half of these, some terms are several blocks."""
+    with contextlib.ExitStack() as stack:
+        if seed % 2:
+            stack.enter_context(mock.patch.object(cpu_sum, "_FEW", 0))
+        if seed % 4 == 3:
+            stack.enter_context(mock.patch.object(cpu_sum, "BLOCK", 16))
+        yield
+
+
 def check_case(seed):
     """One random case: terms, dtype, order, ranks, batches, interruption; the result's bits, and the accumulator's."""
     rng = np.random.default_rng(seed)
-    count = int(rng.choice([0, 1, 2, 5, 17, 60, 1500], p=[0.03, 0.1, 0.15, 0.3, 0.3, 0.11, 0.01]))
+    count = int(rng.choice([0, 1, 2, 5, 17, 60, 300, 1500], p=[0.03, 0.08, 0.12, 0.25, 0.27, 0.19, 0.05, 0.01]))
     values = values_of(rng, rng.choice(KINDS), FLOATS[rng.integers(len(FLOATS))], count)
     signs = rng.integers(0, 9, count) if rng.random() < 0.8 else rng.integers(-4, 5, count)
     weights = torch.from_numpy(signs)
@@ -122,12 +149,15 @@ def check_case(seed):
     shares = list(zip(values[order].tensor_split(ends), weights[order].tensor_split(ends), strict=True))
     cuts = [np.sort(rng.integers(0, len(part) + 1, rng.integers(0, 4))).tolist() for part, _ in shares]
     interrupted = (int(rng.integers(world)), int(rng.integers(3)))
-    tally = evaluated(shares, cuts, interrupted=interrupted, by_wire=rng.random() < 0.5)
-    found = results_of(SUITE, tally).get("loss")
-    wanted = oracle(values, weights)
-    assert same_bits(found, wanted), (seed, found, wanted)
-    whole = observe(SUITE, no_tally(SUITE), {"loss": (values, weights)})
-    assert leaves_of(tally) == leaves_of(merge_tallies(SUITE, whole, no_tally(SUITE))), seed
+    suite = WITH_MEAN if seed % 8 in {0, 1} else SUITE
+    with small_limits(seed):
+        tally = evaluated(shares, cuts, interrupted=interrupted, by_wire=rng.random() < 0.5, suite=suite)
+        whole = observe(suite, no_tally(suite), given_to(suite, values, weights))
+    found = results_of(suite, tally)
+    for name in suite:
+        wanted = oracle(values, weights if name == "loss" else torch.ones(count))
+        assert same_bits(found.get(name), wanted), (seed, name, found, wanted)
+    assert leaves_of(tally) == leaves_of(merge_tallies(suite, whole, no_tally(suite))), seed
 
 
 @pytest.mark.timeout(0 if RANDOM_CASES > 100_000 else 300)
@@ -138,6 +168,22 @@ def test_random_cases_have_the_bits_of_the_fractions(block):
     size = RANDOM_CASES // BLOCKS
     for seed in range(block * size, (block + 1) * size):
         check_case(seed)
+
+
+def test_random_cases_reach_every_way_of_adding():
+    """Of 200 cases, what part: sums in Python, rows, windows, bins."""
+    ways = [(cpu_sum, "_sum_of_few"), (terms, "_rows"), (terms, "_windows"), (cpu_sum, "bins_of")]
+    reached = Counter()
+    for seed in range(200):
+        with contextlib.ExitStack() as stack:
+            spies = {
+                name: stack.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
+                for module, name in ways
+            }
+            check_case(seed)
+        reached.update(name for name, spy in spies.items() if spy.called)
+    assert set(reached) == {name for _, name in ways}
+    assert min(reached.values()) > 20, reached
 
 
 @st.composite
