@@ -460,6 +460,12 @@ def test_outputs_with_a_graph_are_observed_like_any_others():
     batch_invariant(M.Mean(), weights * torch.cat(SAMPLES), max_examples=5)
     assert batches[0].grad_fn is not None
 
+    class OnNumpy(Count):
+        def observe(self, acc, values):
+            return super().observe(acc, torch.from_numpy(values.numpy()))
+
+    check_metric(OnNumpy, batches, except_for=["no device is waited for"])
+
 
 @pytest.mark.parametrize("liar", [Waits, LooksAtOne, MovesToTheCpu, Lists])
 def test_a_rule_that_a_metric_breaks_knowingly_is_left_out(liar):
