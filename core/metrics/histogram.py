@@ -223,6 +223,8 @@ def _bounds(edges: tuple[float, ...], *, is_float: bool) -> torch.Tensor:
 
 
 def _ceil_to_float(edge: float) -> float:
+    if isinstance(edge, float):
+        return edge
     nearest = rounded(Fraction(edge))
     return nearest if nearest >= edge else math.nextafter(nearest, math.inf)
 
