@@ -15,7 +15,6 @@ from trainfold.core.limbs import LIMB_BITS, LIMBS, MASK, UNIT
 
 KINDS = 3  # NaN, infinity, minus infinity
 BLOCK = 1 << 19  # terms that a CPU adds at a time: what it needs beside them stays small, and in its cache
-MAX_TERMS = 1 << 28  # each adds less than 2**34 to a limb, so that no limb leaves 63 bits
 _PLAIN = {
     torch.float32: (1, 254),
     torch.float64: (100, 2000),
@@ -148,7 +147,7 @@ def _sums_of_rows(terms: torch.Tensor) -> list[torch.Tensor]:
 def _rows(terms: torch.Tensor, longest: int, grid: int) -> int:
     """The sum, in units of 2**grid, of multiples of it; rows of as many of them as ``longest`` do not round in float64."""
     row, count = min(longest, _LARGEST_ROW), len(terms)
-    if count <= row:
+    if count <= longest:
         return int(float(terms.sum(dtype=torch.float64)) * 2.0**-grid)
     whole = count // row * row
     part = terms[:whole]
@@ -189,7 +188,8 @@ def bins_of(terms: torch.Tensor, columns: int = 1) -> tuple[torch.Tensor, torch.
     """What terms add to each limb, and how many are NaN, infinity, minus infinity; nobody waits for a device.
 
     Args:
-        terms: of any dtype that `exact_add` takes and of any shape, at most ``MAX_TERMS`` elements, on any device.
+        terms: integers, booleans, or floats of a dtype in `FORMATS`, of any shape and on any device. At most 2**28: each adds
+            less than 2**34 to a limb, so that none leaves 63 bits.
         columns: terms go to so many sums in turn, as those of the last dimension do.
 
     Returns:

@@ -566,7 +566,7 @@ def test_sums_of_rows_add_up_without_rounding(sign, count):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [5, 100, 1500])
+@pytest.mark.parametrize("size", [5, 100, 4000])
 def test_the_smallest_and_the_largest_magnitude_are_found(dtype, size):
     for place in (0, size - 1):
         for sign in (1, -1):
@@ -596,3 +596,19 @@ def test_memory_beside_the_terms_is_bounded():
         with Watched():
             exact_add(exact_zero(), values)
         assert max(longest) <= terms.BLOCK
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_terms_that_are_not_finite_are_counted_in_every_block(monkeypatch, dtype):
+    monkeypatch.setattr(cpu_sum, "BLOCK", 50)
+    monkeypatch.setattr(cpu_sum, "BLOCK_OF_BINS", 7)
+    monkeypatch.setattr(exact, "BLOCK_OF_BINS", 7)
+    tensor = torch.tensor([math.nan, 1.0, math.inf, -math.inf, math.inf, 0.0] * 40, dtype=dtype)
+    column = by_columns(tensor)
+    wanted = (Fraction(40), [40, 80, 40])
+    for found in (
+        exact_add(exact_zero(), tensor),
+        by_bins(tensor),
+        ExactSum(column.limbs[0], column.special[0]),
+    ):
+        assert told(found) == wanted
