@@ -20,10 +20,10 @@ _PLAIN = {
     torch.float64: (100, 2000),
 }  # exponents, as fields, that arithmetic in float64 can have
 _SMALLEST_ROW = 4
-_SHORT_ROW = 64
+_SHORT_ROW = 64  # below it, sums of columns take less time; which terms are in one does not matter
 _LARGEST_ROW = 1024
 _GLANCE = 1024
-_BLOCK_OF_WINDOWS = 1 << 16
+_BUFFER = 1 << 17  # fresh pages for a copy of all would cost more than all the rest
 _WINDOW = 53 - 10
 _MOST_WINDOWS = 12
 _NO_OVERFLOW = 1 << 9  # integers of 53 bits and a sign whose sum fits into int64
@@ -123,8 +123,8 @@ def _windows(terms: torch.Tensor, grid: int, top: int) -> int | None:
     if len(places) > _MOST_WINDOWS:
         return None
     sums: list[list[torch.Tensor]] = [[] for _ in range(len(places) + 1)]
-    rest, upper = torch.empty(2, min(len(terms), _BLOCK_OF_WINDOWS), dtype=torch.float64, device="cpu")
-    for block in torch.split(terms, _BLOCK_OF_WINDOWS):
+    rest, upper = torch.empty(2, min(len(terms), _BUFFER), dtype=torch.float64, device="cpu")
+    for block in torch.split(terms, _BUFFER):
         rest, upper = rest[: len(block)].copy_(block), upper[: len(block)]
         for place, rows in zip(places, sums[:-1], strict=True):
             shift = 1.5 * 2.0 ** (place + 52)
@@ -150,9 +150,12 @@ def _rows(terms: torch.Tensor, longest: int, grid: int) -> int:
     if count <= longest:
         return int(float(terms.sum(dtype=torch.float64)) * 2.0**-grid)
     whole = count // row * row
-    part = terms[:whole]
-    rows = part.view(row, -1).t() if row < _SHORT_ROW else part.view(-1, row)  # which terms are in one does not matter
-    total = _sum_of_multiples(rows.sum(1, dtype=torch.float64), grid)
+    size = max(row, _BUFFER // row * row)
+    buffer, sums = torch.empty(min(size, whole), dtype=torch.float64, device="cpu"), []
+    for block in torch.split(terms[:whole], size):
+        part = buffer[: len(block)].copy_(block)
+        sums.append(part.view(row, -1).sum(0) if row < _SHORT_ROW else part.view(-1, row).sum(1))
+    total = _sum_of_multiples(torch.cat(sums), grid)
     return total + (_rows(terms[whole:], row, grid) if whole < count else 0)
 
 

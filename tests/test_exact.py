@@ -513,7 +513,7 @@ def test_every_block_is_added(monkeypatch, dtype, block, spread):
     monkeypatch.setattr(cpu_sum, "BLOCK_OF_BINS", block)
     monkeypatch.setattr(exact, "BLOCK_OF_BINS", block)
     monkeypatch.setattr(cpu_sum, "_FEW", 0)
-    monkeypatch.setattr(terms, "_BLOCK_OF_WINDOWS", max(1, block // 3))
+    monkeypatch.setattr(terms, "_BUFFER", max(1, block // 3))
     monkeypatch.setattr(terms, "_GLANCE", 16)
     generator = torch.Generator().manual_seed(block)
     size = min(3000, 40 * block)
