@@ -1,25 +1,38 @@
 """`evaluate`: metrics over batches and ranks, the same bits for any batch size, order and number of ranks (Q01-Q12)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
 import attrs
 import torch
 
-from trainfold.adapters.in_step import NOTHING, Forward, Share, everywhere, see_alone, see_in_step
+from trainfold.adapters.in_step import NOTHING, Agreed, Forward, Share, everywhere, see_alone, see_in_step
+from trainfold.adapters.reach import reachable
 from trainfold.adapters.undisturbed import communicate, modules_of, undisturbed
 from trainfold.backends.collectives import SingleProcess
+from trainfold.backends.time_limit import TimeLimit
 from trainfold.core import tree
 from trainfold.core.codec import digest_of, leaf_digest
 from trainfold.core.errors import InvalidArgument, RanksDisagree
-from trainfold.core.eval_cursor import DistributedEvalCursor
+from trainfold.core.eval_cursor import DistributedEvalCursor, EvalBatches
 from trainfold.core.evaluation import Evaluation, evaluation_of
 from trainfold.core.metrics.metric import Metric
 from trainfold.core.scalars import shown
-from trainfold.core.suite import Suite, Tally, check_suite, merge_tallies, no_tally, texts_of
+from trainfold.core.suite import Suite, Tally, check_suite, check_tally, merge_tallies, no_tally
 from trainfold.core.tally_wire import Layout, check_layouts, layout_of, pack, unpack
 from trainfold.core.world import Collectives
+
+
+@final
+@attrs.frozen
+class _Given:
+    """What was said beside forward, batches and suite."""
+
+    steps: int | None
+    start: Tally | None
+    modules: object
 
 
 @final
@@ -53,7 +66,7 @@ def evaluate(  # noqa: PLR0913 what is rare is named
     collectives: Collectives | None = None,
     steps: int | None = None,
     start: Tally | None = None,
-    modules: Iterable[torch.nn.Module] = (),
+    modules: torch.nn.Module | Iterable[torch.nn.Module] = (),
 ) -> Evaluation:
     """Measure a model over all batches of all ranks.
 
@@ -95,48 +108,78 @@ def evaluate(  # noqa: PLR0913 what is rare is named
         ({'accuracy': 0.75}, {'accuracy': 0.75})
     """
     ranks: Collectives = SingleProcess() if collectives is None else collectives
+    try:
+        return _evaluate(forward, batches, suite, ranks, _Given(steps, start, modules))
+    except Agreed as agreed:
+        raise agreed.error from agreed.error.__cause__
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+
+
+def _evaluate(forward: Forward, batches: Any, suite: object, ranks: Collectives, given: "_Given") -> Evaluation:
     with ExitStack() as stack:
 
-        def opened() -> tuple[Share, _Opening]:
+        def opened() -> tuple[tuple[Share, list[EvalBatches[Any] | TimeLimit[Any]]], _Opening]:
             checked = check_suite(suite)
-            _check_arguments(forward, steps)
-            going_on = _digest(checked, start)
-            found = [*modules_of(forward), *_modules_given(modules)]
+            _check_arguments(forward, given.steps)
+            found = [*modules_of(forward), *_modules_given(given.modules)]
+            limits: list[Any] = reachable(batches, (EvalBatches, TimeLimit))
+            going_on = _digest(checked, given.start, limits)
+            position = _position(limits, ranks)
             stack.enter_context(undisturbed(found, batches))
             iterator = _iterator(batches)
             first = next(iterator, NOTHING)
             layout = layout_of(checked, no_tally(checked), world_size=ranks.world_size)
-            position = _position(batches, ranks)
-            opening = _Opening(steps, communicate(found), first is not NOTHING, position, going_on, layout)
-            return Share(forward, checked, iterator, first), opening
+            opening = _Opening(given.steps, communicate(found), first is not NOTHING, position, going_on, layout)
+            return (Share(forward, checked, iterator, first), limits), opening
 
-        share, openings = everywhere(ranks, opened)
-        check_layouts([opening.layout for opening in openings])
-        _check_same("steps", [opening.steps for opening in openings], "DistributedEvalCursor.steps is the same on each")
-        _check_same("the position", [opening.position for opening in openings], "make one cursor, alike on each rank")
-        _check_same("start", [opening.start for opening in openings], "give the .tally of an evaluation by all ranks")
-        in_step = steps is not None or (ranks.world_size > 1 and any(opening.communicates for opening in openings))
+        (share, limits), openings = everywhere(ranks, opened)
+        _check_openings(openings)
+        in_step = given.steps is not None or (
+            ranks.world_size > 1 and any(opening.communicates for opening in openings)
+        )
+        having = [opening.has_batch for opening in openings]
+        seen = see_in_step(share, ranks, steps=given.steps, having=having) if in_step else None
 
         def reported() -> tuple[Tally, _Report]:
-            tally = seen.tally if seen is not None else see_alone(share).tally
-            if seen is not None and seen.failure is not None:
-                raise seen.failure
-            tally = merge_tallies(share.suite, no_tally(share.suite), tally)  # on the CPU, with all carries done
+            mine = see_alone(share) if seen is None else seen
+            if mine.failure is not None:
+                raise mine.failure
+            tally = merge_tallies(share.suite, no_tally(share.suite), mine.tally)  # on the CPU, with all carries done
             layout = layout_of(share.suite, tally, world_size=ranks.world_size)
-            complete = _is_complete(batches, start) and not (seen is not None and seen.has_more)
+            whole = [limit.complete for limit in limits] or [getattr(batches, "complete", True)]
+            complete = all(whole) and not mine.has_more and _follows(given.start, limits)
             return tally, _Report(layout, tally.batches, complete)
 
-        having = [opening.has_batch for opening in openings]
-        seen = see_in_step(share, ranks, steps=steps, having=having) if in_step else None
         tally, reports = everywhere(ranks, reported)
     layouts = [report.layout for report in reports]
-    check_layouts(layouts)
+    _agreeing(lambda: check_layouts(layouts))
     (summed,) = ranks.all_sum([pack(share.suite, tally, layouts, ranks.rank)])
     tally = unpack(share.suite, tally, layouts, summed, batches=sum(report.batches for report in reports))
-    if start is not None:
-        tally = merge_tallies(share.suite, start, tally)
+    if given.start is not None:
+        tally = merge_tallies(share.suite, given.start, tally)
     complete = all(report.complete for report in reports)
-    return evaluation_of(share.suite, attrs.evolve(tally, complete=complete))
+    reached = max((_after(limit) for limit in limits), default=-1)
+    return evaluation_of(share.suite, attrs.evolve(tally, complete=complete, next_index=reached))
+
+
+def _check_openings(openings: Sequence[_Opening]) -> None:
+    _agreeing(lambda: check_layouts([opening.layout for opening in openings]))
+    for what, told, mend in (
+        ("steps", [opening.steps for opening in openings], "DistributedEvalCursor.steps is the same on each"),
+        ("the position", [opening.position for opening in openings], "make one cursor, alike on each rank"),
+        ("start", [opening.start for opening in openings], "give the .tally of an evaluation by all ranks"),
+    ):
+        _agreeing(functools.partial(_check_same, what, told, mend))
+
+
+def _agreeing(check: Callable[[], None]) -> None:
+    """A check of what all ranks were told: every rank comes to the same end."""
+    try:
+        check()
+    except RanksDisagree as error:
+        raise Agreed(error) from error
 
 
 def _iterator(batches: Any) -> Iterator[Any]:
@@ -169,41 +212,55 @@ def _modules_given(modules: object) -> list[torch.nn.Module]:
     return given
 
 
-def _position(batches: object, ranks: Collectives) -> str:
-    """Where batches of a cursor begin, as text; the same on every rank."""
+def _position(limits: Sequence[Any], ranks: Collectives) -> str:
+    """Where batches of cursors begin, as text; the same on every rank."""
+    for batches in limits:
+        of = (getattr(batches, "rank", ranks.rank), getattr(batches, "world_size", ranks.world_size))
+        if of != (ranks.rank, ranks.world_size):
+            raise InvalidArgument(
+                "batches",
+                expected=f"those of rank {ranks.rank} of {ranks.world_size}",
+                found=f"those of rank {of[0]} of {of[1]}",
+                mend="give the same collectives to eval_batches and to evaluate",
+            )
+    return "; ".join(
+        f"{cursor}, {batches.steps} steps" for batches in limits if (cursor := _cursor(batches)) is not None
+    )
+
+
+def _cursor(batches: Any) -> DistributedEvalCursor | None:
     cursor = getattr(batches, "cursor", None)
-    if not isinstance(cursor, DistributedEvalCursor):
-        return ""
-    of = (getattr(batches, "rank", 0), getattr(batches, "world_size", 1))
-    if of != (ranks.rank, ranks.world_size):
-        raise InvalidArgument(
-            "batches",
-            expected=f"those of rank {ranks.rank} of {ranks.world_size}",
-            found=f"those of rank {of[0]} of {of[1]}",
-            mend="give the same collectives to eval_batches and to evaluate",
-        )
-    return f"{cursor}, {getattr(batches, 'steps', None)} steps"
+    return cursor if isinstance(cursor, DistributedEvalCursor) else None
 
 
-def _is_complete(batches: object, start: Tally | None) -> bool:
-    cursor = getattr(batches, "cursor", None)
-    begins_late = isinstance(cursor, DistributedEvalCursor) and cursor.next_index > 0 and start is None
-    return not begins_late and bool(getattr(batches, "complete", True))
+def _after(batches: Any) -> int:
+    try:
+        return int(batches.after.next_index)
+    except AttributeError:  # batches without a cursor, or cut where nobody knows
+        return -1
 
 
-def _digest(suite: Suite, start: Tally | None) -> str:
+def _follows(start: Tally | None, limits: Sequence[Any]) -> bool:
+    """Whether nothing lies between what was seen before and the first of these batches."""
+    cursors = [cursor for batches in limits if (cursor := _cursor(batches)) is not None]
+    if start is None or start.batches == 0:
+        return all(cursor.next_index == 0 for cursor in cursors)
+    return start.complete or (start.next_index >= 0 and bool(cursors))
+
+
+def _digest(suite: Suite, start: Tally | None, limits: Sequence[Any]) -> str:
     if start is None:
         return ""
-    wanted = texts_of(suite)
-    found = dict(start.metrics) if isinstance(start, Tally) else {}
-    if found != wanted:
-        differs = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
-        raise InvalidArgument(
-            "start",
-            expected="; ".join(f"{name}: {wanted.get(name, 'absent')}" for name in differs),
-            found="; ".join(f"{name}: {found.get(name, 'absent')}" for name in differs) if found else shown(start),
-            mend="give the same suite as to the evaluation that was interrupted, and its .tally",
-        )
+    check_tally("start", suite, start)
+    for cursor in map(_cursor, limits):
+        if cursor is not None and start.batches and cursor.next_index != start.next_index:
+            reached = f"sample {start.next_index}" if start.next_index >= 0 else "no known position"
+            raise InvalidArgument(
+                "start",
+                expected=f"a tally that reached sample {cursor.next_index}, where the batches begin",
+                found=f"one that reached {reached}",
+                mend="begin where it ended: make_eval_cursor(..., after=the cursor that was saved with it)",
+            )
     leaves = [leaf.cpu().contiguous() for leaf in tree.leaves(start.accumulators)]
     texts = [f"{tuple(leaf.shape)} {leaf_digest(leaf)}" for leaf in leaves]
     return digest_of("\n".join([*texts, str(start.batches)]).encode())

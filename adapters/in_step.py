@@ -7,6 +7,7 @@ from typing import Any, TypeVar, final
 import attrs
 import torch
 
+from trainfold.backends.collectives import error_text
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, RankFailed
 from trainfold.core.suite import Suite, Tally, no_tally, observe
@@ -52,11 +53,20 @@ class Seen:
     failure: Exception | None
 
 
+@final
+class Agreed(Exception):
+    """An error that every rank knows of; each raises its own, and the collectives are as good as before."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, list[T]]:
     """Work that each rank does alone: what it keeps, and what every rank told; if one failed, every rank raises.
 
     Raises:
-        RankFailed: on the ranks that did not fail; the failed one raises its own error.
+        Agreed: with a `RankFailed` on the ranks that did not fail, and with its own error on the one that did.
     """
     mine: tuple[L, T] | None = None
     failure: Exception | None = None
@@ -64,19 +74,19 @@ def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, 
         mine = work()
     except Exception as error:  # noqa: BLE001 raised below, when the other ranks know
         failure = error
-    except BaseException as error:
-        ranks.fail(error)
-        raise
-    told = ranks.gather((mine and mine[1], failure and f"{type(failure).__name__}: {failure}"))
+    told = ranks.gather((mine and mine[1], failure and error_text(failure)))
     if failure is not None:
-        raise failure
+        raise Agreed(failure)
     failed = {rank: error for rank, (_, error) in enumerate(told) if error is not None}
     if failed or mine is None:
-        raise RankFailed(
-            f"rank {min(failed)}",
-            expected="every rank to evaluate its batches",
-            found="; ".join(f"rank {rank}: {error}" for rank, error in failed.items()),
-            mend="mend that rank; no rank has a result",
+        found = "; ".join(f"rank {rank}: {error}" for rank, error in failed.items())
+        raise Agreed(
+            RankFailed(
+                f"rank {min(failed)}",
+                expected="every rank to evaluate its batches",
+                found=found,
+                mend="mend that rank; no rank has a result",
+            )
         )
     return mine[0], [report for report, _ in told if report is not None]
 
@@ -100,16 +110,8 @@ def see_in_step(share: Share, ranks: Collectives, *, steps: int | None, having: 
         having: which ranks have a first batch.
 
     Raises:
-        BaseException: what the forward raised; the other ranks are told at once, since they may wait inside of the model.
+        BaseException: what the forward raised; the other ranks have to be told at once, since they may wait inside of the model.
     """
-    try:
-        return _see_in_step(share, ranks, steps, having)
-    except BaseException as error:
-        ranks.fail(error)
-        raise
-
-
-def _see_in_step(share: Share, ranks: Collectives, steps: int | None, having: list[bool]) -> Seen:
     tally, failure = no_tally(share.suite), None
     batch, dummy = share.first, _dummy(share.first, having, ranks)
     for index in itertools.count():

@@ -1,26 +1,36 @@
-"""`reachable`: the objects of a kind that a function or a loader holds, as far as Python lets one see."""
+"""`reachable`: the objects of a kind that a function or a loader holds, as far as Python lets one see without running any of it."""
 
 import functools
+import gc
+import itertools
+import sys
+import sysconfig
 import types
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
-_BUDGET = 20_000  # things looked at; a search that ends here has found what is near
+_BUDGET = 100_000  # things looked into
 _MANY = 5_000  # a container with more is data
-_LEAVES = (torch.Tensor, torch.dtype, torch.device, torch.Generator, str, bytes, bytearray, int, float, complex, range)
-_FOREIGN = ("builtins", "numpy", "asyncio", "threading", "logging", "re")
+_LEAVES = (torch.Tensor, torch.dtype, torch.device, str, bytes, bytearray, int, float, complex, range, type(None))
+_FOREIGN = frozenset({"builtins", "numpy", "asyncio", "threading", "logging", "re", "typing", "abc", "functools"})
+_LIBRARIES = _FOREIGN | {"torch", "trainfold"}
+_STANDARD = sysconfig.get_path("stdlib")
+_INSTALLED = ("site-packages", "dist-packages")
+_LAZY = (map, filter, zip, enumerate, reversed, itertools.chain, itertools.islice)
 
 
-def reachable(start: object, kind: type[T]) -> list[T]:
+def reachable(start: object, kind: type[T] | tuple[type[T], ...]) -> list[T]:
     """The objects of a kind that can be reached, nearest first, each once; what is inside of one is not searched.
 
-    Looked through are functions (what they closed over, their defaults, the globals and attributes of modules that they name),
-    partials, methods, generators, containers, and the attributes of plain objects. What is created when it is asked for is not.
+    Looked into are functions (what they closed over, their defaults, the globals and attributes of modules that they name),
+    methods and properties of classes, partials, generators, maps, containers, and attributes. What is made when it is asked for is
+    not: no attribute is computed, and no container's own way to iterate is used.
 
     Examples:
         >>> layer = torch.nn.Linear(1, 1)
@@ -28,74 +38,108 @@ def reachable(start: object, kind: type[T]) -> list[T]:
         True
     """
     found: list[T] = []
-    seen: set[int] = set()
+    seen: set[int] = {id(start)}
     queue: deque[Any] = deque([start])
-    while queue and len(seen) < _BUDGET:
+    while queue:
         thing = queue.popleft()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, kind):
+        if issubclass(type(thing), kind):
             found.append(thing)
-        elif not isinstance(thing, (*_LEAVES, torch.nn.Module)):
-            queue.extend(_parts(thing))
+            continue
+        if issubclass(type(thing), torch.nn.Module):
+            continue
+        for part in _parts(thing):
+            if issubclass(type(part), _LEAVES) or id(part) in seen:
+                continue
+            if len(seen) >= _BUDGET:
+                message = (
+                    "evaluate looked at 100,000 objects for modules and generators; name the model: modules=[model]"
+                )
+                warnings.warn(message, stacklevel=2)
+                return found
+            seen.add(id(part))
+            queue.append(part)
     return found
 
 
-def _parts(thing: Any) -> Sequence[Any]:
-    parts: Sequence[Any] = ()
-    match thing:
-        case None | types.ModuleType():
-            pass
-        case types.FunctionType() | types.MethodType() | functools.partial() | types.GeneratorType():
-            parts = _held_by(thing)
-        case weakref.ReferenceType():
-            parts = [thing()]
-        case dict() | types.MappingProxyType():
-            parts = list(thing.values())
-        case list() | tuple() | set() | frozenset() | deque():
-            parts = list(thing)
-        case type():
-            parts = [value for value in vars(thing).values() if isinstance(value, torch.nn.Module)]
-        case _ if type(thing).__module__.partition(".")[0] not in _FOREIGN:
-            parts = _attributes(thing)
-    return parts if len(parts) <= _MANY else ()
+def _parts(thing: Any) -> Iterable[Any]:
+    kind = type(thing)
+    parts: Iterable[Any] = ()
+    if issubclass(kind, dict):
+        parts = dict.values(thing) if dict.__len__(thing) <= _MANY else ()
+    elif issubclass(kind, list | tuple | set | frozenset | deque):
+        base = next(each for each in (list, tuple, set, frozenset, deque) if issubclass(kind, each))
+        parts = base.__iter__(thing) if base.__len__(thing) <= _MANY else ()
+    elif issubclass(kind, types.MappingProxyType):
+        parts = list(thing.values())
+    elif kind in _CALLABLES:
+        parts = _CALLABLES[kind](thing)
+    elif issubclass(kind, weakref.ReferenceType):
+        parts = [thing()]
+    elif issubclass(kind, _LAZY):
+        parts = gc.get_referents(thing)
+    elif issubclass(kind, type):
+        parts = _of_class(thing)
+    if _home(kind) not in _FOREIGN and not issubclass(kind, types.ModuleType | type):
+        parts = itertools.chain(parts, _attributes(thing))
+    return parts
 
 
-def _attributes(thing: Any) -> list[Any]:
-    found = [type(thing), *getattr(thing, "__dict__", {}).values()]
+def _attributes(thing: Any) -> Iterator[Any]:
+    yield type(thing)
+    try:
+        attributes = object.__getattribute__(thing, "__dict__")
+    except Exception:  # noqa: BLE001 it has none, or does not show it
+        attributes = None
+    if type(attributes) is dict and len(attributes) <= _MANY:
+        yield from attributes.values()
     for kind in type(thing).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            member = kind.__dict__.get(name)
-            if isinstance(member, types.MemberDescriptorType):
-                found.append(getattr(thing, name, None))
-    return found
+        for member in vars(kind).values():
+            if type(member) is types.MemberDescriptorType and _home(kind) not in _FOREIGN:
+                try:
+                    yield member.__get__(thing)
+                except AttributeError:  # a slot without a value
+                    continue
 
 
-def _held_by(thing: Any) -> list[Any]:
-    if isinstance(thing, functools.partial):
-        return [thing.func, *thing.args, *thing.keywords.values()]
-    if isinstance(thing, types.MethodType):
-        return [thing.__self__, thing.__func__]
-    if isinstance(thing, types.GeneratorType):
-        return [] if thing.gi_frame is None else list(thing.gi_frame.f_locals.values())
-    return _held_by_function(thing)
+def _home(kind: type) -> str:
+    """The package that a class is of."""
+    module = kind.__module__
+    return module.partition(".")[0] if type(module) is str else "builtins"
 
 
-def _held_by_function(function: types.FunctionType) -> list[Any]:
+def _of_class(kind: type) -> list[Any]:
+    """The functions and values of a class and its bases, as far as they are not of a library that has no models."""
+    own = [each for each in kind.__mro__ if _home(each) not in _LIBRARIES]
+    values = [value for each in own for value in vars(each).values()]
+    unwrapped = [value.__func__ if type(value) in (staticmethod, classmethod) else value for value in values]
+    return [value.fget if type(value) is property else value for value in unwrapped]
+
+
+def _of_function(function: types.FunctionType) -> list[Any]:
     held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
     for cell in function.__closure__ or ():
         try:
             held.append(cell.cell_contents)
         except ValueError:  # a name that is not bound yet
             continue
-    names = list(_names(function.__code__))
+    if _is_library(function):
+        return held  # what it names is the library's own
+    names = list(dict.fromkeys(_names(function.__code__)))
     named = [function.__globals__[name] for name in names if name in function.__globals__]
-    for thing in named:
-        if isinstance(thing, types.ModuleType):  # mymodel.net is a global of mymodel
-            held += [vars(thing)[name] for name in names if name in vars(thing)]
-    return held + named
+    named += [sys.modules[name] for name in names if name in sys.modules]  # imported where it is used
+    held += named
+    modules = [thing for thing in named if type(thing) is types.ModuleType]
+    for module in modules:  # package.module.net: grows while it is gone through
+        attributes = [vars(module)[name] for name in names if name in vars(module)]
+        held += attributes
+        modules += [each for each in attributes if type(each) is types.ModuleType and each not in modules]
+    return held
+
+
+def _is_library(function: types.FunctionType) -> bool:
+    path = function.__code__.co_filename
+    home = str(function.__globals__.get("__name__", "")).partition(".")[0]
+    return home in _LIBRARIES or path.startswith(_STANDARD) or any(name in path for name in _INSTALLED)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -103,3 +147,11 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+
+
+_CALLABLES: dict[type, Any] = {
+    types.FunctionType: _of_function,
+    types.MethodType: lambda method: [method.__self__, method.__func__],
+    functools.partial: lambda partial: [partial.func, *partial.args, *partial.keywords.values()],
+    types.GeneratorType: lambda generator: [] if generator.gi_frame is None else generator.gi_frame.f_locals.values(),
+}

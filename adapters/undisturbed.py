@@ -1,7 +1,9 @@
 """`undisturbed`: a block in which modules are in evaluation mode and after which nothing has moved (Q06)."""
 
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -9,6 +11,8 @@ import torch
 from trainfold.adapters.reach import reachable
 from trainfold.adapters.rng import bound_device, preserved_rng
 
+_LOCK = threading.RLock()
+_MODES: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, bool]] = weakref.WeakKeyDictionary()
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
@@ -16,7 +20,7 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 def undisturbed(modules: Sequence[torch.nn.Module], data: object) -> Iterator[None]:
     """Run a block without gradients, with modules in evaluation mode; then put everything back, also when it raises.
 
-    Put back are the mode of each submodule, whether gradients are recorded, parameters that FSDP2 gathered, the global random
+    Put back are the mode of each submodule (when the last thread that evaluates it is done), whether gradients are recorded, parameters that FSDP2 gathered, the global random
     streams of Python, NumPy, torch and the modules' device, the generators that ``data`` can be seen to draw from, and its position
     where it has ``state_dict`` and ``load_state_dict``.
 
@@ -25,7 +29,6 @@ def undisturbed(modules: Sequence[torch.nn.Module], data: object) -> Iterator[No
         data: what will be iterated: a loader, or anything else.
     """
     parts = [part for module in modules for part in module.modules()]
-    modes = [(part, part.training) for part in parts]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -37,9 +40,12 @@ def undisturbed(modules: Sequence[torch.nn.Module], data: object) -> Iterator[No
         for part in parts:
             if _is_a(part, "FSDPModule"):
                 stack.callback(_reshard, part)
-        stack.callback(_restore_modes, modes)
-        for module in modules:
-            module.eval()
+        with _LOCK:
+            modes = _held(parts)
+            stack.callback(_restore_modes, modes)
+            for module in modules:
+                with suppress(NotImplementedError):  # an exported program has one mode
+                    module.eval()
         yield
 
 
@@ -67,6 +73,34 @@ def communicate(modules: Sequence[torch.nn.Module]) -> bool:
     return False
 
 
+def _held(parts: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Remember the modes of modules, once for all threads that evaluate them now."""
+    for part in dict.fromkeys(parts):
+        count, training = _MODES.get(part, (0, part.training))
+        _MODES[part] = (count + 1, training)
+    return list(dict.fromkeys(parts))
+
+
+def _restore_modes(parts: Sequence[torch.nn.Module]) -> None:
+    """From the outside in, with ``train``, which a module may have of its own; then to the letter."""
+    with _LOCK:
+        last = []
+        for part in parts:
+            count, training = _MODES.pop(part)
+            if count > 1:
+                _MODES[part] = (count - 1, training)
+            else:
+                last.append((part, training))
+        try:
+            for part, training in last:
+                if part.training is not training:
+                    with suppress(NotImplementedError):
+                        part.train(training)
+        finally:
+            for part, training in last:
+                part.training = training
+
+
 def _reshard(part: Any) -> None:
     """What FSDP2 leaves gathered after a forward in evaluation mode would stay in memory, and out of the optimizer's sight."""
     part.reshard()
@@ -74,12 +108,3 @@ def _reshard(part: Any) -> None:
 
 def _is_a(part: Any, name: str) -> bool:
     return any(kind.__name__ == name for kind in type(part).__mro__)
-
-
-def _restore_modes(modes: list[tuple[torch.nn.Module, bool]]) -> None:
-    """From the outside in, with ``train``, which a module may have of its own; then to the letter."""
-    for part, training in modes:
-        if part.training is not training:
-            part.train(training)
-    for part, training in modes:
-        part.training = training

@@ -281,7 +281,7 @@ class _Room:
             self._left.add(rank)
             if self.failure is None:
                 self._cause = (rank, error)
-                self._fail(_rank_failed(rank, "every rank to take part", f"{type(error).__name__}: {error}"))
+                self._fail(_rank_failed(rank, "every rank to take part", error_text(error)))
 
     def is_waiting(self, rank: int) -> bool:
         with self._changed:
@@ -315,6 +315,19 @@ class _Room:
     def _raise_failure(self) -> None:
         if self.failure is not None:
             raise copy.copy(self.failure) from (self._cause[1] if self._cause else None)
+
+
+def error_text(error: BaseException) -> str:
+    """What an error says, also of one that cannot say it.
+
+    Examples:
+        >>> error_text(ValueError("too long"))
+        'ValueError: too long'
+    """
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 its own text failed
+        return type(error).__name__
 
 
 def _rank_failed(rank: int, expected: str, found: str) -> RankFailed:

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn, TypeVar, final
 
 import torch
 
-from trainfold.backends.collectives import Call, check_source
+from trainfold.backends.collectives import Call, check_source, error_text
 from trainfold.backends.notice_board import Fault, NoticeBoard
 from trainfold.backends.ordered_sum import sum_plan
 from trainfold.backends.wire import from_wire, to_wire
@@ -26,6 +26,7 @@ _INLINE_BYTES: Final = _HEAD_BYTES - _HEAD.size  # a value up to here costs no s
 _TOKEN_BYTES: Final = 8
 _PAUSE_SECS: Final = 5e-5
 _LEAST_SECS: Final = 1e-3
+_ADVICE: Final = ". This is typically"  # what gloo adds
 _LOOK_SECS: Final = 0.2  # how often a rank that waits looks at the notice board
 
 
@@ -154,7 +155,7 @@ class TorchCollectives:
         Where another rank has failed before, or an error of gloo only says that one has, the error gets a note that names it.
         """
         if not self._faults:
-            told = f"{type(error).__name__}: {_first_sentence(error)}"
+            told = error_text(error).partition(_ADVICE)[0]
             if _is_of_transport(error):
                 self._give_up(lambda: self._board.fault() or self._board.call_roll(told))
             else:
@@ -320,7 +321,7 @@ def _is_of_transport(error: BaseException) -> bool:
 
 def _first_sentence(error: BaseException) -> str:
     """What an error says, without the advice that gloo adds."""
-    return str(error).partition(". This is typically")[0]
+    return str(error).partition(_ADVICE)[0]
 
 
 def _padded(data: bytes, size_bytes: int) -> torch.Tensor:

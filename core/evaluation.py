@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, final
 
-from trainfold.core.suite import Suite, Tally, nonfinite_of, results_of
+from trainfold.core.suite import Suite, Tally, check_tally, nonfinite_of, results_of
 
 
 @final
@@ -61,5 +61,9 @@ def evaluation_of(suite: Suite, tally: Tally) -> Evaluation:
     Args:
         suite: the metrics.
         tally: what all ranks have seen.
+
+    Raises:
+        InvalidArgument: if the tally is of other metrics.
     """
+    check_tally("tally", suite, tally)
     return Evaluation(results_of(suite, tally), tally=tally, nonfinite=nonfinite_of(tally))

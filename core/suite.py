@@ -28,12 +28,14 @@ class Tally:
         batches: how many batches were observed.
         metrics: what the metrics are, as text, by name: another one cannot go on with these accumulators.
         complete: whether nothing remained to be seen when the evaluation ended that this is of.
+        next_index: the sample at which its `DistributedEvalCursor` stood then; -1 where there was none.
     """
 
     accumulators: Mapping[str, Any]
     batches: int
     metrics: Mapping[str, str]
     complete: bool
+    next_index: int
 
 
 def check_suite(suite: object) -> dict[str, Metric]:
@@ -69,12 +71,34 @@ def no_tally(suite: Suite) -> Tally:
         >>> results_of({"loss": M.Ratio()}, no_tally({"loss": M.Ratio()}))
         {}
     """
-    return Tally({name: metric.zero() for name, metric in suite.items()}, 0, texts_of(suite), complete=False)
+    return Tally(
+        {name: metric.zero() for name, metric in suite.items()}, 0, texts_of(suite), complete=False, next_index=-1
+    )
 
 
 def texts_of(suite: Suite) -> dict[str, str]:
     """What each metric is, as text."""
     return {name: text_of(metric) for name, metric in suite.items()}
+
+
+def check_tally(where: str, suite: Suite, tally: object) -> None:
+    """Refuse a tally that is not of these metrics, fields and all.
+
+    Raises:
+        InvalidArgument: naming the metrics that differ.
+    """
+    wanted = texts_of(suite)
+    found = dict(tally.metrics) if isinstance(tally, Tally) and isinstance(tally.metrics, Mapping) else {}
+    is_whole = isinstance(tally, Tally) and isinstance(tally.accumulators, Mapping)
+    if found == wanted and is_whole and tally.accumulators.keys() == wanted.keys():  # type: ignore[attr-defined]
+        return
+    differs = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+    raise InvalidArgument(
+        where,
+        expected="; ".join(f"{name}: {wanted.get(name, 'absent')}" for name in differs) or "a tally of this suite",
+        found="; ".join(f"{name}: {found.get(name, 'absent')}" for name in differs) if found else shown(tally),
+        mend="give the same suite as to the evaluation that was interrupted, and its .tally",
+    )
 
 
 def observe(suite: Suite, tally: Tally, outputs: object) -> Tally:
@@ -129,8 +153,13 @@ def merge_tallies(suite: Suite, one: Tally, other: Tally) -> Tally:
     Law: commutative, associative, `no_tally` is neutral, to the bit.
     """
     merged = {name: metric.merge(one.accumulators[name], other.accumulators[name]) for name, metric in suite.items()}
-    complete = one.complete or other.complete
-    return attrs.evolve(one, accumulators=merged, batches=one.batches + other.batches, complete=complete)
+    return attrs.evolve(
+        one,
+        accumulators=merged,
+        batches=one.batches + other.batches,
+        complete=one.complete or other.complete,
+        next_index=max(one.next_index, other.next_index),
+    )
 
 
 def results_of(suite: Suite, tally: Tally) -> dict[str, Any]:

@@ -40,7 +40,7 @@ histories = st.lists(scores, max_size=12)
 
 def evaluation(result, *, complete=True, suite=("m",)):
     """What evaluate returns."""
-    tally = Tally(dict.fromkeys(suite), 1, dict.fromkeys(suite, ""), complete)
+    tally = Tally(dict.fromkeys(suite), 1, dict.fromkeys(suite, ""), complete, -1)
     return Evaluation(result, tally=tally, nonfinite={})
 
 

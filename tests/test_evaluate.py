@@ -1,16 +1,21 @@
 """Evaluations: the same bits however they are cut, the same schedule on every rank, and nothing moved by them."""
 
+import copy
+import dataclasses
 import functools
 import itertools
 import math
+import os
 import random
 import re
 import subprocess
 import sys
+import types
 import weakref
 from collections import deque
 from fractions import Fraction
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -23,6 +28,7 @@ from trainfold.backends.collectives import run_threads, thread_outcomes
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, RankFailed, RanksDisagree
 from trainfold.core.evaluation import Evaluation
+from trainfold.core.metrics.text import text_of
 
 MANY = settings(deadline=None, max_examples=40)
 SUITE = {
@@ -226,7 +232,7 @@ def test_ranks_that_measure_other_things_disagree_on_every_rank():
     suites = [{"top": M.TopK(1)}, {"top": M.TopK(2)}]
     outcomes = thread_outcomes(2, lambda ranks: trainfold.evaluate(forward, [], suites[ranks.rank], collectives=ranks))
     assert all(isinstance(outcome.error, RanksDisagree) for outcome in outcomes)
-    assert "TopK(k=2" in str(outcomes[0].error)
+    assert "k=2" in str(outcomes[0].error)
 
 
 def test_a_forward_that_communicates_is_called_as_often_on_every_rank_and_counted_once():
@@ -740,7 +746,7 @@ def test_an_evaluation_that_begins_late_and_has_no_start_is_partial():
     cursor = trainfold.make_eval_cursor(20, global_batch_size=4, next_index=8)
     batches = trainfold.eval_batches(cursor, lambda at: numbers()[at.start : at.stop])
     assert not trainfold.evaluate(summed, batches, SUM).complete
-    assert trainfold.evaluate(summed, batches, SUM, start=trainfold.no_tally(SUM)).complete
+    assert not trainfold.evaluate(summed, batches, SUM, start=trainfold.no_tally(SUM)).complete
 
 
 def test_steps_on_some_ranks_only_are_a_disagreement_on_every_rank():
@@ -939,3 +945,262 @@ class OldSequence:
 
 def test_batches_may_be_anything_that_can_be_iterated_over():
     assert trainfold.evaluate(summed, OldSequence(), SUM) == {"sum": 3.0}
+
+
+def part_of(cursor, limit=None):
+    return trainfold.eval_batches(cursor, lambda at: numbers()[at.start : at.stop], limit=limit)
+
+
+def test_a_start_has_to_end_where_the_batches_begin():
+    """P30: neither a gap nor a sample twice."""
+    cursor = trainfold.make_eval_cursor(20, global_batch_size=4)
+    half = trainfold.evaluate(summed, part_of(cursor, limit=2), SUM)
+    for at in (0, 12):
+        other = trainfold.make_eval_cursor(20, global_batch_size=4, next_index=at)
+        with pytest.raises(InvalidArgument, match="sample 8"):
+            trainfold.evaluate(summed, part_of(other), SUM, start=half.tally)
+    assert not trainfold.evaluate(summed, [], SUM, start=half.tally).complete
+    assert trainfold.evaluate(summed, part_of(cursor.advance(2)), SUM, start=half.tally).complete
+
+
+def enumerate_less(part):
+    yield from part
+
+
+class Bar:
+    def __init__(self, iterable):
+        self.iterable = iterable
+
+    def __iter__(self):
+        return iter(self.iterable)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        functools.partial(map, torch.clone),
+        iter,
+        lambda part: (batch for batch in part),
+        enumerate_less,
+        Bar,
+    ],
+)
+def test_a_part_behind_a_wrapper_is_still_a_part(wrapped):
+    """Q12: what a progress bar or a map hides."""
+    cursor = trainfold.make_eval_cursor(20, global_batch_size=4)
+    assert not trainfold.evaluate(summed, wrapped(part_of(cursor, limit=2)), SUM).complete
+    assert trainfold.evaluate(summed, wrapped(part_of(cursor)), SUM).complete
+    ticks = itertools.count()
+    cut = trainfold.time_limit([numbers()] * 9, secs=3, clock=lambda: next(ticks))
+    assert not trainfold.evaluate(summed, wrapped(cut), SUM).complete
+
+
+class Unspeakable(ValueError):
+    def __str__(self):
+        raise RuntimeError("nothing to say")
+
+
+def test_an_error_that_cannot_be_shown_is_told_all_the_same():
+    def work(ranks):
+        def bad(batch):
+            if ranks.rank == 1:
+                raise Unspeakable
+            return {"sum": batch}
+
+        return trainfold.evaluate(bad, [numbers()], SUM, collectives=ranks)
+
+    outcomes = thread_outcomes(2, work, timeout_secs=10)
+    assert [type(outcome.error) for outcome in outcomes] == [RankFailed, Unspeakable]
+    assert "rank 1: Unspeakable" in str(outcomes[0].error)
+
+
+def test_a_failure_to_put_things_back_is_told():
+    """Q03, Q06: the other ranks do not wait for the sum."""
+
+    class Stuck(list):
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            raise OSError("stuck")
+
+    caught = []
+
+    def work(ranks):
+        try:
+            return trainfold.evaluate(summed, Stuck([numbers()]) if ranks.rank else [numbers()], SUM, collectives=ranks)
+        except (OSError, RankFailed) as error:
+            caught.append(type(error))
+            return None  # and lives on
+
+    run_threads(2, work, timeout_secs=10)
+    assert sorted(kind.__name__ for kind in caught) == ["OSError", "RankFailed"]
+
+
+def test_collectives_are_as_good_as_before_when_every_rank_knew():
+    def work(ranks):
+        with pytest.raises((InvalidArgument, RankFailed)):
+            trainfold.evaluate(summed, [numbers()], SUM if ranks.rank else {}, collectives=ranks)
+        return trainfold.evaluate(summed, [numbers(3)], SUM, collectives=ranks)
+
+    assert run_threads(2, work) == [{"sum": 6.0}] * 2
+
+
+def by_global_name(batch):
+    return {"loss": (GLOBAL_MODEL(batch), 1)}
+
+
+class Base:
+    def helper(self, batch):
+        return by_global_name(batch)
+
+
+class Measuring(Base):
+    def __call__(self, batch):
+        return self.helper(batch)
+
+    def measure(self, batch):
+        return super().helper(batch)
+
+    @property
+    def model(self):
+        return GLOBAL_MODEL
+
+    @staticmethod
+    def still(batch):
+        return by_global_name(batch)
+
+
+def by_import(batch):
+    import tests_of_a_model_module
+
+    return {"loss": (tests_of_a_model_module.sub.net(batch), 1)}
+
+
+@pytest.mark.parametrize("kind", ["call", "super", "property", "static", "import"])
+def test_modules_named_by_what_a_function_calls_are_found(kind, monkeypatch):
+    """Q06: through methods, properties, base classes and modules."""
+    module = types.ModuleType("tests_of_a_model_module")
+    module.sub = types.ModuleType("sub")
+    module.sub.net = GLOBAL_MODEL
+    monkeypatch.setitem(sys.modules, "tests_of_a_model_module", module)
+    it = Measuring()
+    forward = {
+        "call": it,
+        "super": it.measure,
+        "property": lambda batch: {"loss": (it.model(batch), 1)},
+        "static": Measuring.still,
+        "import": by_import,
+    }[kind]
+    GLOBAL_MODEL.seen.clear()
+    trainfold.evaluate(forward, batches_of(torch.ones(2), []), {"loss": M.Ratio()})
+    assert GLOBAL_MODEL.seen == [(False, False, False)]
+    assert GLOBAL_MODEL.training
+
+
+class Haunted:
+    """What a search must not touch."""
+
+    def __init__(self, model):
+        self.gone = weakref.proxy(torch.nn.Linear(1, 1))
+        self.lazy = Lazy()
+        self.words = [["word"] * 4000 for _ in range(30)]
+        self.samples = [{"text": "x"} for _ in range(4000)]
+        self.deep = Chain(Chain(Chain(model)))
+
+
+class Lazy(dict):
+    def values(self):
+        raise AssertionError("computed")
+
+    def __iter__(self):
+        raise AssertionError("computed")
+
+    @property
+    def costly(self):
+        raise AssertionError("computed")
+
+
+def test_a_search_touches_nothing_and_is_not_stopped_by_data():
+    model = Counting()
+    it = Haunted(model)
+    trainfold.evaluate(
+        lambda batch: {"loss": (it.deep.inner.inner.inner(batch), 1)},
+        batches_of(torch.ones(2), []),
+        {"loss": M.Ratio()},
+    )
+    assert model.seen == [(False, False, False)]
+
+
+def test_a_module_with_one_mode_is_evaluated_in_it():
+    exported = torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),)).module()
+    found = trainfold.evaluate(lambda batch: {"sum": exported(batch)}, [torch.ones(1, 1)], SUM)
+    assert len(found) == 1
+
+
+def test_a_model_that_threads_share_is_put_back_when_the_last_one_is_done():
+    """Q06: ranks as threads, as one tries things out."""
+    for _ in range(10):
+        model = Counting()
+        model.inner[1].eval()
+
+        def work(ranks, model=model):
+            batches = batches_of(torch.ones(4), [1, 2])
+            return trainfold.evaluate(lambda b: {"sum": model(b)}, batches, SUM, collectives=ranks)
+
+        run_threads(3, work)
+        assert (model.training, model.inner[0].training, model.inner[1].training) == (True, True, False)
+        assert set(model.seen) == {(False, False, False)}
+
+
+@attrs.frozen
+class Weighted:
+    weight: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Tagged:
+    tags: frozenset
+
+
+class Plain:
+    def __init__(self, number):
+        self.number = number
+
+
+def scaled(factor):
+    return lambda value: value * factor
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Weighted(torch.tensor([1.0] * 2000)), Weighted(torch.tensor([1.0] * 999 + [2.0] + [1.0] * 1000))),
+        (Weighted(torch.tensor([1.00001])), Weighted(torch.tensor([1.00002]))),
+        (Plain(1), Plain(5)),
+        (Plain(scaled(2)), Plain(scaled(3))),
+        (Tagged(frozenset("ab")), Tagged(frozenset("ac"))),
+    ],
+)
+def test_metrics_that_differ_in_a_field_have_another_text(one, other):
+    assert text_of(one) != text_of(other)
+    assert text_of(one) == text_of(copy.deepcopy(one) if not callable(getattr(one, "number", None)) else one)
+
+
+def test_the_text_of_a_metric_is_the_same_in_every_process():
+    script = (
+        "import dataclasses\nfrom trainfold.core.metrics.text import text_of\n"
+        "T = dataclasses.make_dataclass('T', ['tags'])\n"
+        "print(text_of(T(frozenset(['a', 'b', 'c', 'd', 'e']))))"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+        ).stdout
+        for seed in (1, 2)
+    }
+    assert len(printed) == 1

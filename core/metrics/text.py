@@ -1,46 +1,70 @@
 """`text_of`: what a metric is, as text that is the same in every process: ranks and checkpoints compare it."""
 
 import functools
-import re
+import types
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-import attrs
+import numpy as np
+import torch
 
-_PLAIN = (str, bytes, int, float, complex, bool, Fraction, type(None))
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+from trainfold.core.codec import leaf_digest
+
+_PLAIN = (str, bytes, int, float, complex, Fraction, type(None))
+_DEPTH = 8
 
 
-def text_of(value: Any) -> str:
-    """A metric, or one of its fields, as text: kinds, fields and their values, and neither addresses nor the order of a set.
+def text_of(value: Any, depth: int = _DEPTH) -> str:
+    """A metric, or one of its fields, as text: kinds, fields and their values, and neither addresses, devices nor the order of a set.
 
     Examples:
         >>> from trainfold.core.metrics.topk import TopK
         >>> text_of(TopK(5))
-        'trainfold.core.metrics.topk.TopK(k=5, ignore_index=-100)'
+        'trainfold.core.metrics.topk.TopK(ignore_index=-100, k=5)'
         >>> text_of({"b": frozenset({2, 1}), "a": max})
         "{'a': builtins.max, 'b': frozenset(1, 2)}"
     """
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, _PLAIN):
         return repr(value)
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if depth == 0:
+        return name
+    inner = functools.partial(text_of, depth=depth - 1)
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return _of_array(value, inner)
     if isinstance(value, Mapping):
-        text = "{" + ", ".join(sorted(f"{text_of(key)}: {text_of(item)}" for key, item in value.items())) + "}"
+        text = "{" + ", ".join(sorted(f"{inner(key)}: {inner(item)}" for key, item in value.items())) + "}"
     elif isinstance(value, list | tuple | set | frozenset):
-        items = list(map(text_of, value)) if isinstance(value, list | tuple) else sorted(map(text_of, value))
+        items = list(map(inner, value)) if isinstance(value, list | tuple) else sorted(map(inner, value))
         text = f"{type(value).__name__}({', '.join(items)})"
     elif isinstance(value, functools.partial):
-        text = f"partial({text_of(value.func)}, {text_of(value.args)}, {text_of(value.keywords)})"
+        text = f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
     elif hasattr(value, "__qualname__"):
-        text = f"{value.__module__}.{value.__qualname__}"
-    elif attrs.has(type(value)):
-        fields = (f"{field.name}={text_of(getattr(value, field.name))}" for field in attrs.fields(type(value)))
-        text = f"{text_of(type(value))}({', '.join(fields)})"
+        held = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        of = getattr(value, "__self__", None)
+        held += [] if of is None or isinstance(of, types.ModuleType) else [of]
+        text = f"{value.__module__}.{value.__qualname__}" + (f"[{', '.join(map(inner, held))}]" if held else "")
     else:
-        shown = "" if "__repr__" not in _methods(type(value)) else f": {_ADDRESS.sub('', repr(value))}"
-        text = text_of(type(value)) + shown
+        fields = sorted(f"{field}={inner(each)}" for field, each in _fields(value).items())
+        text = f"{name}({', '.join(fields)})"
     return text
 
 
-def _methods(kind: type) -> set[str]:
-    return {name for each in kind.__mro__ if each is not object for name in vars(each)}
+def _of_array(value: Any, inner: Any) -> str:
+    tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
+    if not isinstance(tensor, torch.Tensor):
+        return f"array{inner(value.tolist())}"
+    return f"{tensor.dtype}{list(tensor.shape)} {leaf_digest(tensor.detach().cpu().contiguous())}"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object and its slots, in the order of their names."""
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        for name, member in vars(kind).items():
+            if type(member) is types.MemberDescriptorType and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return {name: each for name, each in sorted(found.items()) if name != "__weakref__"}
