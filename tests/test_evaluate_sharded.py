@@ -58,8 +58,10 @@ def evaluated(collectives, kind, steps):
 @pytest.mark.parametrize("steps", [3, None])
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_uneven_shares_of_a_model_that_communicates_do_not_hang_and_count_once(processes, kind, steps):
-    """Q05: a rank without a batch takes its part in the model's collectives; what it repeats is not counted. Without steps, ranks ask
-    each other; what FSDP2 gathered it shards again."""
+    """Q05: a rank without a batch takes its part in the model's collectives; what it repeats is not counted.
+
+    Without steps, ranks ask each other; what FSDP2 gathered it shards again.
+    """
     model = make_model()
     wanted = trainfold.evaluate(measure(model), [batch for rank in range(3) for batch in shares(rank)], SUITE)
     ranks = processes.run(3, evaluated, kind, steps, collectives=PATIENT)
