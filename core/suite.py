@@ -181,7 +181,7 @@ def nonfinite_of(tally: Tally) -> dict[str, dict[str, int]]:
     """
     found = {}
     for name, accumulator in tally.accumulators.items():
-        counts = torch.zeros(len(_KINDS), dtype=torch.int64)
+        counts = torch.zeros(len(_KINDS), dtype=torch.int64, device="cpu")
         for path, leaf in tree.named_leaves(accumulator, "accumulator"):
             if path.endswith((".special", "['special']")):
                 counts += leaf.cpu().reshape(-1, len(_KINDS)).sum(0)

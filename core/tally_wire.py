@@ -99,9 +99,12 @@ def pack(suite: Suite, tally: Tally, layouts: Sequence[Layout], rank: int) -> to
                 parts.append(_padded(leaf, wide.shape)[..., wide.start : wide.stop].reshape(-1))
             else:
                 sizes = [math.prod(extent.shape) for extent in extents]
-                parts += [torch.zeros(size, dtype=torch.int64) for size in sizes[:rank]]
-                parts += [leaf.reshape(-1), *(torch.zeros(size, dtype=torch.int64) for size in sizes[rank + 1 :])]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+                parts += [torch.zeros(size, dtype=torch.int64, device="cpu") for size in sizes[:rank]]
+                parts += [
+                    leaf.reshape(-1),
+                    *(torch.zeros(size, dtype=torch.int64, device="cpu") for size in sizes[rank + 1 :]),
+                ]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def unpack(suite: Suite, tally: Tally, layouts: Sequence[Layout], summed: torch.Tensor, *, batches: int) -> Tally:

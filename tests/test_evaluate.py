@@ -380,6 +380,7 @@ def test_modules_are_in_evaluation_mode_and_come_back_as_they_were(kind, fails):
 
 
 def test_a_module_that_a_function_names_is_found_and_one_that_cannot_be_is_given():
+    GLOBAL_MODEL.seen.clear()
     trainfold.evaluate(of_global, batches_of(torch.ones(2), []), {"loss": M.Ratio()})
     assert GLOBAL_MODEL.seen == [(False, False, False)]
     assert GLOBAL_MODEL.training

@@ -952,6 +952,7 @@ def test_a_quantile_beyond_the_edges_is_absent_and_not_the_edge():
 
 
 MISUSES = {
+    "a fraction, which no float is": (M.Sum(), (Fraction(1, 3),), "Sum.values"),
     "a complex number": (M.Sum(), (torch.zeros(2, dtype=torch.complex64),), "Sum.values"),
     "a list": (M.Mean(), ([1.0],), "Mean.values"),
     "text": (M.Ratio(), (torch.zeros(2), "2"), "Ratio.den"),
@@ -1007,3 +1008,12 @@ def test_metrics_that_make_no_sense_are_refused_when_they_are_made(make):
     with pytest.raises(InvalidArgument) as caught:
         make()
     assert caught.value.mend
+
+
+def test_a_default_device_is_not_where_numbers_go():
+    """Accumulators begin on the CPU, whatever the script's default device is."""
+    with torch.device("meta"):
+        acc = M.Ratio().observe(M.Ratio().zero(), 1, np.float32(4))
+        hits = M.TopK(1).observe(M.TopK(1).zero(), torch.zeros(2, 3, device="cpu"), torch.zeros(2, device="cpu").long())
+    assert M.Ratio().result(acc) == 0.25
+    assert M.TopK(1).result(hits) == 1.0

@@ -4,6 +4,7 @@ import math
 import numbers
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainfold.core.errors import InvalidArgument
@@ -21,7 +22,7 @@ def real(where: str, value: Any) -> torch.Tensor:
         value: a tensor of any shape and real dtype, or a number of Python or numpy.
 
     Raises:
-        InvalidArgument: for anything else, complex tensors included, and for integers beyond int64.
+        InvalidArgument: for anything else, complex tensors and fractions included, and for integers beyond int64.
 
     Examples:
         >>> real("Sum.values", 2.5), real("Sum.values", True).dtype
@@ -34,13 +35,13 @@ def real(where: str, value: Any) -> torch.Tensor:
             )
         return value.detach()
     if isinstance(value, bool):
-        return torch.tensor(value)
+        return torch.tensor(value, device="cpu")
     if isinstance(value, numbers.Integral):
         if not -_INT64 <= (whole := int(value)) < _INT64:
             raise InvalidArgument(where, expected="an integer of 64 bits", found=whole, mend="give it as a float")
-        return torch.tensor(whole)
-    if isinstance(value, numbers.Real):
-        return torch.tensor(float(value), dtype=torch.float64)
+        return torch.tensor(whole, device="cpu")
+    if isinstance(value, float | np.floating) and np.dtype(type(value)).itemsize <= 8:
+        return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     raise InvalidArgument(
         where, expected="a tensor or a number", found=type(value).__name__, mend="make it one with torch.as_tensor"
     )

@@ -14,7 +14,7 @@ def no_counts(*shape: int) -> torch.Tensor:
         >>> no_counts(2)
         tensor([0, 0])
     """
-    return torch.zeros(shape, dtype=torch.int64)
+    return torch.zeros(shape, dtype=torch.int64, device="cpu")
 
 
 def add_counts(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Min:
 
     def zero(self) -> Extreme:
         """Nothing seen."""
-        return Extreme(torch.tensor(_MOST), no_counts(), no_counts(3))
+        return Extreme(torch.tensor(_MOST, device="cpu"), no_counts(), no_counts(3))
 
     def observe(self, acc: Extreme, values: Any) -> Extreme:
         """Add a batch.
@@ -91,7 +91,7 @@ class Max:
 
     def zero(self) -> Extreme:
         """Nothing seen."""
-        return Extreme(torch.tensor(_LEAST), no_counts(), no_counts(3))
+        return Extreme(torch.tensor(_LEAST, device="cpu"), no_counts(), no_counts(3))
 
     def observe(self, acc: Extreme, values: Any) -> Extreme:
         """Add a batch.

@@ -217,9 +217,9 @@ def _count(metric: str, acc: Bins, values: torch.Tensor, edges: tuple[float, ...
 def _bounds(edges: tuple[float, ...], *, is_float: bool) -> torch.Tensor:
     """For each edge the smallest value of the dtype that is not below it: values are below both or neither."""
     if is_float:
-        return torch.tensor([_ceil_to_float(edge) for edge in edges], dtype=torch.float64)
+        return torch.tensor([_ceil_to_float(edge) for edge in edges], dtype=torch.float64, device="cpu")
     whole = [math.ceil(edge) for edge in edges]  # no integer reaches the edges that are left out
-    return torch.tensor([max(edge, _LEAST) for edge in whole if edge <= _MOST], dtype=torch.int64)
+    return torch.tensor([max(edge, _LEAST) for edge in whole if edge <= _MOST], dtype=torch.int64, device="cpu")
 
 
 def _ceil_to_float(edge: float) -> float:

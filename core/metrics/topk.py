@@ -181,6 +181,6 @@ def _looked_up(rows: torch.Tensor, target: torch.Tensor, places: torch.Tensor, k
     among = larger < k
     (tied,) = torch.nonzero(among & (as_large > k), as_tuple=True)
     if len(tied):
-        is_before = torch.arange(rows.shape[-1]) < places[tied]
+        is_before = torch.arange(rows.shape[-1], device=rows.device) < places[tied]
         among[tied] = _rank(rows[tied], target[tied], is_before) < k
     return among
