@@ -1181,6 +1181,8 @@ def scaled(factor):
         (Plain(1), Plain(5)),
         (Plain(scaled(2)), Plain(scaled(3))),
         (Tagged(frozenset("ab")), Tagged(frozenset("ac"))),
+        (Plain(torch.float16), Plain(torch.float32)),
+        (Plain(np.float32), Plain(np.float64)),
     ],
 )
 def test_metrics_that_differ_in_a_field_have_another_text(one, other):

@@ -1,5 +1,6 @@
 """`text_of`: what a metric is, as text that is the same in every process: ranks and checkpoints compare it."""
 
+import enum
 import functools
 import types
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import torch
 
 from trainfold.core.codec import leaf_digest
 
-_PLAIN = (str, bytes, int, float, complex, Fraction, type(None))
+_PLAIN = (str, bytes, int, float, complex, Fraction, type(None), torch.dtype, torch.Size, enum.Enum)
 _DEPTH = 8
 
 
@@ -27,6 +28,8 @@ def text_of(value: Any, depth: int = _DEPTH) -> str:
     """
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, torch.device):
+        return f"device({value.type})"  # ranks have one each
     if isinstance(value, _PLAIN):
         return repr(value)
     name = f"{type(value).__module__}.{type(value).__qualname__}"
