@@ -42,7 +42,7 @@ laws: $(DEV)  ## the laws with many more examples (minutes)
 soak: $(DEV)  ## the laws for hours, with new examples each time
 	HYPOTHESIS_PROFILE=soak $(PYTEST) -n 2 --dist loadfile --timeout 0 tests
 
-oracle: $(DEV)  ## a million random evaluations and 1e5 of Hypothesis against fractions (half an hour)
+oracle: $(DEV)  ## a million random evaluations and 1e5 of Hypothesis against fractions (an hour)
 	TRAINFOLD_RANDOM_CASES=1000000 TRAINFOLD_EXAMPLES=100000 $(PYTEST) -n 2 tests/test_evaluation_oracle.py
 
 constraints: $(DEV)  ## write constraints.txt from what is installed

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ _MANY = 5_000  # a container with more is data
 _LEAVES = (torch.Tensor, torch.dtype, torch.device, str, bytes, bytearray, int, float, complex, range, type(None))
 _FOREIGN = frozenset({"builtins", "numpy", "asyncio", "threading", "logging", "re", "typing", "abc", "functools"})
 _LIBRARIES = _FOREIGN | {"torch", "trainfold"}
-_STANDARD = sysconfig.get_path("stdlib")
+_FOLDERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))  # Python's, and trainfold's own
 _INSTALLED = ("site-packages", "dist-packages")
 _LAZY = (map, filter, zip, enumerate, reversed, itertools.chain, itertools.islice)
 
@@ -138,8 +139,7 @@ def _of_function(function: types.FunctionType) -> list[Any]:
 
 def _is_library(function: types.FunctionType) -> bool:
     path = function.__code__.co_filename
-    home = str(function.__globals__.get("__name__", "")).partition(".")[0]
-    return home in _LIBRARIES or path.startswith(_STANDARD) or any(name in path for name in _INSTALLED)
+    return path.startswith(_FOLDERS) or any(name in path for name in _INSTALLED)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
