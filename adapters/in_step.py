@@ -7,9 +7,8 @@ from typing import Any, TypeVar, final
 import attrs
 import torch
 
-from trainfold.backends.collectives import error_text
 from trainfold.core import tree
-from trainfold.core.errors import InvalidArgument, RankFailed
+from trainfold.core.errors import InvalidArgument, RankFailed, error_text
 from trainfold.core.suite import Suite, Tally, no_tally, observe
 from trainfold.core.world import Collectives
 

@@ -20,9 +20,9 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 def undisturbed(modules: Sequence[torch.nn.Module], data: object) -> Iterator[None]:
     """Run a block without gradients, with modules in evaluation mode; then put everything back, also when it raises.
 
-    Put back are the mode of each submodule (when the last thread that evaluates it is done), whether gradients are recorded, parameters that FSDP2 gathered, the global random
-    streams of Python, NumPy, torch and the modules' device, the generators that ``data`` can be seen to draw from, and its position
-    where it has ``state_dict`` and ``load_state_dict``.
+    Put back are the mode of each submodule (when the last thread that evaluates it is done), whether gradients are recorded,
+    parameters that FSDP2 gathered, the global random streams of Python, NumPy, torch and the modules' device, the generators that
+    ``data`` can be seen to draw from, and its position where it has ``state_dict`` and ``load_state_dict``.
 
     Args:
         modules: to be evaluated.

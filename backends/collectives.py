@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, final
 import attrs
 import torch
 
-from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, TrainfoldError
+from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, TrainfoldError, error_text
 from trainfold.core.spec import dtype_name
 
 T = TypeVar("T")
@@ -315,19 +315,6 @@ class _Room:
     def _raise_failure(self) -> None:
         if self.failure is not None:
             raise copy.copy(self.failure) from (self._cause[1] if self._cause else None)
-
-
-def error_text(error: BaseException) -> str:
-    """What an error says, also of one that cannot say it.
-
-    Examples:
-        >>> error_text(ValueError("too long"))
-        'ValueError: too long'
-    """
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 its own text failed
-        return type(error).__name__
 
 
 def _rank_failed(rank: int, expected: str, found: str) -> RankFailed:

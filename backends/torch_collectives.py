@@ -3,19 +3,19 @@
 import hashlib
 import secrets
 import struct
+import sys
 import time
-import weakref
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, NoReturn, TypeVar, final
 
 import torch
 
-from trainfold.backends.collectives import Call, check_source, error_text
+from trainfold.backends.collectives import Call, check_source
 from trainfold.backends.notice_board import Fault, NoticeBoard
 from trainfold.backends.ordered_sum import sum_plan
 from trainfold.backends.wire import from_wire, to_wire
-from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree
+from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, error_text
 from trainfold.core.spec import dtype_name
 
 T = TypeVar("T")
@@ -70,11 +70,12 @@ class TorchCollectives:
         dist = self._dist = _initialised()
         self._timeout_secs = timeout_secs
         self._calls = 0
-        self._faults: list[Fault] = []  # at most one; its own object, which outlives this one
+        self._faults: list[Fault] = []  # at most one
+        self._own: Any = None
         try:
             if group is None:
                 group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
-                weakref.finalize(self, _release, dist, group, self._faults).atexit = False
+                self._own = group
             self._group = _checked(dist, group)
             self.rank: int = dist.get_rank(group)
             self.world_size: int = dist.get_world_size(group)
@@ -88,6 +89,16 @@ class TorchCollectives:
             ) from error
         store = dist.PrefixStore(f"trainfold/{bytes(token.tolist()).hex()}", _default_store(dist))
         self._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=grace_secs)
+
+    def __del__(self) -> None:
+        """Give the sockets of a group of our own back; one with an exchange under way, or at Python's end, is left alone.
+
+        No `weakref.finalize`: its registry would keep the group until torch has gone, and end the process with an abort.
+        """
+        own = getattr(self, "_own", None)
+        if own is not None and not self._faults and not sys.is_finalizing() and self._dist.is_initialized():
+            with suppress(ValueError, RuntimeError):  # destroyed with the world already
+                self._dist.destroy_process_group(own)
 
     def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The sums of equally shaped tensors over the ranks, added in rank order; the same bits on every rank.
@@ -262,13 +273,6 @@ class TorchCollectives:
         except InvalidArgument as error:
             self.fail(error)
             raise
-
-
-def _release(dist: Any, group: Any, faults: list[Fault]) -> None:
-    """Give the sockets of a group back that nobody can use any more; one with an exchange under way is left to the end."""
-    if not faults and dist.is_initialized():
-        with suppress(ValueError, RuntimeError):  # destroyed with the world already
-            dist.destroy_process_group(group)
 
 
 def _initialised() -> Any:

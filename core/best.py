@@ -9,7 +9,7 @@ from typing import Any, final
 
 import attrs
 
-from trainfold.core.errors import InvalidArgument, RankFailed
+from trainfold.core.errors import InvalidArgument, RankFailed, error_text
 from trainfold.core.given import real_given
 from trainfold.core.scalars import shown
 from trainfold.core.score import Direction, beats, checked_direction, checked_step, finite_given
@@ -151,7 +151,7 @@ def decide_best(
         try:
             verdict = (*decide_best(record, result, step=step), "")
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
-            failure, verdict = error, (None, False, f"{type(error).__name__}: {error}")
+            failure, verdict = error, (None, False, error_text(error))
     decided, won, problem = collectives.broadcast(verdict)
     if failure is not None:
         raise failure

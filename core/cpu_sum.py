@@ -6,14 +6,14 @@ import torch
 
 from trainfold.core.float_bits import FORMATS, units_of_bits
 from trainfold.core.limbs import UNIT, units_of
-from trainfold.core.terms import BLOCK, bins_of, is_plain, sum_of_doubles, sum_of_floats, sum_of_ints
+from trainfold.core.terms import BLOCK, bins_of, is_plain, sum_of_floats, sum_of_ints
 
 Special: TypeAlias = tuple[int, int, int]
 
 NO_SPECIAL: Special = (0, 0, 0)
 BLOCK_OF_BINS = 1 << 16  # bins need a dozen integers for each term
 _FEW = 32  # elements that Python adds sooner than torch
-_DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def sum_on_cpu(terms: torch.Tensor) -> tuple[int, Special]:
@@ -48,18 +48,15 @@ def _sum_of_block(block: torch.Tensor) -> tuple[int, Special]:
     if not block.is_floating_point():
         return sum_of_ints(block) << UNIT, NO_SPECIAL
     terms = block.contiguous() if block.dtype == torch.float64 else block.float().contiguous()
-    units = _sum_of_plain(terms, block.dtype)
+    digits = _DIGITS[block.dtype]
+    units = sum_of_floats(terms, digits=digits)
     if units is not None:
         return units, NO_SPECIAL
     plain = is_plain(terms)
     others, special = _sum_by_bins(terms[~plain])
     terms = torch.where(plain, terms, 0)
-    units = _sum_of_plain(terms, block.dtype)
+    units = sum_of_floats(terms, digits=digits)
     return others + (_sum_by_bins(terms)[0] if units is None else units), special
-
-
-def _sum_of_plain(terms: torch.Tensor, dtype: torch.dtype) -> int | None:
-    return sum_of_doubles(terms) if dtype == torch.float64 else sum_of_floats(terms, digits=_DIGITS[dtype])
 
 
 def _sum_by_bins(terms: torch.Tensor) -> tuple[int, Special]:

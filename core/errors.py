@@ -41,6 +41,19 @@ def _rebuild(cls: type[TrainfoldError], where: str, expected: object, found: obj
     return cls(where, expected=expected, found=found, mend=mend)
 
 
+def error_text(error: BaseException) -> str:
+    """What an error says, also of one that cannot say it.
+
+    Examples:
+        >>> error_text(ValueError("too long"))
+        'ValueError: too long'
+    """
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 its own text failed
+        return type(error).__name__
+
+
 # --- values that cannot be -------------------------------------------------------------------------------------------
 
 

@@ -101,6 +101,11 @@ def check_tally(where: str, suite: Suite, tally: object) -> None:
     )
 
 
+def arguments_of(outputs: Any) -> tuple[Any, ...]:
+    """What a metric's ``observe`` gets after the accumulator: a tuple or list of arguments, or one."""
+    return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
+
+
 def observe(suite: Suite, tally: Tally, outputs: object) -> Tally:
     """The tally with one more batch.
 
@@ -137,10 +142,8 @@ def observe(suite: Suite, tally: Tally, outputs: object) -> Tally:
     accumulators = dict(tally.accumulators)
     for name in suite:
         if name in outputs:
-            given = outputs[name]
-            arguments = given if isinstance(given, tuple | list) else (given,)
             try:
-                accumulators[name] = suite[name].observe(accumulators[name], *arguments)
+                accumulators[name] = suite[name].observe(accumulators[name], *arguments_of(outputs[name]))
             except Exception as error:
                 error.add_note(f"(metric {name!r}: {suite[name]!r})")
                 raise

@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, RanksDisagree
 from trainfold.core.metrics.metric import Metric
-from trainfold.core.metrics.text import text_of
 from trainfold.core.suite import Suite, Tally
 
 Shape = tuple[int, ...]
@@ -63,7 +62,7 @@ def layout_of(suite: Suite, tally: Tally, *, world_size: int) -> Layout:
     return tuple(
         MetricLayout(
             name,
-            text_of(metric),
+            tally.metrics[name],
             _adds(metric),
             _extents(name, tally.accumulators[name], summands=world_size if _adds(metric) else 1),
         )

@@ -53,52 +53,39 @@ def halves_of_ints(terms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (upper & MASK if is_unsigned else upper), whole & MASK
 
 
-def sum_of_floats(terms: torch.Tensor, *, digits: int = 24) -> int | None:
-    """The sum of a float32 tensor on the CPU in units of 2**-1074, or None if it has terms that are not plain.
+def sum_of_floats(terms: torch.Tensor, *, digits: int) -> int | None:
+    """The sum of a tensor on the CPU in units of 2**-1074, or None if it has terms that are not plain, or too far apart.
 
     Args:
-        terms: float32, one dimension, contiguous, not empty, at most ``BLOCK`` elements.
-        digits: significant bits of a term: 24, or fewer where they come from a narrower dtype.
+        terms: float32 or float64, one dimension, contiguous, not empty, at most ``BLOCK`` elements.
+        digits: significant bits of a term: 53, 24, or fewer where they come from a narrower dtype.
 
     Examples:
-        >>> sum_of_floats(torch.tensor([0.5, 0.25])) == 3 << (UNIT - 2)
+        >>> sum_of_floats(torch.tensor([0.5, 0.25]), digits=24) == 3 << (UNIT - 2)
         True
-        >>> sum_of_floats(torch.tensor([1.0, float("inf")])) is None
+        >>> sum_of_floats(torch.tensor([0.1, -0.1, 0.5], dtype=torch.float64), digits=53) == 1 << (UNIT - 1)
+        True
+        >>> sum_of_floats(torch.tensor([1.0, float("inf")]), digits=24) is None
         True
     """
+    form = FORMATS[terms.dtype]
     low, high = _magnitudes(terms)
     if high == 0:
         return 0
-    least, most = low >> 23, high >> 23
-    first, last = _PLAIN[torch.float32]
+    least, most = low >> form.fraction_bits, high >> form.fraction_bits
+    first, last = _PLAIN[terms.dtype]
     if not first <= least <= most <= last:
         return None
-    grid = least - 126 - digits  # every term is a multiple of 2**grid, and below 2**(most - 126)
+    bias = form.exponents // 2 - 1
+    grid = least - bias - digits  # every term is a multiple of 2**grid, and below 2**(most - bias)
     spare = 53 - digits - (most - least)
     if spare >= 0 and 1 << spare >= _SMALLEST_ROW:
         return _rows(terms, 1 << spare, grid) << (UNIT + grid)
-    return _windows(terms, grid, most - 126)
-
-
-def sum_of_doubles(terms: torch.Tensor) -> int | None:
-    """The same of a float64 tensor; None also if its exponents lie too far apart.
-
-    Examples:
-        >>> sum_of_doubles(torch.tensor([0.1, -0.1, 0.5], dtype=torch.float64)) == 1 << (UNIT - 1)
-        True
-    """
-    low, high = _magnitudes(terms)
-    if high == 0:
-        return 0
-    least, most = low >> 52, high >> 52
-    first, last = _PLAIN[torch.float64]
-    if not first <= least <= most <= last:
-        return None
-    return _windows(terms, least - 1075, most - 1022)
+    return _windows(terms, grid, most - bias)
 
 
 def is_plain(terms: torch.Tensor) -> torch.Tensor:
-    """Which terms of a float32 or float64 tensor have exponents that the two functions above take; zeros are among them.
+    """Which terms of a float32 or float64 tensor have exponents that `sum_of_floats` takes; zeros are among them.
 
     Examples:
         >>> is_plain(torch.tensor([1.0, 0.0, 1e-40, float("nan")]))
@@ -170,9 +157,8 @@ def _magnitudes(terms: torch.Tensor) -> tuple[int, int]:
     magnitudes = bits & largest
     low, high = _ends(magnitudes)
     if low == 0:
-        low = (_ends(magnitudes.add_(largest))[0] - largest) & (
-            2 * largest + 1
-        )  # wraps: zeros become the largest of all
+        wrapped, _ = _ends(magnitudes.add_(largest))  # zeros become the largest of all, and the others keep their order
+        low = (wrapped - largest) & (2 * largest + 1)
     return low, high
 
 

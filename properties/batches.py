@@ -9,7 +9,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 
-__all__ = ["OutputsOf", "arguments_of", "cuts_of", "fresh", "need_rows", "row_count", "taken"]
+__all__ = ["OutputsOf", "cuts_of", "fresh", "need_rows", "row_count", "taken"]
 
 OutputsOf: TypeAlias = Callable[[Any], Any]
 
@@ -79,11 +79,6 @@ def fresh(sample: Any) -> Any:
     return tree.map(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf), sample
     )
-
-
-def arguments_of(outputs: Any) -> tuple[Any, ...]:
-    """What ``observe`` gets after the accumulator, as an evaluation gives it: a tuple or list of arguments, or one."""
-    return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
 
 
 def _described(sample: Any) -> str:

@@ -10,8 +10,9 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.metrics.metric import Metric
+from trainfold.core.suite import arguments_of
 from trainfold.properties.accumulators import difference_of, leafwise_sum, shown
-from trainfold.properties.batches import OutputsOf, arguments_of, cuts_of, fresh, row_count, taken
+from trainfold.properties.batches import OutputsOf, cuts_of, fresh, row_count, taken
 from trainfold.properties.differences import ContractBroken
 
 __all__ = ["METRIC_RULES", "Case", "Rule", "make_case"]

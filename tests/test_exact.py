@@ -27,7 +27,7 @@ from trainfold.core.exact import (
 )
 from trainfold.core.float_bits import FORMATS
 from trainfold.core.limbs import LIMBS, carried
-from trainfold.core.terms import bins_of, sum_of_doubles, sum_of_floats, sum_of_ints
+from trainfold.core.terms import bins_of, sum_of_floats, sum_of_ints
 
 FLOATS = {torch.float64: 64, torch.float32: 32, torch.float16: 16, torch.bfloat16: 32}
 MANY = settings(deadline=None, max_examples=200)
@@ -83,7 +83,7 @@ def test_order_and_partition_change_no_bit(tensor, data):
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=3000))
 def test_rows_and_bins_agree(values):
     tensor = torch.tensor(values, dtype=torch.float32)
-    fast = sum_of_floats(tensor)
+    fast = sum_of_floats(tensor, digits=24)
     slow = sum(limb << (32 * i) for i, limb in enumerate(bins_of(tensor)[0][0].tolist()))
     assert fast is None or fast == slow
 
@@ -136,7 +136,7 @@ def test_rows_of_the_largest_terms_do_not_round_the_smallest_away(spread):
 
 @pytest.mark.parametrize("values", [[0.0, 1.5], [0.0, -1.5], [-0.0, 1.5], [-0.0, 0.0], [2.0, -(2.0**-20)]])
 def test_zeros_and_signs_do_not_keep_terms_from_rows(values):
-    assert sum_of_floats(torch.tensor(values * 100)) is not None
+    assert sum_of_floats(torch.tensor(values * 100), digits=24) is not None
 
 
 @pytest.mark.parametrize("spread", range(28))
@@ -147,7 +147,7 @@ def test_rows_of_float64_lose_no_bit(spread, scale):
     tensor[8], tensor[9] = 0.0, math.ldexp(-1.0 - 2.0**-27, scale)
     assert exact_value(exact_add(exact_zero(), tensor)) == fraction_of(tensor)
     if spread <= 25 and scale == 0:
-        assert sum_of_doubles(tensor) is not None
+        assert sum_of_floats(tensor, digits=53) is not None
 
 
 @MANY
@@ -173,7 +173,7 @@ def test_windows_take_a_spread_of_24_to_100_bits(dtype):
     """What rows cannot hold does not fall into the slow bins at once."""
     for spread in (25, 60, 100):
         values = torch.tensor([1.0 + 2**-23, 2.0**-spread] * 600, dtype=dtype)
-        fast = sum_of_floats(values) if dtype == torch.float32 else sum_of_doubles(values)
+        fast = sum_of_floats(values, digits=24 if dtype == torch.float32 else 53)
         assert Fraction(fast, 1 << 1074) == fraction_of(values)
 
 
@@ -203,7 +203,7 @@ def test_many_rows_of_columns_are_added_like_few(tensor, columns):
 
 @pytest.mark.parametrize("value", [5e-324, 2.0**-1022, 1.7e308, float("inf"), float("nan")])
 def test_float64_beyond_what_rows_can_hold_goes_through_bins(value):
-    assert sum_of_doubles(torch.full((100,), value, dtype=torch.float64)) is None
+    assert sum_of_floats(torch.full((100,), value, dtype=torch.float64), digits=53) is None
 
 
 @MANY
@@ -316,9 +316,9 @@ def test_rows_of_windows_are_full_and_do_not_round(seed, sign):
     """All terms near the top and of one sign, with every bit in use: ten bits of a row's sum are those of its length."""
     generator = torch.Generator().manual_seed(seed)
     values = sign * (1 + torch.rand(4096, generator=generator, dtype=torch.float64))
-    assert Fraction(sum_of_doubles(values), 1 << 1074) == fraction_of(values)
+    assert Fraction(sum_of_floats(values, digits=53), 1 << 1074) == fraction_of(values)
     widened = torch.cat([values, torch.ldexp(values[:2048], torch.tensor(-53)), torch.tensor([2.0**-100]).double()])
-    assert Fraction(sum_of_doubles(widened), 1 << 1074) == fraction_of(widened)
+    assert Fraction(sum_of_floats(widened, digits=53), 1 << 1074) == fraction_of(widened)
 
 
 # --- every dtype, whatever the CPU does with subnormals --------------------------------------------------------------
