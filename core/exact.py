@@ -18,6 +18,7 @@ from trainfold.core.cpu_sum import BLOCK_OF_BINS, NO_SPECIAL, Special, sum_on_cp
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.float_bits import FORMATS, bits_of, units_of_bits
 from trainfold.core.limbs import LIMBS, UNIT, carried, limbs_of, settled, units_of
+from trainfold.core.plain import check_plain
 from trainfold.core.scalars import shown
 from trainfold.core.terms import KINDS, bins_of
 
@@ -76,7 +77,8 @@ def exact_add(total: ExactSum, terms: Number) -> ExactSum:
             numpy.
 
     Raises:
-        InvalidArgument: for complex and quantized terms, fractions and decimals, and for a total that has positions.
+        InvalidArgument: for complex and quantized terms, fractions and decimals, tensors that are not plain memory (DTensors),
+            and for a total that has positions.
 
     Examples:
         >>> total = exact_add(exact_zero(), torch.tensor([1e16, 1.0, -1e16], dtype=torch.float64))
@@ -250,6 +252,7 @@ def _add_bins(total: ExactSum, terms: torch.Tensor, columns: int) -> ExactSum:
 
 def _real(terms: torch.Tensor) -> torch.Tensor:
     """The terms as a tensor of integers, or of floats that `FORMATS` has; conversions from 8 bits are exact."""
+    check_plain("terms", terms)
     if terms.dtype in _NARROW:
         terms = terms.float()
     elif terms.dtype not in FORMATS and terms.dtype not in _INTEGERS:

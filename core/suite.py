@@ -10,6 +10,7 @@ from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.metrics.metric import Metric
 from trainfold.core.metrics.text import text_of
+from trainfold.core.plain import check_plain
 from trainfold.core.scalars import shown
 
 Suite = Mapping[str, Metric]
@@ -116,7 +117,8 @@ def observe(suite: Suite, tally: Tally, outputs: object) -> Tally:
             argument.
 
     Raises:
-        InvalidArgument: for outputs that are no mapping, and for names that the suite has not.
+        InvalidArgument: for outputs that are no mapping, names that the suite has not, and tensors that are not plain memory, such
+            as DTensors.
 
     Examples:
         >>> from trainfold import metrics as M
@@ -143,7 +145,11 @@ def observe(suite: Suite, tally: Tally, outputs: object) -> Tally:
     for name in suite:
         if name in outputs:
             try:
-                accumulators[name] = suite[name].observe(accumulators[name], *arguments_of(outputs[name]))
+                given = arguments_of(outputs[name])
+                for leaf in tree.leaves(given):
+                    if isinstance(leaf, torch.Tensor):
+                        check_plain(f"what forward returned for {name!r}", leaf)
+                accumulators[name] = suite[name].observe(accumulators[name], *given)
             except Exception as error:
                 error.add_note(f"(metric {name!r}: {suite[name]!r})")
                 raise

@@ -28,6 +28,7 @@ from trainfold.backends.collectives import run_threads, thread_outcomes
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, RankFailed, RanksDisagree
 from trainfold.core.evaluation import Evaluation
+from trainfold.core.exact import exact_add, exact_zero
 from trainfold.core.metrics.text import text_of
 
 MANY = settings(deadline=None, max_examples=40)
@@ -1207,3 +1208,32 @@ def test_the_text_of_a_metric_is_the_same_in_every_process():
         for seed in (1, 2)
     }
     assert len(printed) == 1
+
+
+# --- what a third review found ---------------------------------------------------------------------------------------
+
+
+class Ordinary(torch.Tensor):
+    """A subclass that is plain memory."""
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
+@pytest.mark.parametrize("count", [8, 100])
+def test_tensors_that_are_not_plain_memory_are_refused(count):
+    """Q02: what lies in their memory is another sum than theirs."""
+    terms = torch.arange(float(count))
+    for odd, named in (
+        (torch.masked.masked_tensor(terms, terms < 3), "MaskedTensor"),
+        (torch.nested.nested_tensor([terms, terms[:2]]), "nested"),
+        (torch.nested.nested_tensor([terms, terms[:2]], layout=torch.jagged), "NestedTensor"),
+        (terms.to_sparse(), "sparse"),
+    ):
+        for metric in (M.Mean(), Fielded()):
+            with pytest.raises(InvalidArgument, match=f"forward returned for 'sum': .*{named}"):
+                trainfold.evaluate(lambda _, odd=odd: {"sum": odd}, [0], {"sum": metric})
+        with pytest.raises(InvalidArgument, match=named):
+            M.Sum().observe(M.Sum().zero(), odd)
+        with pytest.raises(InvalidArgument, match=named):
+            exact_add(exact_zero(), odd)
+    for plain in (torch.nn.Parameter(terms), terms.as_subclass(Ordinary)):
+        assert trainfold.evaluate(summed, [plain], SUM) == {"sum": terms.sum().item()}

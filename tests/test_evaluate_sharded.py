@@ -71,3 +71,25 @@ def test_uneven_shares_of_a_model_that_communicates_do_not_hang_and_count_once(p
         for name, value in found.items():  # a sharded model may round otherwise than a whole one, never by much
             assert float.fromhex(value) == pytest.approx(wanted[name], rel=1e-6)
     assert all(found == ranks[0][0] for found, *_ in ranks)
+
+
+def refused(collectives):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (collectives.world_size,))
+    losses = distribute_tensor(torch.arange(100.0), mesh, [Shard(0)])
+    whole = trainfold.evaluate(lambda d: {"loss": (d.full_tensor(), d.numel())}, [losses], {"loss": M.Ratio()})
+    try:
+        trainfold.evaluate(lambda d: {"loss": (d, d.numel())}, [losses], SUITE, collectives=collectives)
+    except trainfold.TrainfoldError as error:
+        return whole["loss"], str(error)
+
+
+def test_a_dtensor_is_refused_and_its_whole_is_not(processes):
+    """Q02: sums would be of this rank's shard, and numbers of elements of all."""
+    for loss, text in processes.run(2, refused, collectives=PATIENT):
+        assert loss == 49.5
+        assert "what forward returned for 'loss'" in text
+        assert "found DTensor" in text
+        assert ".full_tensor()" in text

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.plain import check_plain
 
 __all__ = ["check_classes", "integers", "is_number", "real", "same_shape"]
 
@@ -22,13 +23,14 @@ def real(where: str, value: Any) -> torch.Tensor:
         value: a tensor of any shape and real dtype, or a number of Python or numpy.
 
     Raises:
-        InvalidArgument: for anything else, complex tensors and fractions included, and for integers beyond int64.
+        InvalidArgument: for anything else, complex tensors, DTensors and fractions included, and for integers beyond int64.
 
     Examples:
         >>> real("Sum.values", 2.5), real("Sum.values", True).dtype
         (tensor(2.5000, dtype=torch.float64), torch.bool)
     """
     if isinstance(value, torch.Tensor):
+        check_plain(where, value)
         if value.is_complex() or value.is_quantized or value.dtype == torch.uint64:
             raise InvalidArgument(
                 where, expected="real numbers", found=value.dtype, mend="give real parts, dequantized; int64 for uint64"
