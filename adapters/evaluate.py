@@ -3,26 +3,37 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import attrs
 import torch
 
-from trainfold.adapters.in_step import NOTHING, Agreed, Forward, Share, everywhere, see_alone, see_in_step
-from trainfold.adapters.reach import reachable
+from trainfold.adapters.drawn import Source, Span, begin_of, source_of, span_of, together
+from trainfold.adapters.in_step import (
+    NOTHING,
+    Agreed,
+    Ahead,
+    Forward,
+    Share,
+    everywhere,
+    raise_again,
+    see_alone,
+    see_in_step,
+)
 from trainfold.adapters.undisturbed import communicate, modules_of, undisturbed
+from trainfold.backends.closing import close_generators
 from trainfold.backends.collectives import SingleProcess
-from trainfold.backends.time_limit import TimeLimit
 from trainfold.core import tree
 from trainfold.core.codec import digest_of, leaf_digest
 from trainfold.core.errors import InvalidArgument, RanksDisagree
-from trainfold.core.eval_cursor import DistributedEvalCursor, EvalBatches
 from trainfold.core.evaluation import Evaluation, evaluation_of
 from trainfold.core.metrics.metric import Metric
 from trainfold.core.scalars import shown
 from trainfold.core.suite import Suite, Tally, check_suite, check_tally, merge_tallies, no_tally
 from trainfold.core.tally_wire import Layout, check_layouts, layout_of, pack, unpack
 from trainfold.core.world import Collectives
+
+T = TypeVar("T")
 
 
 @final
@@ -55,7 +66,7 @@ class _Report:
 
     layout: Layout
     batches: int
-    complete: bool
+    span: Span
 
 
 def evaluate(  # noqa: PLR0913 what is rare is named
@@ -111,57 +122,67 @@ def evaluate(  # noqa: PLR0913 what is rare is named
     try:
         return _evaluate(forward, batches, suite, ranks, _Given(steps, start, modules))
     except Agreed as agreed:
-        raise agreed.error from agreed.error.__cause__
-    except BaseException as error:
-        ranks.fail(error)
+        error = agreed.error
+    except BaseException as interrupt:
+        ranks.fail(interrupt)
         raise
+    try:
+        raise_again(error)
+    finally:
+        del error
 
 
 def _evaluate(forward: Forward, batches: Any, suite: object, ranks: Collectives, given: "_Given") -> Evaluation:
     with ExitStack() as stack:
 
-        def opened() -> tuple[tuple[Share, list[EvalBatches[Any] | TimeLimit[Any]]], _Opening]:
+        def opened() -> tuple[tuple[Share, Source], _Opening]:
             checked = check_suite(suite)
             _check_arguments(forward, given.steps)
             found = [*modules_of(forward), *_modules_given(given.modules)]
-            limits: list[Any] = reachable(batches, (EvalBatches, TimeLimit))
-            going_on = _digest(checked, given.start, limits)
-            position = _position(limits, ranks)
-            stack.enter_context(undisturbed(found, batches))
+            source = source_of(batches)
+            going_on = _digest(checked, given.start)
+            position = begin_of(source, given.start, ranks)
+            stack.enter_context(undisturbed(found, batches, source.generators))
             iterator = _iterator(batches)
-            first = next(iterator, NOTHING)
+            stack.callback(close_generators, iterator)
+            share = Share(forward, checked, Ahead(iterator))
             layout = layout_of(checked, no_tally(checked), world_size=ranks.world_size)
-            opening = _Opening(given.steps, communicate(found), first is not NOTHING, position, going_on, layout)
-            return (Share(forward, checked, iterator, first), limits), opening
+            has_batch = share.batches.batch is not NOTHING
+            return (share, source), _Opening(given.steps, communicate(found), has_batch, position, going_on, layout)
 
-        (share, limits), openings = everywhere(ranks, opened)
+        (share, source), openings = everywhere(ranks, opened)
         _check_openings(openings)
         in_step = given.steps is not None or (
             ranks.world_size > 1 and any(opening.communicates for opening in openings)
         )
         having = [opening.has_batch for opening in openings]
-        seen = see_in_step(share, ranks, steps=given.steps, having=having) if in_step else None
+        in_steps = [see_in_step(share, ranks, steps=given.steps, having=having)] if in_step else []
 
         def reported() -> tuple[Tally, _Report]:
-            mine = see_alone(share) if seen is None else seen
+            mine = in_steps.pop() if in_step else see_alone(share)
             if mine.failure is not None:
-                raise mine.failure
+                try:
+                    raise_again(mine.failure)
+                finally:
+                    del mine
             tally = merge_tallies(share.suite, no_tally(share.suite), mine.tally)  # on the CPU, with all carries done
             layout = layout_of(share.suite, tally, world_size=ranks.world_size)
-            whole = [limit.complete for limit in limits] or [getattr(batches, "complete", True)]
-            complete = all(whole) and not mine.has_more and _follows(given.start, limits)
-            return tally, _Report(layout, tally.batches, complete)
+            span = span_of(source, given.start, seen=tally.batches, has_more=mine.has_more)
+            return tally, _Report(layout, tally.batches, span)
 
         tally, reports = everywhere(ranks, reported)
     layouts = [report.layout for report in reports]
     _agreeing(lambda: check_layouts(layouts))
-    (summed,) = ranks.all_sum([pack(share.suite, tally, layouts, ranks.rank)])
-    tally = unpack(share.suite, tally, layouts, summed, batches=sum(report.batches for report in reports))
-    if given.start is not None:
-        tally = merge_tallies(share.suite, given.start, tally)
-    complete = all(report.complete for report in reports)
-    reached = max((_after(limit) for limit in limits), default=-1)
-    return evaluation_of(share.suite, attrs.evolve(tally, complete=complete, next_index=reached))
+    (summed,) = ranks.all_sum([pack(tally, layouts, ranks.rank)])
+
+    def ended() -> Evaluation:
+        whole = unpack(share.suite, tally, layouts, summed, batches=sum(report.batches for report in reports))
+        if given.start is not None:
+            whole = merge_tallies(share.suite, given.start, whole)
+        next_index, complete = together([report.span for report in reports])
+        return evaluation_of(share.suite, attrs.evolve(whole, complete=complete, next_index=next_index))
+
+    return _agreeing(ended)
 
 
 def _check_openings(openings: Sequence[_Opening]) -> None:
@@ -174,11 +195,11 @@ def _check_openings(openings: Sequence[_Opening]) -> None:
         _agreeing(functools.partial(_check_same, what, told, mend))
 
 
-def _agreeing(check: Callable[[], None]) -> None:
-    """A check of what all ranks were told: every rank comes to the same end."""
+def _agreeing(work: Callable[[], T]) -> T:
+    """Work on what all ranks were told: every rank comes to the same end, also where that is an error."""
     try:
-        check()
-    except RanksDisagree as error:
+        return work()
+    except Exception as error:
         raise Agreed(error) from error
 
 
@@ -212,58 +233,13 @@ def _modules_given(modules: object) -> list[torch.nn.Module]:
     return given
 
 
-def _position(limits: Sequence[Any], ranks: Collectives) -> str:
-    """Where batches of cursors begin, as text; the same on every rank."""
-    for batches in limits:
-        of = (getattr(batches, "rank", ranks.rank), getattr(batches, "world_size", ranks.world_size))
-        if of != (ranks.rank, ranks.world_size):
-            raise InvalidArgument(
-                "batches",
-                expected=f"those of rank {ranks.rank} of {ranks.world_size}",
-                found=f"those of rank {of[0]} of {of[1]}",
-                mend="give the same collectives to eval_batches and to evaluate",
-            )
-    return "; ".join(
-        f"{cursor}, {batches.steps} steps" for batches in limits if (cursor := _cursor(batches)) is not None
-    )
-
-
-def _cursor(batches: Any) -> DistributedEvalCursor | None:
-    cursor = getattr(batches, "cursor", None)
-    return cursor if isinstance(cursor, DistributedEvalCursor) else None
-
-
-def _after(batches: Any) -> int:
-    try:
-        return int(batches.after.next_index)
-    except AttributeError:  # batches without a cursor, or cut where nobody knows
-        return -1
-
-
-def _follows(start: Tally | None, limits: Sequence[Any]) -> bool:
-    """Whether nothing lies between what was seen before and the first of these batches."""
-    cursors = [cursor for batches in limits if (cursor := _cursor(batches)) is not None]
-    if start is None or start.batches == 0:
-        return all(cursor.next_index == 0 for cursor in cursors)
-    return start.complete or (start.next_index >= 0 and bool(cursors))
-
-
-def _digest(suite: Suite, start: Tally | None, limits: Sequence[Any]) -> str:
+def _digest(suite: Suite, start: Tally | None) -> str:
     if start is None:
         return ""
     check_tally("start", suite, start)
-    for cursor in map(_cursor, limits):
-        if cursor is not None and start.batches and cursor.next_index != start.next_index:
-            reached = f"sample {start.next_index}" if start.next_index >= 0 else "no known position"
-            raise InvalidArgument(
-                "start",
-                expected=f"a tally that reached sample {cursor.next_index}, where the batches begin",
-                found=f"one that reached {reached}",
-                mend="begin where it ended: make_eval_cursor(..., after=the cursor that was saved with it)",
-            )
     leaves = [leaf.cpu().contiguous() for leaf in tree.leaves(start.accumulators)]
     texts = [f"{tuple(leaf.shape)} {leaf_digest(leaf)}" for leaf in leaves]
-    return digest_of("\n".join([*texts, str(start.batches)]).encode())
+    return digest_of("\n".join([*texts, f"{start.batches} {start.complete} {start.next_index}"]).encode())
 
 
 def _check_same(what: str, told: Sequence[object], mend: str) -> None:

@@ -1,10 +1,13 @@
 """Ranks that evaluate in step: as many forward calls on each, for a forward that itself communicates (Q05)."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, final
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar, final
 
 import attrs
+import numpy as np
 import torch
 
 from trainfold.core import tree
@@ -19,6 +22,24 @@ NOTHING: Any = object()
 
 
 @final
+class Ahead:
+    """An iterator whose next batch is known, and no other one is kept.
+
+    Attributes:
+        batch: the next one, or NOTHING.
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self.move()
+
+    def move(self) -> None:
+        """Go on to the next one."""
+        self.batch = NOTHING
+        self.batch = next(self._batches, NOTHING)
+
+
+@final
 @attrs.frozen
 class Share:
     """What one rank evaluates.
@@ -26,14 +47,12 @@ class Share:
     Attributes:
         forward: a batch to the arguments of metrics.
         suite: the metrics.
-        batches: an iterator over this rank's, after the first.
-        first: the first, or NOTHING.
+        batches: this rank's.
     """
 
     forward: Forward
     suite: Suite
-    batches: Iterator[Any]
-    first: Any
+    batches: Ahead
 
 
 @final
@@ -70,12 +89,15 @@ def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, 
     mine: tuple[L, T] | None = None
     failure: Exception | None = None
     try:
-        mine = work()
-    except Exception as error:  # noqa: BLE001 raised below, when the other ranks know
-        failure = error
-    told = ranks.gather((mine and mine[1], failure and error_text(failure)))
-    if failure is not None:
-        raise Agreed(failure)
+        try:
+            mine = work()
+        except Exception as error:  # noqa: BLE001 raised below, when the other ranks know
+            failure = error
+        told = ranks.gather((mine and mine[1], failure and error_text(failure)))
+        if failure is not None:
+            raise Agreed(failure)
+    finally:
+        del failure  # it knows this frame: each would keep the other, and all that was evaluated
     failed = {rank: error for rank, (_, error) in enumerate(told) if error is not None}
     if failed or mine is None:
         found = "; ".join(f"rank {rank}: {error}" for rank, error in failed.items())
@@ -90,12 +112,22 @@ def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, 
     return mine[0], [report for report, _ in told if report is not None]
 
 
+def raise_again(error: Exception) -> NoReturn:
+    """Raise what was caught before, with what it says that it came from. Who calls this has to let go of it too."""
+    context = error.__context__
+    try:
+        raise error
+    finally:
+        error.__context__ = context  # and not what is being handled here
+        del error, context  # it knows this frame
+
+
 def see_alone(share: Share) -> Seen:
     """What a rank sees that need not wait for others."""
-    tally, batch = no_tally(share.suite), share.first
-    while batch is not NOTHING:
-        tally = observe(share.suite, tally, share.forward(batch))
-        batch = next(share.batches, NOTHING)
+    tally, ahead = no_tally(share.suite), share.batches
+    while ahead.batch is not NOTHING:
+        tally = observe(share.suite, tally, share.forward(ahead.batch))
+        ahead.move()
     return Seen(tally, has_more=False, failure=None)
 
 
@@ -111,23 +143,39 @@ def see_in_step(share: Share, ranks: Collectives, *, steps: int | None, having: 
     Raises:
         BaseException: what the forward raised; the other ranks have to be told at once, since they may wait inside of the model.
     """
-    tally, failure = no_tally(share.suite), None
-    batch, dummy = share.first, _dummy(share.first, having, ranks)
-    for index in itertools.count():
-        if index == steps or not any(having):
-            break
-        if steps is None and not any(ranks.gather(batch is not NOTHING)):
-            break
-        outputs = share.forward(dummy if batch is NOTHING else batch)
-        if batch is NOTHING:
-            continue
-        dummy = batch
-        try:
-            tally = observe(share.suite, tally, outputs)
-            batch = next(share.batches, NOTHING)
-        except Exception as error:  # noqa: BLE001 the other ranks still need this one's forward calls
-            batch, failure = NOTHING, error
-    return Seen(tally, has_more=batch is not NOTHING, failure=failure)
+    tally, failure, ahead = no_tally(share.suite), None, share.batches
+    dummy = _dummy(ahead.batch, having, ranks)
+    try:
+        for index in itertools.count():
+            if index == steps or not any(having):
+                break
+            has_batch = ahead.batch is not NOTHING and failure is None
+            if steps is None and not any(ranks.gather(has_batch)):
+                break
+            dummy = ahead.batch if has_batch else dummy
+            outputs = share.forward(_shallow_copy(dummy))  # a forward may take things out of a batch: `batch.pop("y")`
+            if not has_batch:
+                continue
+            try:
+                tally = observe(share.suite, tally, outputs)
+                ahead.move()
+            except Exception as error:  # noqa: BLE001 the other ranks still need this one's forward calls
+                failure = error
+        return Seen(tally, has_more=ahead.batch is not NOTHING, failure=failure)
+    finally:
+        del failure  # as in `everywhere`
+
+
+def _shallow_copy(batch: Any) -> Any:
+    """The batch in containers of its own: its tensors and arrays are shared."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor | np.ndarray):
+            with suppress(Exception):
+                return copy.copy(leaf)
+        return leaf
+
+    return tree.map(copied, batch)
 
 
 def _dummy(first: Any, having: list[bool], ranks: Collectives) -> Any:

@@ -1,8 +1,9 @@
 """`undisturbed`: a block in which modules are in evaluation mode and after which nothing has moved (Q06)."""
 
+import copy
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -17,26 +18,29 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
 @contextmanager
-def undisturbed(modules: Sequence[torch.nn.Module], data: object) -> Iterator[None]:
+def undisturbed(
+    modules: Sequence[torch.nn.Module], data: object, generators: Iterable[torch.Generator]
+) -> Iterator[None]:
     """Run a block without gradients, with modules in evaluation mode; then put everything back, also when it raises.
 
     Put back are the mode of each submodule (when the last thread that evaluates it is done), whether gradients are recorded,
-    parameters that FSDP2 gathered, the global random streams of Python, NumPy, torch and the modules' device, the generators that
-    ``data`` can be seen to draw from, and its position where it has ``state_dict`` and ``load_state_dict``.
+    parameters that FSDP2 gathered, the global random streams of Python, NumPy, torch and the modules' device, the generators, and the
+    position of ``data`` where it has itself ``state_dict`` and ``load_state_dict``.
 
     Args:
         modules: to be evaluated.
         data: what will be iterated: a loader, or anything else.
+        generators: that it draws from.
     """
     parts = [part for module in modules for part in module.modules()]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(preserved_rng(bound_device(tensors)))
-        for generator in reachable(data, torch.Generator):
+        for generator in generators:
             stack.callback(generator.set_state, generator.get_state())
         if callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None)):
-            stack.callback(data.load_state_dict, data.state_dict())  # type: ignore[attr-defined]
+            stack.callback(data.load_state_dict, copy.deepcopy(data.state_dict()))  # type: ignore[attr-defined]
         for part in parts:
             if _is_a(part, "FSDPModule"):
                 stack.callback(_reshard, part)
@@ -57,7 +61,7 @@ def modules_of(function: object) -> list[torch.nn.Module]:
         >>> modules_of(lambda batch: model(batch)) == modules_of(model) == [model]
         True
     """
-    return reachable(function, torch.nn.Module)
+    return reachable(function, torch.nn.Module, mend="name the model: modules=[model]")
 
 
 def communicate(modules: Sequence[torch.nn.Module]) -> bool:

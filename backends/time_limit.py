@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar, final
 
+from trainfold.backends.closing import close_generators
 from trainfold.core.errors import InvalidArgument
 
 T = TypeVar("T")
@@ -15,10 +16,13 @@ class TimeLimit(Generic[T]):
 
     A limit of time falls where it falls, on each rank elsewhere, so that nobody knows which samples were seen: to go on later, cut
     an evaluation into parts by steps, as ``eval_batches(..., limit=...)`` does.
+
+    Attributes:
+        batches: what is limited.
     """
 
     def __init__(self, batches: Iterable[T], secs: float, clock: Callable[[], float]) -> None:
-        self._batches = batches
+        self.batches = batches
         self._secs = secs
         self._clock = clock
         self._gave_all = False
@@ -26,25 +30,29 @@ class TimeLimit(Generic[T]):
     @property
     def complete(self) -> bool:
         """Whether the last iteration gave every batch, and these were all there is."""
-        return self._gave_all and bool(getattr(self._batches, "complete", True))
+        return self._gave_all and bool(getattr(self.batches, "complete", True))
 
     def __iter__(self) -> Iterator[T]:
         self._gave_all = False
         deadline = self._clock() + self._secs
         is_first = True
-        for batch in self._batches:
-            if not is_first and self._clock() >= deadline:
-                return
-            is_first = False
-            yield batch
-        self._gave_all = True
+        iterator = iter(self.batches)
+        try:
+            for batch in iterator:
+                if not is_first and self._clock() >= deadline:
+                    return
+                is_first = False
+                yield batch
+            self._gave_all = True
+        finally:
+            close_generators(iterator)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or (name == "after" and not self._gave_all):
             raise AttributeError(
                 f"{name}: time was up before the batches were; to go on later, limit the steps of a part"
             )
-        return getattr(self._batches, name)  # such as state_dict of a loader, whose position is put back
+        return getattr(self.batches, name)  # such as state_dict of a loader, whose position is put back
 
 
 def time_limit(batches: Iterable[T], *, secs: float, clock: Callable[[], float] = time.monotonic) -> TimeLimit[T]:
@@ -52,7 +60,7 @@ def time_limit(batches: Iterable[T], *, secs: float, clock: Callable[[], float] 
 
     Time counts from the first batch asked for, and includes what is done with the batches. It is looked at between batches: none
     is cut, and the first one is always given, so that there is a result however small the limit is. To know whether there were more,
-    one batch is taken that is not given; from an iterator it is lost.
+    one batch is taken that is not given; from an iterator it is lost. A generator that is left before its end is closed.
 
     With several ranks, each has its own time, and evaluations are partial on all if they are on one.
 

@@ -149,9 +149,9 @@ def check_eval_cursor(cursor: DistributedEvalCursor, *, length: int) -> Distribu
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False, on_setattr=attrs.setters.frozen)
 class EvalBatches(Generic[T]):
-    """This rank's batches of an evaluation, or of a part of it; made by `eval_batches`.
+    """This rank's batches of an evaluation, or of a part of it; made by `eval_batches`. Its length is how many it has.
 
     Attributes:
         cursor: where they begin.
@@ -159,6 +159,7 @@ class EvalBatches(Generic[T]):
         steps: how many steps they take, the same on every rank; a rank without a share of a step has no batch for it.
         rank: whose they are.
         world_size: of how many ranks.
+        given: how many batches the last iteration over them has given so far: what an evaluation that was cut goes by.
     """
 
     cursor: DistributedEvalCursor
@@ -166,6 +167,7 @@ class EvalBatches(Generic[T]):
     steps: int
     rank: int
     world_size: int
+    given: int = attrs.field(default=0, init=False, on_setattr=attrs.setters.NO_OP)
 
     @property
     def complete(self) -> bool:
@@ -174,14 +176,26 @@ class EvalBatches(Generic[T]):
 
     @property
     def after(self) -> DistributedEvalCursor:
-        """Where the evaluation stands when they are done: what to save with its tally."""
+        """Where the evaluation stands when all of them were evaluated: what to save with its tally."""
         return self.cursor.advance(self.steps)
 
+    def __len__(self) -> int:
+        full, last = (len(self._share(step)) > 0 for step in (0, max(self.steps - 1, 0)))
+        return max(self.steps - 1, 0) * full + last  # only the last step may have fewer samples
+
+    def __bool__(self) -> bool:
+        return True  # as a loader is, also where this rank has no batch
+
     def __iter__(self) -> Iterator[T]:
+        self.given = 0
         for step in range(self.steps):
-            mine = self.cursor.advance(step).share(self.rank, self.world_size)
+            mine = self._share(step)
             if mine:
+                self.given += 1
                 yield self.fetch(mine)
+
+    def _share(self, step: int) -> range:
+        return self.cursor.advance(step).share(self.rank, self.world_size)
 
 
 def eval_batches(

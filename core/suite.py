@@ -29,7 +29,8 @@ class Tally:
         batches: how many batches were observed.
         metrics: what the metrics are, as text, by name: another one cannot go on with these accumulators.
         complete: whether nothing remained to be seen when the evaluation ended that this is of.
-        next_index: the sample at which its `DistributedEvalCursor` stood then; -1 where there was none.
+        next_index: the sample at which its `DistributedEvalCursor` stood then: it is of all samples before that, each once. -1
+            where there was none, or nobody knows: what begins late, or was cut in the middle of a step, is never completed.
     """
 
     accumulators: Mapping[str, Any]

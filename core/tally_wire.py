@@ -2,9 +2,11 @@
 
 Each rank first tells the lengths of what it has; the vector's layout follows from what all ranks told, so that ranks with no
 data, or with data of other lengths, take part in the same call. Accumulators that add up are added where they lie; of any
-other, each rank has a place of its own in the vector, zeros elsewhere, and every rank merges them in rank order.
+other, each rank has a place of its own in the vector, zeros elsewhere, and every rank merges them in rank order. So it is with
+accumulators whose structure depends on the data, such as dicts by a source's name, whether they add up or not.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, final
@@ -41,12 +43,14 @@ class MetricLayout:
         metric: what it is, as text: the same on every rank.
         adds: whether accumulators of several ranks are added, or merged one by one.
         extents: of the leaves of its accumulator.
+        skeleton: the accumulator with 0 for each leaf, or None: its structure is that of ``zero()``.
     """
 
     name: str
     metric: str
     adds: bool
     extents: tuple[Extent, ...]
+    skeleton: Any
 
 
 Layout = tuple[MetricLayout, ...]
@@ -65,6 +69,7 @@ def layout_of(suite: Suite, tally: Tally, *, world_size: int) -> Layout:
             tally.metrics[name],
             _adds(metric),
             _extents(name, tally.accumulators[name], summands=world_size if _adds(metric) else 1),
+            _skeleton(metric, tally.accumulators[name]),
         )
         for name, metric in suite.items()
     )
@@ -87,22 +92,18 @@ def check_layouts(layouts: Sequence[Layout]) -> None:
             )
 
 
-def pack(suite: Suite, tally: Tally, layouts: Sequence[Layout], rank: int) -> torch.Tensor:
+def pack(tally: Tally, layouts: Sequence[Layout], rank: int) -> torch.Tensor:
     """This rank's vector, int64; as long on every rank. The sum over the ranks is what `unpack` takes."""
     parts: list[torch.Tensor] = []
-    for index, name in enumerate(suite):
-        leaves = [leaf.cpu() for leaf in tree.leaves(tally.accumulators[name])]
-        for leaf, extents in zip(leaves, _of_ranks(layouts, index), strict=True):
-            if layouts[0][index].adds:
-                wide = _widest(extents)
+    for ranks in zip(*layouts, strict=True):
+        leaves = [leaf.cpu() for leaf in tree.leaves(tally.accumulators[ranks[0].name])]
+        if _are_added(ranks):
+            for leaf, wide in zip(leaves, _widest_of(ranks), strict=True):
                 parts.append(_padded(leaf, wide.shape)[..., wide.start : wide.stop].reshape(-1))
-            else:
-                sizes = [math.prod(extent.shape) for extent in extents]
-                parts += [torch.zeros(size, dtype=torch.int64, device="cpu") for size in sizes[:rank]]
-                parts += [
-                    leaf.reshape(-1),
-                    *(torch.zeros(size, dtype=torch.int64, device="cpu") for size in sizes[rank + 1 :]),
-                ]
+        else:
+            for each, part in enumerate(ranks):
+                mine = leaves if each == rank else [torch.zeros(_size(part), dtype=torch.int64, device="cpu")]
+                parts += [leaf.reshape(-1) for leaf in mine]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
@@ -111,33 +112,48 @@ def unpack(suite: Suite, tally: Tally, layouts: Sequence[Layout], summed: torch.
 
     Args:
         suite: the metrics.
-        tally: this rank's, for the structure of accumulators.
+        tally: this rank's.
         layouts: of all ranks.
         summed: the sum of the vectors of all ranks.
         batches: how many batches all ranks observed.
     """
     merged = {}
     rest = summed
-    for index, (name, metric) in enumerate(suite.items()):
-        structure = tree.structure(tally.accumulators[name])
-        ranks: list[list[torch.Tensor]] = [[] for _ in layouts]
-        for extents in _of_ranks(layouts, index):
-            if layouts[0][index].adds:
-                leaf, rest = _added(rest, _widest(extents))
-                ranks[0].append(leaf)
-            else:
-                for rank, extent in enumerate(extents):
+    for ranks in zip(*layouts, strict=True):
+        metric = suite[ranks[0].name]
+        zero = metric.zero()
+        accumulators = []
+        if _are_added(ranks):
+            leaves = []
+            for wide in _widest_of(ranks):
+                leaf, rest = _added(rest, wide)
+                leaves.append(leaf)
+            accumulators.append(tree.unflatten(tree.structure(zero), leaves))
+        else:
+            for part in ranks:
+                leaves = []
+                for extent in part.extents:
                     slot, rest = rest[: math.prod(extent.shape)], rest[math.prod(extent.shape) :]
-                    ranks[rank].append(slot.view(extent.shape).clone())
-        accumulator = metric.zero()
-        for leaves in ranks[:1] if layouts[0][index].adds else ranks:
-            accumulator = metric.merge(accumulator, tree.unflatten(structure, leaves))
-        merged[name] = accumulator
+                    leaves.append(slot.view(extent.shape).clone())
+                structure = tree.structure(zero if part.skeleton is None else part.skeleton)
+                accumulators.append(tree.unflatten(structure, leaves))
+        merged[ranks[0].name] = functools.reduce(metric.merge, accumulators, zero)
     return attrs.evolve(tally, accumulators=merged, batches=batches)
 
 
 def _adds(metric: Metric) -> bool:
     return bool(getattr(metric, "additive", False))
+
+
+def _skeleton(metric: Metric, accumulator: Any) -> Any:
+    leaves, structure = tree.flatten(accumulator)
+    return None if structure == tree.structure(metric.zero()) else tree.unflatten(structure, [0] * len(leaves))
+
+
+def _are_added(ranks: Sequence[MetricLayout]) -> bool:
+    """Whether leaves of a metric's accumulators stand for the same thing on all ranks."""
+    dims = {tuple(len(extent.shape) for extent in part.extents) for part in ranks}
+    return len(dims) == 1 and all(part.adds and part.skeleton is None for part in ranks)
 
 
 def _extents(name: str, accumulator: Any, *, summands: int) -> tuple[Extent, ...]:
@@ -170,17 +186,21 @@ def _used(leaf: torch.Tensor) -> tuple[int, int]:
     return (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
 
 
-def _what(layout: Layout) -> set[tuple[str, str, bool, tuple[int, ...]]]:
-    return {(part.name, part.metric, part.adds, tuple(len(extent.shape) for extent in part.extents)) for part in layout}
+def _what(layout: Layout) -> set[tuple[str, str, bool]]:
+    return {(part.name, part.metric, part.adds) for part in layout}
 
 
-def _listed(parts: set[tuple[str, str, bool, tuple[int, ...]]]) -> str:
-    return ", ".join(f"{name}: {metric}" for name, metric, *_ in sorted(parts))
+def _listed(parts: set[tuple[str, str, bool]]) -> str:
+    return ", ".join(f"{name}: {metric}" for name, metric, _ in sorted(parts))
 
 
-def _of_ranks(layouts: Sequence[Layout], index: int) -> list[tuple[Extent, ...]]:
-    """For each leaf of a metric's accumulator, its extents on all ranks."""
-    return list(zip(*(layout[index].extents for layout in layouts), strict=True))
+def _size(part: MetricLayout) -> int:
+    return sum(math.prod(extent.shape) for extent in part.extents)
+
+
+def _widest_of(ranks: Sequence[MetricLayout]) -> list[Extent]:
+    """For each leaf of an accumulator, what all ranks have of it."""
+    return [_widest(extents) for extents in zip(*(part.extents for part in ranks), strict=True)]
 
 
 def _widest(extents: Sequence[Extent]) -> Extent:

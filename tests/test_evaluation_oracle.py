@@ -105,7 +105,7 @@ def evaluated(shares, cuts, *, interrupted, by_wire, suite=SUITE):
     if by_wire:
         layouts = [layout_of(suite, tally, world_size=len(tallies)) for tally in tallies]
         check_layouts(layouts)
-        summed = sum(pack(suite, tally, layouts, rank) for rank, tally in enumerate(tallies))
+        summed = sum(pack(tally, layouts, rank) for rank, tally in enumerate(tallies))
         return unpack(suite, tallies[0], layouts, summed, batches=sum(tally.batches for tally in tallies))
     total = no_tally(suite)
     for tally in tallies:

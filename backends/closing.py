@@ -1,0 +1,37 @@
+"""`close_generators`: end generators now, where what they put back is put back again, and not when they happen to be collected."""
+
+import gc
+import itertools
+from collections.abc import Generator, Iterator
+from typing import Any, Final
+
+LAZY: Final[tuple[type, ...]] = (  # what Python has of iterators over others
+    *(map, filter, zip, enumerate),
+    *(kind for kind in vars(itertools).values() if isinstance(kind, type)),
+)
+
+
+def close_generators(iterator: Iterator[Any]) -> None:
+    """Close a generator, or those that a map, a slice or the like draws from; any other iterator is left as it is.
+
+    A generator that holds a ``with`` block, such as one without gradients, leaves the block when it is closed.
+
+    Examples:
+        >>> def some():
+        ...     try:
+        ...         yield from range(3)
+        ...     finally:
+        ...         print("closed")
+        >>> batches = map(str, some())
+        >>> next(batches)
+        '0'
+        >>> close_generators(batches)
+        closed
+    """
+    if isinstance(iterator, Generator):
+        iterator.close()
+    elif isinstance(iterator, LAZY):
+        for inner in gc.get_referents(iterator):
+            for each in inner if type(inner) is tuple else (inner,):  # a map and a zip have theirs in a tuple
+                if isinstance(each, Iterator):
+                    close_generators(each)

@@ -1,0 +1,184 @@
+"""Evaluations in parts: however one is cut and gone on with, it is complete only when each sample was counted once."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trainfold
+from trainfold import metrics as M
+from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.core import tree
+from trainfold.core.codec import leaf_digest
+from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree
+
+SUITE = {"sum": M.Sum()}
+
+
+def powers(at):
+    """A sum of these says how often each sample is in it."""
+    return torch.tensor([4.0**index for index in at], dtype=torch.float64)
+
+
+def summed(batch):
+    return {"sum": batch}
+
+
+def part_of(length, at, *, size=4, limit=None, ranks=None):
+    cursor = trainfold.make_eval_cursor(length, global_batch_size=size, next_index=at)
+    return trainfold.eval_batches(cursor, powers, collectives=ranks, limit=limit)
+
+
+def after_some(part, count):
+    iterator = iter(part)
+    for _ in range(count):
+        next(iterator, None)
+    return iterator
+
+
+def ahead_of(part):
+    yield from list(part)
+
+
+def limited(part, count):
+    ticks = itertools.count()
+    return trainfold.time_limit(part, secs=count, clock=lambda: next(ticks))
+
+
+CUTS = {
+    "whole": lambda part, _: part,
+    "generator": lambda part, _: (batch for batch in part),
+    "slice": itertools.islice,
+    "advanced": after_some,
+    "read ahead": lambda part, count: itertools.islice(ahead_of(part), count),
+    "twice": lambda part, _: itertools.chain(part, part),
+    "time": limited,
+    "time outside of a generator": lambda part, count: limited((batch for batch in part), count),
+    "every other": lambda part, count: itertools.islice(part, 0, None, count),
+    "filter": lambda part, count: (batch for index, batch in enumerate(part) if index != count - 1),
+}
+
+
+@settings(deadline=None, max_examples=300)
+@given(length=st.integers(0, 12), data=st.data())
+def test_complete_is_each_sample_once_whatever_cut_the_evaluation_and_however_it_goes_on(length, data):
+    """Q01, Q12, P30: and where a tally says that it stands, each sample before that is in it once, and no other."""
+    tally, promised = None, 0
+    for _ in range(data.draw(st.integers(1, 4), "parts")):
+        world = data.draw(st.integers(1, 3), "ranks")
+        how = data.draw(st.sampled_from([*CUTS, "steps"]), "cut")
+        limit = data.draw(st.none() | st.integers(1, 3), "limit")
+        size = data.draw(st.integers(1, 5), "size")
+        counts = [data.draw(st.integers(1, 3), "count") for _ in range(world)]
+        known = tally is not None and tally.next_index >= 0
+        places = [0, promised, *([tally.next_index] * 4 if known else [])]
+        at = data.draw(st.sampled_from(places), "at")
+        start = data.draw(st.sampled_from([tally, tally, tally, None]), "start")
+
+        def work(ranks, how=how, limit=limit, size=size, counts=counts, at=at, start=start):
+            part = part_of(length, at, size=size, limit=limit, ranks=ranks)
+            batches = part if how == "steps" else CUTS[how](part, counts[ranks.rank])
+            steps = counts[0] if how == "steps" else None
+            found = trainfold.evaluate(summed, batches, SUITE, collectives=ranks, steps=steps, start=start)
+            leaves = [leaf_digest(leaf) for leaf in tree.leaves(found.tally.accumulators)]
+            return found, (leaves, found.tally.complete, found.tally.next_index), part.after.next_index
+
+        outcomes = thread_outcomes(world, work)
+        if any(outcome.error is not None for outcome in outcomes):
+            errors = {type(outcome.error) for outcome in outcomes}
+            assert errors in ({InvalidArgument}, {RanksDisagree}, {InvalidArgument, RankFailed})
+            continue
+        found, told, promised = outcomes[0].value
+        assert all(outcome.value[1] == told for outcome in outcomes), "all ranks have the same tally"
+        tally = found.tally
+        if found.complete and found.batches:  # of an iterator that was used up nobody knows what it was
+            assert found.get("sum", 0.0) == sum(4.0**index for index in range(length))
+        if tally.next_index >= 0:
+            assert found.get("sum", 0.0) == sum(4.0**index for index in range(tally.next_index))
+
+
+@pytest.mark.parametrize("how", ["whole", "generator"])
+def test_an_evaluation_that_nothing_cuts_is_complete_and_one_by_parts_is_at_its_end(how):
+    """Q12: nothing partial is made of a whole."""
+    for length, size, world in itertools.product((0, 1, 5, 12), (1, 4, 5), (1, 3)):
+
+        def work(ranks, length=length, size=size):
+            tally, found = None, None
+            while tally is None or tally.next_index < length:
+                at = 0 if tally is None else tally.next_index
+                part = CUTS[how](part_of(length, at, size=size, limit=2, ranks=ranks), 0)
+                found = trainfold.evaluate(summed, part, SUITE, collectives=ranks, start=tally)
+                tally = found.tally
+            whole = trainfold.evaluate(
+                summed, CUTS[how](part_of(length, 0, size=size, ranks=ranks), 0), SUITE, collectives=ranks
+            )
+            return found, found.complete, whole, whole.complete
+
+        for found, is_complete, whole, is_whole in run_threads(world, work):
+            assert is_complete
+            assert is_whole
+            assert found == whole
+
+
+def test_steps_cut_an_evaluation_where_it_can_go_on():
+    """P30: the tally stands where the steps ended, not where the batches would have."""
+    part = part_of(12, 0)
+    cut = trainfold.evaluate(summed, part, SUITE, steps=2)
+    assert (cut.complete, cut.tally.next_index) == (False, 8)
+    with pytest.raises(InvalidArgument, match="one that reached sample 8"):
+        trainfold.evaluate(summed, part_of(12, part.after.next_index), SUITE, start=cut.tally)
+    rest = trainfold.evaluate(summed, part_of(12, 8), SUITE, start=cut.tally)
+    assert rest.complete
+    assert rest == trainfold.evaluate(summed, part_of(12, 0), SUITE)
+
+
+def test_a_limit_of_time_on_one_rank_leaves_no_position_on_any():
+    """Q12: ranks have the same tally, whichever of them saves it."""
+
+    def work(ranks):
+        part = part_of(12, 0, ranks=ranks)
+        return trainfold.evaluate(summed, limited(part, 99 if ranks.rank else 1), SUITE, collectives=ranks).tally
+
+    for tally in run_threads(2, work):
+        assert (tally.complete, tally.next_index) == (False, -1)
+
+
+def test_a_gap_is_never_forgotten():
+    """P30: what began late without a start is refused as one."""
+    trainfold.evaluate(summed, part_of(12, 0, limit=1), SUITE)
+    late = trainfold.evaluate(summed, part_of(12, 4, limit=1), SUITE)
+    assert (late.complete, late.tally.next_index) == (False, -1)
+    with pytest.raises(InvalidArgument, match="gap"):
+        trainfold.evaluate(summed, part_of(12, 8), SUITE, start=late.tally)
+
+
+def test_batches_count_what_they_gave_and_know_how_many_they_are():
+    part = part_of(12, 0, limit=2)
+    assert (len(part), part.given, bool(part)) == (2, 0, True)
+    assert [part.given for _ in part] == [1, 2]
+    next(iter(part))
+    assert part.given == 1
+
+
+@given(length=st.integers(0, 20), size=st.integers(1, 9), world=st.integers(1, 4), limit=st.none() | st.integers(1, 4))
+def test_the_length_of_a_ranks_batches_is_how_many_it_gives(length, size, world, limit):
+    for rank in range(world):
+
+        class Ranks:
+            world_size = world
+
+        Ranks.rank = rank
+        part = part_of(length, 0, size=size, limit=limit, ranks=Ranks)
+        assert len(part) == len(list(part)) == part.given
+
+
+def test_a_loader_with_a_rank_of_its_own_may_be_limited():
+    """What a loader has is not what a part of a cursor has."""
+
+    class Loader(list):
+        rank, world_size, cursor, steps = 1, 4, "mine", 3
+
+    batches = trainfold.time_limit(Loader([powers(range(3))]), secs=3600)
+    assert trainfold.evaluate(summed, batches, SUITE) == {"sum": 21.0}
