@@ -8,11 +8,17 @@ Source: reduce-scatter and all-gather, R. Thakur, R. Rabenseifner, W. Gropp, "Op
 Operations in MPICH" (2005), with the parts exchanged directly, so that the order can be chosen.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import attrs
 import torch
+
+_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}  # torch adds these; the bits are the same
 
 
 @final
@@ -57,10 +63,7 @@ class SumPlan:
         """The sum of one part, from what each rank has of it: uint8[world_size, part_bytes] -> uint8[part_bytes]."""
         sums = []
         for _, each in self._columns(parts):
-            total = each[0] + each[1] if len(each) > 1 else each[0].clone()
-            for other in each[2:]:
-                total += other
-            sums.append(total.view(torch.uint8))
+            sums.append(added(each).view(torch.uint8))
         return torch.cat(sums) if sums else parts[0]
 
     def join(self, sums: torch.Tensor) -> list[torch.Tensor]:
@@ -85,6 +88,22 @@ class SumPlan:
             )  # aligned; a slice is not
             yield dtype, flat.view(dtype).reshape(len(rows), width)
             start = stop
+
+
+def added(terms: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """The sum of equally shaped tensors of one dtype, in their order, as a tensor of its own.
+
+    Unsigned integers wrap around as signed ones do.
+
+    Examples:
+        >>> added([torch.tensor([65535], dtype=torch.uint16), torch.tensor([2], dtype=torch.uint16)])
+        tensor([1], dtype=torch.uint16)
+    """
+    dtype = terms[0].dtype
+    total = terms[0].detach().clone().view(_SIGNED.get(dtype, dtype))
+    for each in terms[1:]:
+        total += each.detach().view(total.dtype)
+    return total.view(dtype)
 
 
 def sum_plan(tensors: list[torch.Tensor], world_size: int) -> SumPlan:

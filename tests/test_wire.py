@@ -192,3 +192,15 @@ def test_what_is_cut_added_and_joined_is_the_fold_in_rank_order(world_size, layo
             assert found.contiguous().reshape(-1).view(torch.uint8).equal(total.reshape(-1).view(torch.uint8))
     for one, other in zip(terms, before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_integers_add_up_as_any_others_and_wrap_around(dtype):
+    """They are added as signed ones, which have the same bits: torch has no sums of them."""
+    most = torch.iinfo(dtype).max
+    terms = [torch.tensor([0, 1, most, most // 2 + 1], dtype=dtype), torch.tensor([7, 2, 2, most // 2], dtype=dtype)]
+    plan = sum_plan(terms[:1], 2)
+    rows = [plan.cut([each]) for each in terms]
+    (found,) = plan.join(torch.stack([plan.add(torch.stack([row[part] for row in rows])) for part in range(2)]))
+    assert found.dtype == dtype
+    assert found.tolist() == [7, 3, 1, most]
