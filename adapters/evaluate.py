@@ -86,13 +86,15 @@ def evaluate(  # noqa: PLR0913 what is rare is named
     matrix product may round differently for another number of rows.)
 
     Modules that ``forward`` is, is bound to, has closed over or names are put into evaluation mode; their modes, the grad mode,
-    the random streams and the position of a stateful loader are put back in every case.
+    the random streams and the position of a stateful loader (of ``batches`` itself, not of one inside of a generator or a map) are put
+    back in every case. A generator that is left before its end, by ``steps`` or an error, is closed.
 
     Args:
         forward: takes a batch and returns, for each metric that the batch says something of, the arguments of its ``observe``:
             ``{"loss": (numerator, denominator)}``, tensors of any shape or numbers. It runs without gradients.
         batches: this rank's; may be empty, or of another length on each rank. If it has an attribute ``complete`` that is
-            False afterwards, as a `time_limit` has, the evaluation is partial.
+            False afterwards, as a `time_limit` has, the evaluation is partial; so it is if batches of `eval_batches`, also behind
+            a wrapper, were not all drawn and evaluated, each once.
         suite: the metrics by name, the same on every rank.
         collectives: the ranks; None: this process is all there is.
         steps: for a forward that itself communicates (a pipeline, tensor parallelism): how many times every rank calls it, the same
@@ -108,7 +110,8 @@ def evaluate(  # noqa: PLR0913 what is rare is named
     Raises:
         RankFailed: on the ranks that did not fail, when one did: the failed rank raises its own error.
         RanksDisagree: on every rank, when suites, ``steps`` or ``start`` differ.
-        InvalidArgument: for a suite that is none, and for what ``forward`` returned under a name that is not in the suite.
+        InvalidArgument: for a suite that is none, for what ``forward`` returned under a name that is not in the suite, for tensors
+            that are not plain memory (DTensors), and for batches that do not begin where ``start`` ended.
 
     Examples:
         >>> from trainfold import metrics as M

@@ -175,7 +175,10 @@ def _shallow_copy(batch: Any) -> Any:
                 return copy.copy(leaf)
         return leaf
 
-    return tree.map(copied, batch)
+    try:
+        return tree.map(copied, batch)
+    except Exception:  # noqa: BLE001 a container that cannot be built from its parts
+        return batch
 
 
 def _dummy(first: Any, having: list[bool], ranks: Collectives) -> Any:

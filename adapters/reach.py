@@ -67,7 +67,7 @@ def reachable(start: object, kind: type[T] | tuple[type[T], ...], *, mend: str) 
             if issubclass(type(part), _LEAVES) or id(part) in seen:
                 continue
             if len(seen) >= _BUDGET:
-                message = f"evaluate looked at {_BUDGET:,} objects behind a {type(start).__name__} and stopped; {mend}"
+                message = f"evaluate looked at {_BUDGET:,} objects behind a {type(start).__name__} and stopped: deeper ones are not seen; {mend}"
                 warnings.warn(message, stacklevel=2)
                 return found
             seen[id(part)] = part
@@ -176,8 +176,8 @@ def _packages_of(start: Any) -> frozenset[str]:
             start = start.__func__
         elif type(start) is functools.partial:
             start = start.func
-        elif (is_function or _home(type(start)) == "functools") and "__wrapped__" in vars(start):
-            start = vars(start)["__wrapped__"]
+        elif (is_function or _home(type(start)) == "functools") and hasattr(start, "__wrapped__"):
+            start = start.__wrapped__
         else:
             break
     return frozenset(packages) - _LIBRARIES

@@ -276,3 +276,30 @@ def test_an_evaluation_is_one_all_reduce_of_integers_and_five_exchanges_of_words
     assert words == ["allgather"] * 5
     size_bytes = int(re.fullmatch(r"allreduce of (\d+) bytes", numbers).group(1))
     assert 0 < size_bytes <= 64 * 1024
+
+
+class BySource:
+    """Hits of each source, by its name."""
+
+    def zero(self):
+        return {}
+
+    def observe(self, acc, name, hits):
+        return {**acc, name: {"hits": acc.get(name, {"hits": 0})["hits"] + hits.sum()}}
+
+    def merge(self, one, other):
+        return {key: {"hits": sum(acc[key]["hits"] for acc in (one, other) if key in acc)} for key in {**one, **other}}
+
+    def result(self, acc):
+        return {key: int(each["hits"]) for key, each in sorted(acc.items())} or None
+
+
+def by_source(collectives):
+    data = [("wiki", torch.tensor([3])), ("code", torch.tensor([5]))]
+    mine = data[collectives.rank : collectives.rank + 1]  # rank 2 has none
+    return dict(evaluate(lambda batch: {"hits": batch}, mine, {"hits": BySource()}, collectives=collectives))
+
+
+def test_keys_that_only_one_rank_has_seen_stay_its_own(processes):
+    """Q03: the structure of a rank's accumulators travels."""
+    assert processes.run(3, by_source, collectives=PATIENT) == [{"hits": {"code": 5, "wiki": 3}}] * 3
