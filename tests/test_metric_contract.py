@@ -533,3 +533,33 @@ def test_accumulators_of_another_structure_are_named():
 
     with pytest.raises(ContractBroken, match=r"zero is neutral: .* the trees are "):
         check_metric(Grows, copies())
+
+
+class ByName:
+    """Hits by a source's name: as many leaves as there are names."""
+
+    additive = False
+
+    def zero(self):
+        return {}
+
+    def observe(self, acc, name, hits):
+        return {**acc, name: acc.get(name, 0) + hits.sum()}
+
+    def merge(self, one, other):
+        return {name: sum(acc[name].cpu() for acc in (one, other) if name in acc) for name in sorted({**one, **other})}
+
+    def result(self, acc):
+        return {name: int(hits) for name, hits in sorted(acc.items()) if int(hits)} or None
+
+
+class AddsUpNames(ByName):
+    additive = True
+
+
+def test_accumulators_with_keys_of_the_data_are_merged_and_never_added_leaf_by_leaf():
+    """Q03: leaf by leaf, one source's hits would become another's."""
+    samples = [("wiki", torch.tensor([1, 2])), ("code", torch.tensor([4, 5])), ("web", torch.tensor([6, 7]))]
+    check_metric(ByName, samples)
+    with pytest.raises(ContractBroken, match=r"1 of 15 rules are broken:\s+additive is the truth"):
+        check_metric(AddsUpNames, samples)

@@ -13,7 +13,7 @@ class Metric(Protocol):
     they can be added up over ranks, saved in a checkpoint and compared to the bit. A leaf named ``special``, int64[..., 3],
     counts the terms that were NaN, infinity, minus infinity; an evaluation reports them.
 
-    A class attribute ``additive = True`` promises more: leaves of accumulators, the shorter ones padded with zeros at the end of
+    A class attribute ``additive = True`` promises more: accumulators have the structure of ``zero()``, and their leaves, the shorter ones padded with zeros at the end of
     each dimension, can be added up as integers, and ``merge(zero(), sum)`` is what merging them one by one gives. Then ranks
     need one all-reduce. Without it (or with False) accumulators are gathered and merged.
 
