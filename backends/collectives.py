@@ -48,6 +48,10 @@ class SingleProcess:
     def fail(self, error: BaseException) -> None:
         """There is nobody to tell."""
 
+    def duplicate(self) -> "SingleProcess":
+        """Itself: no call waits for anything."""
+        return self
+
 
 @final
 @attrs.frozen
@@ -114,6 +118,7 @@ class ThreadCollectives:
         self.schedule: list[Call] = []
         self._room = room
         self._fault = fault
+        self._copies = 0
 
     def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The sums over the ranks, added in rank order, so that every rank has the same bits."""
@@ -149,6 +154,12 @@ class ThreadCollectives:
     def fail(self, error: BaseException) -> None:
         """Make every other rank raise `RankFailed` from its current or next call."""
         self._room.fail(self.rank, error)
+
+    def duplicate(self) -> "ThreadCollectives":
+        """The same ranks in another room, which fails when this one does."""
+        numbers = self._meet(Call("duplicate"), self._copies)
+        self._copies += 1
+        return ThreadCollectives(self.rank, self._room.copy(numbers[0]), None)
 
     def _meet(self, call: Call, payload: Any, *, timeout_secs: float | None = None) -> list[Any]:
         index = len(self.schedule)
@@ -253,6 +264,14 @@ class _Room:
         self._left: set[int] = set()
         self._round = 0
         self._payloads: list[Any] = []  # of the last round; safe, since no round ends without every rank
+        self._copies: dict[int, _Room] = {}
+
+    def copy(self, number: int) -> "_Room":
+        """The copy of a number; all ranks get the same one."""
+        with self._changed:
+            room = self._copies.setdefault(number, _Room(self.world_size, self._timeout_secs))
+            room.failure = room.failure or self.failure
+            return room
 
     def meet(self, rank: int, call: Call, payload: Any, timeout_secs: float | None) -> list[Any]:
         deadline = time.monotonic() + (self._timeout_secs if timeout_secs is None else timeout_secs)
@@ -275,6 +294,9 @@ class _Room:
         with self._changed:
             self._left.add(rank)
             self._settle()
+            copies = list(self._copies.values())
+        for room in copies:
+            room.leave(rank)
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self._changed:
@@ -282,6 +304,9 @@ class _Room:
             if self.failure is None:
                 self._cause = (rank, error)
                 self._fail(_rank_failed(rank, "every rank to take part", error_text(error)))
+            copies = list(self._copies.values())
+        for room in copies:
+            room.fail(rank, error)
 
     def is_waiting(self, rank: int) -> bool:
         with self._changed:
@@ -308,9 +333,10 @@ class _Room:
             self._changed.notify_all()
 
     def _fail(self, failure: TrainfoldError) -> None:
-        if self.failure is None:
-            self.failure = failure
-        self._changed.notify_all()
+        with self._changed:
+            if self.failure is None:
+                self.failure = failure
+            self._changed.notify_all()
 
     def _raise_failure(self) -> None:
         if self.failure is not None:

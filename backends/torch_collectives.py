@@ -1,5 +1,6 @@
 """`TorchCollectives`: ranks that are processes, over torch.distributed on the CPU, which fail together and say who failed."""
 
+import ctypes
 import hashlib
 import secrets
 import struct
@@ -69,9 +70,11 @@ class TorchCollectives:
             )
         dist = self._dist = _initialised()
         self._timeout_secs = timeout_secs
+        self._grace_secs = grace_secs
         self._calls = 0
         self._faults: list[Fault] = []  # at most one
         self._own: Any = None
+        self._latest: Any = None
         try:
             if group is None:
                 group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
@@ -174,6 +177,18 @@ class TorchCollectives:
         if self._faults and self.rank not in self._faults[0].ranks and not isinstance(error, RankFailed):
             error.add_note(str(self._faults[0].error()))
 
+    def duplicate(self) -> "TorchCollectives":
+        """The same ranks with a gloo group of their own and the same patience; every rank of the group calls this.
+
+        A failure of one of the two is no failure of the other.
+        """
+        dist, ranks = self._dist, self._dist.get_process_group_ranks(self._group)
+        timeout = timedelta(seconds=self._timeout_secs)
+        group = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        copy = TorchCollectives(group, timeout_secs=self._timeout_secs, grace_secs=self._grace_secs)
+        copy._own = group
+        return copy
+
     def _all_reduce(self, tensors: list[torch.Tensor], call: Call, until: float) -> list[torch.Tensor]:
         """The sums of integers, which no order can change."""
         total = torch.cat([tensor.detach().cpu().reshape(-1) for tensor in tensors])
@@ -215,7 +230,24 @@ class TorchCollectives:
         return rows
 
     def _wait(self, work: Any, call: Call, until: float) -> None:
-        """Wait for an exchange, and look at the notice board now and then."""
+        """Wait for an exchange.
+
+        A thread of gloo must not be the one that frees its tensors: for that it would need Python, and abort the process
+        while Python ends. So an exchange is kept until the next one, and for ever if it was given up.
+        """
+        self._latest = work
+        try:
+            self._look_until_done(work, call, until)
+        except BaseException:  # interrupts too
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+            raise
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._call_roll(f"{call} failed: {_first_sentence(error)}", error)
+
+    def _look_until_done(self, work: Any, call: Call, until: float) -> None:
+        """Look at the notice board now and then."""
         pause_secs, look_at = 0.0, time.monotonic() + _LOOK_SECS
         while not work.is_completed():  # no callback: one that comes while Python ends would abort the process
             time.sleep(pause_secs)
@@ -227,10 +259,6 @@ class TorchCollectives:
                 look_at = now + _LOOK_SECS
                 if self._board_says_trouble():
                     self._call_roll(f"another rank had trouble while this one waited in {call}", None)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._call_roll(f"{call} failed: {_first_sentence(error)}", error)
 
     def _deadline(self, timeout_secs: float | None) -> float:
         return time.monotonic() + (self._timeout_secs if timeout_secs is None else timeout_secs)

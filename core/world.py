@@ -62,3 +62,9 @@ class Collectives(Protocol):
 
     def fail(self, error: BaseException) -> Any:
         """Tell the other ranks that this one will not take part any more."""
+
+    def duplicate(self) -> "Collectives":
+        """The same ranks once more: calls to one and to the other do not wait for each other, so threads can have one each.
+
+        Every rank calls this, as it does the others.
+        """

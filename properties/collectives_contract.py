@@ -3,6 +3,7 @@
 Each rule is played on every rank and gives evidence, plain data; the evidence of all ranks is judged outside of the world.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -143,6 +144,20 @@ def _bad_source(collectives: Collectives) -> object:
     ]
 
 
+def _duplicated(collectives: Collectives) -> object:
+    """Calls of the copy that are not answered yet do not hold those of the original up, whichever comes first."""
+    copy = collectives.duplicate()
+    other: list[object] = []
+    late = threading.Thread(target=lambda: other.append(_told(lambda: copy.gather(copy.rank))))
+    if collectives.rank:
+        late.start()
+    mine = collectives.gather(-collectives.rank)
+    if not collectives.rank:
+        late.start()
+    late.join(_WAIT_SECS)
+    return isinstance(copy, Collectives), mine, other
+
+
 def _bits(tensor: torch.Tensor) -> list[int]:
     bits: list[int] = tensor.view(torch.int32).tolist()
     return bits
@@ -205,6 +220,10 @@ PEACE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {
         _same(lambda n: [(rank, (1, "é", None, True, 0.1), 700 * rank) for rank in range(n)]),
     ),
     "each rank has its own copy of what it is given": (_copied, _same(lambda n: [[rank] for rank in range(n)])),
+    "a duplicate has the same ranks and waits for nobody's calls but its own": (
+        _duplicated,
+        _same(lambda n: (True, [-rank for rank in range(n)], [list(range(n))])),
+    ),
     "a source outside of the world is refused": (_bad_source, _same(lambda _: [InvalidArgument.__name__] * 2)),
 }
 TROUBLE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {
