@@ -1,0 +1,261 @@
+"""What was done to a disk: one value for each change that a crash can keep or lose, and the recorder that lists them."""
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, final
+
+import attrs
+
+TOP = 0  # the inode of the directory in which all of it happens; it is there before, and durable
+
+
+@final
+@attrs.frozen
+class Bind:
+    """A name appears in a directory: of a new file, directory or link, or a further one of a file."""
+
+    directory: int
+    name: str
+    inode: int
+    kind: str  # file, directory, link
+    target: str = ""
+
+
+@final
+@attrs.frozen
+class Unbind:
+    """A name goes."""
+
+    directory: int
+    name: str
+
+
+@final
+@attrs.frozen
+class Move:
+    """A name is moved over another one."""
+
+    source_directory: int
+    source: str
+    directory: int
+    name: str
+    inode: int
+
+
+@final
+@attrs.frozen
+class Write:
+    """Bytes are written into a file."""
+
+    inode: int
+    offset: int
+    data: bytes = attrs.field(repr=lambda data: f"<{len(data)} bytes>")
+
+
+@final
+@attrs.frozen
+class Resize:
+    """A file gets a size: cut off, or extended by zeros."""
+
+    inode: int
+    size: int
+
+
+@final
+@attrs.frozen
+class Sync:
+    """A file or a directory is made durable; None for everything."""
+
+    inode: int | None
+
+
+@final
+@attrs.frozen
+class SyncFailed:
+    """A file could not be made durable: the kernel has dropped what was written, and no later sync brings it back."""
+
+    inode: int
+
+
+@final
+@attrs.frozen
+class Mark:
+    """What the program was told or promised: ``begin`` something, that it is done (``ack``), or that it is not (``fail``)."""
+
+    what: str
+    value: Any = None
+
+
+Effect: TypeAlias = Bind | Unbind | Move | Write | Resize | Sync | SyncFailed | Mark
+
+
+@final
+class Recorder:
+    """A handler for `watched`: does each call, and lists the effects that it had below one directory, in order.
+
+    Args:
+        top: a directory.
+        inodes: path below it -> inode, of all that is in it.
+        count: the highest inode that was ever used.
+    """
+
+    def __init__(self, top: str | os.PathLike[str], inodes: Mapping[str, int] | None = None, count: int = TOP) -> None:
+        self.top = os.path.realpath(top)
+        self.effects: list[Effect] = []
+        self._mutex = threading.RLock()
+        self._opened: dict[int, tuple[str, int]] = {}  # descriptor -> path when it was opened, inode
+        self._inodes = {self.top: TOP, **{f"{self.top}/{path}": inode for path, inode in (inodes or {}).items()}}
+        self._count = count
+
+    def mark(self, what: str, value: Any = None) -> None:
+        """Note what the program under test is doing."""
+        with self._mutex:
+            self.effects.append(Mark(what, value))
+
+    def __call__(self, name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a call, and note its effect."""
+        with self._mutex:
+            return getattr(self, f"do_{name}", self._unknown)(real, *args, **kwargs)
+
+    def target(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """The path below the top that a call is about, or None if it is about something else."""
+        if name == "sync":
+            return None
+        if isinstance(args[0], int):
+            return self._opened[args[0]][0] if args[0] in self._opened else None
+        if name in {"rename", "replace", "link"}:
+            return self._path(args[1], kwargs.get("dst_dir_fd"))
+        return self._path(args[1] if name == "symlink" else args[0], kwargs.get("dir_fd"))
+
+    def sync_failed(self, fd: int) -> None:
+        """Note that a file could not be made durable."""
+        with self._mutex:
+            self.effects.append(SyncFailed(self._opened[fd][1]))
+
+    # --- descriptors ---------------------------------------------------------------------------------------------
+
+    def do_open(self, real: Any, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        full = self._path(path, dir_fd)
+        fd = real(path, flags, mode, dir_fd=dir_fd)
+        if full is None:
+            return fd
+        inode = self._inodes.get(full)
+        if inode is None:
+            assert flags & os.O_CREAT, f"{full} was not made under watch"
+            inode = self._make(full, "file")
+        elif flags & os.O_TRUNC:
+            self.effects.append(Resize(inode, 0))
+        self._opened[fd] = (full, inode)
+        return fd
+
+    def do_close(self, real: Any, fd: int) -> None:
+        self._opened.pop(fd, None)
+        real(fd)
+
+    # --- bytes ---------------------------------------------------------------------------------------------------
+
+    def do_write(self, real: Any, fd: int, data: Any) -> int:
+        offset = os.lseek(fd, 0, os.SEEK_CUR) if fd in self._opened else 0
+        return self._written(fd, offset, data, real(fd, data))
+
+    def do_pwrite(self, real: Any, fd: int, data: Any, offset: int) -> int:
+        return self._written(fd, offset, data, real(fd, data, offset))
+
+    def do_ftruncate(self, real: Any, fd: int, size: int) -> None:
+        real(fd, size)
+        if fd in self._opened:
+            self.effects.append(Resize(self._opened[fd][1], size))
+
+    def do_allocate(self, real: Any, fd: int, size: int) -> None:
+        real(fd, size)
+        if fd in self._opened and os.fstat(fd).st_size == size:  # some filesystems cannot
+            self.effects.append(Resize(self._opened[fd][1], size))
+
+    def do_fsync(self, real: Any, fd: int) -> None:
+        real(fd)
+        if fd in self._opened:
+            self.effects.append(Sync(self._opened[fd][1]))
+
+    do_fdatasync = do_fsync
+
+    def do_sync(self, real: Any) -> None:
+        del real  # not this machine's other work
+        self.effects.append(Sync(None))
+
+    # --- names ---------------------------------------------------------------------------------------------------
+
+    def do_rename(
+        self, real: Any, source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> None:
+        old, new = self._path(source, src_dir_fd), self._path(target, dst_dir_fd)
+        real(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        if old is None and new is None:
+            return
+        assert old is not None, f"{source} is moved in from elsewhere"
+        assert new is not None, f"{target} is moved out"
+        inode = self._inodes.pop(old)
+        assert not any(path.startswith(old + "/") for path in self._inodes), "a directory is moved"
+        self._inodes[new] = inode
+        self.effects.append(Move(*self._place(old), *self._place(new), inode))
+
+    do_replace = do_rename
+
+    def do_link(self, real: Any, source: Any, target: Any, **kwargs: Any) -> None:
+        old, new = self._path(source, kwargs.get("src_dir_fd")), self._path(target, kwargs.get("dst_dir_fd"))
+        real(source, target, **kwargs)
+        if new is not None and old is not None:
+            self._inodes[new] = self._inodes[old]
+            self.effects.append(Bind(*self._place(new), self._inodes[old], "file"))
+
+    def do_unlink(self, real: Any, path: Any, *, dir_fd: int | None = None) -> None:
+        full = self._path(path, dir_fd)
+        real(path, dir_fd=dir_fd)
+        if full is not None:
+            del self._inodes[full]
+            self.effects.append(Unbind(*self._place(full)))
+
+    do_remove = do_rmdir = do_unlink
+
+    def do_mkdir(self, real: Any, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        full = self._path(path, dir_fd)
+        real(path, mode, dir_fd=dir_fd)
+        if full is not None:
+            self._make(full, "directory")
+
+    def do_symlink(self, real: Any, target: Any, path: Any, *args: Any, dir_fd: int | None = None) -> None:
+        full = self._path(path, dir_fd)
+        real(target, path, *args, dir_fd=dir_fd)
+        if full is not None:
+            self._make(full, "link", os.fspath(target))
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _unknown(self, real: Any, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError(f"the recorder does not know {real} {args} {kwargs}")
+
+    def _path(self, path: Any, dir_fd: int | None) -> str | None:
+        """The path of what is touched, or None for what is outside."""
+        text = os.fsdecode(path)
+        if dir_fd is not None:
+            if dir_fd not in self._opened:
+                return None
+            text = f"{self._opened[dir_fd][0]}/{text}"
+        above, last = os.path.split(os.path.abspath(text))  # noqa: PTH100  # links on the way are followed, a last one is not
+        full = f"{os.path.realpath(above)}/{last}"
+        return full if full == self.top or full.startswith(self.top + "/") else None
+
+    def _place(self, full: str) -> tuple[int, str]:
+        above, last = os.path.split(full)
+        return self._inodes[above], last
+
+    def _make(self, full: str, kind: str, target: str = "") -> int:
+        self._count += 1
+        self._inodes[full] = self._count
+        self.effects.append(Bind(*self._place(full), self._count, kind, target))
+        return self._count
+
+    def _written(self, fd: int, offset: int, data: Any, count: int) -> int:
+        if fd in self._opened and count:
+            self.effects.append(Write(self._opened[fd][1], offset, bytes(memoryview(data).cast("B")[:count])))
+        return count

@@ -1,0 +1,278 @@
+"""What must hold of a disk after a crash, and whether it does: what was promised is found, what is found is whole."""
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import final
+
+import attrs
+
+import trainfold
+from crash.disk import Disk
+from crash.effects import Effect, Mark
+from crash.frozen_store import Files, FrozenStore, materialise, visible
+from crash.scenarios import SHM, Doing, digest_of_state, record, state_at
+from crash.states import Budget, CrashState, crash_states, digest_of_files
+from trainfold.backends.best_file import load_best
+from trainfold.backends.inventory import read_inventory
+from trainfold.backends.local import LocalStore
+from trainfold.backends.protocols import Store
+from trainfold.core.best import make_best_record
+from trainfold.core.errors import ResumeRefused, TrainfoldError
+from trainfold.core.save_plan import directory_of
+
+_FURTHER = 90  # a step beyond all that the scenarios save
+
+
+@final
+@attrs.frozen
+class Promised:
+    """What a program was told by the time of a crash.
+
+    Attributes:
+        newest: the digest of the state whose save returned last; None before the first.
+        standing: checkpoint -> the digest of its state, of all that were acknowledged and that nobody deletes or replaces.
+        in_flight: what had begun and not returned.
+        best: the score that was written last.
+        best_perhaps: a score whose writer was killed: it may be there or not.
+        saved: every digest that a checkpoint of that name may have.
+        perhaps: digests of the states whose save failed since: each may be there or not.
+    """
+
+    newest: str | None = None
+    standing: tuple[tuple[str, str], ...] = ()
+    in_flight: Doing | None = None
+    best: float | None = None
+    best_perhaps: float | None = None
+    saved: tuple[tuple[str, str], ...] = ()
+    perhaps: tuple[str, ...] = ()
+
+    def after(self, mark: Mark) -> "Promised":
+        """What is promised after one more mark."""
+        what: Doing = mark.value
+        name = directory_of(what.step)
+        if mark.what == "begin" and what.best is not None:
+            return attrs.evolve(self, in_flight=what)
+        if what.best is not None:
+            return attrs.evolve(self, in_flight=None, best=what.best)
+        if mark.what == "fail":
+            return attrs.evolve(self, in_flight=None, perhaps=(*self.perhaps, what.digest))
+        kept = tuple(pair for pair in self.standing if pair[0] not in {name, *what.gone})
+        if mark.what == "begin":
+            return attrs.evolve(self, in_flight=what, standing=kept, saved=(*self.saved, (name, what.digest)))
+        return attrs.evolve(self, newest=what.digest, standing=(*kept, (name, what.digest)), in_flight=None, perhaps=())
+
+
+def promises(effects: Sequence[Effect], before: Promised | None = None) -> list[Promised]:
+    """What is promised after each prefix."""
+    found = [before or Promised()]
+    for effect in effects:
+        found.append(found[-1].after(effect) if isinstance(effect, Mark) else found[-1])
+    return found
+
+
+@final
+@attrs.frozen
+class Found:
+    """What a program finds on a disk.
+
+    Attributes:
+        newest: the digest of what `trainfold.load` gives; None where it says that there is nothing.
+        whole: checkpoint -> the digest of its state, of all that have a manifest.
+        best: the score that the run goes on with.
+        wrong: what should not be, whatever was promised.
+    """
+
+    newest: str | None
+    whole: tuple[tuple[str, str], ...]
+    best: float | None
+    wrong: tuple[str, ...] = ()
+
+
+def look(store: Store) -> Found:
+    """Recover, and look at everything else too."""
+    wrong: list[str] = []
+    like = state_at(0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            newest = digest_of_state(trainfold.load(store, like=like))
+        except ResumeRefused as refused:
+            newest = None
+            if not refused.refusal.finds_nothing:
+                wrong.append(f"refused: {refused}")
+        except (TrainfoldError, OSError) as error:
+            newest = None
+            wrong.append(f"load: {type(error).__name__}: {error}")
+        whole = []
+        for entry in read_inventory(store).entries:
+            if entry.head is None:
+                if entry.problem is None or entry.problem.error != "CheckpointTorn":
+                    wrong.append(f"{entry.name}: {entry.problem}")
+                continue
+            try:
+                step = entry.head.step
+                whole.append((entry.name, digest_of_state(trainfold.load(store, like=like, step=step))))
+            except (TrainfoldError, OSError) as error:
+                wrong.append(f"{entry.name} has a manifest and is not whole: {error}")
+        best = _best_of(store, wrong)
+    wrong += [f"warned: {each.message}" for each in told if "a save that did not finish" not in str(each.message)]
+    return Found(newest, tuple(whole), best, tuple(wrong))
+
+
+def _best_of(store: Store, wrong: list[str]) -> float | None:
+    try:
+        record = load_best(store, make_best_record(metric="loss", direction="min"))
+    except TrainfoldError as error:
+        wrong.append(f"best: {error}")
+        return None
+    return None if record.score is None else float(record.score)
+
+
+def broken(found: Found, promised: Promised) -> list[str]:
+    """The promises that what was found does not keep."""
+    wrong = list(found.wrong)
+    now = promised.in_flight
+    saving = now.digest if now is not None and now.best is None else None
+    if found.newest not in {promised.newest, saving, *promised.perhaps} or (
+        found.newest is None and promised.newest is not None
+    ):
+        wrong.append(f"recovered {found.newest}, but {promised.newest} was acknowledged (saving: {saving})")
+    lost = [name for name, digest in promised.standing if (name, digest) not in found.whole]
+    wrong += [f"{name} was acknowledged and is not there as it was saved" for name in lost]
+    strange = [name for name, digest in found.whole if (name, digest) not in promised.saved]
+    wrong += [f"{name} has a state that was never saved there" for name in strange]
+    writing = None if now is None else now.best
+    if found.best not in {promised.best, promised.best_perhaps, writing} or (
+        found.best is None and promised.best is not None
+    ):
+        wrong.append(f"the best is {found.best}, but {promised.best} was acknowledged")
+    return wrong
+
+
+def go_on(files: Files, promised: Promised) -> list[str]:
+    """What goes wrong when a program goes on from there without any help: it locks, which tidies, and saves."""
+    with TemporaryDirectory(dir=SHM) as top:
+        materialise(files, top)
+        run = Path(top, "run")
+        if run.exists():
+            with LocalStore(run).lock():
+                left = sorted(staged(run))
+            if left:
+                return [f"left after the lock was taken: {left}"]
+        wrong = broken(look(LocalStore(run)), promised)
+        again = (
+            [now.step] if (now := promised.in_flight) is not None and now.digest else []
+        )  # over what the crash left of it
+        for step in (*again, _FURTHER):
+            state = state_at(step, variant=9)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    trainfold.save(state, run)
+                    found = digest_of_state(trainfold.load(run, like=state_at(0)))
+            except TrainfoldError as error:
+                return [*wrong, f"step {step} cannot be saved after the crash: {error}"]
+            if found != digest_of_state(state):
+                wrong.append(f"step {step}, saved after the crash, is not what is loaded")
+        left = sorted(staged(run))
+        after = look(LocalStore(run))
+    replaced = {directory_of(step) for step in (*again, _FURTHER)}
+    lost = [pair for pair in promised.standing if pair not in after.whole and pair[0] not in replaced]
+    return [
+        *wrong,
+        *after.wrong,
+        *(f"after it went on: lost {pair}" for pair in lost),
+        *(f"litter: {name}" for name in left),
+    ]
+
+
+def staged(run: str | os.PathLike[str]) -> Iterator[str]:
+    """The files in a run that somebody would have to clean up."""
+    for above, _, names in os.walk(run):
+        yield from (f"{above}/{name}" for name in names if name.startswith(".") and name != ".lock")
+
+
+@final
+class Examiner:
+    """Checks states, and the same thing only once.
+
+    Args:
+        go_on_share: from which share of the disks, staged files included, a program goes on.
+
+    Attributes:
+        looked: how many different views of a run were recovered from.
+        went_on: from how many different disks a program went on.
+    """
+
+    def __init__(self, *, go_on_share: float, seed: int = 0) -> None:
+        self.looked = 0
+        self.went_on = 0
+        self._share = go_on_share
+        self._random = Random(seed)
+        self._views: dict[bytes, Found] = {}
+        self._met: set[tuple[bytes, frozenset[str], Promised]] = set()
+
+    def wrong(self, state: CrashState, promised: Promised) -> list[str]:
+        """What is wrong with a state, if anything."""
+        wrong = broken(self.found(state), promised)
+        if not wrong and self.is_new(state, promised) and self._random.random() < self._share:
+            self.went_on += 1
+            wrong = go_on(state.files, promised)
+        return wrong
+
+    def found(self, state: CrashState) -> Found:
+        """What a program finds there."""
+        seen = visible(state.files)
+        key = digest_of_files(seen)
+        if key not in self._views:
+            self._views[key] = look(FrozenStore(seen))
+            self.looked += 1
+        return self._views[key]
+
+    def is_new(self, state: CrashState, promised: Promised) -> bool:
+        """Whether no state before had the same files, where those that are staged count by their names alone."""
+        seen = visible(state.files)
+        met = (digest_of_files(seen), frozenset(state.files) - frozenset(seen), promised)
+        is_new = met not in self._met
+        self._met.add(met)
+        return is_new
+
+
+def crash_again(state: CrashState, promised: Promised, examiner: Examiner, budget: Budget) -> tuple[int, list[str]]:
+    """Go on from a state and crash meanwhile: how many states that leaves, and what is wrong with the first bad one."""
+    found = examiner.found(state)
+    # what is on the disk at the boot is durable
+    known = Promised(newest=found.newest, standing=found.whole, best=found.best, saved=promised.saved)
+    now = promised.in_flight
+    step = now.step if now is not None and now.digest else _FURTHER
+    return _go_on_and_crash(Disk.of(state.files), step, known, examiner, budget)
+
+
+def kill_then_crash(disk: Disk, promised: Promised, examiner: Examiner, budget: Budget) -> tuple[int, list[str]]:
+    """The process is killed, and another one goes on; then the machine crashes. What was not durable is not for that."""
+    now = promised.in_flight
+    perhaps = (now.digest,) if now is not None and now.digest else ()
+    step = now.step if perhaps and now is not None else _FURTHER
+    known = attrs.evolve(
+        promised,
+        in_flight=None,
+        perhaps=(*promised.perhaps, *perhaps),
+        best_perhaps=None if now is None else now.best,
+    )
+    return _go_on_and_crash(disk, step, known, examiner, budget)
+
+
+def _go_on_and_crash(
+    disk: Disk, step: int, known: Promised, examiner: Examiner, budget: Budget
+) -> tuple[int, list[str]]:
+    effects = record(lambda scene: scene.save(step, variant=9), disk)
+    promised, count = promises(effects, known), 0
+    for second in crash_states(effects, budget, disk):
+        count += 1
+        if wrong := examiner.wrong(second, promised[second.done]):
+            return count, [f"after {second}", *wrong]
+    return count, []

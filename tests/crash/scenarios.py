@@ -1,0 +1,210 @@
+"""What a run does to its disk, recorded: saves, re-saves, rewinds, retention, pointers. Each is a list of effects."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, final
+from unittest import mock
+
+import attrs
+import torch
+from torch import nn
+
+import trainfold
+from crash.disk import Disk
+from crash.effects import Effect, Recorder
+from crash.frozen_store import files_in, materialise
+from crash.states import after_all, live
+from crash.syscalls import watched
+from trainfold.backends import direct_io
+from trainfold.backends.best_file import save_best
+from trainfold.backends.collectives import run_threads
+from trainfold.backends.local import LocalStore
+from trainfold.core import tree
+from trainfold.core.best import make_best_record, updated
+from trainfold.core.components import components_of
+from trainfold.core.save_plan import directory_of
+from trainfold.core.state import TrainState
+
+SHM: Final = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+@final
+@attrs.frozen
+class Doing:
+    """What a program is about to do, as it says in a ``begin`` mark; the ``ack`` mark says that it has returned.
+
+    Attributes:
+        step: of the save.
+        digest: of the state that is saved.
+        gone: checkpoints that may be deleted meanwhile, and are afterwards.
+        best: the score that is written, if it is one.
+    """
+
+    step: int
+    digest: str = ""
+    gone: tuple[str, ...] = ()
+    best: float | None = None
+
+
+def state_at(step: int, variant: int = 0) -> TrainState:
+    """A state whose tensors go into three files, of several blocks, two, and one; different at each step and variant."""
+    generator = torch.Generator().manual_seed(1000 * step + variant)
+    state = _template()
+
+    def fresh(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return torch.randn(leaf.shape, generator=generator)
+        return leaf
+
+    model = tree.unflatten(
+        tree.structure(state.model), [fresh(leaf) for _, leaf in tree.named_leaves(state.model, "m")]
+    )
+    trainer = attrs.evolve(state.trainer, step=step, samples=8 * step)
+    extra = {"ema": torch.randn(300, generator=generator), "queue": torch.randint(99, (9,), generator=generator)}
+    return state.evolve(model=model, trainer=trainer, extra=extra)
+
+
+@cache
+def _template() -> TrainState:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24))
+    state = trainfold.init_state(model, trainfold.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9))
+    return state.evolve(extra={"ema": torch.zeros(300), "queue": torch.zeros(9, dtype=torch.int64)})
+
+
+def digest_of_state(state: TrainState) -> str:
+    """A digest of every leaf of a state; not by the library's own fingerprints."""
+    whole = hashlib.blake2b(digest_size=16)
+    for name, component in sorted(components_of(state).items()):
+        for path, leaf in tree.named_leaves(component, name):
+            is_tensor = isinstance(leaf, torch.Tensor)
+            value = leaf.detach().contiguous().view(torch.uint8).numpy().tobytes() if is_tensor else repr(leaf).encode()
+            whole.update(f"{path} {type(leaf).__name__} {tuple(leaf.shape) if is_tensor else ''}\0".encode() + value)
+    return whole.hexdigest()
+
+
+# --- what is recorded ------------------------------------------------------------------------------------------------
+
+
+@final
+class Scene:
+    """A recorder with the verbs of a run."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.run = str(Path(recorder.top) / "run")
+
+    @contextmanager
+    def doing(self, what: Doing) -> Iterator[None]:
+        self.recorder.mark("begin", what)
+        yield
+        self.recorder.mark("ack", what)
+
+    def save(self, step: int, variant: int = 0) -> None:
+        state = state_at(step, variant)
+        with self.doing(Doing(step, digest_of_state(state))):
+            trainfold.save(state, self.run)
+
+    def best(self, step: int, score: float, run: Any = None) -> None:
+        record = updated(make_best_record(metric="loss", direction="min"), {"loss": score}, step=step)
+        with self.doing(Doing(step, best=score)):
+            save_best(self.run if run is None else run, record)
+
+
+def first_save(scene: Scene) -> None:
+    scene.save(1)
+
+
+def second_save(scene: Scene) -> None:
+    scene.save(1)
+    scene.save(2)
+
+
+def save_again(scene: Scene) -> None:
+    """A step is saved three times."""
+    for variant in range(3):
+        scene.save(1, variant)
+
+
+def rewind(scene: Scene) -> None:
+    """A step below the newest is saved: a new timeline; it replaces one that is there, and then makes one that is not."""
+    for step, variant in ((2, 0), (6, 0), (2, 1), (4, 1)):
+        scene.save(step, variant)
+
+
+def prune(scene: Scene) -> None:
+    """A manager keeps the last two of five."""
+    with trainfold.CheckpointManager(scene.run, keep_last=2, mode="sync") as manager:
+        for step in range(1, 6):
+            state = state_at(step)
+            gone = (directory_of(step - 2),) if step > 2 else ()
+            with scene.doing(Doing(step, digest_of_state(state), gone)):
+                manager.save(state)
+
+
+def pointers(scene: Scene) -> None:
+    """The best is written and moved, between saves."""
+    scene.save(1)
+    scene.best(1, 3.0)
+    scene.save(2)
+    scene.best(2, 2.0)
+
+
+def long_life(scene: Scene) -> None:
+    """All of it under one manager that keeps one: a best that stays, a rewind, a step twice."""
+    store = LocalStore(scene.run)
+    with trainfold.CheckpointManager(store, keep_last=1, mode="sync") as manager:
+
+        def save(step: int, variant: int = 0, *gone: int) -> None:
+            state = state_at(step, variant)
+            with scene.doing(Doing(step, digest_of_state(state), tuple(map(directory_of, gone)))):
+                manager.save(state)
+
+        save(2)
+        scene.best(2, 2.0, store)
+        save(4)
+        save(6, 0, 4)
+        save(3, 1)
+        save(3, 2)
+
+
+def two_ranks(scene: Scene) -> None:
+    """Two ranks save, twice, each its share of the files; which effect comes first is up to the threads."""
+    for step in (1, 2):
+        state = state_at(step)
+        with scene.doing(Doing(step, digest_of_state(state))):
+            run_threads(2, lambda ranks, state=state: trainfold.save(state, scene.run, collectives=ranks))
+
+
+def direct(scene: Scene) -> None:
+    """As two saves of large states: allocated ahead, written past the page cache by two threads, cut to size."""
+    pool = type(direct_io._POOL)()  # of small buffers; the others are kept for others
+    with mock.patch.multiple(direct_io, DIRECT_FROM_BYTES=1, BUFFER_BYTES=8192, _POOL=pool):
+        second_save(scene)
+
+
+SCENARIOS: Final[dict[str, Callable[[Scene], None]]] = {
+    each.__name__: each
+    for each in (first_save, second_save, save_again, rewind, prune, pointers, long_life, two_ranks, direct)
+}
+
+
+def record(scenario: Callable[[Scene], None], disk: Disk | None = None) -> list[Effect]:
+    """The effects of a scenario in a directory of its own, with what was on the disk before.
+
+    If the recorder had missed anything, what it says would not be what is there in the end.
+    """
+    disk = disk or Disk()
+    files, inodes = live(disk)
+    with TemporaryDirectory(dir=SHM) as top:
+        materialise(files, top)
+        recorder = Recorder(top, inodes, max(disk.kinds))
+        with watched(recorder):
+            scenario(Scene(recorder))
+        assert live(after_all(recorder.effects, disk))[0] == files_in(top)
+    return recorder.effects

@@ -1,0 +1,118 @@
+"""Whatever a crash leaves of a save, a re-save, a rewind, retention or a pointer: what was acknowledged is found, whole."""
+
+import pytest
+
+from crash.disk import Disk
+from crash.effects import TOP, Bind
+from crash.effort import BUDGET, CRASH_AGAIN_EVERY, GO_ON_SHARE, IS_SOAK, say
+from crash.frozen_store import FrozenStore, materialise, visible
+from crash.recovery import Examiner, Promised, crash_again, kill_then_crash, look, promises
+from crash.scenarios import SCENARIOS, SHM, record
+from crash.states import Budget, crash_states
+from trainfold.backends.local import LocalStore
+
+# Distinct states at least, in the usual run and in the soak; all of the soak's are more than a hundred thousand.
+FEWEST = {
+    "first_save": (200, 3_000),
+    "second_save": (300, 15_000),
+    "save_again": (300, 18_000),
+    "rewind": (300, 50_000),
+    "prune": (300, 50_000),
+    "pointers": (300, 9_000),
+    "long_life": (300, 80_000),
+    "two_ranks": (300, 40_000),
+    "direct": (300, 18_000),
+}
+
+
+@pytest.fixture(scope="module", params=SCENARIOS)
+def scene(request):
+    """A scenario's name and effects; recorded once."""
+    return request.param, record(SCENARIOS[request.param])
+
+
+@pytest.mark.timeout(0 if IS_SOAK else 120)
+def test_whatever_a_crash_leaves_what_was_acknowledged_is_found_and_whole(scene, record_property):
+    """C01, C02, C05, E03, E16: in no state is something torn believed, or something acknowledged lost.
+
+    From a share of the states a program goes on: taking the lock removes all that was staged, and the next save is found.
+    """
+    name, effects = scene
+    promised, examiner, seen = promises(effects), Examiner(go_on_share=GO_ON_SHARE), set()
+    for state in crash_states(effects, BUDGET):
+        seen.add(state.key())
+        wrong = examiner.wrong(state, promised[state.done])
+        assert not wrong, f"{name}, after {effects[: state.done][-1:]}: {state}\n" + "\n".join(wrong)
+    for what, count in (("states", len(seen)), ("views", examiner.looked), ("went on", examiner.went_on)):
+        record_property(what, count)
+    say(f"{name}: {len(effects)} effects, {len(seen)} distinct states, {examiner.looked} views of the run, "
+          f"a program went on from {examiner.went_on}")  # fmt: skip
+    assert len(seen) >= FEWEST[name][IS_SOAK]
+    assert examiner.went_on
+
+
+def test_far_more_than_a_hundred_thousand_states_are_looked_at_in_the_soak():
+    """Nearly all that there are: in most scenarios every legal subset after every effect."""
+    assert set(FEWEST) == set(SCENARIOS)
+    assert sum(soak for _, soak in FEWEST.values()) > 250_000
+
+
+@pytest.mark.timeout(0 if IS_SOAK else 120)
+def test_a_crash_while_a_run_goes_on_after_a_crash_loses_nothing_either(scene):
+    """What the first crash left is durable then, staged files and half a step included."""
+    name, effects = scene
+    promised, examiner = promises(effects), Examiner(go_on_share=0)
+    new = [state for state in crash_states(effects, Budget(16, 2)) if examiner.is_new(state, promised[state.done])]
+    total = 0
+    for state in new[:: max(1, CRASH_AGAIN_EVERY)]:
+        count, wrong = crash_again(state, promised[state.done], examiner, Budget(128, 8) if IS_SOAK else Budget(4, 2))
+        assert not wrong, f"{name}, after {effects[: state.done][-1:]}: {state}\n" + "\n".join(wrong)
+        total += count
+    say(f"{name}: {total} states after a second crash")
+    assert total
+
+
+@pytest.mark.timeout(0 if IS_SOAK else 120)
+def test_a_power_cut_after_another_process_has_gone_on_from_a_killed_one_loses_nothing(scene):
+    """The second process finds names and bytes that were never made durable: it has to do that before it relies on them.
+
+    Not of a run that was made a moment before: see the test below.
+    """
+    name, effects = scene
+    promised, examiner, disk, total = promises(effects), Examiner(go_on_share=0), Disk(), 0
+    for done in range(len(effects) + 1):
+        if done % (1 if IS_SOAK else 25) == 0 and not is_run_just_made(effects[:done]):
+            count, wrong = kill_then_crash(disk, promised[done], examiner, Budget(64, 4) if IS_SOAK else Budget(4, 2))
+            assert not wrong, f"{name}, killed after {effects[:done][-1:]}\n" + "\n".join(wrong)
+            total += count
+        disk = disk if done == len(effects) else disk.after(effects[done])
+    say(f"{name}: {total} states after a kill and a power cut")
+    assert total
+
+
+def is_run_just_made(effects):
+    return bool(effects) and isinstance(effects[-1], Bind) and effects[-1].name == "run"
+
+
+@pytest.mark.xfail(strict=True, reason="a directory that is there is taken for durable")
+def test_a_run_whose_directory_somebody_else_has_made_is_durable_when_a_save_returns():
+    """C02: a user's mkdir, or that of a process that was killed; a crash takes the whole run away, saves and all."""
+    made = Bind(TOP, "run", 1, "directory")
+    count, wrong = kill_then_crash(Disk().after(made), Promised(), Examiner(go_on_share=0), Budget(16, 2))
+    assert not wrong, wrong
+    assert count
+
+
+def test_a_run_in_memory_is_read_as_the_same_run_on_a_disk(scene, tmp_path):
+    """So that what is checked in memory holds of `LocalStore`."""
+    name, effects = scene
+    every = list(crash_states(effects, Budget(8, 2)))
+    for number, state in enumerate(every[:: len(every) // 12 + 1]):
+        top = tmp_path / str(number)
+        top.mkdir()
+        materialise(state.files, top)
+        there, here = look(LocalStore(top / "run")), look(FrozenStore(visible(state.files)))
+        assert (there.newest, there.whole, there.best, len(there.wrong)) == (here.newest, here.whole, here.best, 0), (
+            name
+        )
+        assert SHM is None or not here.wrong

@@ -1,0 +1,118 @@
+"""Ground truth: a real ext4 loses its power in mid-save, is mounted again, and the run goes on."""
+
+import random
+import shutil
+import time
+from pathlib import Path
+from unittest import mock
+
+import attrs
+import pytest
+
+import trainfold
+from crash.effects import Mark
+from crash.effort import CUTS, IS_SOAK, say
+from crash.power_cut import NoLoopDevice, Writer, powered_disk
+from crash.recovery import Promised, broken, look, staged
+from crash.rivals import RIVALS
+from crash.scenarios import Doing, digest_of_state, state_at
+from trainfold.backends.local import LocalStore
+
+LATEST_CUT_SECS = 0.03
+
+
+@pytest.fixture(scope="module")
+def disk():
+    """A disk of our own."""
+    try:
+        with powered_disk() as made:
+            yield made
+    except NoLoopDevice as why:
+        pytest.skip(f"no disk whose power can be cut: {why}")
+
+
+@pytest.fixture(scope="module")
+def writer():
+    """Another process."""
+    made = Writer()
+    yield made
+    made.close()
+
+
+def saved_until_cut(disk, writer, how, run, chance):
+    """What the writer said, the power being cut a while after one of its saves."""
+    writer.start(how, run)
+    said = [writer.next() for _ in range(2 * chance.randrange(8) + chance.randrange(2))]
+    time.sleep(chance.random() * LATEST_CUT_SECS)
+    disk.cut()
+    while not said or said[-1][0] != "end":
+        said.append(writer.next())
+    disk.boot()
+    return said
+
+
+def test_no_other_filesystem_than_the_one_made_for_it_can_be_cut(disk, tmp_path):
+    """The call is replaced here, and must not even be reached."""
+    elsewhere = tmp_path / "trainfold-power-cut"
+    elsewhere.mkdir()
+    (tmp_path / "image").touch()
+    others = [
+        attrs.evolve(disk, mounted=elsewhere),
+        attrs.evolve(disk, mounted=disk.mounted.parent),
+        attrs.evolve(disk, mounted=Path("/")),
+        attrs.evolve(disk, image=tmp_path / "image"),
+        attrs.evolve(disk, device="/dev/null"),
+    ]
+    with mock.patch("fcntl.ioctl") as ioctl:
+        for other in others:
+            with pytest.raises(AssertionError):
+                other.cut()
+        assert not ioctl.called
+        disk.cut()
+        assert ioctl.called
+
+
+@pytest.mark.timeout(0 if IS_SOAK else 120)
+def test_after_a_power_cut_in_mid_save_the_run_goes_on_from_what_was_acknowledged(disk, writer):
+    """C01, C02: and everything else that was acknowledged is there too."""
+    chance, in_flight, start = random.Random(4), 0, time.monotonic()
+    for cut in range(CUTS):
+        run = disk.mounted / f"run-{cut}"
+        said = saved_until_cut(disk, writer, "trainfold", run, chance)
+        assert said[-1][0] == "end"
+        assert said[-1][2] != "it could", "the cut came too late"
+        promised = Promised()
+        for what, step, digest in said[:-1]:
+            promised = promised.after(Mark(what, Doing(step, digest)))
+        in_flight += promised.in_flight is not None
+        wrong = broken(look(LocalStore(run)), promised)
+        assert not wrong, f"cut {cut}, after {said[-3:]}: {wrong}"
+        if run.exists():
+            with LocalStore(run).lock():
+                assert not list(staged(run)), "left after the lock was taken"
+        further = state_at(1000)
+        trainfold.save(further, run)
+        assert digest_of_state(trainfold.load(run, like=state_at(0))) == digest_of_state(further)
+        shutil.rmtree(run)
+    say(f"{CUTS} cuts, {in_flight} of them in mid-save, {time.monotonic() - start:.1f} s")
+    assert in_flight
+
+
+@pytest.mark.timeout(120)
+def test_such_a_cut_takes_away_what_others_had_acknowledged(disk, writer):
+    """Teeth: a cut after which nothing is ever missing would prove nothing. Here no directory was synced."""
+    chance, lost = random.Random(5), 0
+    for cut in range(5):
+        run = disk.mounted / f"rival-{cut}"
+        said = saved_until_cut(disk, writer, "torch", run, chance)
+        acknowledged = max((step for what, step, _ in said if what == "ack"), default=0)
+        try:
+            RIVALS["torch.save, fsync, replace"].load(run, acknowledged)
+        except Exception:  # noqa: BLE001  # it is gone, or another one is there: perhaps the one that was in flight
+            try:
+                RIVALS["torch.save, fsync, replace"].load(run, acknowledged + 1)
+            except Exception:  # noqa: BLE001
+                lost += acknowledged > 0
+        shutil.rmtree(run)
+    say(f"torch.save, fsync, replace: the acknowledged state was lost in {lost} of 5 cuts")
+    assert lost
