@@ -1,8 +1,157 @@
-"""`should_save`: whether a boundary is one to save at, as a function of the step and nothing else (O06)."""
+"""`decide`: what happens at a boundary, as a function of its arguments and nothing else (O06, R01).
 
-from collections.abc import Collection
+`should_save` is the part of it that looks at the step alone.
+"""
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Final, final
+
+import attrs
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.given import real_given
+from trainfold.core.requests import Request, merge_requests
+from trainfold.core.scalars import shown
+
+_MEANING: Final = {
+    "every": "the cadence in steps",
+    "every_secs": "the cadence in seconds",
+    "best": "the best result so far",
+    "last": "the last step",
+    "save": "asked to save",
+    "stop": "asked to stop",
+    "save_and_stop": "asked to save and stop",
+    "abort": "asked to stop without saving",
+    "saved": "this step is saved already",
+}
+_SAVING: Final = ("every", "every_secs", "best", "last", "save", "stop", "save_and_stop")
+_STOPPING: Final = frozenset({"last", "stop", "save_and_stop", "abort"})
+
+
+@final
+@attrs.frozen
+class Triggers:
+    """When to save without being asked to. Make it with `make_triggers`.
+
+    Attributes:
+        every: at each multiple of so many optimizer steps; None for no such cadence.
+        every_secs: when so many seconds have passed since the last save; None for no such cadence.
+        at_end: whether the state is saved that a run ends with, be it at the last step or because it was asked to stop.
+    """
+
+    every: int | None = None
+    every_secs: float | None = None
+    at_end: bool = True
+
+
+@final
+@attrs.frozen
+class Verdict:
+    """What happens at a boundary. Prints as a sentence.
+
+    Attributes:
+        save: whether to save.
+        stop: whether the loop ends here.
+        reasons: why, in a fixed order: ``every``, ``every_secs``, ``best``, ``last``, and the requests; with ``saved`` at the end
+            where it would save if the step were not saved already.
+    """
+
+    save: bool
+    stop: bool
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        what = f"{'save' if self.save else 'do not save'} and {'stop' if self.stop else 'go on'}"
+        why = ", ".join(_MEANING.get(reason, reason) for reason in self.reasons)
+        return f"{what}: {why or 'nothing is due'}"
+
+
+def make_triggers(*, every: int | None = None, every_secs: float | None = None, at_end: bool = True) -> Triggers:
+    """Return checked triggers.
+
+    Args:
+        every: a cadence in optimizer steps, >= 1; None for none.
+        every_secs: a cadence in seconds, > 0; None for none. Which steps it hits depends on the machine; those of ``every`` do not.
+        at_end: False saves the end of a run only where a request or a cadence asks for it, as in a search over settings.
+
+    Raises:
+        InvalidArgument: naming the argument that cannot be.
+
+    Examples:
+        >>> make_triggers(every=500, every_secs=600)
+        Triggers(every=500, every_secs=600.0, at_end=True)
+    """
+    check_cadence(every)
+    secs = None if every_secs is None else real_given(every_secs)
+    if every_secs is not None and (secs is None or not 0 < secs < math.inf):
+        raise InvalidArgument("every_secs", expected="a finite number > 0, or None", found=shown(every_secs),
+                              mend="count seconds; None saves by steps alone")  # fmt: skip
+    if not isinstance(at_end, bool):
+        raise InvalidArgument("at_end", expected="True or False", found=shown(at_end),
+                              mend="True saves the state that the run ends with")  # fmt: skip
+    return Triggers(every, secs, at_end)
+
+
+def decide(  # noqa: PLR0913 - one keyword for each source
+    step: int,
+    *,
+    triggers: Triggers,
+    last_saved: int | None,
+    secs_since_save: float,
+    requests: Iterable[Request] = (),
+    is_last: bool = False,
+    is_best: bool = False,
+) -> Verdict:
+    """Make one decision of everything that may want to save or stop at a boundary.
+
+    Laws: no step is saved twice, however many reasons there are (E10, A14); ``abort`` saves nothing and stops; the order
+    and the number of the requests make no difference (R01); the steps that ``every`` saves do not depend on interruptions,
+    nor on what was saved beside them (V14); at step 0 nothing is due by a number or by the clock.
+
+    Give it what all ranks agree on: the merged requests, and rank 0's clock.
+
+    Args:
+        step: optimizer steps done, >= 0.
+        triggers: when to save without being asked to.
+        last_saved: the step of the newest checkpoint, saved or resumed from; None where there is none.
+        secs_since_save: seconds since then, or since the start; of a monotonic clock.
+        requests: what was asked for since the last boundary.
+        is_last: whether the run ends here by itself: the last step, or no more data (T53).
+        is_best: whether the state was found to be the best so far (E10).
+
+    Returns:
+        Whether to save, whether to stop, and why.
+
+    Raises:
+        InvalidArgument: for what is no request.
+
+    Examples:
+        >>> triggers = make_triggers(every=100, every_secs=600)
+        >>> print(decide(100, triggers=triggers, last_saved=None, secs_since_save=30.0, is_best=True))
+        save and go on: the cadence in steps, the best result so far
+        >>> print(decide(130, triggers=triggers, last_saved=100, secs_since_save=9.0, requests=["save_and_stop"]))
+        save and stop: asked to save and stop
+        >>> print(decide(100, triggers=triggers, last_saved=100, secs_since_save=0.0, is_last=True))
+        do not save and stop: the last step, this step is saved already
+    """
+    asked = merge_requests([requests])
+    is_new = step != last_saved
+    facts: dict[str, bool] = {
+        "every": should_save(step, every=triggers.every, last_saved=last_saved),
+        "every_secs": is_new
+        and step > 0
+        and triggers.every_secs is not None
+        and secs_since_save >= triggers.every_secs,
+        "best": is_best,
+        "last": is_last,
+        **dict.fromkeys(asked, True),
+    }
+    reasons = tuple(name for name, holds in facts.items() if holds)
+    ending = () if triggers.at_end else ("last", "stop")
+    wants = "abort" not in asked and any(name in _SAVING and name not in ending for name in reasons)
+    said = (*reasons, "saved") if wants and not is_new else reasons
+    return Verdict(wants and is_new, not _STOPPING.isdisjoint(reasons), said)
 
 
 def should_save(step: int, *, every: int | None, last_saved: int | None = None, events: Collection[str] = ()) -> bool:
