@@ -1,51 +1,214 @@
-"""`plan_retention`: which complete checkpoints may go, decided before anything is deleted."""
+"""`Retention`: which complete checkpoints stay, as policies that add up; and the plan of what may go, made before anything is deleted."""
 
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import cast, final, overload
+
+import attrs
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.given import real_given
+from trainfold.core.retention_rules import All, Best, Every, Last, Newer, Rule, Saved
+from trainfold.core.scalars import shown
+from trainfold.core.score import Direction, checked_direction
+
+__all__ = ["Retention", "RetentionPlan", "Rule", "Saved", "check_keep_last", "keep_all", "keep_best", "keep_every", "keep_last",
+           "keep_newer", "plan_retention"]  # fmt: skip
 
 
+@final
+@attrs.frozen
+class Retention:
+    """Keeps what any of its rules keeps. Made by `keep_last` and the like; ``a | b`` keeps what either keeps.
+
+    Laws: ``(a | b).kept(...) == a.kept(...) | b.kept(...)``, so no rule uses up another one's budget (E07); neither the order
+    of the rules nor that of the checkpoints makes a difference.
+
+    Attributes:
+        rules: at least one.
+
+    Examples:
+        >>> saved = [Saved("a", 10, score=0.1), Saved("b", 20, score=0.5), Saved("c", 30, score=0.3)]
+        >>> policy = keep_last(1) | keep_best(1, direction="min")
+        >>> sorted(policy.kept(saved, saved[-1])), str(policy)
+        (['a', 'c'], 'the last one, the best one')
+    """
+
+    rules: tuple[Rule, ...] = attrs.field()
+
+    @rules.validator
+    def _has_one(self, _: object, rules: tuple[Rule, ...]) -> None:
+        if not isinstance(rules, tuple) or not rules:
+            raise InvalidArgument("rules", expected="at least one rule, in a tuple", found=shown(rules),
+                                  mend="keep_last(1) keeps as little as can be")  # fmt: skip
+
+    def __or__(self, other: "Retention") -> "Retention":
+        """Keep what either keeps."""
+        if not isinstance(other, Retention):
+            return NotImplemented
+        return Retention((*self.rules, *(rule for rule in other.rules if rule not in self.rules)))
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.rules))
+
+    def kept(self, checkpoints: Iterable[Saved], written: Saved) -> frozenset[str]:
+        """The names that some rule keeps, of those that take part; `plan_retention` says what stays beside them."""
+        return frozenset(self.reasons(checkpoints, written))
+
+    def reasons(self, checkpoints: Iterable[Saved], written: Saved) -> dict[str, tuple[str, ...]]:
+        """The same names, oldest first, each with the rules that keep it."""
+        ordered = tuple(one for one in _oldest_first(checkpoints, written) if _takes_part(one, written))
+        keepers = [(str(rule), frozenset(rule.kept(ordered))) for rule in self.rules]
+        found = {one.name: tuple(why for why, names in keepers if one.name in names) for one in ordered}
+        return {name: why for name, why in found.items() if why}
+
+
+def keep_last(k: int | None) -> Retention:
+    """Keep the newest ``k``, the one just written among them (E01).
+
+    Args:
+        k: how many; 0 and None for all.
+
+    Raises:
+        InvalidArgument: unless it is an int >= 0 or None.
+    """
+    return Retention((Last(k) if (k := check_keep_last(k, "k")) else All(),))
+
+
+def keep_every(n_steps: int) -> Retention:
+    """Keep, for good, the first checkpoint at or after each multiple of ``n_steps``, as `should_save` counts them (E07).
+
+    Args:
+        n_steps: optimizer steps, >= 1.
+
+    Raises:
+        InvalidArgument: for anything else.
+    """
+    return Retention((Every(_positive("n_steps", n_steps, "count optimizer steps")),))
+
+
+def keep_best(n: int, *, direction: Direction) -> Retention:
+    """Keep the ``n`` best, as `plan_best` ranks them: of equal scores the earlier step (E11).
+
+    A checkpoint whose score is not known, or not finite, is none of the best; the rule does not keep it.
+
+    Args:
+        n: how many, >= 1.
+        direction: ``"min"`` if less is better, ``"max"`` if more is.
+
+    Raises:
+        InvalidArgument: for anything else.
+    """
+    return Retention((Best(_positive("n", n, "keep at least the best one"), checked_direction(direction)),))
+
+
+def keep_newer(age_secs: float) -> Retention:
+    """Keep those that were committed at most ``age_secs`` ago; one of unknown age, or from the future, counts as new.
+
+    After a pause longer than that, the first new checkpoint is the only one that it keeps: add ``| keep_last(2)``.
+
+    Args:
+        age_secs: seconds, >= 0.
+
+    Raises:
+        InvalidArgument: unless it is a finite number >= 0.
+    """
+    secs = real_given(age_secs)
+    if secs is None or not 0 <= secs < math.inf:
+        raise InvalidArgument("age_secs", expected="a finite number >= 0", found=shown(age_secs), mend="count seconds")
+    return Retention((Newer(secs),))
+
+
+def keep_all() -> Retention:
+    """Keep all of them."""
+    return Retention((All(),))
+
+
+@final
+@attrs.frozen
+class RetentionPlan:
+    """What stays and what may go. Prints as a table.
+
+    Attributes:
+        kept: name -> why, oldest first.
+        deleted: the names to delete, oldest first.
+    """
+
+    kept: Mapping[str, tuple[str, ...]]
+    deleted: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [(name, "stays", ", ".join(why)) for name, why in self.kept.items()]
+        rows += [(name, "goes", "nothing keeps it") for name in self.deleted]
+        width = max((len(name) for name, _, _ in rows), default=0)
+        return "\n".join(f"{name:<{width}}  {what:<5}  {why}" for name, what, why in rows)
+
+
+@overload
+def plan_retention(
+    checkpoints: Iterable[Saved], *, policy: Retention, written: Saved, protected: Collection[str] = ()
+) -> RetentionPlan: ...
+
+
+@overload
 def plan_retention(
     checkpoints: Iterable[tuple[str, int]],
     *,
     keep_last: int | None,
     written: tuple[str, int],
     protected: Collection[str] = (),
-) -> tuple[str, ...]:
-    """Say which checkpoints to delete after one was committed.
+) -> tuple[str, ...]: ...
 
-    Laws: the one just written and the protected ones are never in it (E02); those of a higher step than the one just
-    written do not take part (E06), because a rewind has left them to another timeline; of the others, the newest
-    ``keep_last``, counting the one just written, stay.
+
+def plan_retention(
+    checkpoints: Iterable[Saved] | Iterable[tuple[str, int]],
+    *,
+    written: Saved | tuple[str, int],
+    policy: Retention | None = None,
+    keep_last: int | None = None,
+    protected: Collection[str] = (),
+) -> RetentionPlan | tuple[str, ...]:
+    """Say which checkpoints stay and which may go after one was committed.
+
+    Laws: each checkpoint is either kept or deleted. The one just written stays, and so do the protected ones (E02), beside
+    what the policy keeps: they use up none of its budget. Those of a higher step or a later timeline than the one just written
+    do not take part (E06), because a rewind has left them behind. Planning again after the deletion deletes nothing; and what
+    the policy would keep of a whole history is never deleted on the way.
 
     Args:
-        checkpoints: (name, step) of every *complete* checkpoint; incomplete ones neither count nor protect (E01).
-        keep_last: how many to keep; 0 and None for all.
-        written: (name, step) of the checkpoint that was committed just now.
-        protected: names that a pointer or a rule of the user's holds on to; they do not use up the budget.
+        checkpoints: every *complete* checkpoint of the run's lineage, in any order. Incomplete ones, those in quarantine and
+            those of another timeline neither count nor protect: leave them out (E01, E05, E16).
+        policy: what to keep, such as ``keep_last(3) | keep_every(10_000)``.
+        written: the checkpoint that was committed just now; it is as this says, whatever ``checkpoints`` says of it.
+        protected: names that a pointer, a hold or a best holds on to; a mapping gives each its reason.
+        keep_last: the older form: how many to keep, with (name, step) for each checkpoint; it returns the deleted names.
 
     Returns:
-        The names to delete, oldest first.
+        The plan.
 
     Raises:
-        InvalidArgument: if ``keep_last`` is negative.
+        InvalidArgument: if ``keep_last`` is negative; if ``protected`` is one text instead of names.
 
     Examples:
-        >>> saved = [("step-1", 1), ("step-2", 2), ("step-3", 3)]
-        >>> plan_retention(saved, keep_last=2, written=("step-3", 3))
-        ('step-1',)
-        >>> plan_retention(saved, keep_last=1, written=("step-2", 2))
-        ('step-1',)
+        >>> saved = [Saved(f"step-{step:02}", step) for step in (5, 10, 15, 20)]
+        >>> print(plan_retention(saved, policy=keep_last(2) | keep_every(10), written=saved[-1]))
+        step-10  stays  every 10 steps
+        step-15  stays  the last 2
+        step-20  stays  just written, the last 2, every 10 steps
+        step-05  goes   nothing keeps it
+        >>> plan_retention(saved, policy=keep_last(1), written=saved[-1], protected={"step-05": "the best"}).deleted
+        ('step-10', 'step-15')
     """
-    if not check_keep_last(keep_last):
-        return ()
-    assert keep_last is not None
-    name, step = written
-    older = sorted((s, n) for n, s in checkpoints if s <= step and n != name and n not in protected)
-    return tuple(n for _, n in older[: max(0, len(older) - (keep_last - 1))])
+    if isinstance(protected, str):
+        raise InvalidArgument("protected", expected="names", found=shown(protected), mend="put the name into a set")
+    if policy is not None:
+        return _planned(cast("Iterable[Saved]", checkpoints), policy, cast("Saved", written), protected)
+    older = [Saved(name, step) for name, step in cast("Iterable[tuple[str, int]]", checkpoints)]
+    last = Last(keep_last) if check_keep_last(keep_last) and keep_last else All()
+    return _planned(older, Retention((last,)), Saved(*cast("tuple[str, int]", written)), protected).deleted
 
 
-def check_keep_last(keep_last: int | None) -> int | None:
+def check_keep_last(keep_last: int | None, where: str = "keep_last") -> int | None:
     """Return a number of checkpoints to keep that can be.
 
     Raises:
@@ -57,6 +220,42 @@ def check_keep_last(keep_last: int | None) -> int | None:
     """
     if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 0):
         raise InvalidArgument(
-            "keep_last", expected="an int >= 0, or None", found=repr(keep_last), mend="0 or None keeps all of them"
+            where, expected="an int >= 0, or None", found=shown(keep_last), mend="0 or None keeps all of them"
         )
     return keep_last
+
+
+def _positive(where: str, value: object, mend: str) -> int:
+    if type(value) is not int or value < 1:
+        raise InvalidArgument(where, expected="an int >= 1", found=shown(value), mend=mend)
+    return value
+
+
+def _planned(
+    checkpoints: Iterable[Saved], policy: Retention, written: Saved, protected: Collection[str]
+) -> RetentionPlan:
+    ordered = _oldest_first(checkpoints, written)
+    free = [one for one in ordered if one.name not in protected]
+    by_policy = policy.reasons(free, written)
+    kept: dict[str, tuple[str, ...]] = {}
+    for one in ordered:
+        why = by_policy.get(one.name, ())
+        if one.name in protected:
+            why = (protected[one.name] if isinstance(protected, Mapping) else "protected", *why)
+        if not _takes_part(one, written):
+            why = (*why, "later than what was written")
+        if one.name == written.name:
+            why = ("just written", *why)
+        if why:
+            kept[one.name] = why
+    return RetentionPlan(kept, tuple(one.name for one in ordered if one.name not in kept))
+
+
+def _oldest_first(checkpoints: Iterable[Saved], written: Saved) -> list[Saved]:
+    """All of them, the one just written as it is said to be."""
+    others = (one for one in checkpoints if one.name != written.name)
+    return sorted((*others, written), key=lambda one: (one.step, one.timeline, one.name))
+
+
+def _takes_part(one: Saved, written: Saved) -> bool:
+    return one.step <= written.step and one.timeline <= written.timeline

@@ -1,0 +1,121 @@
+"""The rules that a `Retention` adds up: the last k, every n steps, the n best, the newer ones, all. Each is a frozen value."""
+
+import math
+from typing import Protocol, final
+
+import attrs
+
+from trainfold.core.score import Direction
+
+
+@final
+@attrs.frozen
+class Saved:
+    """One complete checkpoint, as far as a rule needs to know it.
+
+    Attributes:
+        name: its directory.
+        step: optimizer steps done.
+        timeline: the timeline that it belongs to.
+        score: what it scored; None if that is not known.
+        age_secs: how long ago it was committed; None if that is not known.
+    """
+
+    name: str
+    step: int
+    timeline: int = 0
+    score: float | None = None
+    age_secs: float | None = None
+
+
+class Rule(Protocol):
+    """A reason to keep checkpoints. Any frozen object with these two methods is one: ``Retention((my_rule,)) | keep_last(3)``."""
+
+    def kept(self, checkpoints: tuple[Saved, ...]) -> frozenset[str]:
+        """The names to keep, of checkpoints that are given oldest first; the last one was written just now. Pure."""
+
+    def __str__(self) -> str:
+        """What the rule keeps, in a few words, such as ``the last 3``."""
+
+
+@final
+@attrs.frozen
+class Last:
+    """The newest ``k``."""
+
+    k: int
+
+    def kept(self, checkpoints: tuple[Saved, ...]) -> frozenset[str]:
+        """See `Rule.kept`."""
+        return frozenset(one.name for one in checkpoints[-self.k :])
+
+    def __str__(self) -> str:
+        return "the last one" if self.k == 1 else f"the last {self.k}"
+
+
+@final
+@attrs.frozen
+class Every:
+    """The first one at or after each multiple of ``n_steps``."""
+
+    n_steps: int
+
+    def kept(self, checkpoints: tuple[Saved, ...]) -> frozenset[str]:
+        """See `Rule.kept`."""
+        first: dict[int, str] = {}
+        for one in checkpoints:
+            first.setdefault(one.step // self.n_steps, one.name)
+        return frozenset(name for multiple, name in first.items() if multiple > 0)
+
+    def __str__(self) -> str:
+        return f"every {self.n_steps} steps"
+
+
+@final
+@attrs.frozen
+class Best:
+    """The ``n`` best of those that have a finite score; of equal ones the earlier."""
+
+    n: int
+    direction: Direction
+
+    def kept(self, checkpoints: tuple[Saved, ...]) -> frozenset[str]:
+        """See `Rule.kept`."""
+        sign = 1.0 if self.direction == "min" else -1.0
+        scored = [
+            (sign * one.score, place, one.name)
+            for place, one in enumerate(checkpoints)
+            if one.score is not None and math.isfinite(one.score)
+        ]
+        return frozenset(name for _, _, name in sorted(scored)[: self.n])
+
+    def __str__(self) -> str:
+        return "the best one" if self.n == 1 else f"the best {self.n}"
+
+
+@final
+@attrs.frozen
+class Newer:
+    """Those that are not older than ``age_secs``, or of unknown age."""
+
+    age_secs: float
+
+    def kept(self, checkpoints: tuple[Saved, ...]) -> frozenset[str]:
+        """See `Rule.kept`."""
+        return frozenset(one.name for one in checkpoints if one.age_secs is None or not one.age_secs > self.age_secs)
+
+    def __str__(self) -> str:
+        return f"newer than {self.age_secs:g} s"
+
+
+@final
+@attrs.frozen
+class All:
+    """All of them."""
+
+    def kept(self, checkpoints: tuple[Saved, ...]) -> frozenset[str]:
+        """See `Rule.kept`."""
+        return frozenset(one.name for one in checkpoints)
+
+    def __str__(self) -> str:
+        return "all"
