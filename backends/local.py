@@ -103,17 +103,13 @@ class LocalStore:
 
     def size(self, name: str) -> int | None:
         """See `Store.size`."""
-        directory, last = split_name(name)
-        try:
-            with open_directory(self._root, directory) as parent:
-                found = os.stat(last, dir_fd=parent, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
-        if stat.S_ISDIR(found.st_mode):
-            return None
-        if not stat.S_ISREG(found.st_mode):
-            raise not_a_file(self._where(name))
-        return found.st_size
+        found = self._stat(name)
+        return None if found is None else found.st_size
+
+    def committed_at(self, name: str) -> float | None:
+        """See `Store.committed_at`: the time of the file's last change of contents."""
+        found = self._stat(name)
+        return None if found is None else found.st_mtime
 
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`. Links to a sibling, as `point` makes them, are hints and left out."""
@@ -220,6 +216,20 @@ class LocalStore:
                 pass
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    def _stat(self, name: str) -> os.stat_result | None:
+        """What is known of a file; None where there is none, or a directory."""
+        directory, last = split_name(name)
+        try:
+            with open_directory(self._root, directory) as parent:
+                found = os.stat(last, dir_fd=parent, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        if stat.S_ISDIR(found.st_mode):
+            return None
+        if not stat.S_ISREG(found.st_mode):
+            raise not_a_file(self._where(name))
+        return found
 
     def _where(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

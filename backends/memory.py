@@ -2,7 +2,7 @@
 
 import errno
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, final
 
@@ -29,6 +29,7 @@ class MemoryStore:
     Args:
         fault: decides which effect fails, such as `CrashAt`, `ErrorAt`, `read_only`, or any pure function.
         capacity_bytes: how much fits; None: what a process can address.
+        clock: what time it is, for `committed_at`; None: no commit's time is known.
 
     Examples:
         >>> store = MemoryStore()
@@ -42,8 +43,12 @@ class MemoryStore:
         ([], ['a'])
     """
 
-    def __init__(self, *, fault: Fault | None = None, capacity_bytes: int | None = None) -> None:
+    def __init__(
+        self, *, fault: Fault | None = None, capacity_bytes: int | None = None, clock: Callable[[], float] | None = None
+    ) -> None:
         self._fault = fault
+        self._clock = clock
+        self._committed: dict[str, float] = {}
         self._capacity_bytes = capacity_bytes
         self._mutex = threading.RLock()
         self._disk = Disk()
@@ -99,6 +104,10 @@ class MemoryStore:
             data = self._disk.files.get(name)
         return None if data is None else len(data)
 
+    def committed_at(self, name: str) -> float | None:
+        """See `Store.committed_at`: what the clock said; a disk after a crash knows no times."""
+        return None if self.size(name) is None else self._committed.get(name)
+
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
         directory = directory_of(prefix)
@@ -114,6 +123,8 @@ class MemoryStore:
             for synced in dict.fromkeys((directory, "")):
                 self._do(Effect("sync", synced))
             self._do(Effect("commit", name, bytes(data)))
+            if self._clock is not None:
+                self._committed[name] = self._clock()
             self._do(Effect("sync", directory))
 
     def delete(self, name: str) -> None:

@@ -65,6 +65,13 @@ class Store(Protocol):
     def size(self, name: str) -> int | None:
         """The size of a file in bytes; None where there is none, or where ``name`` is a directory."""
 
+    def committed_at(self, name: str) -> float | None:
+        """When a committed name got its contents, in seconds since 1970; None where there is none, or the place does not know.
+
+        A hint for rules such as "keep what is newer than a day", never for what is valid: clocks are set, and a copy of the
+        run may have the time of its copying.
+        """
+
     def list(self, prefix: str = "") -> list[str]:
         """The names one level below ``prefix`` (a directory, or "" for the top), sorted, without the prefix.
 

@@ -35,6 +35,8 @@ _HOSTILE: Final = (
     "a\n", "a\0b", "~", "é", "C:", "a/", "x" * 300,
 )  # fmt: skip
 _NOWHERE_BYTES: Final = 1 << 62  # more than any place has; and it fits into the signed 64 bits of a store's own library
+_LONG_AGO_SECS: Final = 1e9  # 2001: milliseconds or a monotonic clock are told from seconds since 1970
+_LATE_SECS: Final = 1e11
 _BIG_BYTES: Final = (2 << 20) + 4321  # beyond one block, one page and any alignment
 
 
@@ -226,6 +228,7 @@ def hostile_names_are_refused(store: Store) -> None:
         _raises(CheckpointHostile, store.read, name)
         _raises(CheckpointHostile, store.read_into, name, memoryview(bytearray(1)), start=0)
         _raises(CheckpointHostile, store.size, name)
+        _raises(CheckpointHostile, store.committed_at, name)
         _raises(CheckpointHostile, store.write, name, [b"1"], size_bytes=1)
         _raises(CheckpointHostile, store.commit, name, b"1")
         if name != "a/":
@@ -269,6 +272,25 @@ def room_is_checked_before_writing(store: Store) -> None:
     _equal("contents", expected=b"1", found=store.read("step-2/a"))
 
 
+def the_time_of_a_commit_is_told_or_not_known(store: Store) -> None:
+    """None, or seconds since 1970 that looking at the run, and what else happens in it, do not change."""
+    name = "step-1/manifest.json"
+    _equal("time of what is absent", expected=None, found=store.committed_at(name))
+    store.commit(name, b"{}")
+    told = store.committed_at(name)
+    if told is not None:
+        _equal("type of the time", expected=float, found=type(told))
+        _equal(f"whether {told} can be seconds since 1970", expected=True, found=_LONG_AGO_SECS < told < _LATE_SECS)
+    store.read(name)
+    store.write("step-1/a", [b"1"], size_bytes=1)
+    store.commit("step-2/manifest.json", b"{}")
+    store.point("latest", "step-1")
+    _equal("time after other things", expected=told, found=store.committed_at(name))
+    _equal("time of a directory", expected=None, found=store.committed_at("step-1"))
+    store.delete("step-1/")
+    _equal("time after its deletion", expected=None, found=store.committed_at(name))
+
+
 def hints_are_replaced(store: Store) -> None:
     """Pointing again is fine, also at what is not there: a hint is no authority."""
     for target in ("step-1", "step-2", "step-1"):
@@ -293,6 +315,7 @@ STORE_RULES: Final[tuple[Rule, ...]] = (
     deleting_removes_a_file_or_a_directory,
     one_writer_has_the_lock,
     room_is_checked_before_writing,
+    the_time_of_a_commit_is_told_or_not_known,
     hints_are_replaced,
 )
 

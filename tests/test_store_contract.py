@@ -1,6 +1,8 @@
 """Every store keeps the contract, and the contract notices stores that do not."""
 
 import itertools
+import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -15,6 +17,28 @@ from trainfold.properties import contracts
 def test_the_memory_store_keeps_the_contract():
     """O05: the storage protocol is a handful of verbs over text names."""
     contracts.check_store(MemoryStore)
+
+
+def test_a_memory_store_with_a_clock_keeps_the_contract_and_tells_what_the_clock_said():
+    """So that a test of ages needs no clock of the machine."""
+    ticks = itertools.count(1_800_000_000)
+    contracts.check_store(lambda: MemoryStore(clock=lambda: float(next(ticks))))
+    store = MemoryStore(clock=lambda: 1.8e9)
+    store.commit("run.json", b"{}")
+    assert store.committed_at("run.json") == 1.8e9
+    store.delete("run.json")
+    assert store.committed_at("run.json") is None
+    assert MemoryStore().committed_at("run.json") is None
+
+
+def test_a_local_store_tells_when_a_checkpoint_was_committed(tmp_path):
+    """By the file's time, so that a copy that keeps the times keeps the ages."""
+    store = LocalStore(tmp_path / "run")
+    store.commit("step-1/manifest.json", b"{}")
+    os.utime(tmp_path / "run" / "step-1" / "manifest.json", (1, 1.5e9))
+    assert store.committed_at("step-1/manifest.json") == 1.5e9
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert LocalStore(tmp_path / "copy").committed_at("step-1/manifest.json") == 1.5e9
 
 
 def test_the_local_store_keeps_the_contract_on_a_disk(tmp_path):
@@ -100,9 +124,39 @@ class ReservesByMakingRoom(Liar):
         self.inner.reserve(size_bytes)
 
 
+class TellsMilliseconds(Liar):
+    def committed_at(self, name):
+        return None if self.inner.size(name) is None else 1.8e12
+
+
+class TellsTheTimeOfTheLastWrite(Liar):
+    """As the time of a directory, which each file in it moves on."""
+
+    def committed_at(self, name):
+        told = self.inner.size(name) and 1.8e9 + sum(map(len, map(self.inner.list, self.inner.list())))
+        return told and float(told)
+
+
+class KeepsTheTimeOfWhatIsDeleted(Liar):
+    def __init__(self):
+        super().__init__()
+        self.times = {}
+
+    def commit(self, name, data, *, replaces=None):
+        self.inner.commit(name, data, replaces=replaces)
+        self.times[name] = 1.8e9
+
+    def committed_at(self, name):
+        self.inner.size(name)
+        return self.times.get(name)
+
+
 @pytest.mark.parametrize(
     ("liar", "rule"),
     [
+        (TellsMilliseconds, "the time of a commit is told or not known: .*can be seconds since 1970"),
+        (TellsTheTimeOfTheLastWrite, "the time of a commit is told or not known: .*time after other things"),
+        (KeepsTheTimeOfWhatIsDeleted, "the time of a commit is told or not known: .*time after its deletion"),
         (LastCommitWins, "a commit happens once"),
         (KeepsPartsUntilTheEnd, "one buffer can serve for all parts"),
         (ShortReads, "ranges are slices"),
