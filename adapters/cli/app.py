@@ -10,6 +10,7 @@ from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
 from cyclopts.validators import Number
 
 from trainfold import __version__
+from trainfold.adapters.cli.duration import seconds_of
 from trainfold.adapters.cli.output import INTERRUPTED, Answer, OutputFailed, Screen, UsageError, deliver, give_up
 
 
@@ -22,6 +23,11 @@ def _whole(_type: object, tokens: Sequence[Token]) -> int:
         raise ValueError(f'"{typed}" is not a whole number') from None
 
 
+def _seconds(_type: object, tokens: Sequence[Token]) -> float:
+    """A duration as it is typed."""
+    return seconds_of(tokens[0].value)
+
+
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON instead of tables.")]
 RunPath = Annotated[Path, Parameter(help="Directory of a run, such as runs/a.")]
 CheckpointPath = Annotated[
@@ -32,6 +38,9 @@ _START, _LOOK, _TRUST = (
     Group("Start here", sort_key=1),
     Group("Look at runs and checkpoints", sort_key=2),
     Group("Before you rely on one", sort_key=3),
+)
+_CADENCE = Group(
+    "How often to save", help="Three figures of yours, and the cadence that loses the least time.", sort_key=9
 )
 
 app = App(
@@ -114,19 +123,40 @@ def verify(checkpoint: CheckpointPath, *, json: Json = False) -> int:
 
 
 @app.command(group=_TRUST)
-def plan(
+def plan(  # noqa: PLR0913 - one for each option
     run: RunPath,
     *,
     step: Annotated[
         int | None,
         Parameter(converter=_whole, validator=Number(gte=0), help="A step to resume from; the newest one otherwise."),
     ] = None,
+    mtbf: Annotated[
+        float | None,
+        Parameter(group=_CADENCE, converter=_seconds, help="Mean time between failures of the whole job, such as 12h."),
+    ] = None,
+    save: Annotated[
+        float | None, Parameter(group=_CADENCE, converter=_seconds, help="By how much one save delays the loop: 0.2s.")
+    ] = None,
+    step_time: Annotated[
+        float | None, Parameter(group=_CADENCE, converter=_seconds, help="How long one optimizer step takes: 500ms.")
+    ] = None,
+    write: Annotated[
+        float | None,
+        Parameter(group=_CADENCE, converter=_seconds, help="Until a save is durable, if in the background."),
+    ] = None,
+    restart: Annotated[
+        float | None, Parameter(group=_CADENCE, converter=_seconds, help="From a failure to the first step after it.")
+    ] = None,
     json: Json = False,
 ) -> int:
-    """Say what a resume of a run would load, and why newer checkpoints are passed over. Loads nothing."""
+    """Say what a resume of a run would load, and why newer checkpoints are passed over. Loads nothing.
+
+    With --mtbf, --save and --step-time it says too after how many steps to save.
+    """
     from trainfold.adapters.cli.plan import plan_run
 
-    return deliver(lambda: plan_run(run, step=step), as_json=json)
+    costs = {"mtbf_secs": mtbf, "save_secs": save, "step_secs": step_time, "write_secs": write, "restart_secs": restart}
+    return deliver(lambda: plan_run(run, step=step, costs=costs), as_json=json)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

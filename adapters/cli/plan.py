@@ -1,14 +1,17 @@
-"""`trainfold plan RUN`: what a resume would do, by the planner that a resume uses, without a model at hand."""
+"""`trainfold plan RUN`: what a resume would do, by the planner that a resume uses, without a model at hand; and how often to save."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
 
+from trainfold.adapters.cli.duration import duration_text
 from trainfold.adapters.cli.locate import error_of, open_run
-from trainfold.adapters.cli.output import Answer, Table, size_text
+from trainfold.adapters.cli.output import Answer, Table, UsageError, size_text
 from trainfold.backends.inventory import examine
 from trainfold.backends.run_save import library_versions
-from trainfold.core.errors import ResumeRefused, TrainfoldError
+from trainfold.core.cadence import Cadence, advise_cadence
+from trainfold.core.errors import CheckpointError, InvalidArgument, ResumeRefused, TrainfoldError
 from trainfold.core.inventory import Inventory, Problem
 from trainfold.core.manifest import Manifest
 from trainfold.core.request import Request, Target, make_request
@@ -22,26 +25,76 @@ _CAVEAT = (
 )
 
 
-def plan_run(run: Path, *, step: int | None = None) -> Answer:
+_OPTIONS = {
+    "mtbf_secs": "--mtbf",
+    "save_secs": "--save",
+    "step_secs": "--step-time",
+    "write_secs": "--write",
+    "restart_secs": "--restart",
+}
+_NEEDED = ("mtbf_secs", "save_secs", "step_secs")
+
+
+def plan_run(run: Path, *, step: int | None = None, costs: Mapping[str, float | None] | None = None) -> Answer:
     """Plan a resume from the manifests alone (V18).
 
     Args:
         run: the directory.
         step: an explicit step, or None for the newest.
+        costs: what `advise_cadence` takes, as far as it was given.
 
     Returns:
-        The plan, or the refusal with every reason.
+        The plan, or the refusal with every reason; with the advice how often to save, if it was asked for: also of a run that
+        is not there yet.
 
     Raises:
-        CheckpointError: of the kind that fits, if it is no run.
+        CheckpointError: of the kind that fits, if it is no run and no advice was asked for.
         InvalidArgument: for a step below 0.
+        UsageError: if only a part is given of what the advice needs, or a duration that cannot be.
     """
     request = make_request(step=step)  # first: a step that cannot be is wrong whatever the run holds
+    cadence = _advice(costs or {})
+    if cadence is None:
+        return _resume(run, request)
+    try:
+        return _advised(_resume(run, request), cadence)
+    except CheckpointError as error:
+        return _advised(Answer({}, error=error), cadence)
+
+
+def _resume(run: Path, request: Request) -> Answer:
     store, inventory = open_run(run)
     while (name := next_to_examine(inventory, request)) is not None:
         inventory = examine(store, inventory, name)
     planned = plan_resume(inventory, _same_run(inventory, request), request)
     return _refused(planned) if isinstance(planned, Refusal) else _planned(planned)
+
+
+def _advice(costs: Mapping[str, float | None]) -> Cadence | None:
+    given = {name: value for name, value in costs.items() if value is not None}
+    if not given:
+        return None
+    if missing := [_OPTIONS[name] for name in _NEEDED if name not in given]:
+        raise UsageError("trainfold plan", expected=", ".join(_OPTIONS[name] for name in _NEEDED), found=f"no {', '.join(missing)}",
+                         mend="give all three, as in --mtbf 12h --save 0.2s --step-time 500ms, or none")  # fmt: skip
+    try:
+        return advise_cadence(**given)
+    except InvalidArgument as error:
+        raise UsageError(_OPTIONS[error.where], expected="a duration > 0", found=error.found, mend=error.mend) from None
+
+
+def _advised(answer: Answer, cadence: Cadence) -> Answer:
+    rows = tuple(
+        (
+            str(each.every_steps),
+            duration_text(each.interval_secs),
+            f"{each.lost_fraction:.3%}",
+            "loses least" if each.every_steps == cadence.every_steps else "",
+        )
+        for each in cadence.alternatives
+    )
+    table = Table(f"Save every {cadence.every_steps} steps", ("every", "interval", "time lost", ""), rows)
+    return attrs.evolve(answer, data={**answer.data, "cadence": attrs.asdict(cadence)}, tables=(*answer.tables, table))
 
 
 def target_of(manifest: Manifest) -> Target:
