@@ -1,50 +1,77 @@
-"""``best.json`` of a run: `save_best` and `load_best`, so that a restart goes on from the best and not from nothing (E09)."""
+"""``best.json`` of a run: `save_best`, `load_best` and `load_best_n`, so that a restart goes on from the best, not from nothing (E09)."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Final, TypeVar
 
 import attrs
 
+from trainfold.backends.best_reader import (
+    best_bytes,
+    best_checkpoint,
+    best_checkpoints,
+    best_scores,
+    carried_n,
+    carried_one,
+    heads_at,
+    parsed_best,
+    present,
+    read_best,
+    step_of_best,
+)
 from trainfold.backends.collectives import SingleProcess
-from trainfold.backends.inventory import examine, read_inventory, read_run_id
+from trainfold.backends.inventory import read_run_id
 from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.runs import Run, open_store
 from trainfold.backends.together import on_rank_zero
-from trainfold.core.best import BestRecord, carried_best
-from trainfold.core.best_json import BEST_FILE, BEST_LIMIT_BYTES, best_from_json, best_to_json
+from trainfold.core.best import BestRecord
+from trainfold.core.best_json import BEST_FILE, BestFile, best_to_json
+from trainfold.core.best_n import BestEntry, ranked
 from trainfold.core.codec import digest_of
 from trainfold.core.errors import InvalidArgument, InvalidState, RunLocked
-from trainfold.core.inventory import lineage
-from trainfold.core.manifest import Head
 from trainfold.core.save_plan import directory_of
 from trainfold.core.scalars import shown
 from trainfold.core.score import beats
+
+__all__ = ["BEST_POINTER", "BestIgnored", "best_checkpoint", "best_checkpoints", "best_scores", "load_best", "load_best_n",
+           "save_best"]  # fmt: skip
+
+BEST_POINTER: Final = "best"
+_T = TypeVar("_T")
 
 
 class BestIgnored(UserWarning):
     """A run's ``best.json`` is about something else, or its checkpoint is gone: the best begins anew."""
 
 
-def save_best(run: Run, record: BestRecord, *, collectives: Collectives | None = None) -> BestRecord:
+def save_best(
+    run: Run,
+    record: BestRecord,
+    *,
+    kept: Iterable[BestEntry] | None = None,
+    collectives: Collectives | None = None,
+) -> BestRecord:
     """Write the best into its run, atomically and durably; after the checkpoint of its step was saved (E10).
 
-    It names a step and no path, so that it stays true when the run is moved. A `CheckpointManager` of the run keeps the
-    checkpoint that it names, whatever ``keep_last`` says (E02). Saving an equal record again does nothing.
+    It names steps and no path, so that it stays true when the run is moved. A `CheckpointManager` of the run keeps the
+    checkpoints that it names, whatever ``keep_last`` says (E02). Saving an equal record again does nothing. Then the pointer
+    ``best`` leads to the best one's checkpoint: a hint for people, relative and replaced atomically (E13, E14).
 
     Args:
         run: a directory, or a store; the manager's own store while a manager has the run open.
         record: a best with a score; its ``run_id`` may be None.
+        kept: the N best, as `plan_best` keeps them, in any order; None for those that are in the file already.
         collectives: the ranks, all of which call: rank 0 writes, and a failure is raised on all. None for a single process.
 
     Returns:
         The record with the run's id.
 
     Raises:
-        InvalidArgument: if it has no score, or is of another run.
-        InvalidState: if the run has no checkpoint of its step; or if an earlier best there is better, which a restart
-            that did not `load_best` would lose.
+        InvalidArgument: if it has no score, or is of another run; or if ``kept`` cannot be what a plan keeps.
+        InvalidState: if the run has no checkpoint of a step that is named; or if an earlier best there is better, which a
+            restart that did not `load_best`, or `load_best_n`, would lose.
         CheckpointDamaged: if there is a best that cannot be read: it is never replaced silently.
         RunLocked: if another process, or a manager with another store object, saves into the run.
         SaveFailed: if it could not be written; what was there is untouched.
@@ -64,9 +91,10 @@ def save_best(run: Run, record: BestRecord, *, collectives: Collectives | None =
     if not isinstance(record, BestRecord) or record.score is None:
         raise InvalidArgument("record", expected="a BestRecord with a score", found=shown(record),
                               mend="save it when a result has won")  # fmt: skip
+    places = None if kept is None else ranked(kept, direction=record.direction)
     store = open_store(run)
     is_path = isinstance(run, str | Path)
-    return on_rank_zero(collectives or SingleProcess(), lambda: _save(store, record, takes_lock=is_path))
+    return on_rank_zero(collectives or SingleProcess(), lambda: _save(store, record, places, takes_lock=is_path))
 
 
 def load_best(run: Run, wanted: BestRecord, *, collectives: Collectives | None = None) -> BestRecord:
@@ -95,61 +123,90 @@ def load_best(run: Run, wanted: BestRecord, *, collectives: Collectives | None =
         >>> load_best(MemoryStore(), make_best_record(metric="loss", direction="min")).score is None
         True
     """
+    return _loaded(run, wanted, carried_one, collectives)
+
+
+def load_best_n(run: Run, wanted: BestRecord, *, collectives: Collectives | None = None) -> tuple[BestEntry, ...]:
+    """The N best that a run goes on with, for `plan_best`: those saved, as far as their checkpoints can still be loaded.
+
+    They count as `load_best` says of the one best; a `BestIgnored` warning names each that does not. Where only the one best
+    was saved, it is the only entry.
+
+    Args:
+        run: a directory, or a store.
+        wanted: a record without a score; where its ``run_id`` is None, the run's own is meant.
+        collectives: the ranks, all of which call: rank 0 reads, and all get what it read. None for a single process.
+
+    Returns:
+        The entries, the best one first; empty if there are none.
+
+    Raises:
+        InvalidArgument: if ``wanted`` is no record.
+        CheckpointError: as `load_best`.
+
+    Examples:
+        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.core.best import make_best_record
+        >>> load_best_n(MemoryStore(), make_best_record(metric="loss", direction="min"))
+        ()
+    """
+    return _loaded(run, wanted, carried_n, collectives)
+
+
+def _loaded(
+    run: Run,
+    wanted: BestRecord,
+    carried: Callable[[Store, BestFile | None, BestRecord], tuple[_T, tuple[str, ...]]],
+    collectives: Collectives | None,
+) -> _T:
     if not isinstance(wanted, BestRecord):
         raise InvalidArgument("wanted", expected="a BestRecord", found=shown(wanted),
                               mend="make it with make_best_record(metric=..., direction=...)")  # fmt: skip
     store = open_store(run)
-    record, reasons = on_rank_zero(collectives or SingleProcess(), lambda: _load(store, wanted))
+
+    def load() -> tuple[_T, tuple[str, ...]]:
+        meant = attrs.evolve(wanted, run_id=read_run_id(store)) if wanted.run_id is None else wanted
+        return carried(store, read_best(store), meant)
+
+    found, reasons = on_rank_zero(collectives or SingleProcess(), load)
     if reasons:
-        warnings.warn(f"{store.url}/{BEST_FILE} is not used: {'; '.join(reasons)}", BestIgnored, stacklevel=2)
-    return record
+        warnings.warn(f"{store.url}/{BEST_FILE} is not used: {'; '.join(reasons)}", BestIgnored, stacklevel=3)
+    return found
 
 
-def best_checkpoint(store: Store) -> str | None:
-    """The name of the checkpoint that the run's best names, whether it is there or not; None without a best.
-
-    Raises:
-        CheckpointError: if there is a best that cannot be read.
-
-    Examples:
-        >>> from trainfold.backends.memory import MemoryStore
-        >>> best_checkpoint(MemoryStore()) is None
-        True
-    """
-    data = _read(store)
-    return None if data is None else directory_of(_step(_parsed(store, data)[0]))
-
-
-def _load(store: Store, wanted: BestRecord) -> tuple[BestRecord, tuple[str, ...]]:
-    meant = attrs.evolve(wanted, run_id=read_run_id(store)) if wanted.run_id is None else wanted
-    data = _read(store)
-    return _carried(store, data, meant)
-
-
-def _save(store: Store, record: BestRecord, *, takes_lock: bool) -> BestRecord:
+def _save(store: Store, record: BestRecord, places: tuple[BestEntry, ...] | None, *, takes_lock: bool) -> BestRecord:
     own = read_run_id(store)
-    head = None if own is None else _head_at(store, _step(record))
-    if own is None or head is None:
-        raise InvalidState(f"{store.url}/{BEST_FILE}", expected=f"a checkpoint of step {record.step} in the run", found="none",
+    named = {step_of_best(record), *(entry.step for entry in places or ())}
+    heads = {} if own is None else heads_at(store, named)
+    if own is None or (missing := sorted(named - heads.keys())):
+        steps = ", ".join(map(str, missing if own is not None else sorted(named)))
+        raise InvalidState(f"{store.url}/{BEST_FILE}", expected=f"a checkpoint of step {steps} in the run", found="none",
                            mend="save the state of that step first, and then the best")  # fmt: skip
     if record.run_id not in {None, own}:
         raise InvalidArgument("record.run_id", expected=f"{own!r}, the run's, or None", found=repr(record.run_id),
                               mend="begin with load_best of this run")  # fmt: skip
     mine = attrs.evolve(record, run_id=own)
-    data = best_to_json(mine, timeline=head.timeline)
     with _locked(store) if takes_lock else nullcontext():
-        old = _read(store)
-        if old == data:
-            return mine
-        _check_no_better(store, old, mine)
-        store.commit(BEST_FILE, data, replaces=None if old is None else digest_of(old))
+        old = best_bytes(store)
+        was = None if old is None else parsed_best(store, old)
+        if places is None:
+            kept = present(store, was, mine)[0] if was is not None and was.kept else ()
+        else:
+            kept = tuple((entry, heads[entry.step].timeline) for entry in places)
+        data = best_to_json(mine, timeline=heads[step_of_best(mine)].timeline, kept=kept)
+        if old != data:
+            _check_no_better(store, was, mine)
+            _check_none_lost(store, was, mine, kept)
+            store.commit(BEST_FILE, data, replaces=None if old is None else digest_of(old))
+        if BEST_POINTER not in store.list(""):  # a file of the user's own of that name is none of ours to replace
+            store.point(BEST_POINTER, directory_of(step_of_best(mine)))
     return mine
 
 
-def _check_no_better(store: Store, old: bytes | None, mine: BestRecord) -> None:
+def _check_no_better(store: Store, old: BestFile | None, mine: BestRecord) -> None:
     """An earlier step with a better score, still there, means that nobody has loaded it (P24)."""
-    found, _ = _carried(store, old, mine)
-    if found.score is None or _step(mine) <= _step(found):
+    found, _ = carried_one(store, old, mine)
+    if found.score is None or step_of_best(mine) <= step_of_best(found):
         return
     assert mine.score is not None
     if beats(found.score, mine.score, direction=mine.direction):
@@ -161,37 +218,22 @@ def _check_no_better(store: Store, old: bytes | None, mine: BestRecord) -> None:
         )
 
 
-def _carried(store: Store, data: bytes | None, wanted: BestRecord) -> tuple[BestRecord, tuple[str, ...]]:
-    if data is None:
-        return carried_best(None, wanted, steps_present=())
-    found, timeline = _parsed(store, data)
-    head = _head_at(store, _step(found))
-    present = () if head is None or head.timeline != timeline else (head.step,)
-    return carried_best(found, wanted, steps_present=present)
-
-
-def _head_at(store: Store, step: int) -> Head | None:
-    """The head of the step's checkpoint, if it is of the run's lineage and whole; None otherwise."""
-    inventory = read_inventory(store)
-    name = directory_of(step)
-    if all(entry.name != name for entry in lineage(inventory)):
-        return None
-    entry = examine(store, inventory, name).entry(name)
-    return None if entry is None or entry.problem is not None else entry.head
-
-
-def _read(store: Store) -> bytes | None:
-    size = store.size(BEST_FILE)
-    return None if size is None else store.read(BEST_FILE, start=0, stop=min(size, BEST_LIMIT_BYTES + 1))
-
-
-def _parsed(store: Store, data: bytes) -> tuple[BestRecord, int]:
-    return best_from_json(data, f"{store.url}/{BEST_FILE}")
-
-
-def _step(record: BestRecord) -> int:
-    assert record.step is not None  # it goes with the score
-    return record.step
+def _check_none_lost(
+    store: Store, old: BestFile | None, mine: BestRecord, kept: tuple[tuple[BestEntry, int], ...]
+) -> None:
+    """No plan drops an entry for a worse one; where a later step comes with one, nobody has loaded the better (P24)."""
+    if old is None or not kept:
+        return
+    new, newest = [entry for entry, _ in kept], max(entry.step for entry, _ in kept)
+    for entry, _ in present(store, old, mine)[0]:
+        lost = entry.step < newest and all(entry.step != one.step for one in new)
+        if lost and ranked([entry, new[-1]], direction=mine.direction)[0] == entry:
+            raise InvalidState(
+                f"{store.url}/{BEST_FILE}",
+                expected=f"the N best without one that is worse than a dropped one, such as {new[-1].score!r} at step {new[-1].step}",
+                found=f"{entry.score!r} at step {entry.step}, which would be dropped",
+                mend="begin with load_best_n after a restart, and give the kept of a plan_best that had it",
+            )
 
 
 @contextmanager

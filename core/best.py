@@ -4,8 +4,8 @@ The direction is said and never guessed from the name, no score that is missing 
 """
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any, final
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar, final
 
 import attrs
 
@@ -14,6 +14,8 @@ from trainfold.core.given import real_given
 from trainfold.core.scalars import shown
 from trainfold.core.score import Direction, beats, checked_direction, checked_step, finite_given
 from trainfold.core.world import Collectives
+
+_T = TypeVar("_T")
 
 
 @final
@@ -142,22 +144,31 @@ def decide_best(
         >>> won, record.score
         (True, 0.0)
     """
-    if collectives is None:
+
+    def decide() -> tuple[BestRecord, bool]:
         new = updated(record, result, step=step)
         return new, new is not record
-    verdict: tuple[BestRecord | None, bool, str] = (None, False, "")
+
+    return told_by_rank_zero(decide, collectives)
+
+
+def told_by_rank_zero(decide: Callable[[], _T], collectives: Collectives | None) -> _T:
+    """What rank 0 decides, on every rank: one broadcast, also where rank 0 fails. See `decide_best`."""
+    if collectives is None:
+        return decide()
+    verdict: tuple[_T | None, str] = (None, "")
     failure: Exception | None = None
     if collectives.rank == 0:
         try:
-            verdict = (*decide_best(record, result, step=step), "")
+            verdict = (decide(), "")
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
-            failure, verdict = error, (None, False, error_text(error))
-    decided, won, problem = collectives.broadcast(verdict)
+            failure, verdict = error, (None, error_text(error))
+    decided, problem = collectives.broadcast(verdict)
     if failure is not None:
         raise failure
     if decided is None:
         raise RankFailed("rank 0", expected="a verdict on the best", found=problem, mend="mend it there")
-    return decided, won
+    return decided
 
 
 def carried_best(

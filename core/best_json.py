@@ -1,11 +1,13 @@
-"""A `BestRecord` as the bytes of a run's ``best.json``: strict, versioned, and ended by the digest of what is before it."""
+"""A `BestFile` as the bytes of a run's ``best.json``: strict, versioned, and ended by the digest of what is before it."""
 
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, final
 
 import attrs
 
 from trainfold.core.best import BestRecord, make_best_record
+from trainfold.core.best_n import BestEntry, ranked
 from trainfold.core.codec import digest_of
 from trainfold.core.errors import (
     CheckpointDamaged,
@@ -17,26 +19,50 @@ from trainfold.core.errors import (
 )
 from trainfold.core.manifest import END, TAIL
 from trainfold.core.scalars import canonical_json, shown
-from trainfold.core.strict import count, fields, hostile, single_name, strict_json
+from trainfold.core.strict import count, fields, hostile, list_of, single_name, sized, strict_json
 
 BEST_FILE = "best.json"
 BEST_FORMAT = "trainfold-best"
-BEST_VERSION = 1
-BEST_LIMIT_BYTES = 2**14  # 200 characters of a metric's name, each escaped, and 200 of a run id
+BEST_VERSION = 2
+BEST_LIMIT_BYTES = 2**16  # 200 characters of a metric's name, each escaped, 200 of a run id, and the N best
+MOST_KEPT = 500
 _FIELDS = {"format", "version", "run_id", "metric", "direction", "min_delta", "score", "step", "timeline", "digest"}
 
 
-def best_to_json(record: BestRecord, *, timeline: int = 0) -> bytes:
-    """The file's bytes.
+@final
+@attrs.frozen
+class BestFile:
+    """What a ``best.json`` says.
 
-    Law: ``best_from_json(best_to_json(record, timeline=t)) == (record, t)``; equal records give equal bytes.
+    Attributes:
+        record: the best.
+        timeline: the timeline of the run that its checkpoint belongs to.
+        kept: the N best, the best one first, each with its timeline; empty where only the one is kept.
+    """
+
+    record: BestRecord
+    timeline: int = 0
+    kept: tuple[tuple[BestEntry, int], ...] = ()
+
+    @property
+    def entries(self) -> tuple[tuple[BestEntry, int], ...]:
+        """The N best, or the only one."""
+        return self.kept or ((BestEntry(self.record.score, _step(self.record)), self.timeline),)
+
+
+def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[tuple[BestEntry, int]] = ()) -> bytes:
+    """The file's bytes: of version 1 where only one is kept, so that an older trainfold reads it too.
+
+    Law: ``best_file_from_json(best_to_json(record, timeline=t, kept=k)) == BestFile(record, t, k)`` for a ranked ``k``; equal
+    arguments give equal bytes, and the order of ``kept`` makes no difference.
 
     Args:
         record: a best that has a run, a score and a step.
         timeline: the timeline of the run that the step's checkpoint belongs to.
+        kept: the N best, each with its timeline.
 
     Raises:
-        InvalidArgument: if it has none of them.
+        InvalidArgument: if it has none of them; or for more than `MOST_KEPT`, or a second entry of one step.
 
     Examples:
         >>> from trainfold.core.best import updated
@@ -47,19 +73,33 @@ def best_to_json(record: BestRecord, *, timeline: int = 0) -> bytes:
     if record.score is None or record.step is None or record.run_id is None or not math.isfinite(record.score):
         raise InvalidArgument("record", expected="a best with a run, a finite score and a step", found=shown(record),
                               mend="save it once a result has won")  # fmt: skip
+    each = tuple(kept)
+    timelines = {entry.step: of for entry, of in each}
+    in_order = ranked((entry for entry, _ in each), direction=record.direction)
+    places = [[entry.score, entry.step, timelines[entry.step]] for entry in in_order]
+    if len(places) > MOST_KEPT:
+        raise InvalidArgument("kept", expected=f"at most {MOST_KEPT} entries", found=len(places),
+                              mend="keep fewer of the best: each is a whole checkpoint")  # fmt: skip
     floats = {"min_delta": float(record.min_delta), "score": float(record.score)}
-    named = {"format": BEST_FORMAT, "version": BEST_VERSION}
-    covered = canonical_json({**named, **attrs.asdict(record), **floats, "timeline": timeline})[:-1]
+    named = {"format": BEST_FORMAT, "version": BEST_VERSION if places else 1}
+    more = {"kept": places} if places else {}
+    covered = canonical_json({**named, **attrs.asdict(record), **floats, "timeline": timeline, **more})[:-1]
     data = covered + TAIL + digest_of(covered).encode() + END
     try:
-        best_from_json(data)
+        best_file_from_json(data)
     except CheckpointError as error:  # a record that was not made by make_best_record
         raise InvalidArgument("record", expected=error.expected, found=error.found, mend="make it anew") from None
     return data
 
 
 def best_from_json(data: bytes, where: str = BEST_FILE) -> tuple[BestRecord, int]:
-    """The record in a file's bytes, and the timeline that its step is of.
+    """The record in a file's bytes, and the timeline that its step is of; raises as `best_file_from_json`."""
+    file = best_file_from_json(data, where)
+    return file.record, file.timeline
+
+
+def best_file_from_json(data: bytes, where: str = BEST_FILE) -> BestFile:
+    """What a file's bytes say.
 
     Raises:
         CheckpointDamaged: if the digest at the end does not fit the bytes before it.
@@ -68,7 +108,7 @@ def best_from_json(data: bytes, where: str = BEST_FILE) -> tuple[BestRecord, int
         CheckpointHostile: if the digest fits and the contents cannot be all the same.
 
     Examples:
-        >>> best_from_json(b"{}")
+        >>> best_file_from_json(b"{}")
         Traceback (most recent call last):
             ...
         trainfold.core.errors.CheckpointDamaged: best.json: expected the digest of its own bytes at its end, found 2 bytes \
@@ -88,14 +128,14 @@ BEST_MEND = f"restore {BEST_FILE} from a copy of the run, or remove it: the best
 _TAIL_BYTES = len(TAIL) + len(digest_of(b"")) + len(END)
 
 
-def _read(data: bytes, where: str) -> tuple[BestRecord, int]:
+def _read(data: bytes, where: str) -> BestFile:
     document = strict_json(data, where)
     if document.get("format") != BEST_FORMAT:
         raise CheckpointForeign(where, expected=BEST_FORMAT, found=shown(document.get("format")), mend=BEST_MEND)
     version = count(document.get("version"), where, least=1)
     if version > BEST_VERSION:
         raise FutureVersion(where, expected=f"version {BEST_VERSION}", found=version, mend="upgrade trainfold")
-    fields(document, _FIELDS, where, exact=True)
+    fields(document, _FIELDS if version == 1 else {*_FIELDS, "kept"}, where, exact=True)
     try:
         record = make_best_record(
             run_id=single_name(document["run_id"], where),
@@ -106,7 +146,25 @@ def _read(data: bytes, where: str) -> tuple[BestRecord, int]:
     except InvalidArgument as error:
         raise hostile(f"{where}: {error.where}", error.expected, error.found) from None
     score, step = _float(document["score"], where), count(document["step"], where)
-    return attrs.evolve(record, score=score, step=step), count(document["timeline"], where)
+    kept = () if version == 1 else _kept(document["kept"], record, where)
+    return BestFile(attrs.evolve(record, score=score, step=step), count(document["timeline"], where), kept)
+
+
+def _kept(value: Any, record: BestRecord, where: str) -> tuple[tuple[BestEntry, int], ...]:
+    places = [sized(place, 3, where) for place in list_of(value, where)]
+    kept = tuple((BestEntry(_float(p[0], where), count(p[1], where)), count(p[2], where)) for p in places)
+    try:
+        in_order = ranked((entry for entry, _ in kept), direction=record.direction)
+    except InvalidArgument as error:
+        raise hostile(f"{where}: {error.where}", error.expected, error.found) from None
+    if not 0 < len(kept) <= MOST_KEPT or tuple(entry for entry, _ in kept) != in_order:
+        raise hostile(where, f"1 to {MOST_KEPT} entries, the best one first", shown(value))
+    return kept
+
+
+def _step(record: BestRecord) -> int:
+    assert record.step is not None  # it goes with the score
+    return record.step
 
 
 def _float(value: Any, where: str) -> float:

@@ -1,14 +1,15 @@
 """`plan_best`: which of the N best stay when a new one comes, decided before anything is deleted; and `rewound`."""
 
-from collections.abc import Iterable
-from typing import TypeVar, final
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, final
 
 import attrs
 
-from trainfold.core.best import BestRecord
+from trainfold.core.best import BestRecord, score_of, told_by_rank_zero, updated
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.scalars import shown
 from trainfold.core.score import Direction, checked_direction, checked_step, finite_given
+from trainfold.core.world import Collectives
 
 _Kept = TypeVar("_Kept", BestRecord, "tuple[BestEntry, ...]")
 
@@ -83,6 +84,52 @@ def plan_best(kept: Iterable[BestEntry], newcomer: BestEntry, *, n: int, directi
     return BestPlan(staying, dropped, accepted=any(entry is fresh for entry in staying))
 
 
+def decide_best_n(  # noqa: PLR0913 - keywords
+    record: BestRecord,
+    kept: Iterable[BestEntry],
+    result: Mapping[str, Any],
+    *,
+    step: int,
+    n: int,
+    collectives: Collectives | None = None,
+) -> tuple[BestRecord, BestPlan]:
+    """Decide of the best and of the N best at once, on rank 0, and tell every rank: one broadcast (E08).
+
+    Law: what `updated` and `plan_best` say on rank 0; and whatever wins is among the N best, unless its step was already.
+
+    Args:
+        record: the best so far; rank 0's counts, as of all the others.
+        kept: the N best until now.
+        result: what ``evaluate`` returned, or a dict.
+        step: the optimizer step that was evaluated.
+        n: how many to keep, >= 1.
+        collectives: the ranks, all of which call; None for a single process.
+
+    Returns:
+        The record from now on, and what becomes of the N best: ``save_best(run, record, kept=plan.kept)`` if ``plan.accepted``.
+
+    Raises:
+        InvalidArgument: as `updated` and `plan_best`; on rank 0.
+        RankFailed: on the other ranks, where rank 0 raised.
+
+    Examples:
+        >>> from trainfold.core.best import make_best_record
+        >>> record, kept = make_best_record(metric="loss", direction="min"), ()
+        >>> for step, loss in [(10, 0.5), (20, 0.3), (30, 0.4)]:
+        ...     record, plan = decide_best_n(record, kept, {"loss": loss}, step=step, n=2)
+        ...     kept = plan.kept
+        >>> record.step, [entry.step for entry in kept]
+        (20, [20, 30])
+    """
+
+    def decide() -> tuple[BestRecord, BestPlan]:
+        new = updated(record, result, step=step)
+        newcomer = BestEntry(score_of(record, result), step)
+        return new, plan_best(kept, newcomer, n=n, direction=record.direction)
+
+    return told_by_rank_zero(decide, collectives)
+
+
 def rewound(best: _Kept, step: int) -> _Kept:
     """What is left of the best when the run goes back to a step: nothing that was measured after it (E12).
 
@@ -107,6 +154,30 @@ def rewound(best: _Kept, step: int) -> _Kept:
         raise InvalidArgument("best", expected="a BestRecord, or a tuple of BestEntry", found=shown(best),
                               mend="give what updated returned, or the kept of a BestPlan")  # fmt: skip
     return tuple(entry for entry in best if entry.step <= step)
+
+
+def ranked(entries: Iterable[BestEntry], *, direction: Direction) -> tuple[BestEntry, ...]:
+    """The entries, the best one first; of equal scores the earlier step first.
+
+    Args:
+        entries: what a plan kept, in any order.
+        direction: ``"min"`` or ``"max"``.
+
+    Raises:
+        InvalidArgument: for what is no entry, has no finite score, or has another one's step.
+
+    Examples:
+        >>> ranked([BestEntry(0.5, 10), BestEntry(0.3, 30), BestEntry(0.5, 5)], direction="min")
+        (BestEntry(score=0.3, step=30), BestEntry(score=0.5, step=5), BestEntry(score=0.5, step=10))
+    """
+    checked_direction(direction)
+    if isinstance(entries, str) or not isinstance(entries, Iterable):
+        raise InvalidArgument("kept", expected="entries", found=shown(entries), mend="give the kept of a BestPlan")
+    checked = [_checked(entry, f"kept[{place}]") for place, entry in enumerate(entries)]
+    if len({entry.step for entry in checked}) < len(checked):
+        raise InvalidArgument("kept", expected="one entry for each step", found=shown([entry.step for entry in checked]),
+                              mend="give the kept of a BestPlan")  # fmt: skip
+    return tuple(sorted(checked, key=lambda entry: _place(entry, direction)))
 
 
 def _place(entry: BestEntry, direction: Direction) -> tuple[float, int]:

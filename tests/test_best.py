@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from trainfold.backends.collectives import run_threads, thread_outcomes
 from trainfold.core.best import BestRecord, carried_best, decide_best, is_better, make_best_record, updated
-from trainfold.core.best_json import best_from_json, best_to_json
-from trainfold.core.best_n import BestEntry, plan_best, rewound
+from trainfold.core.best_json import BestFile, best_file_from_json, best_from_json, best_to_json
+from trainfold.core.best_n import BestEntry, decide_best_n, plan_best, ranked, rewound
 from trainfold.core.codec import digest_of
 from trainfold.core.errors import (
     CheckpointDamaged,
@@ -248,6 +248,37 @@ def test_nothing_is_dropped_to_make_room_for_something_worse(history, newcomer, 
         assert newcomer < gone.score if direction == "min" else newcomer > gone.score
 
 
+@given(history=histories, n=st.integers(1, 4), direction=directions, min_delta=deltas)
+def test_the_best_and_the_n_best_are_decided_together_as_each_by_itself(history, n, direction, min_delta):
+    """E08, E11: and what wins is always among the N best, so one save serves both."""
+    both = alone = make_best_record(metric="m", direction=direction, min_delta=min_delta)
+    kept = ()
+    for step, score in enumerate(history):
+        expected = plan_best(kept, BestEntry(score, step), n=n, direction=direction)
+        won = is_better(alone, {"m": score})
+        alone = updated(alone, {"m": score}, step=step)
+        both, plan = decide_best_n(both, kept, {"m": score}, step=step, n=n)
+        assert (both, plan) == (alone, expected)
+        assert plan.accepted or not won
+        kept = plan.kept
+
+
+def test_every_rank_has_the_n_best_of_rank_0():
+    """E08: one broadcast, also where rank 0 cannot decide."""
+    record = make_best_record(metric="m", direction="min")
+
+    def work(world, n=2):
+        mine = (BestEntry(0.1 * (world.rank + 1), 1),)
+        return decide_best_n(record, mine, {"m": 0.5 - world.rank}, step=7, n=n, collectives=world)
+
+    outcomes = thread_outcomes(3, work)
+    assert {outcome.value[1].kept for outcome in outcomes} == {(BestEntry(0.1, 1), BestEntry(0.5, 7))}
+    assert {outcome.value[0].score for outcome in outcomes} == {0.5}
+    assert [len(outcome.schedule) for outcome in outcomes] == [1, 1, 1]
+    failed = thread_outcomes(2, lambda world: work(world, n=0))
+    assert [type(outcome.error) for outcome in failed] == [InvalidArgument, RankFailed]
+
+
 @given(history=histories, direction=directions)
 def test_the_best_one_of_one_is_the_best(history, direction):
     """E11: with n=1 and rising steps it decides as is_better does."""
@@ -391,6 +422,38 @@ def test_a_record_comes_back_from_its_bytes(record, timeline):
     assert json.loads(data)["format"] == "trainfold-best"
 
 
+@given(
+    record=records,
+    timeline=st.integers(0, 2**40),
+    kept=st.lists(
+        st.tuples(st.builds(BestEntry, finite, st.integers(0, 2**62)), st.integers(0, 2**40)),
+        unique_by=lambda pair: pair[0].step,
+        max_size=5,
+    ),
+)
+def test_the_n_best_come_back_from_their_bytes_with_the_best_one_first(record, timeline, kept):
+    """E09: each with its timeline; a file without them is one of version 1."""
+    data = best_to_json(record, timeline=timeline, kept=kept)
+    timelines = {entry.step: of for entry, of in kept}
+    ordered = ranked((entry for entry, _ in kept), direction=record.direction)
+    wanted = BestFile(record, timeline, tuple((entry, timelines[entry.step]) for entry in ordered))
+    assert best_file_from_json(data) == wanted
+    assert best_to_json(record, timeline=timeline, kept=kept[::-1]) == data
+    assert best_from_json(data) == (record, timeline)
+    assert json.loads(data)["version"] == (2 if kept else 1)
+    assert wanted.entries == (wanted.kept or ((BestEntry(record.score, record.step), timeline),))
+
+
+def test_as_many_as_may_be_kept_fit_into_the_file():
+    """Of the longest record that there is; one more is refused by name."""
+    record = make_best_record(run_id="a" * 200, metric="\U0001f600" * 200, direction="min", min_delta=1e-300)
+    record = attrs.evolve(record, score=-1.2345678901234567e-300, step=2**62)
+    kept = [(BestEntry(-1.2345678901234567e-300, 2**62 - place), 2**62) for place in range(501)]
+    assert len(best_file_from_json(best_to_json(record, kept=kept[:500])).kept) == 500
+    with pytest.raises(InvalidArgument, match="at most 500 entries"):
+        best_to_json(record, kept=kept)
+
+
 BEST = best_to_json(updated(make_best_record(run_id="a", metric="m", direction="min"), {"m": 0.5}, step=10))
 
 
@@ -427,7 +490,8 @@ def test_the_seal_of_these_tests_is_the_real_one():
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ('"version":1', '"version":2', FutureVersion),
+        ('"version":1', '"version":3', FutureVersion),
+        ('"version":1', '"version":2', CheckpointHostile),  # of which the N best are a part
         ('"version":1', '"version":0', CheckpointHostile),
         ('"version":1', '"version":true', CheckpointHostile),
         ("trainfold-best", "other", CheckpointForeign),
@@ -454,6 +518,40 @@ def test_a_sealed_record_that_cannot_be_is_refused(old, new, error):
     with pytest.raises(error) as caught:
         best_from_json(sealed(WHOLE.replace(old, new)))
     assert "remove it" in caught.value.mend or error is FutureVersion
+
+
+KEPT = best_to_json(best_from_json(BEST)[0], timeline=1, kept=[(BestEntry(0.5, 10), 1), (BestEntry(0.25, 5), 0)])
+
+
+def test_the_bytes_of_version_2_never_change():
+    """Bytes outlive code."""
+    assert KEPT == (
+        b'{"format":"trainfold-best","version":2,"run_id":"a","metric":"m","direction":"min","min_delta":0.0,"score":0.5,'
+        b'"step":10,"timeline":1,"kept":[[0.25,5,0],[0.5,10,1]],\n"digest":"xxh3:0d3eb0809abefed7f046d82ae58a7ea2"}\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("[[0.25,5,0],[0.5,10,1]]", "[]"),
+        ("[[0.25,5,0],[0.5,10,1]]", "null"),
+        ("[[0.25,5,0],[0.5,10,1]]", "[[0.5,10,1],[0.25,5,0]]"),
+        ("[0.25,5,0]", "[0.25,10,0]"),
+        ("[0.25,5,0]", "[0.25,5]"),
+        ("[0.25,5,0]", "[0.25,-5,0]"),
+        ("[0.25,5,0]", "[0.25,5,-1]"),
+        ("[0.25,5,0]", "[NaN,5,0]"),
+        ("[0.25,5,0]", "[1,5,0]"),
+        ("[0.25,5,0]", '["0.25",5,0]'),
+        ('"version":2', '"version":1'),
+    ],
+)
+def test_a_sealed_file_of_n_best_that_cannot_be_is_refused(old, new):
+    whole = KEPT[1 : KEPT.index(TAIL)].decode()
+    assert old in whole
+    with pytest.raises(CheckpointHostile, match="remove it"):
+        best_file_from_json(sealed(whole.replace(old, new)))
 
 
 @given(data=st.binary(max_size=300))

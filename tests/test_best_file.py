@@ -14,13 +14,22 @@ from hypothesis import strategies as st
 from trainfold.adapters.cli import main
 from trainfold.adapters.live import attach
 from trainfold.adapters.manager import CheckpointManager
-from trainfold.backends.best_file import BestIgnored, best_checkpoint, load_best, save_best
+from trainfold.backends.best_file import (
+    BestIgnored,
+    best_checkpoint,
+    best_checkpoints,
+    best_scores,
+    load_best,
+    load_best_n,
+    save_best,
+)
 from trainfold.backends.collectives import run_threads, thread_outcomes
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, plan, save
 from trainfold.core.best import decide_best, is_better, make_best_record, updated
+from trainfold.core.best_n import BestEntry, plan_best, rewound
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointHostile,
@@ -29,6 +38,7 @@ from trainfold.core.errors import (
     RankFailed,
     RunLocked,
 )
+from trainfold.core.retention import Saved, keep_last, plan_retention
 from trainfold.core.save_plan import directory_of
 from trainfold.core.state import Progress, TrainState
 
@@ -179,6 +189,204 @@ def test_after_going_back_a_worse_best_may_be_saved(store):
     save_at(store, 10, 20)
     save_best(store, won(0.5, 20))
     assert save_best(store, won(0.9, 10)).step == 10
+
+
+# --- the N best ------------------------------------------------------------------------------------------------------
+
+
+def evaluated(store, record, kept, score, step, n):
+    """What a loop does after an evaluation: saves what won, or is one of the best."""
+    record = updated(record, {"loss": score}, step=step)
+    plan = plan_best(kept, BestEntry(score, step), n=n, direction=record.direction)
+    if plan.accepted:
+        record = save_best(store, record, kept=plan.kept)
+    return record, plan.kept
+
+
+@settings(max_examples=40)
+@given(
+    history=st.lists(st.none() | st.sampled_from([math.nan, math.inf, 0.0, 0.1, 0.5, 1.0]), min_size=1, max_size=8),
+    restarts=st.sets(st.integers(0, 8)),
+    n=st.integers(1, 3),
+    direction=st.sampled_from(["min", "max"]),
+)
+def test_a_run_with_restarts_has_the_n_best_of_one_without(history, restarts, n, direction):
+    """E09, E11, F43: and exactly their checkpoints are held on to; the pointer leads to the first of them."""
+    store, wanted = MemoryStore(), make_best_record(metric="loss", direction=direction)
+    record, kept, model = wanted, (), ()
+    for step, score in enumerate(history):
+        save_at(store, step)
+        if step in restarts:
+            record, kept = load_best(store, wanted), load_best_n(store, wanted)
+        record, kept = evaluated(store, record, kept, score, step, n)
+        model = plan_best(model, BestEntry(score, step), n=n, direction=direction).kept
+    assert kept == model == load_best_n(store, wanted)
+    assert list(best_checkpoints(store)) == [directory_of(entry.step) for entry in model]
+    assert best_scores(store) == {(directory_of(entry.step), 0): entry.score for entry in model}
+    assert store.point_target("best") == (directory_of(model[0].step) if model else None)
+
+
+def test_the_n_best_are_lost_to_no_restart_and_held_by_no_path(store):
+    save_at(store, 10, 20, 30)
+    kept = (BestEntry(0.3, 20), BestEntry(0.5, 10))
+    save_best(store, won(0.3, 20), kept=kept[::-1])  # in any order
+    assert load_best_n(store, WANTED) == kept
+    assert load_best(store, WANTED).step == 20
+    assert best_checkpoints(store) == {directory_of(20): "the best", directory_of(10): "one of the best 2"}
+    assert best_checkpoint(store) == directory_of(20)
+
+
+def test_a_best_that_is_saved_without_the_others_keeps_them(store):
+    """Who forgets to pass the N best does not lose their checkpoints."""
+    save_at(store, 10, 20, 30)
+    kept = (BestEntry(0.3, 20), BestEntry(0.5, 10))
+    best = save_best(store, won(0.3, 20), kept=kept)
+    save_best(store, won(0.1, 30, best))
+    assert load_best_n(store, WANTED) == kept
+    assert set(best_checkpoints(store)) == {directory_of(step) for step in (10, 20, 30)}
+    save_best(store, won(0.1, 30, best), kept=())
+    assert load_best_n(store, WANTED) == (BestEntry(0.1, 30),)
+
+
+def test_where_one_best_was_saved_it_is_the_only_entry(store):
+    """As in a file of version 1, which such a best still is."""
+    save_at(store, 10)
+    save_best(store, won(0.5, 10))
+    assert load_best_n(store, WANTED) == (BestEntry(0.5, 10),)
+    assert json.loads(store.read("best.json"))["version"] == 1
+    save_best(store, won(0.5, 10), kept=[BestEntry(0.5, 10)])
+    assert json.loads(store.read("best.json"))["version"] == 2
+
+
+def test_an_entry_whose_checkpoint_is_gone_is_left_out_with_a_warning_and_the_others_stay(tmp_path):
+    """E09, P24."""
+    save_at(tmp_path, 10, 20, 30)
+    save_best(tmp_path, won(0.3, 20), kept=[BestEntry(0.3, 20), BestEntry(0.4, 30), BestEntry(0.5, 10)])
+    shutil.rmtree(tmp_path / directory_of(30))
+    with pytest.warns(BestIgnored, match="the checkpoint of step 30 is not there any more"):
+        assert load_best_n(tmp_path, WANTED) == (BestEntry(0.3, 20), BestEntry(0.5, 10))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_best(tmp_path, WANTED).step == 20
+
+
+def test_n_best_about_something_else_are_ignored_with_a_warning(store):
+    save_at(store, 10)
+    save_best(store, won(0.5, 10), kept=[BestEntry(0.5, 10)])
+    other = make_best_record(metric="accuracy", direction="max")
+    with pytest.warns(BestIgnored, match="metric 'loss', not 'accuracy'; it is of direction"):
+        assert load_best_n(store, other) == ()
+    with pytest.raises(InvalidArgument, match="wanted"):
+        load_best_n(store, "loss")
+
+
+def test_a_rewind_drops_the_entries_behind_it_and_keeps_those_below(store):
+    """E12: once the new timeline is saved; a step that is trained anew is not the one that was measured."""
+    save_at(store, 10, 20, 30)
+    kept = (BestEntry(0.1, 20), BestEntry(0.2, 30), BestEntry(0.5, 10))
+    save_best(store, won(0.1, 20), kept=kept)
+    save_at(store, 15)
+    save_at(store, 20)
+    with pytest.warns(BestIgnored) as told:
+        assert load_best_n(store, WANTED) == rewound(kept, 15) == (BestEntry(0.5, 10),)
+    assert "step 20 is not there any more; the checkpoint of step 30" in str(told[0].message)
+    plan = plan_best(rewound(kept, 15), BestEntry(0.4, 20), n=3, direction="min")
+    save_best(store, won(0.4, 20), kept=plan.kept)
+    assert load_best_n(store, WANTED) == (BestEntry(0.4, 20), BestEntry(0.5, 10))
+    assert best_scores(store) == {(directory_of(20), 1): 0.4, (directory_of(10), 0): 0.5}
+
+
+def test_n_best_that_nobody_loaded_are_not_lost_to_worse_ones(store):
+    """P24: a restart that forgot load_best_n is told so."""
+    save_at(store, 10, 20, 30)
+    best = save_best(store, won(0.3, 10), kept=[BestEntry(0.3, 10), BestEntry(0.5, 20)])
+    with pytest.raises(InvalidState, match=r"found 0\.5 at step 20, which would be dropped; begin with load_best_n"):
+        save_best(store, best, kept=[BestEntry(0.3, 10), BestEntry(0.6, 30)])
+    save_best(store, best, kept=[BestEntry(0.3, 10), BestEntry(0.4, 30)])
+    save_best(store, best, kept=[BestEntry(0.3, 10)])  # a lower n
+    assert load_best_n(store, WANTED) == (BestEntry(0.3, 10),)
+
+
+@pytest.mark.parametrize(
+    ("kept", "error", "words"),
+    [
+        ([BestEntry(0.5, 10), BestEntry(0.5, 11)], InvalidState, "expected a checkpoint of step 11 in the run"),
+        ([BestEntry(0.5, 10), BestEntry(0.4, 10)], InvalidArgument, "kept: expected one entry for each step"),
+        ([BestEntry(math.nan, 10)], InvalidArgument, r"kept\[0\]\.score"),
+        ([(0.5, 10)], InvalidArgument, r"kept\[0\]: expected a BestEntry"),
+        ("abc", InvalidArgument, "kept: expected entries"),
+        (3, InvalidArgument, "kept: expected entries"),
+        ([BestEntry(0.5, step) for step in range(501)], InvalidState, "a checkpoint of step"),
+    ],
+)
+def test_n_best_that_cannot_be_are_refused(store, kept, error, words):
+    save_at(store, 10)
+    with pytest.raises(error, match=words):
+        save_best(store, won(0.5, 10), kept=kept)
+    assert store.size("best.json") is None
+
+
+def test_retention_keeps_the_n_best_beside_the_last_k(store):
+    """E02, E07: the plan with what best.json holds on to, and why."""
+    save_at(store, 10, 20, 30, 40, 50)
+    save_best(store, won(0.1, 20), kept=[BestEntry(0.1, 20), BestEntry(0.2, 40)])
+    saved = [Saved(directory_of(step), step) for step in (10, 20, 30, 40, 50)]
+    plan = plan_retention(saved, policy=keep_last(2), written=saved[-1], protected=best_checkpoints(store))
+    assert plan.deleted == (directory_of(10),)
+    assert plan.kept[directory_of(40)] == ("one of the best 2",)
+
+
+# --- the pointer -----------------------------------------------------------------------------------------------------
+
+
+def test_the_pointer_leads_to_the_best_and_moves_with_it(tmp_path):
+    """E10, E14: relative, replaced in one step, after the file; and made again where a crash has left it behind."""
+    run = tmp_path / "run"
+    save_at(run, 10, 20)
+    best = save_best(run, won(0.5, 10))
+    assert (run / "best").readlink().name == str((run / "best").readlink()) == directory_of(10)
+    best = save_best(run, won(0.4, 20, best))
+    assert str((run / "best").readlink()) == directory_of(20)
+    (run / "best").unlink()
+    save_best(run, best)
+    assert str((run / "best").readlink()) == directory_of(20)
+    assert load(run, like=LIKE).trainer.step == 20
+
+
+def test_a_pointer_that_cannot_be_is_no_failed_save(tmp_path):
+    """E13: it is a hint, for people; a file of the user's own of that name stays."""
+    run = tmp_path / "run"
+    save_at(run, 10)
+    (run / "best").write_text("my own notes")
+    saved = save_best(run, won(0.5, 10))
+    assert load_best(run, WANTED) == saved
+    assert (run / "best").read_text() == "my own notes"
+
+
+def test_a_pointer_that_leads_nowhere_disturbs_nothing(tmp_path):
+    """E13: what counts is the file, and what it names."""
+    run = tmp_path / "run"
+    save_at(run, 10, 20)
+    saved = save_best(run, won(0.5, 10))
+    (run / "best").unlink()
+    (run / "best").symlink_to("step-00000099")
+    assert load_best(run, WANTED) == saved
+    assert load(run, like=LIKE).trainer.step == 20
+    assert [entry.head.step for entry in read_inventory(LocalStore(run)).entries] == [10, 20]
+
+
+def test_the_pointer_moves_only_after_the_file():
+    """E10: on every disk that a crash could leave, it leads to what the file says or said before."""
+    store = MemoryStore()
+    save_at(store, 10, 20)
+    best = save_best(store, won(0.5, 10))
+    begun = len(store.effects)
+    save_best(store, won(0.4, 20, best))
+    for done in range(begun, len(store.effects) + 1):
+        disk = store.after_crash(done)
+        if disk.point_target("best") == directory_of(20):
+            assert load_best(disk, WANTED).step == 20
+    assert disk.point_target("best") == directory_of(20)
 
 
 # --- what save_best refuses ------------------------------------------------------------------------------------------
