@@ -21,7 +21,7 @@ from trainfold.core import tree
 from trainfold.core.components import components_of, state_of, validate_components
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused
 from trainfold.core.init import check_real
-from trainfold.core.names import named_tensors
+from trainfold.core.names import NamedTensors, named_tensors
 from trainfold.core.state import Progress, TrainState
 
 _LOG = logging.getLogger("trainfold")
@@ -126,6 +126,17 @@ class Live:
         if self._feed is None:
             return self._progress
         return attrs.evolve(self._progress, epoch=self._feed.epoch)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The attached model."""
+        return self._model
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Every attached optimizer, those under ``extra`` included."""
+        attached = (self._optimizer, *self._extra.values())
+        return [each for each in attached if isinstance(each, torch.optim.Optimizer)]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -294,7 +305,7 @@ class Live:
         if name in self._parts():
             raise InvalidArgument("register.name", expected="a new name", found=name, mend="choose another name")
         components_of(TrainState(extra={name: target}))
-        part = self._part(name, target, self._names())
+        part = self._part(name, target, self._names(named_tensors(self._model)))
         if name in self._pending:
             reasons = part.problems(self._pending[name])
             if reasons:
@@ -347,9 +358,9 @@ class Live:
     def _schedulers(self) -> list[Any]:
         return [] if self._scheduler is None else tree.leaves(self._scheduler.schedulers)
 
-    def _names(self) -> dict[int, str]:
-        """``id(parameter)`` -> name, for the model and the modules among the extras."""
-        found = {id(value): name for name, value in named_tensors(self._model).params.items()}
+    def _names(self, named: NamedTensors) -> dict[int, str]:
+        """``id(parameter)`` -> name, for the model, whose tensors these are, and the modules among the extras."""
+        found = {id(value): name for name, value in named.params.items()}
         for prefix, module in self._extra.items():
             if isinstance(module, torch.nn.Module):
                 for name, value in named_tensors(module).params.items():
@@ -358,7 +369,8 @@ class Live:
 
     def _parts(self) -> dict[str, Part]:
         """The components, in the order in which they are written: what may refuse comes first, random streams last."""
-        names = self._names()
+        named = named_tensors(self._model)
+        names = self._names(named)
         extras = {name: self._part(name, target, names) for name, target in self._extra.items()}
         extras.update(self._implied)
         parts: dict[str, Part] = {n: part for n, part in extras.items() if isinstance(part, ObjectPart | TreePart)}
@@ -369,7 +381,7 @@ class Live:
         if self._optimizer is not None:
             parts["optimizer"] = OptimizerPart(self._optimizer, names)
         parts.update({n: part for n, part in extras.items() if n not in parts})
-        parts["model"] = ModulePart(self._model)
+        parts["model"] = ModulePart(self._model, named=named)
         parts["trainer"] = CountersPart(lambda: self.progress, self._set_progress)
         parts["rng"] = RngPart(bound_device(list(self._model.parameters())))
         return parts

@@ -1,65 +1,80 @@
-"""`CheckpointManager`: saves a run when it is due, resumes it, and keeps the last few checkpoints."""
+"""`CheckpointManager`: saves a run when it is due, resumes it, and keeps the checkpoints that are worth keeping."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType, UnionType
 from typing import Any, final
 
-import attrs
-
+from trainfold.adapters.announcer import Announcer
+from trainfold.adapters.keeper import Keeper
 from trainfold.adapters.live import Live
+from trainfold.adapters.manager_config import CheckpointConfig, manager_arguments
+from trainfold.adapters.manager_like import LoadDecision
+from trainfold.adapters.outcomes import Restored, SaveOutcome
+from trainfold.adapters.requests import RequestSource
+from trainfold.adapters.resumer import Resumer
+from trainfold.adapters.saver import Saver
+from trainfold.adapters.update_gate import UpdateGate
 from trainfold.backends import runs
-from trainfold.backends.best_file import best_checkpoint
-from trainfold.backends.inventory import check_place, examine, read_inventory
+from trainfold.backends.collectives import SingleProcess
+from trainfold.backends.direct_io import BUFFER_BYTES, BUFFERS
+from trainfold.backends.hold import Hold
+from trainfold.backends.inventory import check_place
 from trainfold.backends.run_save import SaveResult
+from trainfold.backends.snapshot import Snapshot, save_snapshot, take_snapshot
+from trainfold.backends.together import on_rank_zero
 from trainfold.core.components import validate_components
 from trainfold.core.contract import checked_contract
-from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, TrainfoldError
+from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, error_text
+from trainfold.core.events import Event
 from trainfold.core.given import mapping_given, names_given
-from trainfold.core.inventory import lineage
 from trainfold.core.policy import check_policy
-from trainfold.core.retention import check_keep_last, plan_retention
-from trainfold.core.save_due import check_cadence, should_save
+from trainfold.core.requests import Request, merge_requests
+from trainfold.core.retention import Retention, check_keep_last, keep_last
+from trainfold.core.save_due import Verdict, decide, make_triggers
 from trainfold.core.scalars import shown
 from trainfold.core.state import TrainState
+from trainfold.core.world import Collectives
 
 _LOG = logging.getLogger("trainfold")
-
-
-@final
-@attrs.frozen
-class Restored:
-    """What `CheckpointManager.restore` did.
-
-    Attributes:
-        run: where the run is.
-        step: the step that the run goes on from; 0 for a fresh start.
-        is_fresh: whether there was nothing to resume.
-    """
-
-    run: str
-    step: int
-    is_fresh: bool
+_RING_BYTES = BUFFERS * BUFFER_BYTES
 
 
 @final
 class CheckpointManager:
-    """Saves and resumes one run, synchronously: a save is durable when it returns.
+    """Saves and resumes one run.
 
     It holds the run's lock from its making until `close`, so that no second process writes into the run. Before each
     save it looks whether the lock is still its own: a forked child is refused (`RunLocked`), and so is a save into a
     directory that was removed or replaced meanwhile (`RunReplaced`).
 
+    With ``mode="async"`` a save returns at once, and a thread writes while the loop goes on. Nothing is copied that only an
+    update writes to: parameters, slots of attached optimizers, the leaves of a state. Before the next update, be it a step of
+    an attached optimizer or a donating step, what is not written yet is copied within ``max_extra_bytes`` and else waited
+    for; what changes at other moments (buffers, an average of the weights, random states) is copied in the call. Both modes
+    write the same bytes (D01).
+
     Args:
         run: a directory, or a store.
-        every: save at each multiple of so many optimizer steps; None to save only when told to.
-        keep_last: keep so many of the newest complete checkpoints; 0 or None for all (E01). The one that ``save_best``
-            named stays beside them (E02).
-        mode: ``"sync"``.
+        every: save at each multiple of so many optimizer steps; None for no such cadence.
+        every_secs: save when so many seconds have passed since the last save, by rank 0's clock; None for no such cadence.
+        at_end: whether `step` with ``is_last`` and `finish` save the state that the run ends with.
+        keep_last: keep so many of the newest complete checkpoints; 0 or None for all (E01). What ``save_best`` named stays
+            beside them (E02).
+        keep: what else to keep, such as ``keep_every(10_000)``; the newest one and those that a rule keeps stay (E07).
+        mode: ``"sync"``: a save is durable when it returns; or ``"async"``.
+        max_extra_bytes: memory that an async save may take beside the state; None for as much as the state; 0: an update waits
+            until everything is written. 32 MiB of it are the writer's.
+        when_busy: what a save does while another one is under way: ``"wait"`` for it, or ``"skip"`` (D04).
         components: which components are saved and restored; None for all.
         policy: what to do about each kind of difference at a resume; see ``trainfold.plan``.
         contract: what must be equal at a resume, beside what the state, or the live run, says itself.
+        requests: where requests to save or to stop come from, such as `SignalRequests()` or `StopFile(run)`; closed with the
+            manager.
+        on_event: is told each `Event`, in the thread that calls the manager; what it raises is logged.
+        collectives: the ranks, each of which has its own manager and makes the same calls; None for a single process.
 
     Raises:
         InvalidArgument: for an argument that cannot be; nothing was touched.
@@ -76,34 +91,276 @@ class CheckpointManager:
         ...     live = attach(torch.nn.Linear(1, 1))
         ...     fresh = manager.restore(live).is_fresh
         ...     saved = [manager.step(live) for _ in range(4) if live.advance(samples=1)]
-        >>> fresh, [result and result.step for result in saved]
+        >>> fresh, [outcome and outcome.step for outcome in saved]
         (True, [None, 2, None, 4])
     """
+
+    _is_open = False  # so that close works whatever failed before (D07)
 
     def __init__(  # noqa: PLR0913 (one keyword for each decision)
         self,
         run: runs.Run,
         *,
         every: int | None = None,
+        every_secs: float | None = None,
+        at_end: bool = True,
         keep_last: int | None = None,
+        keep: Retention | None = None,
         mode: str = "sync",
+        max_extra_bytes: int | None = None,
+        when_busy: str = "wait",
         components: Sequence[str] | None = None,
         policy: Mapping[str, str] | None = None,
         contract: Mapping[str, Any] | None = None,
+        requests: RequestSource | None = None,
+        on_event: Callable[[Event], object] | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
-        _check_mode(mode)
-        self._every = check_cadence(every)
-        self._keep_last = check_keep_last(keep_last)
+        self._is_async = _one_of("mode", mode, ("sync", "async")) == "async"
+        self._skips = _one_of("when_busy", when_busy, ("wait", "skip")) == "skip"
+        self._triggers = make_triggers(every=every, every_secs=every_secs, at_end=at_end)
+        retention = _retention(keep_last, keep)
+        self._room = _room(max_extra_bytes)
         self._components = names_given(components)
-        self._policy = check_policy(policy)
+        policy = check_policy(policy)
         self._contract = checked_contract(mapping_given("contract", contract))
+        self._requests = requests
+        self._asked: tuple[Request, ...] = ()
+        self._stops = False
+        self._is_aborted = False
         self._last_saved: int | None = None
-        self._proved: set[str] = set()  # complete checkpoints do not change, so each is read once
+        self._before: int | None = None  # what `last_saved` was before the save that is under way
+        self._saved_at = time.monotonic()
+        self._world = collectives or SingleProcess()
         self._store = runs.open_store(run)
         self._held = ExitStack()
-        check_place(self._store)  # before the lock, which is a file
-        self._held.enter_context(self._store.lock())
+
+        def begin() -> None:
+            check_place(self._store)  # before the lock, which is a file
+            self._held.enter_context(self._store.lock())
+
+        on_rank_zero(self._world, begin)
+        self._gate = UpdateGate()
+        self._announcer = Announcer(self._store.url, on_event)
+        self._resumer = Resumer(self._store, self._world, self._components, policy, self._contract)
+        self._keeper = Keeper(self._store, retention)
+        self._saver = Saver(self._store, self._world.duplicate() if self._is_async else self._world)
         self._is_open = True
+
+    @classmethod
+    def from_config(cls, config: CheckpointConfig, **extra: Any) -> "CheckpointManager":
+        """The manager that a config describes; ``extra`` is what no config can hold, such as ``requests`` and ``collectives``."""
+        return cls(config.run, **manager_arguments(config), **extra)
+
+    # --- at a boundary -----------------------------------------------------------------------------------------------
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a boundary decided that the loop ends: it was asked to, or the step was the last (R01)."""
+        return self._stops
+
+    def step(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> SaveOutcome | None:
+        """Do what is due at this boundary; call it after each ``live.advance()``, or with each new state.
+
+        Inside an accumulation window nothing is saved; the boundary that closes it decides (A06).
+
+        Args:
+            run: the attached objects, or a state.
+            is_last: whether the run ends here.
+            is_best: whether this state was found to be the best so far, and so is to be saved (E10).
+
+        Returns:
+            What was saved, or None; `should_stop` says whether the loop ends.
+
+        Raises:
+            IncompleteWindow: if a save is due, and the run is not at a boundary.
+            SaveFailed: if this save failed, or one before it in the background; the checkpoints before are untouched.
+        """
+        self._check_open()
+        _check_run(run, Live | TrainState)
+        if isinstance(run, Live) and run.is_in_window:
+            return None
+        verdict = self.should_save(run, is_last=is_last, is_best=is_best)
+        self._stops = self._stops or verdict.stop
+        self._is_aborted = self._is_aborted or "abort" in verdict.reasons
+        if not verdict.save:
+            self._asked = ()  # answered: by a stop, or by the checkpoint that this step has
+            return None
+        if verdict.stop and self._saver.is_under_way:
+            self._end()  # what a run ends with is not skipped
+        return self.save(run)
+
+    def should_save(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> Verdict:
+        """Say what is due at this boundary, and why; one decision for all ranks (R01, R02).
+
+        Requests that have come are remembered until a save or a stop has answered them (P29). A save that has ended in the
+        background is told of, as by `poll`.
+        """
+        self._check_open()
+        _check_run(run, Live | TrainState)
+        taken = () if self._requests is None else self._requests.take()
+        mine = (merge_requests([self._asked, taken]), time.monotonic() - self._saved_at, self._saver.has_ended)
+        told: list[tuple[tuple[Request, ...], float, bool]] = self._world.gather(mine)
+        self._asked = merge_requests([requests for requests, _, _ in told])
+        if all(has_ended for _, _, has_ended in told):
+            self._end()
+        return decide(
+            _step_of(run),
+            triggers=self._triggers,
+            last_saved=self._last_saved,
+            secs_since_save=told[0][1],
+            requests=self._asked,
+            is_last=is_last,
+            is_best=is_best,
+        )
+
+    def finish(self, run: Live | TrainState) -> SaveOutcome | None:
+        """Save the state that the run ends with, unless it is saved already (A14); wait until all is durable.
+
+        A run that was asked to abort is not saved (R02).
+
+        Call it when the loop is over, however it ended: no more data, the last step, a request to stop (T53, M48, M49).
+
+        Returns:
+            What was saved now, or None.
+
+        Raises:
+            SaveFailed: if it failed; or if a save before it did and nobody was told yet: the last state is durable then.
+        """
+        failure: Exception | None = None
+        try:
+            self.drain()
+        except Exception as error:  # noqa: BLE001  # raised below: first the last state has to be safe
+            failure = error
+        outcome = None if self._is_aborted else self.step(run, is_last=True)
+        self.drain()
+        if failure is not None:
+            raise failure
+        return outcome
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def save(self, run: Live | TrainState) -> SaveOutcome:
+        """Save now, whether it is due or not.
+
+        Args:
+            run: the attached objects, at a boundary; or a state.
+
+        Returns:
+            What was done.
+
+        Raises:
+            IncompleteWindow: if the live run is not at a boundary.
+            SaveFailed: if it failed, or the one before did; the earlier checkpoints are untouched.
+        """
+        self._check_open()
+        _check_run(run, Live | TrainState)
+        step = _step_of(run)
+        if self._saver.is_under_way:
+            if self._skips and not all(self._world.gather(self._saver.has_ended)):
+                self._announcer.tell("skipped", step=step, detail="another save is under way")
+                return SaveOutcome("skipped", step)
+            self._end()
+        self._asked = ()
+        return self._stage(run, step) if self._is_async else self._write(run, step)
+
+    def wait_staging(self) -> None:
+        """Return when everything that was saved may be written to.
+
+        The optimizers of a live run and donating steps call it themselves; a loop that writes to parameters, slots or leaves
+        by other means calls it before (D02).
+        """
+        self._gate.protect()
+
+    def poll(self) -> SaveResult | None:
+        """Say how the save in the background ended, if it has ended on every rank; every rank calls this (D08).
+
+        Returns:
+            What was saved, or None if nothing has ended since the last call.
+
+        Raises:
+            SaveFailed: if it failed; told once (D05).
+        """
+        self._check_open()
+        ended = all(self._world.gather(self._saver.has_ended))
+        return self._end() if ended else None
+
+    def drain(self) -> SaveResult | None:
+        """Wait until the save in the background, if there is one, has ended.
+
+        Returns:
+            What was saved, or None if nothing was under way.
+
+        Raises:
+            SaveFailed: if it failed; told once (D05).
+        """
+        self._check_open()
+        result = self._end() if self._saver.is_under_way else None
+        self._announcer.tell_left()
+        return result
+
+    def close(self) -> None:
+        """Wait for the save under way and let go of the run; calling it again does nothing (D07).
+
+        It saves nothing new: the last state is saved by `finish`, or by a call of `step` or `save` before.
+
+        Raises:
+            SaveFailed: if the save in the background failed and nobody was told yet; the run is let go of all the same.
+        """
+        if not self._is_open:
+            return
+        with ExitStack() as closing:
+            closing.callback(self._held.close)
+            if self._requests is not None:
+                closing.callback(self._requests.close)
+            closing.callback(self._gate.remove)
+            closing.callback(self._announcer.tell_left)
+            closing.callback(self._saver.close)
+            try:
+                if self._saver.is_under_way:
+                    self._end()
+            finally:
+                self._is_open = False
+
+    # --- resuming ----------------------------------------------------------------------------------------------------
+
+    def should_load(self, run: Live | TrainState, *, step: int | None = None) -> LoadDecision:
+        """Say whether there is something to resume, from where, and how; loads nothing.
+
+        Args:
+            run: what would be loaded into.
+            step: an explicit step; None for the newest.
+
+        Returns:
+            The decision; true if there is something that can be loaded.
+        """
+        self._check_open()
+        _check_run(run, Live | TrainState)
+        return self._resumer.decide(run, step=step)
+
+    def load(self, run: Live | TrainState, decision: LoadDecision | None = None) -> TrainState | Restored:
+        """Load what was decided, or the newest there is.
+
+        Args:
+            run: what to load into; it is unchanged if anything is wrong.
+            decision: what `should_load` returned; None for the newest.
+
+        Returns:
+            A new state; or, for a live run, which is written in place, what was done.
+
+        Raises:
+            InvalidArgument: for a decision that there is nothing to load.
+            ResumeRefused: with every reason why a resume would not be exact, or if there is nothing to resume.
+            RestoreRefused: if the live objects cannot take the state.
+        """
+        self._check_open()
+        _check_run(run, Live | TrainState)
+        if decision is not None and not decision:
+            raise InvalidArgument("decision", expected="one that can be loaded", found=shown(str(decision)),
+                                  mend="start fresh, or look at why")  # fmt: skip
+        asked = decision.step if decision is not None and decision.source == "step" else None
+        state = self._load(run, asked, None)
+        return self._restored(run) if isinstance(run, Live) else state
 
     def restore(self, live: Live, *, step: int | None = None, reset: Mapping[str, str] | None = None) -> Restored:
         """Make a live run what its newest whole checkpoint says; where there is none, leave it as it is.
@@ -121,84 +378,18 @@ class CheckpointManager:
             InvalidArgument: for an argument that cannot be.
             ResumeRefused: with every reason why a resume would not be exact.
             RestoreRefused: if the live objects cannot take the state.
+            SaveFailed: if a save was under way and failed.
         """
         self._check_open()
         _check_run(live, Live)
-        reset = mapping_given("reset", reset)
-        names = self._names(live)
-        like = live.capture()
-        extra = {name: value for name, value in like.extra.items() if name not in live.pending}  # owed to nobody yet
         try:
-            state = runs.load(
-                self._store,
-                like=like.evolve(extra=extra),
-                step=step,
-                components=names,
-                policy=self._policy,
-                reset=reset,
-                contract=self._contract,
-            )
+            self._load(live, step, mapping_given("reset", reset))
         except ResumeRefused as refused:
             if step is not None or not refused.refusal.finds_nothing:
                 raise
             _LOG.warning("%s holds no checkpoint: the run starts fresh", self._store.url)
             return Restored(self._store.url, live.progress.step, is_fresh=True)
-        live.restore(state, components=names)
-        self._last_saved = None if state.trainer is None else state.trainer.step
-        _LOG.info("resumed %s at step %s", self._store.url, self._last_saved)
-        return Restored(self._store.url, live.progress.step, is_fresh=False)
-
-    def step(self, live: Live) -> SaveResult | None:
-        """Save if this boundary is due; call it after each ``live.advance()``.
-
-        Inside an accumulation window nothing is saved; the boundary that closes it decides (A06).
-
-        Args:
-            live: the attached objects.
-
-        Returns:
-            What was saved, or None.
-
-        Raises:
-            IncompleteWindow: if it is due, and the run is not at a boundary.
-            SaveFailed: if the save failed; the earlier checkpoints are untouched.
-        """
-        self._check_open()
-        _check_run(live, Live)
-        if live.is_in_window or not should_save(live.progress.step, every=self._every, last_saved=self._last_saved):
-            return None
-        return self.save(live)
-
-    def save(self, run: Live | TrainState) -> SaveResult:
-        """Save now, whether it is due or not.
-
-        Args:
-            run: the attached objects, at a boundary; or a state.
-
-        Returns:
-            What was saved; it is durable.
-
-        Raises:
-            IncompleteWindow: if the live run is not at a boundary.
-            SaveFailed: if the save failed; the earlier checkpoints are untouched.
-        """
-        self._check_open()
-        _check_run(run, Live | TrainState)
-        state = run.capture() if isinstance(run, Live) else run
-        names = self._names(run) if isinstance(run, Live) else self._components
-        result = runs.save(state, self._store, components=names, contract=self._contract, lock=False)
-        self._last_saved = result.step
-        self._proved.add(result.checkpoint)
-        self._retain(result)
-        return result
-
-    def close(self) -> None:
-        """Let go of the run; calling it again does nothing (D07).
-
-        It saves nothing: the last state is saved by `step`, or by a call of `save` before.
-        """
-        self._is_open = False
-        self._held.close()
+        return self._restored(live)
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -206,42 +397,93 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
-
-    def _names(self, live: Live | TrainState) -> tuple[str, ...] | None:
-        extra = live.names if isinstance(live, Live) else tuple(live.extra)
-        return validate_components(self._components, declared=extra)
-
-    def _retain(self, result: SaveResult) -> None:
-        """Delete what the budget has no room for: after the commit (E03); a failure is a warning (E04)."""
-        if not self._keep_last:
+        if error is None:
+            self.close()
             return
         try:
-            complete = self._complete()
-            written = (result.checkpoint, result.step)
-            protected = {best_checkpoint(self._store) or ""}
-            for name in plan_retention(complete, keep_last=self._keep_last, written=written, protected=protected):
-                self._store.delete(f"{name}/")
-                self._proved.discard(name)
-        except (TrainfoldError, OSError) as error:
-            _LOG.warning(
-                "%s: old checkpoints could not be deleted, and will be tried again: %s", self._store.url, error
-            )
+            self.close()
+        except Exception as failure:  # noqa: BLE001  # it must not mask what ended the loop
+            _LOG.exception("%s: the save under way failed", self._store.url)
+            error.add_note(f"while this was on its way, a save failed: {error_text(failure)}")
 
-    def _complete(self) -> list[tuple[str, int]]:
-        """The complete checkpoints of the present lineage; what a rewind left behind is not this run's to delete (E16)."""
-        inventory = read_inventory(self._store)
-        found = []
-        for entry in lineage(inventory):
-            if entry.head is None:
-                continue
-            if entry.name not in self._proved:
-                proved = examine(self._store, inventory, entry.name).entry(entry.name)
-                if proved is None or proved.problem is not None:
-                    continue
-                self._proved.add(entry.name)
-            found.append((entry.name, entry.head.step))
-        return found
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _load(self, run: Live | TrainState, step: int | None, reset: Mapping[str, str] | None) -> TrainState:
+        if self._saver.is_under_way:
+            self._end()
+        try:
+            state = self._resumer.load(run, step=step, reset=reset)
+        except ResumeRefused as refused:
+            if step is not None or not refused.refusal.finds_nothing:
+                self._announcer.tell("refused", step=step, detail=str(refused))
+            raise
+        self._last_saved = None if state.trainer is None else state.trainer.step
+        self._saved_at = time.monotonic()
+        self._announcer.tell("restored", step=self._last_saved)
+        return state
+
+    def _restored(self, live: Live) -> Restored:
+        return Restored(self._store.url, live.progress.step, is_fresh=False)
+
+    def _write(self, run: Live | TrainState, step: int) -> SaveOutcome:
+        """Save in the thread of the caller."""
+        try:
+            result = save_snapshot(lambda: self._snapshot(run)[1], self._store, collectives=self._world, lock=False)
+        except Exception as error:
+            self._announcer.tell("failed", step=step, detail=error_text(error))
+            raise
+        self._last_saved, self._saved_at = step, time.monotonic()
+        self._committed(result)
+        if self._world.rank == 0:
+            self._announcer.leave(self._keeper.retain(result))
+        self._announcer.tell_left()
+        return SaveOutcome("written", step, result)
+
+    def _stage(self, run: Live | TrainState, step: int) -> SaveOutcome:
+        """Hold the state, and leave the rest to the thread."""
+        try:
+            state, snapshot = self._snapshot(run)
+            leaves = snapshot.named()
+            hold = Hold(leaves, copied=self._gate.changing(run, state, leaves), max_extra_bytes=self._room)
+        except Exception as error:
+            self._saver.fail(error)
+            self._announcer.tell("failed", step=step, detail=error_text(error))
+            raise
+        self._before, self._last_saved, self._saved_at = self._last_saved, step, time.monotonic()
+        self._announcer.tell("saved", step=step, detail=f"{hold.copied_bytes} bytes copied, the others held")
+        self._gate.close_for(hold, state)
+        self._saver.begin(snapshot, hold)  # last, because from here on the thread wants the GIL too
+        return SaveOutcome("staged", step)
+
+    def _snapshot(self, run: Live | TrainState) -> tuple[TrainState, Snapshot]:
+        state = run.capture() if isinstance(run, Live) else run
+        names = self._names(run) if isinstance(run, Live) else self._components
+        return state, take_snapshot(state, components=names, contract=self._contract)
+
+    def _end(self) -> SaveResult:
+        """Wait for the save under way, and tell what came of it: callbacks first, and then what is old goes (D06)."""
+        scheduled = self._last_saved
+        try:
+            result = self._saver.end()
+        except Exception as error:
+            self._last_saved = self._before  # so that it is due again
+            self._announcer.tell("failed", step=scheduled, detail=error_text(error))
+            raise
+        finally:
+            self._gate.open()
+            self._announcer.tell_left()
+        self._committed(result)
+        if self._world.rank == 0:
+            self._saver.then(lambda: self._announcer.leave(self._keeper.retain(result)))
+        return result
+
+    def _committed(self, result: SaveResult) -> None:
+        self._announcer.tell(
+            "committed", step=result.step, checkpoint=result.checkpoint, detail=f"{result.size_bytes} bytes"
+        )
+
+    def _names(self, live: Live) -> tuple[str, ...] | None:
+        return validate_components(self._components, declared=live.names)
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -253,50 +495,47 @@ class CheckpointManager:
             )
 
 
-@final
-class DisabledManager:
-    """A manager that does nothing, for runs that are not to be saved (O07)."""
-
-    def restore(self, live: Live, *, step: int | None = None, reset: Mapping[str, str] | None = None) -> Restored:
-        """Leave the run as it is."""
-        del step, reset
-        return Restored("", live.progress.step, is_fresh=True)
-
-    def step(self, live: Live) -> None:
-        """Save nothing."""
-
-    def save(self, run: Live | TrainState) -> None:
-        """Save nothing."""
-
-    def close(self) -> None:
-        """Hold nothing."""
-
-    def __enter__(self) -> "DisabledManager":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+def _step_of(run: Live | TrainState) -> int:
+    if isinstance(run, Live):
+        return run.progress.step
+    if run.trainer is None:
+        raise InvalidState(
+            "state.trainer", expected="a Progress", found="none", mend="give the state a trainer component"
+        )
+    return run.trainer.step
 
 
 def _check_run(run: object, kinds: type | UnionType) -> None:
     if not isinstance(run, kinds):
         raise InvalidArgument(
             "CheckpointManager",
-            expected="a live run",
+            expected="a live run" if kinds is Live else "a live run, or a state",
             found=shown(run),
             mend="give it what attach(model, optimizer, ...) returned",
         )
 
 
-def _check_mode(mode: str) -> None:
-    if mode == "async":
-        raise InvalidArgument(
-            "CheckpointManager.mode",
-            expected="'sync'",
-            found="'async', which this version cannot do (D10)",
-            mend="pass mode='sync': a save then returns when it is durable",
-        )
-    if mode != "sync":
-        raise InvalidArgument("CheckpointManager.mode", expected="'sync'", found=repr(mode), mend="pass mode='sync'")
+def _retention(last: int | None, keep: Retention | None) -> Retention:
+    if keep is not None and not isinstance(keep, Retention):
+        raise InvalidArgument("keep", expected="a Retention, or None", found=shown(keep),
+                              mend="such as keep_last(3) | keep_every(10_000)")  # fmt: skip
+    if keep is None:
+        return keep_last(check_keep_last(last))
+    return keep | keep_last(last) if check_keep_last(last) else keep
+
+
+def _room(max_extra_bytes: int | None) -> int | None:
+    """How much of what an async save may take is left for copies, beside the writer's own buffers."""
+    if max_extra_bytes is None:
+        return None
+    if type(max_extra_bytes) is not int or max_extra_bytes < 0:
+        raise InvalidArgument("max_extra_bytes", expected="an int >= 0, or None", found=shown(max_extra_bytes),
+                              mend="0 makes updates wait; None lets a save copy what it must")  # fmt: skip
+    return max(0, max_extra_bytes - _RING_BYTES)
+
+
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise InvalidArgument(f"CheckpointManager.{name}", expected=" or ".join(map(repr, known)), found=shown(value),
+                              mend=f"pass {name}={known[0]!r}")  # fmt: skip
+    return str(value)

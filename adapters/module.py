@@ -8,7 +8,7 @@ import torch
 from trainfold.adapters.part import Undo, nothing, wrong_kind
 from trainfold.core.errors import SpecMismatch, TrainfoldError
 from trainfold.core.leaves import Leaves
-from trainfold.core.names import named_tensors
+from trainfold.core.names import NamedTensors, named_tensors
 from trainfold.core.spec import diff_specs, spec_of
 from trainfold.core.state import ModelState
 
@@ -27,9 +27,7 @@ def capture_module(module: torch.nn.Module) -> ModelState:
         >>> list(state.params), list(state.buffers)
         (['weight', 'bias'], [])
     """
-    named = named_tensors(module)
-    params = {name: parameter.detach() for name, parameter in named.params.items()}
-    return ModelState(params=Leaves(params), buffers=Leaves(named.buffers), ties=named.ties)
+    return _state_of(named_tensors(module))
 
 
 @final
@@ -40,14 +38,16 @@ class ModulePart:
     Attributes:
         module: the live module; its parameter objects stay, so that ties and the optimizer's references survive.
         path: the component, for messages.
+        named: its tensors by name, if somebody has just looked.
     """
 
     module: torch.nn.Module
     path: str = "model"
+    named: NamedTensors | None = None
 
     def capture(self) -> ModelState:
         """The module's tensors, not copied."""
-        return capture_module(self.module)
+        return _state_of(self.named or named_tensors(self.module))
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every missing, unexpected and differing tensor at once."""
@@ -71,6 +71,11 @@ class ModulePart:
         for parameter in self.module.parameters():
             parameter.grad = None
         return nothing
+
+
+def _state_of(named: NamedTensors) -> ModelState:
+    params = {name: parameter.detach() for name, parameter in named.params.items()}
+    return ModelState(params=Leaves(params), buffers=Leaves(named.buffers), ties=named.ties)
 
 
 def _as_named_by(saved: ModelState, own: ModelState) -> ModelState:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, final, runtime_checkable
 
 import attrs
+import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
@@ -44,6 +45,8 @@ def nothing() -> None:
 
 def copied_containers(value: Any) -> Any:
     """The same tree in new dicts and lists; tensors and arrays are shared."""
+    if type(value) is dict and all(isinstance(each, torch.Tensor) for each in value.values()):
+        return dict(value)  # the slots of a parameter: there are many
     return tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else copy.copy(leaf), value)
 
 

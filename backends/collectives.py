@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar, final
 import attrs
 import torch
 
+from trainfold.backends.ordered_sum import added
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, TrainfoldError, error_text
 from trainfold.core.spec import dtype_name
 
@@ -124,13 +125,7 @@ class ThreadCollectives:
         """The sums over the ranks, added in rank order, so that every rank has the same bits."""
         detail = ", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
         given: list[list[torch.Tensor]] = self._meet(Call("all_sum", detail), [tensor.clone() for tensor in tensors])
-        sums = []
-        for same in zip(*given, strict=True):
-            total = same[0].clone()
-            for tensor in same[1:]:
-                total += tensor
-            sums.append(total)
-        return sums
+        return [added(list(same)) for same in zip(*given, strict=True)]
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
         """A copy of the value that rank ``source`` has."""

@@ -51,6 +51,10 @@ class _Pool:
             with self._mutex:
                 self._free += taken[: max(0, BUFFERS - len(self._free))]
 
+    def clear(self) -> None:
+        with self._mutex:
+            self._free.clear()
+
 
 def _aligned_buffer() -> Bytes:
     memory = mmap.mmap(-1, BUFFER_BYTES)
@@ -60,6 +64,11 @@ def _aligned_buffer() -> Bytes:
 
 
 _POOL: Final = _Pool()
+
+
+def release_buffers() -> None:
+    """Give the memory of buffers that wait for reuse back, when nothing more is to be written for a while."""
+    _POOL.clear()
 
 
 def try_direct(fd: int) -> bool:

@@ -1,7 +1,7 @@
 """Writing one safetensors file of a plan: bytes streamed in plan order, hashed while they are hot in cache."""
 
 from collections.abc import Iterator, Mapping
-from typing import Final, final
+from typing import Final, Protocol, final, runtime_checkable
 
 import attrs
 import torch
@@ -33,12 +33,30 @@ class WrittenFile:
     tensor_digests: Mapping[str, str]
 
 
-def write_file(plan: FilePlan, tensors: Mapping[str, torch.Tensor], *, store: Store, directory: str) -> WrittenFile:
+@runtime_checkable
+class Source(Protocol):
+    """A tensor whose bytes come piece by piece, because somebody else has it too."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    def pieces(self, piece_bytes: int) -> Iterator[memoryview]:
+        """Its bytes in order; each piece is used before the next one is asked for."""
+
+
+def write_file(
+    plan: FilePlan, tensors: Mapping[str, torch.Tensor | Source], *, store: Store, directory: str
+) -> WrittenFile:
     """Write one file of a save; its contents are durable on return.
 
     Args:
         plan: the file: its header and where each tensor lies.
-        tensors: leaf path -> tensor, on any device; it must have the bytes that were planned for it.
+        tensors: leaf path -> tensor, on any device, or a source; it must have the bytes that were planned for it.
         store: the run.
         directory: the checkpoint's directory.
 
@@ -65,7 +83,7 @@ def write_file(plan: FilePlan, tensors: Mapping[str, torch.Tensor], *, store: St
 class _Stream:
     """The parts of a file, and the digests of what has been asked for so far."""
 
-    def __init__(self, plan: FilePlan, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    def __init__(self, plan: FilePlan, tensors: Mapping[str, torch.Tensor | Source], where: str) -> None:
         self.whole = xxhash.xxh3_128()
         self.tensor_digests: dict[str, str] = {}
         self._plan = plan
@@ -78,11 +96,12 @@ class _Stream:
         for placed in self._plan.tensors:
             yield from self._padding(placed.start, placed.path)
             digest = xxhash.xxh3_128()
-            data = self._bytes_of(placed)
-            for start in range(0, len(data), PIECE_BYTES):
-                piece = data[start : start + PIECE_BYTES]
+            begin = self._position
+            for piece in self._pieces_of(placed):
                 digest.update(piece)
                 yield self._hashed(piece)
+            if self._position != placed.stop:
+                raise self._broken(placed.path, f"{placed.stop - placed.start} bytes", self._position - begin)
             self.tensor_digests[placed.path] = DIGEST_PREFIX + digest.hexdigest()
         yield from self._padding(self._plan.size_bytes, "the end")
 
@@ -97,17 +116,17 @@ class _Stream:
         if until > self._position:
             yield self._hashed(bytes(until - self._position))
 
-    def _bytes_of(self, placed: TensorPlacement) -> memoryview:
+    def _pieces_of(self, placed: TensorPlacement) -> Iterator[memoryview]:
         tensor = self._tensors.get(placed.path)
         if tensor is None:
             raise self._broken(placed.path, "a tensor for each planned path", "none")
         if tuple(tensor.shape) != placed.shape or str(tensor.dtype) != f"torch.{placed.dtype}":
             expected = f"torch.{placed.dtype}{list(placed.shape)}"
             raise self._broken(placed.path, expected, f"{tensor.dtype}{list(tensor.shape)}")
+        if not isinstance(tensor, torch.Tensor):
+            return tensor.pieces(PIECE_BYTES)
         data = tensor_bytes(tensor)
-        if len(data) != placed.stop - placed.start:
-            raise self._broken(placed.path, f"{placed.stop - placed.start} bytes", len(data))
-        return data
+        return (data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))
 
     def _broken(self, what: str, expected: object, found: object) -> SaveFailed:
         return SaveFailed(

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import torch
 
+from trainfold.backends.hold import HeldLeaf
 from trainfold.backends.native_writer import WrittenFile, write_file
 from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.together import on_all_ranks, on_rank_zero
@@ -77,7 +78,7 @@ def run_save(  # noqa: PLR0913 - keywords
 
     Args:
         plan: the same on every rank.
-        tensors: component -> path -> this rank's tensor leaf.
+        tensors: component -> path -> this rank's tensor leaf, or a held one.
         head: identity and order of the new checkpoint.
         store: the run.
         collectives: the world; every rank calls this.
@@ -99,7 +100,10 @@ def run_save(  # noqa: PLR0913 - keywords
         records = []
         for file in plan.files_of(collectives.rank):
             written.append(file.name)
-            held = {path: as_tensor(leaf, path) for path, leaf in tensors[file.component].items()}
+            held = {
+                path: leaf if isinstance(leaf, HeldLeaf) else as_tensor(leaf, path)
+                for path, leaf in tensors[file.component].items()
+            }
             records.append(write_file(file, held, store=store, directory=plan.directory))
         return records
 

@@ -214,6 +214,10 @@ class CheckpointDamaged(CheckpointError):
     exit_code = 14
 
 
+class CheckpointUnreadable(CheckpointDamaged):
+    """The device failed in reading a checkpoint; the bytes on it may be whole, so this alone proves nothing against them."""
+
+
 class CheckpointForeign(CheckpointError):
     """A directory or file that trainfold did not write, or that belongs to another run."""
 
@@ -230,6 +234,12 @@ class CheckpointHostile(CheckpointError):
     """Contents that no trainfold writes and that could harm a reader: escapes, links, overlaps, absurd sizes (U04, U05)."""
 
     exit_code = 17
+
+
+class CheckpointQuarantined(CheckpointError):
+    """A checkpoint that was found damaged, or in whose loading the process died too often: it is passed over (P07)."""
+
+    exit_code = 18
 
 
 class ResumeRefused(CheckpointError):
@@ -252,6 +262,41 @@ class ResumeRefused(CheckpointError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.where, self.refusal))
+
+
+# --- managers named by a path ----------------------------------------------------------------------------------------
+
+
+class ManagerUnusable(TrainfoldError):
+    """The base of everything that can be wrong with a checkpoint manager that a config names (O02, U03)."""
+
+
+class ManagerPathInvalid(ManagerUnusable):
+    """The path of a manager is none: ``package.module.Class`` is one."""
+
+
+class ManagerNotAllowed(ManagerUnusable):
+    """The path of a manager begins with no prefix of the allow-list; nothing was imported."""
+
+
+class ManagerNotImportable(ManagerUnusable):
+    """The module of a manager cannot be imported; the cause says why."""
+
+
+class ManagerNotFound(ManagerUnusable):
+    """The module of a manager has no such class."""
+
+
+class ManagerIncomplete(ManagerUnusable):
+    """What a path names is no class with all the methods of `CheckpointManagerLike`; every one that is missing is listed."""
+
+
+class ManagerSignatureMismatch(ManagerUnusable):
+    """Methods of a manager cannot be called as trainfold calls them; every one is listed."""
+
+
+class ManagerNotBuilt(ManagerUnusable):
+    """The class of a manager raised when it was given the config; the cause says what."""
 
 
 # --- saves that fail -------------------------------------------------------------------------------------------------

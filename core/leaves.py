@@ -1,7 +1,7 @@
 """`Leaves`: a frozen mapping from names to leaves that a donating step can consume. See ADR-0003."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import attrs
 import optree
@@ -10,6 +10,17 @@ from trainfold.core.errors import StateDonated
 
 T = TypeVar("T")
 _ADDRESS_FREE_REPR_LIMIT = 4
+
+
+class Reader(Protocol):
+    """Somebody who still reads leaves in the background, such as the hold of an async save."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has read all that it wanted."""
+
+    def protect(self) -> None:
+        """Return when the leaves may be written to: what is unread has been read, or copied."""
 
 
 @final
@@ -21,9 +32,21 @@ class Lease:
 
     Attributes:
         consumed_by: the step that took the storage, or None while the leaves are alive.
+        readers: who reads the leaves in the background, and is asked before they are written to.
     """
 
     consumed_by: int | None = None
+    readers: tuple[Reader, ...] = ()
+
+    def add_reader(self, reader: Reader) -> None:
+        """Have somebody asked before the leaves are written to."""
+        self.readers = (*(each for each in self.readers if not each.is_over), reader)
+
+    def protect(self) -> None:
+        """Let the readers finish or copy; whoever writes to the leaves calls this first."""
+        readers, self.readers = self.readers, ()
+        for reader in readers:
+            reader.protect()
 
 
 @final
@@ -103,6 +126,21 @@ class Leaves(Mapping[str, T], Generic[T]):
         names = list(self._items)
         shown = ", ".join(names[:_ADDRESS_FREE_REPR_LIMIT]) + (", ..." if len(names) > _ADDRESS_FREE_REPR_LIMIT else "")
         return f"Leaves({len(names)}: {shown})"
+
+
+def leaves_in(tree: Any) -> list[Leaves[Any]]:
+    """Every `Leaves` of a tree, the outermost ones.
+
+    Examples:
+        >>> leaves_in({"ema": Leaves({"w": 1}), "n": 2})
+        [Leaves(1: w)]
+    """
+    found = optree.tree_leaves(tree, _is_leaves, none_is_leaf=True, namespace="trainfold")
+    return [leaf for leaf in found if isinstance(leaf, Leaves)]
+
+
+def _is_leaves(node: Any) -> bool:
+    return isinstance(node, Leaves)
 
 
 def _flatten(leaves: Leaves[T]) -> tuple[Iterable[T], tuple[str, ...], tuple[str, ...]]:

@@ -392,9 +392,11 @@ def _consume(state: TrainState) -> None:
     assert state.model is not None
     assert state.trainer is not None
     parts = [state.model.params, state.model.buffers, state.optimizer.slots, state.optimizer.masters]
-    for leaves in parts:
-        if leaves is not None:
-            leaves.lease.consumed_by = state.trainer.step
+    leases = [leaves.lease for leaves in parts if leaves is not None]
+    for lease in leases:
+        lease.protect()  # a save that still reads the leaves finishes, or copies what it has not read
+    for lease in leases:
+        lease.consumed_by = state.trainer.step
 
 
 def _skipped(state: TrainState, samples: int) -> TrainState:

@@ -15,7 +15,8 @@ import torch
 
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.protocols import Store
-from trainfold.backends.runs import CheckpointPassedOver, load, save
+from trainfold.backends.run_load import CheckpointPassedOver
+from trainfold.backends.runs import load, save
 from trainfold.core import tree
 from trainfold.core.codec import is_tensor_leaf, leaf_digest
 from trainfold.core.components import components_of, merge, select

@@ -18,12 +18,12 @@ import torch
 
 import trainfold
 from trainfold.adapters.cli.verify import verify_checkpoint
-from trainfold.backends import runs
+from trainfold.backends import run_load
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.inventory import RUN_FILE
 from trainfold.backends.local import LocalStore
 from trainfold.backends.native_reader import read_header
-from trainfold.backends.runs import CheckpointPassedOver
+from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.core import errors
 from trainfold.core.codec import digest_of
 from trainfold.core.fingerprint import fingerprint
@@ -364,7 +364,7 @@ def test_a_sparse_file_of_terabytes_is_refused_by_name_and_passed_over(run, size
 
 def test_all_ranks_pass_over_what_one_of_them_cannot_use(run, monkeypatch):
     """V05: any unreadable rank counts everywhere; nobody waits for a rank that has given up."""
-    resume = runs.run_resume
+    resume = run_load.run_resume
 
     def failing(plan, like, *, store):
         if plan.step == 2 and threading.current_thread().name in failing.threads:
@@ -377,7 +377,7 @@ def test_all_ranks_pass_over_what_one_of_them_cannot_use(run, monkeypatch):
         world.gather(None)
         return trainfold.load(run, like=state_at(0), collectives=world).trainer.step
 
-    monkeypatch.setattr(runs, "run_resume", failing)
+    monkeypatch.setattr(run_load, "run_resume", failing)
     failing.threads = set()
     for error in (errors.CheckpointHostile("x", expected="a", found="b", mend="c"), OSError(errno.EIO, "Input/output")):
         failing.error = error

@@ -17,7 +17,7 @@ COMPAT = Path(__file__).parent / "compat"
 VERSIONS = sorted(path.name for path in COMPAT.iterdir() if path.is_dir())
 
 
-@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.ResumeDrift")
+@pytest.mark.filterwarnings("ignore::trainfold.backends.run_load.ResumeDrift")
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_checkpoint_of_every_schema_version_loads_with_the_bits_it_had(version, step, tmp_path):
@@ -30,7 +30,7 @@ def test_a_checkpoint_of_every_schema_version_loads_with_the_bits_it_had(version
     assert {component.name: component.fingerprint for component in manifest.components} == expected
 
 
-@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.ResumeDrift")
+@pytest.mark.filterwarnings("ignore::trainfold.backends.run_load.ResumeDrift")
 def test_training_goes_on_from_an_old_checkpoint(tmp_path):
     """R10, V13: the first version's state is one that today's step can take further."""
     shutil.copytree(COMPAT / "v1" / "run", tmp_path / "run", symlinks=True)

@@ -16,7 +16,7 @@ from trainfold.backends import run_resume
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore, SimulatedCrash
-from trainfold.backends.runs import CheckpointPassedOver
+from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.core.cursor import make_cursor
 from trainfold.core.errors import ResumeRefused, SaveFailed
 from trainfold.core.fingerprint import fingerprint

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainfold.adapters.live import attach
 from trainfold.adapters.manager import CheckpointManager
-from trainfold.backends import runs
+from trainfold.backends import run_load, runs
 from trainfold.backends.memory import MemoryStore
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused, ResumeRefused
 from trainfold.core.fingerprint import fingerprint
@@ -569,7 +569,7 @@ def test_a_policy_may_let_another_set_of_frozen_parameters_pass():
         manager.save(live)
     with (
         CheckpointManager(store, policy={"contract:attached.optimizer.frozen": "warn"}) as manager,
-        pytest.warns(runs.ResumeDrift, match="frozen"),
+        pytest.warns(run_load.ResumeDrift, match="frozen"),
     ):
         assert not manager.restore(partly_frozen(["heads.0"])[0]).is_fresh
 

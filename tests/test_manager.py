@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainfold.adapters.disabled_manager import DisabledManager
 from trainfold.adapters.live import attach
-from trainfold.adapters.manager import CheckpointManager, DisabledManager
+from trainfold.adapters.manager import CheckpointManager
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
-from trainfold.backends.runs import ResumeDrift, load, plan, save
+from trainfold.backends.run_load import ResumeDrift
+from trainfold.backends.runs import load, plan, save
 from trainfold.core.errors import (
     CheckpointError,
     CheckpointForeign,
@@ -534,7 +536,7 @@ def test_a_selection_of_components_is_saved_and_restored():
     """B01, B02."""
     store = MemoryStore()
     with CheckpointManager(MemoryStore(), components="trainer") as manager:
-        assert set(manager.save(Job(0).live).fingerprints) == {"trainer"}
+        assert set(manager.save(Job(0).live).result.fingerprints) == {"trainer"}
     chosen = ["model", "trainer", "ema"]
     with CheckpointManager(store, every=2, components=chosen) as manager:
         result = Job(0).run(manager, 2)
@@ -618,7 +620,7 @@ def test_the_last_few_are_kept_and_those_that_are_not_whole_do_not_count(tmp_pat
         job.run(manager, 4)
         damaged = tmp_path / "run" / "step-00000004" / "manifest.json"
         damaged.write_bytes(damaged.read_bytes()[:-40])
-        manager._proved.clear()  # as after a restart
+        manager._keeper._proved.clear()  # as after a restart
         job.run(manager, 10)
     whole = [step for step in steps_of(LocalStore(tmp_path / "run")) if step != 4]
     assert whole == [10, 8][:keep_last][::-1]
@@ -683,7 +685,7 @@ def test_a_state_can_be_saved_as_it_is():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"mode": "async"}, "mode='sync'"),
+        ({"mode": "background"}, "mode='sync'"),
         ({"mode": "threads"}, "mode"),
         ({"every": 0}, "every"),
         ({"every": 2.5}, "every"),
@@ -769,7 +771,7 @@ def test_a_save_by_value_and_a_save_by_the_manager_are_the_same_checkpoint():
     one, other, job = MemoryStore(), MemoryStore(), Job(0)
     with CheckpointManager(one) as manager:
         managed = manager.save(job.live)
-    assert save(job.live.capture(), other).fingerprints == managed.fingerprints
+    assert save(job.live.capture(), other).fingerprints == managed.result.fingerprints
 
 
 def test_a_run_saved_by_value_is_resumed_by_a_manager_and_the_other_way_round():

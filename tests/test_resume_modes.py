@@ -9,7 +9,7 @@ import trainfold
 from trainfold import Loss
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
-from trainfold.backends.runs import CheckpointPassedOver
+from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.core import tree
 from trainfold.core.codec import digest_of
 from trainfold.core.errors import ContractMismatch, InvalidArgument, ResumeRefused

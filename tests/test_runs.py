@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from trainfold.backends.collectives import RankFault, run_threads, thread_outcomes
 from trainfold.backends.memory import ErrorAt, MemoryStore
-from trainfold.backends.runs import CheckpointPassedOver, ResumeDrift, load, plan, save
+from trainfold.backends.run_load import CheckpointPassedOver, ResumeDrift
+from trainfold.backends.runs import load, plan, save
 from trainfold.core.errors import (
     CheckpointDamaged,
     InvalidArgument,
@@ -329,7 +330,7 @@ def fails_once(index, code):
     return lambda at, effect: None if fired or at != index else fired.append(effect) or fault(at, effect)
 
 
-@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.CheckpointPassedOver")
+@pytest.mark.filterwarnings("ignore::trainfold.backends.run_load.CheckpointPassedOver")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
 def test_a_save_that_fails_at_any_effect_changes_nothing_that_was_there(code):
     """C15: save accepts disk-full and permission errors by failing the save, cleaning up, keeping what was there."""

@@ -7,7 +7,11 @@ Training is a fold: ``state' = step(state, batch)``. Where to begin::
     constant, linear, cosine, wsd, horizon                  schedules: functions of the step
     check_plan, accumulation_steps, windows                 how many microbatches make a step, before a model exists
     save, plan, load, fingerprint                           a state to a run on a disk, and back, or every reason why not
-    attach, CheckpointManager                               the same for mutable torch objects
+    attach, CheckpointManager                               the same for mutable torch objects, in the background if you like
+    SignalRequests, StopFile                                what may ask a run to save or to stop
+    keep_last, keep_every, keep_best, keep_newer            which checkpoints stay
+    create_checkpoint_manager, CheckpointConfig             a manager from a config, also one of your own
+    advise_cadence                                          how often to save
     TrainState, select, merge                               the value, and its components
     DataCursor, sample_order, shard_of                      where a run is in its data
     make_key, fold_in, forked_rng                           randomness as an argument
@@ -28,11 +32,22 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from trainfold import metrics as metrics
+    from trainfold.adapters.disabled_manager import DisabledManager as DisabledManager
     from trainfold.adapters.evaluate import evaluate as evaluate
     from trainfold.adapters.live import Live as Live
     from trainfold.adapters.live import attach as attach
     from trainfold.adapters.manager import CheckpointManager as CheckpointManager
-    from trainfold.adapters.manager import DisabledManager as DisabledManager
+    from trainfold.adapters.manager_config import CheckpointConfig as CheckpointConfig
+    from trainfold.adapters.manager_config import create_checkpoint_manager as create_checkpoint_manager
+    from trainfold.adapters.manager_like import CheckpointManagerLike as CheckpointManagerLike
+    from trainfold.adapters.manager_like import LoadDecision as LoadDecision
+    from trainfold.adapters.outcomes import Restored as Restored
+    from trainfold.adapters.outcomes import SaveOutcome as SaveOutcome
+    from trainfold.adapters.requests import Asked as Asked
+    from trainfold.adapters.requests import Combined as Combined
+    from trainfold.adapters.requests import RequestSource as RequestSource
+    from trainfold.adapters.requests import SignalRequests as SignalRequests
+    from trainfold.adapters.stop_file import StopFile as StopFile
     from trainfold.adapters.torch_metric import TorchMetric as TorchMetric
     from trainfold.backends.best_file import load_best as load_best
     from trainfold.backends.best_file import save_best as save_best
@@ -40,9 +55,10 @@ if TYPE_CHECKING:
     from trainfold.backends.local import LocalStore as LocalStore
     from trainfold.backends.memory import MemoryStore as MemoryStore
     from trainfold.backends.protocols import Store as Store
+    from trainfold.backends.quarantine_file import QuarantineIgnored as QuarantineIgnored
+    from trainfold.backends.run_load import CheckpointPassedOver as CheckpointPassedOver
+    from trainfold.backends.run_load import ResumeDrift as ResumeDrift
     from trainfold.backends.run_save import SaveResult as SaveResult
-    from trainfold.backends.runs import CheckpointPassedOver as CheckpointPassedOver
-    from trainfold.backends.runs import ResumeDrift as ResumeDrift
     from trainfold.backends.runs import load as load
     from trainfold.backends.runs import plan as plan
     from trainfold.backends.runs import save as save
@@ -52,6 +68,7 @@ if TYPE_CHECKING:
     from trainfold.core.best import decide_best as decide_best
     from trainfold.core.best import is_better as is_better
     from trainfold.core.best import make_best_record as make_best_record
+    from trainfold.core.cadence import advise_cadence as advise_cadence
     from trainfold.core.components import merge as merge
     from trainfold.core.components import select as select
     from trainfold.core.components import validate_components as validate_components
@@ -71,6 +88,7 @@ if TYPE_CHECKING:
     from trainfold.core.eval_cursor import make_eval_cursor as make_eval_cursor
     from trainfold.core.evaluation import Evaluation as Evaluation
     from trainfold.core.evaluation import evaluation_of as evaluation_of
+    from trainfold.core.events import Event as Event
     from trainfold.core.fingerprint import fingerprint as fingerprint
     from trainfold.core.forward import bind_model as bind_model
     from trainfold.core.init import init_state as init_state
@@ -87,11 +105,19 @@ if TYPE_CHECKING:
     from trainfold.core.resume_plan import Refusal as Refusal
     from trainfold.core.resume_plan import ResumePlan as ResumePlan
     from trainfold.core.resume_planner import plan_resume as plan_resume
+    from trainfold.core.retention import Retention as Retention
+    from trainfold.core.retention import keep_all as keep_all
+    from trainfold.core.retention import keep_best as keep_best
+    from trainfold.core.retention import keep_every as keep_every
+    from trainfold.core.retention import keep_last as keep_last
+    from trainfold.core.retention import keep_newer as keep_newer
+    from trainfold.core.retention import plan_retention as plan_retention
     from trainfold.core.rng import Key as Key
     from trainfold.core.rng import fold_in as fold_in
     from trainfold.core.rng import forked_rng as forked_rng
     from trainfold.core.rng import make_key as make_key
     from trainfold.core.rng import seed_of as seed_of
+    from trainfold.core.save_due import Verdict as Verdict
     from trainfold.core.save_plan import SavePlan as SavePlan
     from trainfold.core.save_plan import plan_save as plan_save
     from trainfold.core.schedule import Schedule as Schedule
@@ -124,21 +150,27 @@ if TYPE_CHECKING:
 
 
 _MODULE_OF = {
+    "Asked": "trainfold.adapters.requests",
     "BestRecord": "trainfold.core.best",
+    "CheckpointConfig": "trainfold.adapters.manager_config",
     "CheckpointDamaged": "trainfold.core.errors",
     "CheckpointManager": "trainfold.adapters.manager",
-    "CheckpointPassedOver": "trainfold.backends.runs",
+    "CheckpointManagerLike": "trainfold.adapters.manager_like",
+    "CheckpointPassedOver": "trainfold.backends.run_load",
     "Collectives": "trainfold.core.world",
+    "Combined": "trainfold.adapters.requests",
     "DataCursor": "trainfold.core.cursor",
     "Difference": "trainfold.core.spec",
-    "DisabledManager": "trainfold.adapters.manager",
+    "DisabledManager": "trainfold.adapters.disabled_manager",
     "DistributedEvalCursor": "trainfold.core.eval_cursor",
     "Drift": "trainfold.core.policy",
     "Evaluation": "trainfold.core.evaluation",
+    "Event": "trainfold.core.events",
     "Key": "trainfold.core.rng",
     "LeafSpec": "trainfold.core.spec",
     "Leaves": "trainfold.core.leaves",
     "Live": "trainfold.adapters.live",
+    "LoadDecision": "trainfold.adapters.manager_like",
     "LocalStore": "trainfold.backends.local",
     "Loss": "trainfold.core.loss",
     "MemoryStore": "trainfold.backends.memory",
@@ -150,33 +182,43 @@ _MODULE_OF = {
     "ParamGroup": "trainfold.core.state",
     "Permutation": "trainfold.core.permutation",
     "Progress": "trainfold.core.state",
+    "QuarantineIgnored": "trainfold.backends.quarantine_file",
     "RankFailed": "trainfold.core.errors",
     "Refusal": "trainfold.core.resume_plan",
+    "RequestSource": "trainfold.adapters.requests",
     "RestoreRefused": "trainfold.core.errors",
-    "ResumeDrift": "trainfold.backends.runs",
+    "Restored": "trainfold.adapters.outcomes",
+    "ResumeDrift": "trainfold.backends.run_load",
     "ResumePlan": "trainfold.core.resume_plan",
     "ResumeRefused": "trainfold.core.errors",
+    "Retention": "trainfold.core.retention",
     "RunLocked": "trainfold.core.errors",
     "SaveFailed": "trainfold.core.errors",
+    "SaveOutcome": "trainfold.adapters.outcomes",
     "SavePlan": "trainfold.core.save_plan",
     "SaveResult": "trainfold.backends.run_save",
     "ScalarSpec": "trainfold.core.spec",
     "Schedule": "trainfold.core.schedule",
+    "SignalRequests": "trainfold.adapters.requests",
     "SingleProcess": "trainfold.backends.collectives",
     "StateDonated": "trainfold.core.errors",
+    "StopFile": "trainfold.adapters.stop_file",
     "Store": "trainfold.backends.protocols",
     "Tally": "trainfold.core.suite",
     "TorchCollectives": "trainfold.backends.torch_collectives",
     "TorchMetric": "trainfold.adapters.torch_metric",
     "TrainState": "trainfold.core.state",
     "TrainfoldError": "trainfold.core.errors",
+    "Verdict": "trainfold.core.save_due",
     "World": "trainfold.core.world",
     "accumulation_steps": "trainfold.core.window",
+    "advise_cadence": "trainfold.core.cadence",
     "attach": "trainfold.adapters.live",
     "bind_model": "trainfold.core.forward",
     "check_plan": "trainfold.core.window",
     "constant": "trainfold.core.schedule",
     "cosine": "trainfold.core.schedule",
+    "create_checkpoint_manager": "trainfold.adapters.manager_config",
     "decide_best": "trainfold.core.best",
     "diff_specs": "trainfold.core.spec",
     "eval_batches": "trainfold.core.eval_cursor",
@@ -189,6 +231,11 @@ _MODULE_OF = {
     "horizon": "trainfold.core.schedule",
     "init_state": "trainfold.core.init",
     "is_better": "trainfold.core.best",
+    "keep_all": "trainfold.core.retention",
+    "keep_best": "trainfold.core.retention",
+    "keep_every": "trainfold.core.retention",
+    "keep_last": "trainfold.core.retention",
+    "keep_newer": "trainfold.core.retention",
     "linear": "trainfold.core.schedule",
     "load": "trainfold.backends.runs",
     "load_best": "trainfold.backends.best_file",
@@ -205,6 +252,7 @@ _MODULE_OF = {
     "optimizer": "trainfold.core.optim",
     "plan": "trainfold.backends.runs",
     "plan_resume": "trainfold.core.resume_planner",
+    "plan_retention": "trainfold.core.retention",
     "plan_save": "trainfold.core.save_plan",
     "refresh_masters": "trainfold.core.masters",
     "sample_order": "trainfold.core.permutation",

@@ -1,0 +1,270 @@
+"""`CheckpointConfig` and `create_checkpoint_manager`: a manager from a config that may name a class of your own (O02).
+
+A config is data, and data must not run code that nobody meant to be run (U03): the class has to be below a prefix that the
+program, and not the config, allows; and it is looked at closely before it is built.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
+from keyword import iskeyword
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import attrs
+
+from trainfold.adapters.manager_like import CheckpointManagerLike
+from trainfold.backends.protocols import Store
+from trainfold.core.errors import (
+    InvalidArgument,
+    ManagerIncomplete,
+    ManagerNotAllowed,
+    ManagerNotBuilt,
+    ManagerNotFound,
+    ManagerNotImportable,
+    ManagerPathInvalid,
+    ManagerSignatureMismatch,
+    TrainfoldError,
+    error_text,
+)
+from trainfold.core.retention import Retention
+from trainfold.core.scalars import shown
+
+_WHERE: Final = "CheckpointConfig.manager"
+_RUN: Final = object()  # stands for a run, a decision: `bind` looks at how many there are and how they are named
+CALLS: Final[Mapping[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]]] = {
+    "should_load": (((_RUN,), {}), ((_RUN,), {"step": 7})),
+    "should_save": (((_RUN,), {}), ((_RUN,), {"is_last": True})),
+    "save": (((_RUN,), {}),),
+    "load": (((_RUN,), {}), ((_RUN, _RUN), {})),
+    "poll": (((), {}),),
+    "wait_staging": (((), {}),),
+    "close": (((), {}),),
+}
+"""How trainfold calls each method of a manager."""
+
+
+@attrs.frozen(kw_only=True)
+class CheckpointConfig:
+    """What a checkpoint manager is to do. Subclass it for fields of your own: your manager gets the subclass.
+
+    Nothing is checked here; the manager does, when it is made. Fields that a manager does not know are none of its business,
+    so that a new field breaks no manager (O04).
+
+    Attributes:
+        allow: which managers may be named: prefixes of dotted paths, each ending with a dot. Of the class, and no field, so
+            that no file that a config is read from can widen it.
+        run: a directory, or a store.
+        every: save at each multiple of so many optimizer steps.
+        every_secs: save after so many seconds.
+        at_end: whether the state is saved that the run ends with.
+        keep_last: keep so many of the newest checkpoints; 0 or None for all.
+        keep: what else to keep.
+        mode: ``"sync"`` or ``"async"``.
+        max_extra_bytes: memory that an asynchronous save may take beside the state; None for as much as the state.
+        when_busy: ``"wait"`` or ``"skip"``: what a save does while another one is under way.
+        components: what is saved and restored; None for all.
+        policy: what to do about each kind of difference at a resume.
+        contract: what must be equal at a resume.
+        manager: the dotted path of the manager's class.
+
+    Examples:
+        >>> @attrs.frozen(kw_only=True)
+        ... class Ours(CheckpointConfig):
+        ...     allow = ("trainfold.", "ours.checkpoints.")
+        ...     bucket: str
+        >>> Ours(run="runs/a", bucket="b").every is None
+        True
+    """
+
+    allow: ClassVar[tuple[str, ...]] = ("trainfold.",)
+
+    run: str | Path | Store
+    every: int | None = None
+    every_secs: float | None = None
+    at_end: bool = True
+    keep_last: int | None = None
+    keep: Retention | None = None
+    mode: str = "sync"
+    max_extra_bytes: int | None = None
+    when_busy: str = "wait"
+    components: Sequence[str] | None = None
+    policy: Mapping[str, str] | None = None
+    contract: Mapping[str, Any] | None = None
+    manager: str = "trainfold.CheckpointManager"
+
+
+def manager_arguments(config: CheckpointConfig) -> dict[str, Any]:
+    """The keyword arguments that a config has for a manager: what differs from the default, without ``run`` and ``manager``.
+
+    Fields of a subclass are left out: they are for the manager that knows them.
+
+    Examples:
+        >>> manager_arguments(CheckpointConfig(run="runs/a", every=500))
+        {'every': 500}
+    """
+    known = [field for field in attrs.fields(CheckpointConfig) if field.name not in {"run", "manager"}]
+    given = {field.name: getattr(config, field.name) for field in known}
+    return {field.name: given[field.name] for field in known if given[field.name] != field.default}
+
+
+def create_checkpoint_manager(
+    config: CheckpointConfig, *, allow: Collection[str] | None = None, **extra: Any
+) -> CheckpointManagerLike:
+    """Build the manager that a config names.
+
+    In this order, and each failure has its own error: the path's format, the allow-list, the import, the class, its methods,
+    their signatures, the construction (O02). Nothing is imported that is not allowed (U03), and nothing is built that cannot
+    be called. The class gets the config itself: ``cls.from_config(config, **extra)`` where it has such a class method, else
+    ``cls(config, **extra)``.
+
+    Args:
+        config: the config, or a subclass of yours.
+        allow: prefixes of the paths that may be named, each ending with a dot; None for those of the config's class.
+        extra: what else the manager is to be given: things that are no config, such as ``requests``, ``on_event`` and ``collectives``.
+
+    Returns:
+        The manager, open.
+
+    Raises:
+        InvalidArgument: for what is no config, or a prefix that is none.
+        ManagerPathInvalid: if ``config.manager`` is no dotted path.
+        ManagerNotAllowed: if it begins with none of the prefixes.
+        ManagerNotImportable: if its module cannot be imported.
+        ManagerNotFound: if the module has no such name.
+        ManagerIncomplete: if that is no class, or methods are missing.
+        ManagerSignatureMismatch: if methods cannot be called as trainfold calls them.
+        ManagerNotBuilt: if it raises when it is built. What is trainfold's own, such as `RunLocked`, is raised as it is.
+
+    Examples:
+        >>> create_checkpoint_manager(CheckpointConfig(run="runs/a", manager="os.system"))
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.ManagerNotAllowed: CheckpointConfig.manager: expected a path that begins with trainfold., found \
+'os.system'; where the class is to be trusted, pass allow=(..., 'os.') in the program; nothing was imported
+    """
+    if not isinstance(config, CheckpointConfig):
+        raise InvalidArgument("config", expected="a CheckpointConfig", found=shown(config),
+                              mend="make one, or subclass it for fields of your own")  # fmt: skip
+    module, name = _split(config.manager)
+    _check_allowed(config.manager, module, _prefixes(type(config).allow if allow is None else allow))
+    cls = _attribute(_imported(module, config.manager), name, config.manager)
+    _check_protocol(cls, config.manager)
+    build: Callable[..., Any] = cls.from_config if hasattr(cls, "from_config") else cls
+    _check_signatures(cls, build, config, extra)
+    return _built(build, config, extra)
+
+
+def _split(path: object) -> tuple[str, str]:
+    parts = path.split(".") if isinstance(path, str) else []
+    if len(parts) < 2 or not all(part.isidentifier() and not iskeyword(part) for part in parts):
+        raise ManagerPathInvalid(_WHERE, expected="a path such as 'package.module.Class'", found=shown(path),
+                                 mend="write the module, a dot, and the class")  # fmt: skip
+    return ".".join(parts[:-1]), parts[-1]
+
+
+def _prefixes(allow: object) -> tuple[str, ...]:
+    prefixes = tuple(allow) if isinstance(allow, Collection) and not isinstance(allow, str | bytes) else (allow,)
+    for prefix in prefixes:
+        parts = prefix[:-1].split(".") if isinstance(prefix, str) else [""]
+        if isinstance(allow, str) or not str(prefix).endswith(".") or not all(part.isidentifier() for part in parts):
+            raise InvalidArgument("allow", expected="prefixes such as ('package.',), each ending with a dot", found=shown(allow),
+                                  mend="end it with a dot: 'pkg' would let 'pkgevil' in")  # fmt: skip
+    return prefixes
+
+
+def _check_allowed(path: str, module: str, prefixes: tuple[str, ...]) -> None:
+    if not path.startswith(prefixes):
+        raise ManagerNotAllowed(
+            _WHERE,
+            expected=f"a path that begins with {' or '.join(prefixes) or 'nothing: none is allowed'}",
+            found=repr(path),
+            mend=f"where the class is to be trusted, pass allow=(..., '{module}.') in the program; nothing was imported",
+        )
+
+
+def _imported(module: str, path: str) -> Any:
+    try:
+        return import_module(module)
+    except (Exception, SystemExit) as error:
+        missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        mend = "correct the path, or install the package" if missing else f"see the cause: import {module} in a shell"
+        raise ManagerNotImportable(_WHERE, expected=f"a module {module}, for {path!r}", found=error_text(error), mend=mend) from error  # fmt: skip
+
+
+def _attribute(module: Any, name: str, path: str) -> Any:
+    try:
+        return getattr(module, name)
+    except Exception as error:
+        classes = [each for each, value in vars(module).items() if isinstance(value, type)]
+        near = difflib.get_close_matches(name, classes, n=3) or sorted(classes)[:8]
+        raise ManagerNotFound(_WHERE, expected=f"{name} in {module.__name__}, for {path!r}", found=error_text(error),
+                              mend=f"correct the name; there are {near}") from error  # fmt: skip
+
+
+def _check_protocol(cls: Any, path: str) -> None:
+    if not isinstance(cls, type):
+        raise ManagerIncomplete(_WHERE, expected="a class", found=f"{path} = {shown(cls)}", mend="name the class")
+    missing = [method for method in CALLS if not callable(getattr(cls, method, None))]
+    if missing:
+        raise ManagerIncomplete(
+            _WHERE,
+            expected=f"the methods {', '.join(CALLS)}",
+            found=f"{path} without {', '.join(missing)}",
+            mend="add them: see trainfold.adapters.manager_like.CheckpointManagerLike",
+        )
+
+
+def _check_signatures(cls: type, build: Callable[..., Any], config: CheckpointConfig, extra: Mapping[str, Any]) -> None:
+    wrong = [
+        complaint
+        for method, calls in CALLS.items()
+        if (complaint := _complaint(method, getattr(cls, method), [((*_self(cls, method), *a), k) for a, k in calls]))
+    ]
+    name = "from_config" if build is not cls else cls.__name__
+    wrong += filter(None, [_complaint(name, build, [((config,), dict(extra))])])
+    if wrong:
+        raise ManagerSignatureMismatch(
+            _WHERE,
+            expected="methods that can be called as trainfold calls them",
+            found=f"{len(wrong)} that cannot:\n" + "\n".join(f"  {each}" for each in wrong) + "\n",
+            mend="give them the parameters of trainfold.adapters.manager_like.CheckpointManagerLike",
+        )
+
+
+def _self(cls: type, method: str) -> tuple[Any, ...]:
+    """What a method is called with before its arguments, when it is taken from its class."""
+    return () if isinstance(inspect.getattr_static(cls, method), classmethod | staticmethod) else (_RUN,)
+
+
+def _complaint(
+    name: str, function: Callable[..., Any], calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+) -> str | None:
+    """What is wrong with a signature, or None."""
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return f"{name}: it is async, and trainfold calls it without await"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        return f"{name}: its signature cannot be read: {error}"
+    for args, kwargs in calls:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            return f"{name}{signature}: {error}"
+    return None
+
+
+def _built(build: Callable[..., Any], config: CheckpointConfig, extra: Mapping[str, Any]) -> CheckpointManagerLike:
+    try:
+        manager = build(config, **extra)
+    except TrainfoldError:
+        raise
+    except Exception as error:
+        raise ManagerNotBuilt(_WHERE, expected=f"a manager of {config.manager!r}", found=error_text(error),
+                              mend="see the cause") from error  # fmt: skip
+    if not isinstance(manager, CheckpointManagerLike):
+        raise ManagerIncomplete(_WHERE, expected="a manager", found=f"{config.manager} made {shown(manager)}",
+                                mend="return the manager from from_config")  # fmt: skip
+    return manager

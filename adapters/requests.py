@@ -1,0 +1,260 @@
+"""Where requests to save or to stop come from beside the program itself: signals, and files put into the run (R01, R02).
+
+A source keeps what has come until `take` is called, so that nothing is lost during an evaluation, a warm-up or a compile,
+however long these are (P29). What is to be done is not decided here: see `trainfold.core.requests`.
+"""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import FrameType, MappingProxyType, TracebackType
+from typing import Protocol, TypeVar, final, runtime_checkable
+
+from trainfold.adapters.dispositions import Disposition, deliver_again, disposition_of, hand_on, put_back
+from trainfold.adapters.stop_file import FILES, StopFile
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.requests import Request, checked_request
+from trainfold.core.scalars import shown
+
+__all__ = ["FILES", "SIGNALS", "Asked", "Combined", "RequestSource", "SignalRequests", "StopFile"]
+
+T = TypeVar("T")
+_LOG = logging.getLogger("trainfold")
+
+SIGNALS: Mapping[str, Request] = MappingProxyType({"SIGTERM": "save_and_stop", "SIGUSR1": "save"})
+_STOPPING = frozenset({"stop", "save_and_stop", "abort"})
+_UNCATCHABLE = frozenset({signal.SIGKILL, signal.SIGSTOP})
+
+
+@runtime_checkable
+class RequestSource(Protocol):
+    """Something that asks a run to save or to stop, such as `SignalRequests`, `StopFile`, or one of your own."""
+
+    def take(self) -> tuple[Request, ...]:
+        """What has been asked for since the last call, each once; it is asked for no more after that. Does not wait."""
+
+    def close(self) -> None:
+        """Let go of everything; calling it again does nothing."""
+
+
+@final
+class Asked:
+    """A source for the program's own requests: of a divergence, a limit of time, a button. Any thread may ask.
+
+    Examples:
+        >>> source = Asked()
+        >>> source.ask("save")
+        >>> source.take(), source.take()
+        (('save',), ())
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Request] = deque()
+
+    def ask(self, request: Request) -> None:
+        """Ask for something; see `take`.
+
+        Raises:
+            InvalidArgument: if there is no such request.
+        """
+        self._waiting.append(checked_request(request))
+
+    def take(self) -> tuple[Request, ...]:
+        """See `RequestSource.take`."""
+        return tuple(dict.fromkeys(_drained(self._waiting)))
+
+    def close(self) -> None:
+        """Forget what was asked for and not taken."""
+        self._waiting.clear()
+
+
+@final
+class SignalRequests:
+    """Signals as requests; made in the main thread, taken in any.
+
+    The first signal that stops is a request. Another one, of any stopping kind, means that somebody is out of patience:
+    what was there before is put back and gets it, which for SIGTERM ends the process. Those within ``settle_secs`` of the
+    first one are the same one: a job scheduler signals every process of a job, and a launcher among them passes it on.
+
+    A handler of Python that was there before is called as well, after the request is noted. Processes forked from this
+    one, such as the workers of a DataLoader, do what they would without it. `close` puts back exactly what was there, in
+    whatever order several sources are closed.
+
+    Limits: Python runs no handler while the main thread is inside one call of C, so a signal counts after that call, and
+    while a collective hangs there only SIGKILL ends the process. A handler that C code installed (`faulthandler.register`)
+    is not called in the meantime; it is put back at the end.
+
+    Args:
+        signals: name of a signal -> request; None for SIGTERM -> ``save_and_stop`` and SIGUSR1 -> ``save``.
+        settle_secs: for how long a repeated signal is the same one.
+        clock: seconds that only grow.
+
+    Raises:
+        InvalidArgument: for a signal that is none or that nobody can handle, or a request that is none; nothing was
+            installed.
+
+    Examples:
+        >>> with SignalRequests() as source:
+        ...     signal.raise_signal(signal.SIGUSR1)
+        ...     source.take(), source.take()
+        (('save',), ())
+    """
+
+    def __init__(
+        self,
+        signals: Mapping[str, Request] | None = None,
+        *,
+        settle_secs: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wanted = {_number(name): checked_request(asked) for name, asked in (signals or SIGNALS).items()}
+        self._settle_secs = settle_secs
+        self._clock = clock
+        self._waiting: deque[tuple[int, Request]] = deque()  # its ends are atomic: a handler must not wait for a lock
+        self._before: dict[int, Disposition] = {}
+        self._handler = self._on_signal  # one object, to know it again
+        self._stopped_at: float | None = None
+        self._is_closed = False
+        self._pid = os.getpid()
+        if threading.current_thread() is not threading.main_thread():
+            _LOG.warning("signals are handled in the main thread only, and this is another one: %s ask nothing of this run; make "
+                         "SignalRequests in the main thread and hand it in", ", ".join(signals or SIGNALS))  # fmt: skip
+            return
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            _installed(self)
+            for number in self._wanted:
+                self._before[number] = disposition_of(number)
+                signal.signal(number, self._handler)
+            undo.pop_all()
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether signals become requests: not outside of the main thread, and not after `close`."""
+        return bool(self._before) and not self._is_closed
+
+    def take(self) -> tuple[Request, ...]:
+        """See `RequestSource.take`."""
+        found = _drained(self._waiting)
+        for number, asked in dict.fromkeys(found):
+            _LOG.info("%s: %s", signal.Signals(number).name, asked)
+        return tuple(dict.fromkeys(asked for _, asked in found))
+
+    def close(self) -> None:
+        """Put back what was there, and forget what was not taken (D07).
+
+        Outside of the main thread nothing can be put back: signals are then handed on to what was there before, and a
+        close in the main thread does the rest.
+        """
+        self._is_closed = True
+        if threading.current_thread() is threading.main_thread():
+            for source in reversed(_SOURCES[:]):  # those of which somebody came after us wait for that one's close
+                source._put_back()  # noqa: SLF001 (of this class)
+        if lost := self.take():
+            _LOG.warning("asked for and not done, since the run has ended: %s", ", ".join(lost))
+
+    def __enter__(self) -> "SignalRequests":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _put_back(self) -> None:
+        mine = [number for number in self._before if signal.getsignal(number) == self._handler]
+        for number in mine if self._is_closed else ():
+            put_back(self._before.pop(number))
+        if self._is_closed and not self._before and self in _SOURCES:
+            _SOURCES.remove(self)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Note the request. Between any two instructions of the program: nothing here locks, logs or allocates much."""
+        before = self._before.get(number)
+        if before is None:  # somebody kept the handler that was put away
+            return
+        if self._is_closed or os.getpid() != self._pid:  # C code forks without Python's knowledge
+            is_newest = (
+                signal.getsignal(number) == self._handler
+            )  # else the default is not ours to do: who came later decides
+            if is_newest or before.is_function:
+                hand_on(before, frame)
+            return
+        asked = self._wanted[number]
+        if asked in _STOPPING:
+            now = self._clock()
+            if self._stopped_at is None:
+                self._stopped_at = now
+            elif now - self._stopped_at >= self._settle_secs:
+                deliver_again(before)
+                return
+        self._waiting.append((number, asked))
+        if before.is_function:
+            hand_on(before, frame)
+
+
+@final
+class Combined:
+    """Several sources as one.
+
+    Args:
+        sources: they are asked in this order, and closed in the reverse one.
+
+    Examples:
+        >>> one, other = Asked(), Asked()
+        >>> one.ask("save"), other.ask("stop"), other.ask("save")
+        (None, None, None)
+        >>> Combined(one, other).take()
+        ('save', 'stop')
+    """
+
+    def __init__(self, *sources: RequestSource) -> None:
+        self._sources = sources
+
+    def take(self) -> tuple[Request, ...]:
+        """See `RequestSource.take`."""
+        return tuple(dict.fromkeys(asked for source in self._sources for asked in source.take()))
+
+    def close(self) -> None:
+        """Close all of them, also where one fails."""
+        with ExitStack() as closing:
+            for source in self._sources:
+                closing.callback(source.close)
+
+
+_SOURCES: list[SignalRequests] = []  # of this process: as the signals are
+_HOOKED: list[bool] = []
+
+
+def _installed(source: SignalRequests) -> None:
+    if not _HOOKED:
+        os.register_at_fork(after_in_child=_undo_in_child)
+        _HOOKED.append(True)
+    _SOURCES.append(source)
+
+
+def _undo_in_child() -> None:
+    """A fork is another process: it dies of SIGTERM as its parent would expect, and asks nothing of a run."""
+    for source in reversed(_SOURCES[:]):
+        source._waiting.clear()  # noqa: SLF001 (of this module)
+        source.close()
+
+
+def _drained(waiting: "deque[T]") -> list[T]:
+    found = []
+    while waiting:
+        found.append(waiting.popleft())
+    return found
+
+
+def _number(name: str) -> int:
+    number = getattr(signal.Signals, name, None) if isinstance(name, str) else None
+    if number is None or number in _UNCATCHABLE:
+        raise InvalidArgument("signals", expected="names of signals that can be handled, such as 'SIGUSR1'", found=shown(name),
+                              mend="name another one")  # fmt: skip
+    return int(number)

@@ -1,0 +1,97 @@
+"""`UpdateGate`: knows which tensors of a run only an update writes to, and lets a save finish or copy before it does (D02)."""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+
+from trainfold.adapters.live import Live
+from trainfold.backends.hold import Hold, LeafName
+from trainfold.core import tree
+from trainfold.core.leaves import leaves_in
+from trainfold.core.state import TrainState
+
+
+@final
+class UpdateGate:
+    """Stands before the updates of a run while a save reads what they will write to.
+
+    Of a live run, parameters and slots of an attached optimizer, and the model's frozen parameters, change at no other
+    moment than in a step, so they are held and not copied; a hook that runs before each step of each attached optimizer
+    protects them. What else it has (buffers, which a forward writes to, an average of the weights, random states) is copied
+    at once. An optimizer that takes no hooks, because its class never called ``Optimizer.__init__``, answers for nothing:
+    what it holds is copied.
+
+    Of a state, the `Leaves` are held: a donating step protects them before it writes. What lies elsewhere in it is copied.
+    """
+
+    def __init__(self) -> None:
+        self._handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._hold: Hold | None = None
+
+    def changing(
+        self, run: Live | TrainState, state: TrainState, leaves: Mapping[LeafName, torch.Tensor]
+    ) -> set[LeafName]:
+        """The names of the leaves that have to be copied at once, because nothing tells when they change.
+
+        Args:
+            run: what is saved; the optimizers of a live run get their hooks here.
+            state: the same, captured.
+            leaves: its tensors by name.
+        """
+        if isinstance(run, Live):
+            held = self._addresses(run)
+            return {name for name, leaf in leaves.items() if leaf.data_ptr() not in held}
+        frozen = {
+            _place(leaf) for each in leaves_in(state) for leaf in tree.leaves(each) if isinstance(leaf, torch.Tensor)
+        }
+        return {name for name, leaf in leaves.items() if _place(leaf) not in frozen}
+
+    def close_for(self, hold: Hold, state: TrainState) -> None:
+        """From now on, let updates wait for this hold."""
+        self._hold = hold
+        for leaves in leaves_in(state):
+            leaves.lease.add_reader(hold)
+
+    def protect(self) -> None:
+        """Return when everything may be written to; a comparison where no save is under way."""
+        if self._hold is not None:
+            self._hold.protect()
+
+    def open(self) -> None:
+        """The save has ended."""
+        self._hold = None
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _addresses(self, live: Live) -> set[int]:
+        frozen = [parameter for parameter in live.model.parameters() if not parameter.requires_grad]
+        tensors: list[torch.Tensor] = [*frozen]
+        for optimizer in live.optimizers:
+            if self._is_hooked(optimizer):
+                tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                slots = tree.leaves(list(optimizer.state.values()))
+                tensors += [leaf for leaf in slots if isinstance(leaf, torch.Tensor)]
+        return {tensor.data_ptr() for tensor in tensors if tensor.numel()}
+
+    def _is_hooked(self, optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer not in self._handles:
+            if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                return False
+            gate = weakref.ref(self)  # an optimizer that outlives the manager does not keep it alive
+
+            def before_step(*_: Any) -> None:
+                if (found := gate()) is not None:
+                    found.protect()
+
+            self._handles[optimizer] = optimizer.register_step_pre_hook(before_step)
+        return True
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype

@@ -1,0 +1,336 @@
+"""`Hold`: a background reader of a state's leaves, which an update may overtake: then the unread bytes are copied or waited for."""
+
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final, TypeAlias, final
+
+import attrs
+import torch
+
+from trainfold.backends.arena import Arena, padded
+from trainfold.backends.pinned_ring import Begun, PinnedRing
+from trainfold.core.codec import byte_view
+from trainfold.core.errors import SaveFailed
+
+LeafName: TypeAlias = tuple[str, str]
+"""A component and a leaf path in it."""
+
+DEVICE_PIECE_BYTES: Final = 8 << 20  # a copy from a device costs a launch, so pieces are larger than those in memory
+
+
+@final
+@attrs.frozen(eq=False)
+class HeldLeaf:
+    """One leaf of a hold, as something to write: see `trainfold.backends.native_writer.Source`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    _hold: "Hold"
+    _name: LeafName
+
+    def pieces(self, piece_bytes: int) -> Iterator[memoryview]:
+        """The bytes of the leaf as they were when the hold was made."""
+        return self._hold.pieces(self._name, piece_bytes)
+
+
+@final
+@attrs.define(eq=False)
+class _Held:
+    """One leaf: the bytes ``[read, copied_from)`` are still to be read from the live tensor, those after it from ``copy``."""
+
+    live: torch.Tensor | None
+    size_bytes: int
+    is_flat: bool  # its bytes lie in order, so that a part of them can be read or copied
+    ring: PinnedRing | None = None  # what reads it, on a device
+    version: int = 0
+    read: int = 0
+    pinned_to: int = 0  # the writer has a view of the bytes [read, pinned_to) in its hands
+    moving_from: int | None = None  # these bytes are being copied just now
+    copied_from: int = -1
+    copy: torch.Tensor | None = None
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether a write to the live tensor would change what is saved."""
+        return self.live is not None and (self.read < self.copied_from or self.read < self.pinned_to)
+
+
+@final
+class Hold:
+    """Keeps leaves as they are now until a writer has read them, and copies as few bytes as it can.
+
+    The writer reads piece by piece (`pieces`) in a thread of its own while the owner of the leaves reads them too. Before
+    the owner writes to them it calls `protect`: of the bytes that are still unread, the last ones are copied, as many as
+    ``max_extra_bytes`` has room for, and the first ones, which the writer is about to reach, are waited for.
+
+    A leaf that was written to without `protect` is noticed by its version counter, and the reading fails: nothing that is
+    torn is ever saved. Writes that move no version counter (``tensor.data``, fused optimizers) are not seen.
+
+    Args:
+        leaves: the tensors by name, in the order of reading as far as it is known.
+        copied: names of leaves that are copied at once, because nobody says when they change.
+        max_extra_bytes: how many bytes may be copied in all; None for as many as there are; 0: wait, never copy.
+
+    Attributes:
+        copied_bytes: how many were copied in all.
+        protected_bytes: how many of them by `protect`.
+
+    Examples:
+        >>> weight = torch.zeros(4)
+        >>> hold = Hold({("model", "w"): weight})
+        >>> hold.protect()
+        >>> _ = weight.fill_(1.0)
+        >>> [bytes(piece).hex() for piece in hold.pieces(("model", "w"), 8)], hold.copied_bytes
+        (['0000000000000000', '0000000000000000'], 16)
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[LeafName, torch.Tensor],
+        *,
+        copied: Collection[LeafName] = (),
+        max_extra_bytes: int | None = None,
+    ) -> None:
+        self._changed = threading.Condition()
+        self._room = max_extra_bytes
+        self._arena: Arena | None = None
+        self._is_over = False
+        self._broken: SaveFailed | None = None
+        self._rings: dict[torch.device, PinnedRing] = {}
+        self.copied_bytes = 0
+        self.protected_bytes = 0
+        self._specs = {name: (tensor.dtype, tensor.shape) for name, tensor in leaves.items()}
+        chosen = frozenset(copied)
+        self._leaves = {name: self._taken(tensor, at_once=name in chosen) for name, tensor in leaves.items()}
+        self._order = list(self._leaves.values())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be read."""
+        return self._is_over
+
+    # --- the writer's thread -----------------------------------------------------------------------------------------
+
+    def read_in_order(self, names: Iterable[LeafName]) -> None:
+        """Say in which order the leaves will be read; those that will not be are let go."""
+        with self._changed:
+            chosen = {name: self._leaves[name] for name in names}
+            for name, leaf in self._leaves.items():
+                if name not in chosen:
+                    leaf.live, leaf.copy = None, None
+            self._order = list(chosen.values())
+            self._changed.notify_all()
+
+    def leaves_of(self, component: str) -> dict[str, HeldLeaf]:
+        """The leaves of a component by path, to be written."""
+        mine = {name[1]: (name, spec) for name, spec in self._specs.items() if name[0] == component}
+        return {path: HeldLeaf(*spec, self, name) for path, (name, spec) in mine.items()}
+
+    def prepare(self, size_bytes: int) -> None:
+        """Get memory for copies ready, so that `protect` need not wait for it; as much as the last save had to copy, say."""
+        room = size_bytes if self._room is None else min(size_bytes, self._room - self.copied_bytes)
+        if room > 0:
+            arena = Arena(room)
+            arena.make_present()
+            with self._changed:
+                if not self._is_over and self._arena is None:
+                    self._arena = arena
+
+    def pieces(self, name: LeafName, piece_bytes: int) -> Iterator[memoryview]:
+        """The bytes of a leaf as they were, in order.
+
+        Args:
+            name: the leaf; each is read once.
+            piece_bytes: the largest piece; each is used before the next one is asked for.
+
+        Raises:
+            SaveFailed: if the leaf was written to without `protect`.
+        """
+        leaf = self._leaves[name]
+        if not leaf.is_flat:
+            self._flatten(name, leaf)
+        if leaf.ring is not None:
+            ring = leaf.ring
+            for host in ring.pieces(lambda: self._begun(name, leaf, ring)):
+                yield memoryview(host.numpy())  # type: ignore[arg-type]  # an array is a buffer
+            return
+        scratch = torch.empty(min(piece_bytes, leaf.size_bytes), dtype=torch.uint8)
+        while leaf.read < leaf.size_bytes:
+            with self._pinned(name, leaf, piece_bytes) as (piece, is_live):
+                # not the live bytes themselves: nobody but a copy within the cache may hold an update up, least of all a disk
+                taken = scratch[: piece.numel()].copy_(piece) if is_live else piece
+            yield memoryview(taken.numpy())  # type: ignore[arg-type]  # an array is a buffer
+        with self._changed:
+            leaf.live = leaf.copy = None
+            self._changed.notify_all()
+
+    def _begun(self, name: LeafName, leaf: _Held, ring: PinnedRing) -> Begun | None:
+        """Begin to read the next piece on a device; a write that comes later waits for it there."""
+        with self._changed:
+            if leaf.read == leaf.size_bytes:
+                return None
+            self._changed.wait_for(lambda: leaf.moving_from is None or leaf.read < leaf.moving_from)
+            self._check_version(name, leaf)
+            self._check(name)
+            piece, _, leaf.read = self._next(leaf, ring.piece_bytes)
+            begun = ring.begin(piece)
+            self._changed.notify_all()
+            return begun
+
+    def release(self) -> None:
+        """Let go of everything: the save is done, or has failed."""
+        with self._changed:
+            self._is_over = True
+            for leaf in self._leaves.values():
+                leaf.live = leaf.copy = None
+            self._arena = None
+            self._changed.notify_all()
+
+    # --- the owner's thread ------------------------------------------------------------------------------------------
+
+    def protect(self) -> None:
+        """Return when the leaves may be written to. Calling it again costs next to nothing."""
+        if self._is_over:
+            return
+        with self._changed:
+            for name, leaf in self._leaves.items():
+                if leaf.is_exposed:
+                    self._check_version(name, leaf)
+            chosen = self._choose()
+            for leaf, start in chosen:
+                leaf.moving_from = start
+        try:
+            self._move(chosen)
+        finally:
+            with self._changed:
+                for leaf, _ in chosen:
+                    leaf.moving_from = None
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or not any(leaf.is_exposed for leaf in self._order))
+            for leaf in self._order:
+                leaf.live = None
+        for ring in self._rings.values():
+            ring.order_writes()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _taken(self, tensor: torch.Tensor, *, at_once: bool) -> _Held:
+        size_bytes = tensor.nbytes
+        if at_once or tensor.is_inference():
+            copy = byte_view(tensor.detach().to("cpu", copy=True))
+            self.copied_bytes += size_bytes
+            return _Held(None, size_bytes, is_flat=True, copied_from=0, copy=copy)
+        is_flat = (
+            tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) and (tensor.is_cpu or tensor.is_cuda)
+        )
+        ring = self._ring(tensor.device) if is_flat and tensor.is_cuda else None
+        return _Held(tensor, size_bytes, is_flat, ring, tensor._version, copied_from=size_bytes)  # noqa: SLF001
+        # (torch has no public name for how often a tensor was written to)
+
+    def _ring(self, device: torch.device) -> PinnedRing:
+        if device not in self._rings:
+            self._rings[device] = PinnedRing(device, DEVICE_PIECE_BYTES)
+        return self._rings[device]
+
+    def _choose(self) -> list[tuple[_Held, int]]:
+        """What to copy, from which byte on: the last of the unread bytes, because the first ones are read the soonest."""
+        room = None if self._room is None else self._room - self.copied_bytes
+        chosen = []
+        for leaf in reversed(self._order):
+            start = max(leaf.read, leaf.pinned_to)
+            left = leaf.copied_from - start
+            if not leaf.is_exposed or left <= 0 or leaf.moving_from is not None:
+                continue
+            if room is not None and left > room:
+                start = leaf.copied_from - room
+                if room <= 0 or not leaf.is_flat:
+                    break
+            chosen.append((leaf, start))
+            if room is not None:
+                room -= leaf.copied_from - start
+        return chosen[::-1]
+
+    def _move(self, chosen: list[tuple[_Held, int]]) -> None:
+        """Copy; the writer waits for a leaf while it is being copied, and goes on from the copy."""
+        wanted = sum(padded(leaf.copied_from - start) for leaf, start in chosen if leaf.is_flat and leaf.ring is None)
+        try:
+            if wanted and (self._arena is None or self._arena.left_bytes < wanted):
+                self._arena = Arena(wanted)
+            for leaf, start in chosen:
+                live = leaf.live
+                assert live is not None
+                if not leaf.is_flat:
+                    copy = live.detach().clone()
+                elif leaf.ring is not None:
+                    copy = byte_view(live)[start : leaf.copied_from].clone()
+                    leaf.ring.wait_for_current()
+                else:
+                    assert self._arena is not None
+                    unread = byte_view(live)[start : leaf.copied_from]
+                    copy = self._arena.take(unread.numel()).copy_(unread)
+                with self._changed:
+                    self.copied_bytes += leaf.copied_from - start
+                    self.protected_bytes += leaf.copied_from - start
+                    leaf.copy, leaf.copied_from, leaf.moving_from = copy, start, None
+                    self._changed.notify_all()
+        except (MemoryError, RuntimeError, OSError):
+            return  # no memory: what is not copied is waited for
+
+    @contextmanager
+    def _pinned(self, name: LeafName, leaf: _Held, piece_bytes: int) -> Iterator[tuple[torch.Tensor, bool]]:
+        """The next piece, and whether it is of the live tensor: then `protect` waits until it has been taken."""
+        with self._changed:
+            self._changed.wait_for(lambda: leaf.moving_from is None or leaf.read < leaf.moving_from)
+            self._check(name)
+            piece, is_live, stop = self._next(leaf, piece_bytes)
+            leaf.pinned_to = stop if is_live else 0
+        try:
+            yield piece, is_live
+        finally:
+            with self._changed:
+                if is_live:
+                    self._check_version(name, leaf)
+                leaf.read, leaf.pinned_to = stop, 0
+                self._changed.notify_all()
+        self._check(name)
+
+    def _next(self, leaf: _Held, piece_bytes: int) -> tuple[torch.Tensor, bool, int]:
+        """The next bytes, whether they are the live ones, and where they end."""
+        end = leaf.copied_from if leaf.moving_from is None else leaf.moving_from
+        is_copy = leaf.read >= leaf.copied_from
+        stop = min(leaf.read + piece_bytes, leaf.size_bytes if is_copy else end)
+        source, offset = (leaf.copy, leaf.copied_from) if is_copy else (leaf.live, 0)
+        assert source is not None
+        return byte_view(source)[leaf.read - offset : stop - offset], not is_copy, stop
+
+    def _flatten(self, name: LeafName, leaf: _Held) -> None:
+        """Copy a leaf whose bytes do not lie in order, or not on the CPU; from then on the live one may change."""
+        with self._changed:
+            self._changed.wait_for(lambda: leaf.moving_from is None)
+            source = leaf.live if leaf.copy is None else leaf.copy
+            assert source is not None
+            leaf.pinned_to = leaf.size_bytes if leaf.copy is None else 0
+        flat = byte_view(source.detach().cpu())
+        with self._changed:
+            if leaf.pinned_to:
+                self._check_version(name, leaf)
+            leaf.copy, leaf.copied_from, leaf.pinned_to, leaf.is_flat = flat, 0, 0, True
+            self._changed.notify_all()
+        self._check(name)
+
+    def _check_version(self, name: LeafName, leaf: _Held) -> None:
+        if leaf.live is not None and leaf.live._version != leaf.version and self._broken is None:  # noqa: SLF001
+            self._broken = SaveFailed(
+                name[1],
+                expected="a leaf that does not change while it is being saved",
+                found="a write to it before the next optimizer step",
+                mend="call manager.wait_staging() before you change it; the checkpoints before this one are whole",
+            )
+
+    def _check(self, name: LeafName) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self._is_over:
+            raise SaveFailed(name[1], expected="a hold", found="a released one", mend="save again")

@@ -1,0 +1,208 @@
+"""``quarantine.json`` of a run: which checkpoints did not load, across the deaths of the processes that tried (P07).
+
+Nothing here can stand in a load's way: where the file cannot be read or written, a warning says so and the load goes on.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import final
+
+import attrs
+
+from trainfold.backends.protocols import Store
+from trainfold.core.codec import digest_of
+from trainfold.core.errors import (
+    CheckpointError,
+    CheckpointHostile,
+    CommitConflict,
+    FutureVersion,
+)
+from trainfold.core.inventory import Problem
+from trainfold.core.manifest import MANIFEST_LIMIT_BYTES
+from trainfold.core.quarantine import (
+    LIMIT,
+    Attempts,
+    Outcome,
+    after_attempt,
+    after_outcome,
+    check_limit,
+    is_quarantined,
+    only_present,
+    outcome_of,
+    quarantine_problem,
+)
+from trainfold.core.quarantine_json import (
+    QUARANTINE_FILE,
+    QUARANTINE_LIMIT_BYTES,
+    QUARANTINE_MEND,
+    quarantine_from_json,
+    quarantine_to_json,
+)
+from trainfold.core.save_plan import MANIFEST
+
+_LOG = logging.getLogger("trainfold")
+_TRIES = 5
+
+
+class QuarantineIgnored(UserWarning):
+    """A run's ``quarantine.json`` cannot be read, and no checkpoint is passed over for what it says."""
+
+
+def quarantined(store: Store, *, limit: int = LIMIT) -> dict[str, Problem]:
+    """The checkpoints of a run that are to be passed over, and why; for `with_quarantined`.
+
+    A checkpoint whose step was saved again since has another manifest, and is not among them. A file that cannot be read says
+    nothing (a `QuarantineIgnored` warning): it never holds up a run that is whole.
+
+    Args:
+        store: the run.
+        limit: how many deaths in loading are enough; one proof of wrong bytes always is.
+
+    Raises:
+        InvalidArgument: for a limit that is none.
+
+    Examples:
+        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.runs import save
+        >>> from trainfold.core.state import Progress, TrainState
+        >>> store = MemoryStore()
+        >>> name = save(TrainState(trainer=Progress(step=3)), store).checkpoint
+        >>> for _ in range(3):  # processes that died in loading
+        ...     begin_attempt(store, name)
+        >>> list(quarantined(store))
+        ['step-00000003']
+        >>> end_attempt(store, name)
+        >>> quarantined(store)
+        {}
+    """
+    check_limit(limit)
+    found = _read(store)
+    if found.error is not None:
+        warnings.warn(f"{store.url}/{QUARANTINE_FILE} is not used: {found.error}", QuarantineIgnored, stacklevel=2)
+    records = [record for record in found.attempts.records if is_quarantined(record, limit=limit)]
+    now = {record.checkpoint: _manifest_digest(store, record.checkpoint) for record in records}
+    same = [record for record in records if now[record.checkpoint] == record.digest]
+    return {record.checkpoint: quarantine_problem(record, store.url) for record in same}
+
+
+def begin_attempt(store: Store, name: str) -> None:
+    """Note, durably, that a checkpoint is about to be loaded; rank 0 alone, under the run's lock.
+
+    Args:
+        store: the run.
+        name: the checkpoint, ``step-00000120``.
+    """
+    digest = _manifest_digest(store, name)
+    if digest is not None:
+        _change(store, lambda attempts: after_attempt(attempts, name, digest))
+
+
+def end_attempt(store: Store, name: str, outcome: Outcome = Outcome("loaded")) -> None:  # noqa: B008 (a frozen value)
+    """Take an attempt back, or note what was wrong.
+
+    Args:
+        store: the run.
+        name: the checkpoint.
+        outcome: how it ended: `outcome_of` what was raised, and `worst_outcome` of several ranks.
+    """
+    digest = _manifest_digest(store, name)
+    if digest is None:  # somebody deleted it
+        return
+    if outcome.ending == "damaged":
+        _LOG.warning("%s/%s is quarantined until it is saved again: %s", store.url, name, outcome.reason)
+    _change(store, lambda attempts: after_outcome(attempts, name, digest, outcome))
+
+
+@contextmanager
+def attempting(store: Store, name: str) -> Iterator[None]:
+    """An attempt as a block, for a single process: what is raised in it is noted, and raised.
+
+    Examples:
+        >>> from trainfold.backends.memory import MemoryStore
+        >>> with attempting(MemoryStore(), "step-00000120"):
+        ...     pass
+    """
+    begin_attempt(store, name)
+    try:
+        yield
+    except BaseException as error:
+        end_attempt(store, name, outcome_of(error))
+        raise
+    end_attempt(store, name)
+
+
+@final
+@attrs.frozen
+class _Found:
+    """What a run's file says, the bytes that say it, and why they say nothing."""
+
+    attempts: Attempts = attrs.field(factory=Attempts)
+    data: bytes | None = None
+    error: Exception | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it may be replaced: not what a newer trainfold wrote, and not what cannot be set aside."""
+        return self.error is None or (self.data is not None and not isinstance(self.error, FutureVersion))
+
+
+def _change(store: Store, change: Callable[[Attempts], Attempts]) -> None:
+    """Read, change and write; a file that cannot be read is set aside under another name, never lost."""
+    try:
+        for _ in range(_TRIES):
+            with suppress(CommitConflict):  # somebody else was faster: theirs counts too
+                _changed(store, _read(store), change)
+                return
+        _LOG.warning("%s/%s: others write it all the time, and an attempt is not recorded", store.url, QUARANTINE_FILE)
+    except (CheckpointError, OSError) as error:
+        _LOG.warning("%s: an attempt to load is not recorded: %s", store.url, error)
+
+
+def _changed(store: Store, found: _Found, change: Callable[[Attempts], Attempts]) -> None:
+    changed = only_present(change(found.attempts), store.list())
+    if changed == found.attempts:
+        return
+    if found.error is not None:
+        if not found.is_ours or found.data is None:
+            raise found.error
+        _set_aside(store, found.data)
+    if changed.records:
+        replaces = None if found.data is None else digest_of(found.data)
+        store.commit(QUARANTINE_FILE, quarantine_to_json(changed), replaces=replaces)
+    else:
+        store.delete(QUARANTINE_FILE)
+
+
+def _set_aside(store: Store, data: bytes) -> None:
+    name = f"quarantine-damaged-{digest_of(data)[-16:]}.json"
+    with suppress(CommitConflict):  # it has been already
+        store.commit(name, data)
+        _LOG.warning("%s/%s cannot be read and begins anew; what it held is in %s", store.url, QUARANTINE_FILE, name)
+
+
+def _read(store: Store) -> _Found:
+    data = None
+    where = f"{store.url}/{QUARANTINE_FILE}"
+    try:
+        size = store.size(QUARANTINE_FILE)
+        if size is None:
+            return _Found()
+        if size > QUARANTINE_LIMIT_BYTES:
+            raise CheckpointHostile(
+                where, expected=f"at most {QUARANTINE_LIMIT_BYTES} bytes", found=size, mend=QUARANTINE_MEND
+            )
+        data = store.read(QUARANTINE_FILE, start=0, stop=size)
+        return _Found(quarantine_from_json(data, where), data)
+    except (CheckpointError, OSError) as error:
+        return _Found(data=data, error=error)
+
+
+def _manifest_digest(store: Store, name: str) -> str | None:
+    """The digest of the manifest that is there now, or None."""
+    with suppress(CheckpointError, OSError):
+        size = store.size(f"{name}/{MANIFEST}")
+        if size is not None and size <= MANIFEST_LIMIT_BYTES:
+            return digest_of(store.read(f"{name}/{MANIFEST}", start=0, stop=size))
+    return None

@@ -1,0 +1,196 @@
+"""`load_run`: reads a run, plans the resume, and loads what was planned; what turns out to be bad is passed over for an older one."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias, final
+
+import attrs
+
+from trainfold.backends.inventory import examine, read_inventory
+from trainfold.backends.protocols import Collectives, Store
+from trainfold.backends.quarantine_file import begin_attempt, end_attempt, quarantined
+from trainfold.backends.run_resume import run_resume
+from trainfold.backends.run_save import library_versions
+from trainfold.backends.together import on_rank_zero
+from trainfold.core.components import components_of
+from trainfold.core.contract import checked_contract, contract_of
+from trainfold.core.errors import (
+    CheckpointError,
+    CheckpointUnreadable,
+    RankFailed,
+    RanksDisagree,
+    ResumeRefused,
+    TrainfoldError,
+)
+from trainfold.core.given import mapping_given
+from trainfold.core.inventory import Inventory, Problem, problem_of
+from trainfold.core.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
+from trainfold.core.request import Request, Target
+from trainfold.core.resume_plan import Refusal, ResumePlan
+from trainfold.core.resume_planner import next_to_examine, plan_resume
+from trainfold.core.state import TrainState
+from trainfold.core.structure import describe
+
+_RELISTINGS: Final = 5
+_Told: TypeAlias = tuple[Problem, bool, Outcome]
+
+
+class CheckpointPassedOver(UserWarning):
+    """A checkpoint that should have been resumed cannot be used, and an older one is taken."""
+
+
+class ResumeDrift(UserWarning):
+    """Something differs between the checkpoint and the run, and the policy lets it pass."""
+
+
+@final
+class Quarantine:
+    """Counts the attempts to load each checkpoint, so that one that kills its loader is not tried for ever (P07).
+
+    Rank 0 keeps the count in the run, which it has locked.
+    """
+
+    def begin(self, store: Store, world: Collectives, name: str) -> None:
+        """Note an attempt, before it."""
+        on_rank_zero(world, lambda: begin_attempt(store, name))
+
+    def end(self, store: Store, world: Collectives, name: str, outcome: Outcome) -> None:
+        """Take it back, or note what was wrong."""
+        on_rank_zero(world, lambda: end_attempt(store, name, outcome))
+
+    def leave(self, store: Store, world: Collectives, name: str, error: BaseException) -> None:
+        """Note that the attempt ended with something that no rank waits to hear of, such as Ctrl-C."""
+        if world.rank == 0:
+            end_attempt(store, name, outcome_of(error))
+
+
+def plan_run(
+    store: Store,
+    *,
+    like: TrainState,
+    request: Request,
+    contract: Mapping[str, Any] | None,
+    collectives: Collectives,
+) -> ResumePlan | Refusal:
+    """Say what `load_run` would do; see `trainfold.plan`. The arguments are those of `load_run`."""
+    known = _passed_over(store, request, collectives)
+    target = target_of(like, contract, collectives)
+    return _planned(store, with_quarantined(read_inventory(store), known), target, request)[1]
+
+
+def load_run(  # noqa: PLR0913 - keywords
+    store: Store,
+    *,
+    like: TrainState,
+    request: Request,
+    contract: Mapping[str, Any] | None,
+    collectives: Collectives,
+    quarantine: Quarantine | None = None,
+) -> TrainState:
+    """Load what a request asks for; see `trainfold.load`.
+
+    Args:
+        store: the run.
+        like: a state of the run that wants to resume.
+        request: the step, the components, the policy.
+        contract: what this run says of itself beside what ``like`` says.
+        collectives: the world; every rank calls.
+        quarantine: what counts the attempts; None for a reader that may not write into the run. What is in quarantine is passed
+            over by all, unless its step is asked for.
+    """
+    world, target = collectives, target_of(like, contract, collectives)
+    known = _passed_over(store, request, world)
+    inventory = listed = read_inventory(store)
+    relistings = 0
+    while True:
+        inventory, outcome = _planned(store, with_quarantined(inventory, known), target, request)
+        _agree(outcome, store, world)
+        if isinstance(outcome, Refusal):
+            relisted = read_inventory(store)
+            if relistings < _RELISTINGS and any(world.gather(relisted != listed)):
+                inventory, listed, relistings = relisted, relisted, relistings + 1
+                continue  # somebody saved or deleted meanwhile: what was refused may be gone, and a newer one there
+            raise ResumeRefused(store.url, outcome)
+        if quarantine is not None:
+            quarantine.begin(store, world, outcome.checkpoint)
+        try:
+            state, failure = _attempt(outcome, like, store)
+        except BaseException as error:
+            if quarantine is not None:
+                quarantine.leave(store, world, outcome.checkpoint, error)
+            raise
+        failed = [each for each in world.gather(None if failure is None else _told(failure)) if each is not None]
+        if quarantine is not None:
+            quarantine.end(store, world, outcome.checkpoint, worst_outcome(how for _, _, how in failed))
+        if not failed and state is not None:
+            _warn(outcome)
+            return state
+        if request.step is not None or not all(may_fall_back for _, may_fall_back, _ in failed):
+            raise failure or _elsewhere(store, failed[0][0])
+        inventory = _without(inventory, outcome.checkpoint, failed[0][0])
+
+
+def _passed_over(store: Store, request: Request, world: Collectives) -> Mapping[str, Problem]:
+    return {} if request.step is not None else on_rank_zero(world, lambda: quarantined(store))
+
+
+def target_of(like: TrainState, contract: Mapping[str, Any] | None, world: Collectives) -> Target:
+    """What a run that looks like this wants to resume."""
+    components = {name: describe(component, name)[0] for name, component in components_of(like).items()}
+    agreed = checked_contract({**contract_of(like), **mapping_given("contract", contract)})
+    return Target(components, agreed, world.rank, world.world_size, library_versions())
+
+
+def _planned(
+    store: Store, inventory: Inventory, target: Target, request: Request
+) -> tuple[Inventory, ResumePlan | Refusal]:
+    """Read the manifests that matter, and plan; the inventory with what is known of them now, and the plan."""
+    while (name := next_to_examine(inventory, request)) is not None:
+        inventory = examine(store, inventory, name)
+    return inventory, plan_resume(inventory, target, request)
+
+
+def _agree(outcome: ResumePlan | Refusal, store: Store, world: Collectives) -> None:
+    digests = world.gather(outcome.digest() if isinstance(outcome, ResumePlan) else f"refused:\n{outcome}")
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd and isinstance(outcome, ResumePlan | Refusal):
+        raise RanksDisagree(
+            store.url,
+            expected="the same plan on every rank",
+            found=f"another one on ranks {odd} than on rank 0",
+            mend="let every rank see the same files (no node-local or stale copies), and build the same state",
+        )
+
+
+def _attempt(outcome: ResumePlan, like: TrainState, store: Store) -> tuple[TrainState | None, TrainfoldError | None]:
+    """The state, or what was in the way; it is not raised yet, since the other ranks wait to hear of it."""
+    try:
+        return run_resume(outcome, like, store=store), None
+    except TrainfoldError as error:
+        return None, error
+    except OSError as error:
+        where = f"{store.url}/{outcome.checkpoint}"
+        mend = "look at the device and its log, or load another checkpoint"
+        return None, CheckpointUnreadable(where, expected="files that can be read", found=error, mend=mend)
+
+
+def _told(failure: TrainfoldError) -> _Told:
+    """What the other ranks hear: the problem, whether an older checkpoint may be free of it, and what it says of this one."""
+    return problem_of(failure), isinstance(failure, CheckpointError), outcome_of(failure)
+
+
+def _elsewhere(store: Store, problem: Problem) -> RankFailed:
+    return RankFailed(store.url, expected="every rank to load its part", found=problem, mend=problem.mend)
+
+
+def _without(inventory: Inventory, name: str, problem: Problem | None) -> Inventory:
+    entry = inventory.entry(name)
+    return inventory if entry is None else inventory.with_entry(attrs.evolve(entry, problem=problem))
+
+
+def _warn(outcome: ResumePlan) -> None:
+    for problem in outcome.passed_over:
+        warnings.warn(str(problem), CheckpointPassedOver, stacklevel=4)
+    for drift in outcome.drifts:
+        if drift.verdict == "warn":
+            warnings.warn(str(drift), ResumeDrift, stacklevel=4)

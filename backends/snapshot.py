@@ -1,0 +1,202 @@
+"""`Snapshot`: a state as it is to be saved, and `save_snapshot`, which plans it, writes it and commits it."""
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, final
+
+import attrs
+import torch
+
+from trainfold.backends.hold import Hold, LeafName
+from trainfold.backends.inventory import RUN_FILE, check_place, examine, read_inventory, read_run_id, run_document
+from trainfold.backends.protocols import Collectives, Store
+from trainfold.backends.run_save import SaveResult, run_save
+from trainfold.backends.together import on_all_ranks, on_rank_zero
+from trainfold.core.codec import as_tensor
+from trainfold.core.components import components_of, select
+from trainfold.core.contract import checked_contract, contract_of
+from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState
+from trainfold.core.given import mapping_given
+from trainfold.core.inventory import next_head
+from trainfold.core.manifest import Head
+from trainfold.core.node_kinds import check_kinds
+from trainfold.core.save_plan import MANIFEST, directory_of, plan_save
+from trainfold.core.scalars import Json, shown
+from trainfold.core.state import TrainState
+from trainfold.core.structure import Described, describe
+
+_MANIFEST_ROOM_BYTES = 2**20
+
+
+@final
+@attrs.frozen(eq=False)
+class Snapshot:
+    """A state as it is to be saved: all but the values of its tensors is copied, so only those can still change.
+
+    Attributes:
+        step: the step that it is at.
+        described: component -> its structure, scalars included.
+        tensors: component -> leaf path -> the tensor leaf itself.
+        omitted: components that the state has and that are not saved.
+        contract: what must be equal at a resume.
+    """
+
+    step: int
+    described: Mapping[str, Described]
+    tensors: Mapping[str, Mapping[str, Any]]
+    omitted: tuple[str, ...]
+    contract: Mapping[str, Json]
+
+    def named(self) -> dict[LeafName, torch.Tensor]:
+        """Every tensor by component and path, dense and detached; an array shares its memory."""
+        return {
+            (component, path): as_tensor(leaf, path)
+            for component, leaves in self.tensors.items()
+            for path, leaf in leaves.items()
+        }
+
+
+def take_snapshot(
+    state: TrainState, *, components: Sequence[str] | None = None, contract: Mapping[str, Any] | None = None
+) -> Snapshot:
+    """Describe a state, without looking at the values of its tensors.
+
+    Args:
+        state: any state with a trainer component.
+        components: what to save; None for all.
+        contract: what must be equal at resume, beside what the state itself says.
+
+    Raises:
+        InvalidState: if the state has no trainer component, and so no step.
+        InvalidArgument: if it is no state.
+        UnknownComponent: for an unknown name.
+        UnsupportedLeaf: for a leaf that the format cannot hold.
+        StateDonated: if a donating step has consumed the state.
+
+    Examples:
+        >>> from trainfold.core.state import Progress
+        >>> take_snapshot(TrainState(trainer=Progress(step=3))).step
+        3
+    """
+    check_state(state, "state")
+    if state.trainer is None:
+        raise InvalidState(
+            "state.trainer", expected="a Progress", found="none", mend="give the state a trainer component"
+        )
+    chosen = components_of(select(state, components))
+    omitted = tuple(name for name in components_of(state) if name not in chosen)
+    pairs = {name: describe(component, name) for name, component in chosen.items()}
+    return Snapshot(
+        step=int(state.trainer.step),
+        described={name: described for name, (described, _) in pairs.items()},
+        tensors={name: tensors for name, (_, tensors) in pairs.items()},
+        omitted=omitted,
+        contract=checked_contract({**contract_of(state), **mapping_given("contract", contract)}),
+    )
+
+
+def save_snapshot(
+    take: Callable[[], Snapshot],
+    store: Store,
+    *,
+    collectives: Collectives,
+    lock: bool = True,
+    hold: Hold | None = None,
+) -> SaveResult:
+    """Save what a snapshot says; durable and checked when it returns.
+
+    Args:
+        take: gives this rank's snapshot; what it raises is raised on all ranks.
+        store: the run.
+        collectives: the world; every rank calls.
+        lock: False where the caller holds the run's lock already.
+        hold: what the tensors are read through; None to read them as they are.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        SaveFailed: or the subclass that fits (NoSpace, NotWritable, RunLocked, CommitConflict).
+    """
+    snapshots: list[Snapshot] = []
+
+    def described() -> Mapping[str, Described]:
+        snapshots.append(take())
+        for name, each in snapshots[0].described.items():
+            check_kinds(each.node, name)
+        return snapshots[0].described
+
+    ranks = on_all_ranks(collectives, described)
+    snapshot = snapshots[0]
+    with ExitStack() as held:
+
+        def begin() -> tuple[Head, bytes | None]:
+            check_place(store)  # before the lock, which is a file
+            if lock:
+                held.enter_context(store.lock())
+            return _decide(store, snapshot.step)
+
+        head, old = on_rank_zero(collectives, begin)
+        plan = plan_save(ranks, step=snapshot.step, revision=head.revision)
+        on_rank_zero(collectives, lambda: store.reserve(plan.size_bytes + _MANIFEST_ROOM_BYTES))
+        tensors = snapshot.tensors
+        if hold is not None:
+            mine = [(file, placed) for file in plan.files_of(collectives.rank) for placed in file.tensors]
+            hold.read_in_order((file.component, placed.path) for file, placed in mine)
+            tensors = {name: hold.leaves_of(name) for name in snapshot.tensors}
+        return run_save(
+            plan,
+            tensors,
+            head=head,
+            store=store,
+            collectives=collectives,
+            contract=snapshot.contract,
+            omitted=snapshot.omitted,
+            replaces=old,
+        )
+
+
+def check_state(state: object, argument: str) -> None:
+    """Check that an argument is a state.
+
+    Raises:
+        InvalidArgument: if it is none.
+    """
+    if not isinstance(state, TrainState):
+        raise InvalidArgument(
+            argument,
+            expected="a TrainState",
+            found=shown(state),
+            mend="give the state of the run, such as init_state(...) makes or live.capture() returns",
+        )
+
+
+def _decide(store: Store, step: int) -> tuple[Head, bytes | None]:
+    """The head of the next checkpoint, and the manifest that it replaces; the run is made here if it is new."""
+    run_id = read_run_id(store)
+    if run_id is None:
+        check_place(store)
+        with suppress(CommitConflict):  # somebody made the run in the meantime: theirs is the id
+            store.commit(RUN_FILE, run_document(uuid.uuid4().hex))
+        run_id = read_run_id(store)
+    assert run_id is not None  # it was committed just now
+    head = next_head(read_inventory(store), run_id, step)
+    name = f"{directory_of(step)}/{MANIFEST}"
+    size = store.size(name)
+    if size is None:
+        return head, None
+    old = store.read(name, start=0, stop=size)
+    return attrs.evolve(head, revision=_revision(store, step) + 1), old
+
+
+def _revision(store: Store, step: int) -> int:
+    """The revision to go beyond: that of the manifest there, or, if it is unreadable, that of the file names there."""
+    entry = examine(store, read_inventory(store), directory_of(step)).entry(directory_of(step))
+    if entry is not None and entry.head is not None:
+        return entry.head.revision
+    names = store.list(directory_of(step))
+    return max(
+        (int(part[1:]) for name in names for part in name.split(".") if part[:1] == "r" and part[1:].isdecimal()),
+        default=0,
+    )

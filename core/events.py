@@ -1,0 +1,35 @@
+"""`Event`: something that happened to a run, as a value for callbacks and logs (D06, R04)."""
+
+from typing import Literal, TypeAlias, final
+
+import attrs
+
+EventKind: TypeAlias = Literal["saved", "committed", "skipped", "failed", "pruned", "restored", "refused"]
+"""``saved``: a save was begun, and the loop goes on. ``committed``: it is durable. ``skipped``: it was not begun, because another
+one was under way. ``failed``: it did not become durable. ``pruned``: an old checkpoint was deleted. ``restored``: the run goes
+on from a checkpoint. ``refused``: it could not, and why."""
+
+
+@final
+@attrs.frozen
+class Event:
+    """Something that happened to a run.
+
+    Attributes:
+        kind: what.
+        run: where the run is.
+        step: the step that it is about, as it was when the save was asked for; None where there is none.
+        checkpoint: the directory that it is about, or None.
+        detail: more, in words.
+    """
+
+    kind: EventKind
+    run: str
+    step: int | None = None
+    checkpoint: str | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        place = self.run if self.checkpoint is None else f"{self.run}/{self.checkpoint}"
+        at = "" if self.step is None else f" at step {self.step}"
+        return f"{self.kind} {place}{at}" + (f": {self.detail}" if self.detail else "")

@@ -1,0 +1,243 @@
+"""`Attempts`: which checkpoints were tried and did not load, so that no run goes round for ever on the same bad one (P07).
+
+An attempt is noted before a checkpoint is loaded and taken back after it. What nobody took back is a process that died in
+loading. A checkpoint that dies so too often, or whose bytes are proved to be wrong, is quarantined: it is passed over, loudly,
+and never deleted. The record is about one manifest, so a step that is saved again is free.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final, Literal, TypeAlias, final
+
+import attrs
+
+from trainfold.core.errors import (
+    CheckpointDamaged,
+    CheckpointHostile,
+    CheckpointQuarantined,
+    CheckpointTorn,
+    CheckpointUnreadable,
+    InvalidArgument,
+    TrainfoldError,
+    error_text,
+)
+from trainfold.core.inventory import Inventory, Problem, problem_of
+from trainfold.core.scalars import shown
+
+LIMIT: Final = 3
+MAX_RECORDS: Final = 64
+MAX_REASONS: Final = 3
+_REASON_CHARACTERS: Final = 240
+_PROOFS: Final = (CheckpointDamaged, CheckpointTorn, CheckpointHostile)
+
+Ending: TypeAlias = Literal["loaded", "interrupted", "failed", "damaged"]
+_WORST: Final[tuple[Ending, ...]] = ("loaded", "interrupted", "failed", "damaged")
+
+
+@final
+@attrs.frozen
+class Outcome:
+    """How an attempt to load ended.
+
+    Attributes:
+        ending: ``loaded``; ``interrupted``: by a person, or by a refusal that says nothing against the checkpoint; ``failed``:
+            for a reason that may be the checkpoint's or the machine's, which counts like a death; ``damaged``: its bytes are
+            proved to be wrong, which is enough once.
+        reason: what happened, in words.
+    """
+
+    ending: Ending
+    reason: str = ""
+
+
+@final
+@attrs.frozen
+class Tried:
+    """What is known of the attempts to load one checkpoint.
+
+    Attributes:
+        checkpoint: its name, ``step-00000120``.
+        digest: that of its manifest, as it was tried.
+        attempts: how many were begun and not taken back.
+        is_damaged: whether its bytes are proved to be wrong.
+        reasons: what was said, the last ones last; a death says nothing.
+    """
+
+    checkpoint: str
+    digest: str
+    attempts: int = 0
+    is_damaged: bool = False
+    reasons: tuple[str, ...] = ()
+
+
+@final
+@attrs.frozen
+class Attempts:
+    """All that is known of a run: one `Tried` for a checkpoint, in the order of names."""
+
+    records: tuple[Tried, ...] = ()
+
+    def of(self, checkpoint: str, digest: str) -> Tried:
+        """What is known of a checkpoint with this manifest; nothing where another one of its name was tried."""
+        found = (each for each in self.records if (each.checkpoint, each.digest) == (checkpoint, digest))
+        return next(found, Tried(checkpoint, digest))
+
+
+def outcome_of(error: BaseException | None) -> Outcome:
+    """How an attempt ended, by what was raised in it, if anything.
+
+    Examples:
+        >>> outcome_of(CheckpointTorn("step-7/a", expected="9 bytes", found="8", mend="")).ending
+        'damaged'
+        >>> outcome_of(KeyError("x")).ending, outcome_of(KeyboardInterrupt()).ending, outcome_of(None).ending
+        ('failed', 'interrupted', 'loaded')
+    """
+    if error is None:
+        return Outcome("loaded")
+    reason = error_text(error)
+    if isinstance(error, _PROOFS) and not isinstance(error, CheckpointUnreadable):
+        return Outcome("damaged", reason)
+    explained = isinstance(error, TrainfoldError) and not isinstance(error, CheckpointUnreadable)
+    return Outcome("interrupted" if explained or not isinstance(error, Exception) else "failed", reason)
+
+
+def worst_outcome(outcomes: Iterable[Outcome]) -> Outcome:
+    """How an attempt of several ranks ended: as that of the first for whom it ended worst.
+
+    Examples:
+        >>> worst_outcome([Outcome("loaded"), Outcome("damaged", "a digest"), Outcome("damaged", "another")])
+        Outcome(ending='damaged', reason='a digest')
+    """
+    return max(outcomes, key=lambda outcome: _WORST.index(outcome.ending), default=Outcome("loaded"))
+
+
+def after_attempt(attempts: Attempts, checkpoint: str, digest: str) -> Attempts:
+    """What is known once another attempt has begun; to be made durable before it does.
+
+    Args:
+        attempts: what is known.
+        checkpoint: the name of the one that is about to be loaded.
+        digest: that of its manifest; another one than before begins anew.
+
+    Examples:
+        >>> once = after_attempt(Attempts(), "step-00000120", "xxh3:00")
+        >>> after_attempt(once, "step-00000120", "xxh3:00").records[0].attempts
+        2
+        >>> after_attempt(once, "step-00000120", "xxh3:11").records[0].attempts
+        1
+    """
+    known = attempts.of(checkpoint, digest)
+    return _with(attempts, attrs.evolve(known, attempts=known.attempts + 1))
+
+
+def after_success(attempts: Attempts, checkpoint: str) -> Attempts:
+    """What is known once a checkpoint has loaded: nothing against it, whatever was there.
+
+    Examples:
+        >>> after_success(after_attempt(Attempts(), "step-00000120", "xxh3:00"), "step-00000120")
+        Attempts(records=())
+    """
+    return Attempts(tuple(each for each in attempts.records if each.checkpoint != checkpoint))
+
+
+def after_outcome(attempts: Attempts, checkpoint: str, digest: str, outcome: Outcome) -> Attempts:
+    """What is known once an attempt has ended, in whichever way.
+
+    Examples:
+        >>> begun = after_attempt(Attempts(), "step-00000120", "xxh3:00")
+        >>> after_outcome(begun, "step-00000120", "xxh3:00", Outcome("interrupted"))
+        Attempts(records=())
+        >>> is_quarantined(after_outcome(begun, "step-00000120", "xxh3:00", Outcome("damaged", "a digest")).records[0])
+        True
+    """
+    if outcome.ending == "loaded":
+        return after_success(attempts, checkpoint)
+    known = attempts.of(checkpoint, digest)
+    if outcome.ending == "interrupted":
+        return _with(attempts, attrs.evolve(known, attempts=max(int(known.is_damaged), known.attempts - 1)))
+    said = outcome.reason.encode("ascii", "backslashreplace").decode()[:_REASON_CHARACTERS]
+    reasons = (*(reason for reason in known.reasons if reason != said), said)[-MAX_REASONS:]
+    is_damaged = known.is_damaged or outcome.ending == "damaged"
+    attempts_made = max(1, known.attempts)  # the beginning may not have been recorded, as on a disk that was full
+    return _with(attempts, attrs.evolve(known, attempts=attempts_made, is_damaged=is_damaged, reasons=reasons))
+
+
+def only_present(attempts: Attempts, names: Collection[str]) -> Attempts:
+    """Without what is known of checkpoints that were deleted.
+
+    Examples:
+        >>> only_present(after_attempt(Attempts(), "step-00000120", "xxh3:00"), ["step-00000130"])
+        Attempts(records=())
+    """
+    return Attempts(tuple(each for each in attempts.records if each.checkpoint in names))
+
+
+def is_quarantined(tried: Tried, *, limit: int = LIMIT) -> bool:
+    """Whether a checkpoint is to be passed over.
+
+    Args:
+        tried: what is known of it.
+        limit: how many deaths are enough, >= 1.
+
+    Examples:
+        >>> is_quarantined(Tried("step-7", "d", attempts=2)), is_quarantined(Tried("step-7", "d", attempts=3))
+        (False, True)
+    """
+    return tried.is_damaged or tried.attempts >= limit
+
+
+def quarantine_problem(tried: Tried, run: str) -> Problem:
+    """Why a quarantined checkpoint is passed over, as a plan says it."""
+    times = "once" if tried.attempts == 1 else f"{tried.attempts} times"
+    found = f"wrong bytes, tried {times}" if tried.is_damaged else f"tried {times}, and it did not load"
+    error = CheckpointQuarantined(
+        f"{run}/{tried.checkpoint}",
+        expected="a checkpoint that loads",
+        found=f"{found} ({'; '.join(tried.reasons) or 'the process died in loading'})",
+        mend=f"ask for it with step={int(tried.checkpoint.removeprefix('step-'))} to try it again: it is free once it has loaded",
+    )
+    return problem_of(error)
+
+
+def with_quarantined(inventory: Inventory, problems: Mapping[str, Problem]) -> Inventory:
+    """The inventory in which quarantined checkpoints cannot be used: neither loaded nor counted as kept.
+
+    Args:
+        inventory: what a run holds.
+        problems: name -> why, as `quarantine_problem` says.
+
+    Examples:
+        >>> from trainfold.core.inventory import Entry
+        >>> from trainfold.core.manifest import Head
+        >>> found = Inventory("runs/a", "r", (Entry("step-00000007", Head("r", 7)),))
+        >>> with_quarantined(found, {"step-00000007": quarantine_problem(Tried("step-00000007", "d", 3), "runs/a")})\
+.entries[0].is_candidate
+        False
+    """
+    for name, problem in problems.items():
+        entry = inventory.entry(name)
+        if entry is not None and entry.problem is None:  # what is wrong with it now says more
+            inventory = inventory.with_entry(attrs.evolve(entry, problem=problem))
+    return inventory
+
+
+def check_limit(limit: int) -> int:
+    """Return a limit that can be.
+
+    Raises:
+        InvalidArgument: unless it is an int >= 1.
+
+    Examples:
+        >>> check_limit(3)
+        3
+    """
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise InvalidArgument(
+            "limit", expected="an int >= 1", found=shown(limit), mend="count the deaths in loading that are enough"
+        )
+    return limit
+
+
+def _with(attempts: Attempts, tried: Tried) -> Attempts:
+    others = [each for each in attempts.records if each.checkpoint != tried.checkpoint]
+    known = [tried] if tried.attempts else []
+    return Attempts(tuple(sorted([*others, *known], key=lambda each: each.checkpoint))[-MAX_RECORDS:])

@@ -1,0 +1,119 @@
+"""`Attempts` as the bytes of a run's ``quarantine.json``: strict, versioned, and ended by the digest of what is before it."""
+
+from typing import Any, Final
+
+import attrs
+
+from trainfold.core.codec import digest_of
+from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, FutureVersion
+from trainfold.core.manifest import END, TAIL
+from trainfold.core.quarantine import MAX_REASONS, MAX_RECORDS, Attempts, Tried
+from trainfold.core.save_plan import step_of
+from trainfold.core.scalars import canonical_json, shown
+from trainfold.core.strict import (
+    count,
+    digest_text,
+    fields,
+    hostile,
+    list_of,
+    mapping_of,
+    single_name,
+    strict_json,
+    text_of,
+)
+
+QUARANTINE_FILE: Final = "quarantine.json"
+QUARANTINE_FORMAT: Final = "trainfold-quarantine"
+QUARANTINE_VERSION: Final = 1
+QUARANTINE_LIMIT_BYTES: Final = 2**18
+QUARANTINE_MEND: Final = (
+    f"nothing has to be done: no checkpoint is passed over for it; remove {QUARANTINE_FILE} when you have seen it"
+)
+_FIELDS = {"format", "version", "attempts", "digest"}
+_RECORD_FIELDS = {"checkpoint", "digest", "attempts", "is_damaged", "reasons"}
+_TAIL_BYTES = len(TAIL) + len(digest_of(b"")) + len(END)
+
+
+def quarantine_to_json(attempts: Attempts) -> bytes:
+    """The file's bytes.
+
+    Law: ``quarantine_from_json(quarantine_to_json(attempts)) == attempts``; equal values give equal bytes.
+
+    Examples:
+        >>> quarantine_from_json(quarantine_to_json(Attempts()))
+        Attempts(records=())
+    """
+    records = [attrs.asdict(record) for record in attempts.records]
+    named = {"format": QUARANTINE_FORMAT, "version": QUARANTINE_VERSION}
+    covered = canonical_json({**named, "attempts": records})[:-1]
+    return covered + TAIL + digest_of(covered).encode() + END
+
+
+def quarantine_from_json(data: bytes, where: str = QUARANTINE_FILE) -> Attempts:
+    """What a file's bytes say.
+
+    Raises:
+        CheckpointDamaged: if the digest at the end does not fit the bytes before it.
+        CheckpointForeign: if another program wrote it.
+        FutureVersion: if a newer trainfold wrote it.
+        CheckpointHostile: if the digest fits and the contents cannot be all the same.
+
+    Examples:
+        >>> quarantine_from_json(b"{}")
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.CheckpointDamaged: quarantine.json: expected the digest of its own bytes at its end, found 2 \
+bytes that have another digest; nothing has to be done: no checkpoint is passed over for it; remove quarantine.json when you \
+have seen it
+    """
+    covered = data[: max(0, len(data) - _TAIL_BYTES)]
+    if len(data) > QUARANTINE_LIMIT_BYTES or data[len(covered) :] != TAIL + digest_of(covered).encode() + END:
+        raise CheckpointDamaged(where, expected="the digest of its own bytes at its end",
+                                found=f"{len(data)} bytes that have another digest", mend=QUARANTINE_MEND)  # fmt: skip
+    try:
+        return _read(data, where)
+    except CheckpointHostile as error:
+        raise CheckpointHostile(error.where, expected=error.expected, found=error.found, mend=QUARANTINE_MEND) from None
+
+
+def _read(data: bytes, where: str) -> Attempts:
+    document = strict_json(data, where)
+    if document.get("format") != QUARANTINE_FORMAT:
+        raise CheckpointForeign(
+            where, expected=QUARANTINE_FORMAT, found=shown(document.get("format")), mend=QUARANTINE_MEND
+        )
+    version = count(document.get("version"), where, least=1)
+    if version > QUARANTINE_VERSION:
+        raise FutureVersion(where, expected=f"version {QUARANTINE_VERSION}", found=version, mend="upgrade trainfold")
+    fields(document, _FIELDS, where, exact=True)
+    records = tuple(
+        _record(each, f"{where}: attempts[{i}]")
+        for i, each in enumerate(_list(document["attempts"], MAX_RECORDS, where))
+    )
+    names = [record.checkpoint for record in records]
+    if names != sorted(set(names)):
+        raise hostile(where, "each checkpoint once, in order", shown(names))
+    return Attempts(records)
+
+
+def _record(document: Any, where: str) -> Tried:
+    fields(mapping_of(document, where), _RECORD_FIELDS, where, exact=True)
+    name = single_name(document["checkpoint"], where)
+    if step_of(name) is None:
+        raise hostile(where, "the name of a checkpoint", shown(name))
+    if type(document["is_damaged"]) is not bool:
+        raise hostile(where, "true or false", shown(document["is_damaged"]))
+    return Tried(
+        name,
+        digest_text(document["digest"], where),
+        count(document["attempts"], where, least=1),
+        document["is_damaged"],
+        tuple(text_of(reason, where) for reason in _list(document["reasons"], MAX_REASONS, where)),
+    )
+
+
+def _list(value: Any, most: int, where: str) -> list[Any]:
+    found = list_of(value, where)
+    if len(found) > most:
+        raise hostile(where, f"at most {most}", f"{len(found)} items")
+    return found

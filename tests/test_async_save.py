@@ -1,0 +1,534 @@
+"""Async saves: the bytes of a sync save whatever the loop does meanwhile, one at a time, and failures that are told."""
+
+import gc
+import logging
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import trainfold
+from trainfold.adapters.live import attach
+from trainfold.adapters.manager import CheckpointManager
+from trainfold.backends.collectives import run_threads
+from trainfold.backends.inventory import RUN_FILE, run_document
+from trainfold.backends.memory import ErrorAt, MemoryStore
+from trainfold.backends.runs import load
+from trainfold.core.errors import InvalidArgument, InvalidState, RankFailed, SaveFailed, UnsupportedLeaf
+from trainfold.core.fingerprint import fingerprint
+from trainfold.core.loss import Loss
+from trainfold.core.retention import keep_every
+from trainfold.core.state import Progress, TrainState
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "fused adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "foreach adam": lambda params: torch.optim.Adam(params, lr=0.1, foreach=True),
+    "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=2),
+}
+
+
+class PausingStore:
+    """A store whose writes wait where they are told to: before part number ``at`` of the run."""
+
+    def __init__(self, at=None, fault=None):
+        self.inner = MemoryStore(fault=fault)
+        self.inner.commit(RUN_FILE, run_document("a" * 32))  # so that manifests can be compared byte by byte
+        self.at = at
+        self.count = 0
+        self.has_paused = threading.Event()
+        self.may_go_on = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def write(self, name, parts, *, size_bytes):
+        def paused():
+            iterator = iter(parts)
+            while True:
+                if self.at is not None and self.count == self.at:
+                    self.has_paused.set()
+                    assert self.may_go_on.wait(20)
+                self.count += 1
+                part = next(iterator, None)  # asked for when there is room for it, as a store on a disk does
+                if part is None:
+                    return
+                yield part
+
+        self.inner.write(name, paused(), size_bytes=size_bytes)
+
+    def files(self):
+        return {
+            f"{directory}/{name}": self.inner.read(f"{directory}/{name}")
+            for directory in self.inner.list()
+            if directory.startswith("step-")
+            for name in self.inner.list(directory)
+        }
+
+
+class Job:
+    """A small mutable run with everything that changes at another moment than the parameters do."""
+
+    def __init__(self, kind="adamw"):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Dropout(0.1), nn.Linear(64, 1))
+        self.model[0].bias.requires_grad_(False)
+        self.optimizer = OPTIMIZERS[kind]([p for p in self.model.parameters() if p.requires_grad])
+        self.scheduler = None if kind == "lbfgs" else torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.ema = torch.optim.swa_utils.AveragedModel(
+            self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        self.notes = {"seen": [], "scale": torch.ones(3)}
+        self.live = attach(
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            extra={"ema": self.ema, "notes": (lambda: self.notes, self._take)},
+        )
+
+    def _take(self, notes):
+        self.notes = notes
+
+    def train(self):
+        x = torch.randn(8, 4)
+
+        def closure():
+            self.optimizer.zero_grad()
+            loss = self.model(x).square().mean()
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.ema.update_parameters(self.model)
+        self.notes["seen"].append(float(x.sum()))
+        self.notes["scale"].mul_(0.5)
+        self.live.advance(samples=8)
+
+
+def trained(mode, kind, store, *, steps=5, **options):
+    """Train with a save after each step but the last; return what lies in the store."""
+    job = Job(kind)
+    with CheckpointManager(store, mode=mode, **options) as manager:
+        for _ in range(steps):
+            job.train()
+            manager.save(job.live)
+        job.train()
+    return store.files()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_sync_and_async_write_the_same_bytes(kind):
+    """D01: parameters, slots, buffers, averages, Python values and random states are all of the step that was saved."""
+    sync, background = (trained(mode, kind, PausingStore()) for mode in ("sync", "async"))
+    assert len(sync) > 20
+    assert background == sync
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    at=st.integers(0, 60),
+    kind=st.sampled_from(["adamw", "fused adamw", "sgd"]),
+    room=st.sampled_from([None, 1 << 25, (1 << 25) + 3000]),
+)
+def test_training_may_overtake_a_save_at_any_byte(at, kind, room):
+    """D02: the loop updates everything while the writer stands still at any point; the bytes are those of the call."""
+    wanted = PausingStore()
+    job = Job(kind)
+    with CheckpointManager(wanted) as manager:
+        job.train()
+        manager.save(job.live)
+    store, job = PausingStore(at), Job(kind)
+    with CheckpointManager(store, mode="async", max_extra_bytes=room) as manager:
+        job.train()
+        assert manager.save(job.live).status == "staged"
+        store.has_paused.wait(0.2)
+        trainer = threading.Thread(target=lambda: [job.train() for _ in range(3)])
+        trainer.start()
+        if room is None:
+            trainer.join(20)  # nothing has to be waited for
+            assert not trainer.is_alive()
+        else:
+            trainer.join(0.02)
+        store.may_go_on.set()
+        trainer.join(20)
+        assert not trainer.is_alive()
+    assert store.files() == wanted.files()
+
+
+def test_without_extra_memory_the_optimizer_waits_for_the_writer():
+    """max_extra_bytes=0: wait, never copy."""
+    store, job = PausingStore(3), Job()
+    with CheckpointManager(store, mode="async", max_extra_bytes=0) as manager:
+        job.train()
+        manager.save(job.live)
+        assert store.has_paused.wait(20)
+        trainer = threading.Thread(target=job.train)
+        trainer.start()
+        trainer.join(0.2)
+        assert trainer.is_alive()
+        store.may_go_on.set()
+        trainer.join(20)
+        assert not trainer.is_alive()
+
+
+def test_the_call_returns_while_the_writer_stands_still():
+    store, job = PausingStore(0), Job()
+    with CheckpointManager(store, mode="async") as manager:
+        job.train()
+        outcome = manager.save(job.live)
+        assert (outcome.status, outcome.step, outcome.result) == ("staged", 1, None)
+        assert manager.poll() is None
+        store.may_go_on.set()
+        assert manager.drain().checkpoint == "step-00000001"
+        assert manager.drain() is None
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+def loss_fn(model, batch):
+    return Loss(sum=model(batch).square().sum(), weight=len(batch))
+
+
+def fold(store, mode, *, donate=True, at_steps=(2, 3), steps=5):
+    """A functional run that is saved in the middle and goes on; the final state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
+    adamw = trainfold.optimizer(torch.optim.AdamW, lr=0.1, fused=True)
+    state = trainfold.init_state(model, adamw, seed=0)
+    state = state.evolve(extra={"mean": torch.zeros(3)})
+    step = trainfold.make_step(model, loss_fn, adamw, donate=donate)
+    with CheckpointManager(store, mode=mode) as manager:
+        for number in range(steps):
+            if number in at_steps:
+                manager.save(state)
+            state, _ = step(state, torch.full((8, 4), float(number)))
+            state.extra["mean"].add_(1.0)
+        if isinstance(store, PausingStore):
+            store.may_go_on.set()
+    return state
+
+
+@pytest.mark.parametrize("at", [None, 0, 5, 11])
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_donating_step_may_overtake_the_save_of_its_input(donate, at):
+    """The leaves of a state are held; the step that consumes it copies what is not written, and trains to the same bits."""
+    sync, background = PausingStore(), PausingStore(at)
+    wanted = fold(sync, "sync", donate=donate, at_steps=(2,))
+    found = fold(background, "async", donate=donate, at_steps=(2,))
+    assert background.files() == sync.files()
+    assert fingerprint(found) == fingerprint(wanted)
+
+
+def test_two_managers_may_hold_one_state():
+    stores = [PausingStore(at=4), PausingStore(at=2)]
+    state = TrainState(trainer=Progress(step=1), extra={"w": torch.arange(4.0)})
+    managers = [CheckpointManager(store, mode="async") for store in stores]
+    for manager in managers:
+        manager.save(state)
+    for store, manager in zip(stores, managers, strict=True):
+        store.may_go_on.set()
+        manager.close()
+    assert stores[0].files() == stores[1].files()
+
+
+# --- one at a time ---------------------------------------------------------------------------------------------------
+
+
+def test_a_second_save_waits_for_the_first():
+    """D04: never two at a time."""
+    store, job = PausingStore(3), Job()
+    with CheckpointManager(store, mode="async") as manager:
+        job.train()
+        manager.save(job.live)
+        job.train()
+        second = threading.Thread(target=manager.save, args=[job.live])
+        second.start()
+        second.join(0.1)
+        assert second.is_alive()
+        assert store.inner.list() == [RUN_FILE]
+        store.may_go_on.set()
+        second.join(20)
+    assert [name for name in store.inner.list() if name.startswith("step")] == ["step-00000001", "step-00000002"]
+
+
+def test_a_second_save_can_be_skipped_and_says_so(caplog):
+    """D04: by policy; the step stays due, and what the run ends with is never skipped."""
+    store, job, events = PausingStore(3), Job(), []
+    with CheckpointManager(store, mode="async", when_busy="skip", every=1, on_event=events.append) as manager:
+        job.train()
+        assert manager.step(job.live).status == "staged"
+        job.train()
+        assert manager.step(job.live).status == "skipped"
+        store.may_go_on.set()
+        job.train()
+        manager.finish(job.live)
+    kept = [name for name in store.inner.list() if name.startswith("step")]
+    assert kept == ["step-00000001", "step-00000003"]
+    assert [str(event.kind) for event in events if event.step == 2] == ["skipped"]
+    assert "another save is under way" in caplog.text
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_is_told_at_the_next_boundary_and_the_pointer_stays():
+    """D05, P11: told once; what was there before is still there, and the step is due again."""
+    store, job = PausingStore(), Job()
+    with CheckpointManager(store, mode="async", every=1) as manager:
+        job.train()
+        manager.step(job.live)
+        manager.drain()
+        effects = len(store.inner.effects)
+        store.inner._fault = ErrorAt(effects + 8)
+        manager.save(job.live)
+        job.train()
+        manager._saver._under_way.exception()  # until it has ended
+        with pytest.raises(SaveFailed):
+            manager.step(job.live)
+        assert store.inner.point_target("latest") == "step-00000001"
+        assert load(store.inner, like=job.live.capture()).trainer.step == 1
+        assert manager.step(job.live).status == "staged"
+    assert store.inner.point_target("latest") == "step-00000002"
+
+
+def test_a_failed_save_that_nobody_polled_is_told_at_close():
+    store, job = PausingStore(fault=ErrorAt(9, lasting=True)), Job()
+    manager = CheckpointManager(store, mode="async")
+    manager.save(job.live)
+    with pytest.raises(SaveFailed):
+        manager.close()
+    manager.close()
+    with store.inner.lock():
+        pass
+
+
+def test_a_failed_save_does_not_mask_what_ended_the_loop(caplog):
+    """D07."""
+    store, job = PausingStore(fault=ErrorAt(9, lasting=True)), Job()
+
+    def loop():
+        with CheckpointManager(store, mode="async") as manager:
+            manager.save(job.live)
+            raise KeyError("the loop's own")
+
+    with pytest.raises(KeyError) as caught:
+        loop()
+    assert any("a save failed" in note for note in caught.value.__notes__)
+    assert "the save under way failed" in caplog.text
+
+
+def test_the_last_state_is_saved_although_the_save_before_it_failed():
+    """A14, D05: and the failure is told all the same."""
+    store, job = PausingStore(), Job()
+    with CheckpointManager(store, mode="async") as manager:
+        job.train()
+        store.inner._fault = ErrorAt(len(store.inner.effects) + 5)
+        manager.save(job.live)
+        job.train()
+        with pytest.raises(SaveFailed):
+            manager.finish(job.live)
+    assert load(store.inner, like=job.live.capture()).trainer.step == 2
+
+
+def test_a_write_past_the_gate_fails_the_save_and_says_what_to_call():
+    """P10: parameters that are changed between a save and the next optimizer step."""
+    store, job = PausingStore(2), Job()
+    manager = CheckpointManager(store, mode="async")
+    job.train()
+    manager.save(job.live)
+    assert store.has_paused.wait(20)
+    with torch.no_grad():
+        job.model[3].weight.add_(1.0)
+    store.may_go_on.set()
+    with pytest.raises(SaveFailed, match="wait_staging"):
+        manager.close()
+
+
+def test_wait_staging_lets_a_loop_write_to_anything():
+    """D02: the explicit call, for loops that write by other means than an optimizer's step."""
+    store, job, wanted = PausingStore(2), Job(), PausingStore()
+    with CheckpointManager(store, mode="async") as manager, CheckpointManager(wanted) as other:
+        job.train()
+        other.save(job.live)
+        manager.save(job.live)
+        manager.wait_staging()
+        for parameter in job.model.parameters():
+            parameter.data.fill_(7.0)
+        store.may_go_on.set()
+    assert store.files() == wanted.files()
+
+
+def test_a_state_that_cannot_be_saved_is_told_at_once():
+    store = PausingStore()
+    with CheckpointManager(store, mode="async") as manager:
+        with pytest.raises(UnsupportedLeaf, match="x"):
+            manager.save(TrainState(trainer=Progress(step=1), extra={"x": object()}))
+        manager.save(TrainState(trainer=Progress(step=1), extra={"x": 1}))
+
+
+# --- arguments, memory, hooks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mode": "asynchronous"},
+        {"max_extra_bytes": -1},
+        {"max_extra_bytes": 1.5},
+        {"when_busy": "drop"},
+        {"keep": 3},
+        {"every_secs": 0},
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_anything_is_touched(wrong):
+    store = MemoryStore()
+    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+        CheckpointManager(store, **wrong)
+    assert store.effects == ()
+
+
+def test_a_manager_leaves_no_hook_and_keeps_nothing_alive():
+    """D03: nothing is held when nothing is under way."""
+    job = Job()
+    before = len(job.optimizer._optimizer_step_pre_hooks)
+    with CheckpointManager(PausingStore(), mode="async") as manager:
+        job.train()
+        manager.save(job.live)
+        manager.drain()
+        assert len(job.optimizer._optimizer_step_pre_hooks) == before + 1
+        gone = [weakref.ref(value) for value in job.optimizer.state.values() for value in value.values()]
+        job.optimizer.state.clear()
+        gc.collect()
+        assert not [each for each in gone if each() is not None]
+    assert len(job.optimizer._optimizer_step_pre_hooks) == before
+
+
+def test_a_closed_manager_is_closed():
+    manager = CheckpointManager(MemoryStore(), mode="async")
+    manager.close()
+    with pytest.raises(InvalidState):
+        manager.poll()
+    CheckpointManager.__new__(CheckpointManager).close()
+
+
+def test_events_come_in_order_with_the_step_that_was_scheduled(caplog):
+    """D06: payload, commit, then callbacks, then retention; each event has the step of the call."""
+    caplog.set_level(logging.DEBUG, "trainfold")
+    events, job, store = [], Job(), PausingStore()
+
+    def listen(event):
+        events.append((event.kind, event.step, event.checkpoint))
+        if event.kind == "committed":
+            assert store.inner.point_target("latest") == event.checkpoint
+            assert len([name for name in store.inner.list() if name.startswith("step")]) == len(
+                {name for kind, _, name in events if kind == "committed"}
+                - {name for kind, _, name in events if kind == "pruned"}
+            )
+
+    with CheckpointManager(store, mode="async", keep_last=1, on_event=listen) as manager:
+        for _ in range(2):
+            job.train()
+            manager.save(job.live)
+            job.train()
+            manager.drain()
+    assert events == [
+        ("saved", 1, None),
+        ("committed", 1, "step-00000001"),
+        ("saved", 3, None),
+        ("committed", 3, "step-00000003"),
+        ("pruned", None, "step-00000001"),
+    ]
+    assert "committed memory:/step-00000003 at step 3" in caplog.text
+
+
+def test_a_listener_that_fails_breaks_nothing(caplog):
+    def listen(_):
+        raise ValueError("listener")
+
+    store = MemoryStore()
+    with CheckpointManager(store, on_event=listen) as manager:
+        manager.save(TrainState(trainer=Progress(step=1)))
+    assert "on_event failed" in caplog.text
+
+
+def test_rules_of_retention_add_up():
+    """E07: the last one, and every second."""
+    store = MemoryStore()
+    with CheckpointManager(store, mode="async", keep_last=1, keep=keep_every(2)) as manager:
+        for step in range(1, 6):
+            manager.save(TrainState(trainer=Progress(step=step)))
+    assert [name for name in store.list() if name.startswith("step")] == [
+        "step-00000002",
+        "step-00000004",
+        "step-00000005",
+    ]
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_ranks_save_together(mode):
+    """D08, D09: each rank has its manager; they agree on what is due, and write one checkpoint."""
+    store = MemoryStore()
+
+    def run(collectives):
+        with CheckpointManager(store, mode=mode, every=2, keep_last=1, collectives=collectives) as manager:
+            told = []
+            for step in range(1, 6):
+                outcome = manager.step(TrainState(trainer=Progress(step=step), extra={"w": torch.arange(40.0)}))
+                told.append(outcome and outcome.status)
+            manager.drain()
+        return told
+
+    word = {"sync": "written", "async": "staged"}[mode]
+    assert run_threads(3, run) == [[None, word, None, word, None]] * 3
+    assert [name for name in store.list() if name.startswith("step")] == ["step-00000004"]
+    found = load(store, like=TrainState(trainer=Progress(), extra={"w": torch.zeros(40)}))
+    assert found.extra["w"].tolist() == list(range(40))
+
+
+def test_a_rank_that_cannot_save_is_told_to_all_others():
+    """C07, D08: its own error there, and RankFailed for the others, who have staged already."""
+    store = MemoryStore()
+
+    def run(collectives):
+        manager = CheckpointManager(store, mode="async", collectives=collectives)
+        bad = object() if collectives.rank == 1 else 1
+        try:
+            manager.save(TrainState(trainer=Progress(step=1), extra={"x": bad}))
+            manager.drain()
+        except (UnsupportedLeaf, RankFailed) as error:
+            return type(error).__name__
+        return None
+
+    assert run_threads(3, run) == ["RankFailed", "UnsupportedLeaf", "RankFailed"]
+    assert not [name for name in store.list() if name.startswith("step-")]
+
+
+def train_as_a_rank(collectives, folder):
+    """Three steps of a functional run, each saved while the next one is under way; what became durable."""
+    told = []
+    with CheckpointManager(folder, mode="async", every=1, keep_last=2, collectives=collectives) as manager:
+        state = TrainState(trainer=Progress(), extra={"w": torch.zeros(1000)})
+        for step in range(1, 4):
+            state = TrainState(trainer=Progress(step=step), extra={"w": state.extra["w"] + 1})
+            told.append(manager.step(state).status)
+            collectives.gather(step)  # the loop's own calls and those of the save do not meet
+        told.append(manager.drain().checkpoint)
+        found = manager.load(TrainState(trainer=Progress(), extra={"w": torch.zeros(1000)}))
+    return [*told, found.trainer.step, float(found.extra["w"].sum())]
+
+
+def test_ranks_that_are_processes_save_beside_their_own_collectives(processes, tmp_path):
+    """D08, D09: over gloo, with a group of its own for the saves."""
+    wanted = ["staged", "staged", "staged", "step-00000003", 3, 3000.0]
+    assert processes.run(2, train_as_a_rank, str(tmp_path / "run"), collectives={"timeout_secs": 60.0}) == [wanted] * 2

@@ -1,0 +1,274 @@
+"""A hold: the leaves are saved as they were, whoever writes to them meanwhile, and no more bytes are copied than must be."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainfold.backends.hold import Hold
+from trainfold.core.codec import tensor_bytes
+from trainfold.core.errors import SaveFailed
+
+PIECE = 64
+W = ("model", "w")
+
+
+def name_of(number):
+    return ("model", f"leaf-{number}")
+
+
+def bytes_of(tensor):
+    return bytes(tensor_bytes(tensor))
+
+
+def shapes_of_leaves():
+    """Flat ones and others: transposed, strided, conjugated, empty, without a dimension."""
+    return st.lists(
+        st.sampled_from(["flat", "transposed", "strided", "conjugated", "empty", "scalar", "large"]),
+        min_size=1,
+        max_size=6,
+    )
+
+
+def make_leaf(kind, number):
+    base = torch.arange(number, number + 48, dtype=torch.float32)
+    return {
+        "flat": base.clone,
+        "transposed": lambda: base.view(6, 8).t(),
+        "strided": lambda: base[::3],
+        "conjugated": lambda: torch.complex(base, base).conj(),
+        "empty": base[:0].clone,
+        "scalar": lambda: torch.tensor(float(number)),
+        "large": lambda: torch.arange(number, number + 400, dtype=torch.float64),
+    }[kind]()
+
+
+def exposed_bytes(leaves):
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    kinds=shapes_of_leaves(), pieces_before=st.integers(0, 20), room=st.none() | st.integers(0, 4000), data=st.data()
+)
+def test_what_is_read_is_what_was_there_and_the_copies_fit(kinds, pieces_before, room, data):
+    """Law: whatever was read when the update came, and whatever may be copied, the bytes are those of before (D01, D02)."""
+    leaves = {name_of(i): make_leaf(kind, i) for i, kind in enumerate(kinds)}
+    before = {name: bytes_of(leaf) for name, leaf in leaves.items()}
+    order = data.draw(st.permutations(list(leaves)))
+    hold = Hold(leaves, max_extra_bytes=room)
+    hold.read_in_order(order)
+    found = dict.fromkeys(order, b"")
+    may_go_on, has_paused = threading.Event(), threading.Event()
+
+    def read():
+        count = 0
+        for name in order:
+            for piece in hold.pieces(name, PIECE):
+                if count == pieces_before:
+                    has_paused.set()
+                    may_go_on.wait(10)
+                found[name] += bytes(piece)
+                count += 1
+        has_paused.set()
+
+    writer = threading.Thread(target=read)
+    writer.start()
+    has_paused.wait(10)
+    waiter = threading.Thread(target=hold.protect)
+    waiter.start()
+    may_go_on.set()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    for leaf in leaves.values():
+        torch.view_as_real(leaf.conj()).fill_(-7.0) if leaf.is_conj() else leaf.fill_(-7.0)
+    writer.join(10)
+    assert found == before
+    copied_at_once = 0
+    assert hold.copied_bytes <= (exposed_bytes(leaves.values()) if room is None else room) + copied_at_once
+
+
+def test_nothing_is_copied_of_what_has_been_read():
+    leaves = {name_of(i): torch.full((256,), float(i)) for i in range(4)}
+    hold = Hold(leaves)
+    for name in list(leaves)[:3]:
+        list(hold.pieces(name, PIECE))
+    hold.protect()
+    assert hold.copied_bytes == 256 * 4
+    hold.protect()
+    assert hold.copied_bytes == 256 * 4
+
+
+def test_without_room_an_update_waits_for_the_last_byte():
+    """max_extra_bytes=0: wait, never copy."""
+    leaf = torch.zeros(1024)
+    hold = Hold({W: leaf}, max_extra_bytes=0)
+    pieces = hold.pieces(W, PIECE)
+    next(pieces)
+    waiter = threading.Thread(target=hold.protect)
+    waiter.start()
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    assert sum(len(piece) for piece in pieces) == 4096 - PIECE
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert hold.copied_bytes == 0
+
+
+def test_with_some_room_the_last_bytes_are_copied_and_the_first_are_waited_for():
+    leaves = {name_of(0): torch.zeros(1024), name_of(1): torch.ones(1024)}
+    hold = Hold(leaves, max_extra_bytes=5000)
+    waiter = threading.Thread(target=hold.protect)
+    waiter.start()
+    first = b"".join(bytes(piece) for piece in hold.pieces(name_of(0), PIECE))
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert hold.copied_bytes == 5000
+    for leaf in leaves.values():
+        leaf.fill_(9.0)
+    assert first == bytes(4096)
+    assert b"".join(bytes(piece) for piece in hold.pieces(name_of(1), PIECE)) == bytes_of(torch.ones(1024))
+
+
+def test_a_write_that_nobody_announced_fails_the_save_and_names_the_leaf():
+    """P10: a torn leaf is never saved; the error says what to call."""
+    leaf = torch.zeros(1024)
+    hold = Hold({W: leaf})
+    pieces = hold.pieces(W, PIECE)
+    next(pieces)
+    leaf.add_(1.0)
+    with pytest.raises(SaveFailed, match=r"w: .*wait_staging"):
+        list(pieces)
+
+
+def test_a_write_before_an_announced_one_is_noticed_too():
+    leaf = torch.zeros(1024)
+    hold = Hold({W: leaf})
+    leaf.add_(1.0)
+    hold.protect()
+    with pytest.raises(SaveFailed, match="wait_staging"):
+        list(hold.pieces(W, PIECE))
+
+
+def test_leaves_that_nobody_answers_for_are_copied_at_once():
+    leaf = torch.zeros(4)
+    hold = Hold({W: leaf}, copied=[W], max_extra_bytes=0)
+    leaf.add_(1.0)
+    assert b"".join(hold.pieces(W, PIECE)) == bytes(16)
+
+
+def test_inference_tensors_have_no_versions_and_are_copied():
+    with torch.inference_mode():
+        leaf = torch.zeros(4)
+    assert Hold({W: leaf}).copied_bytes == 16
+
+
+def test_a_hold_that_is_over_makes_nobody_wait_and_keeps_nothing():
+    leaf = torch.zeros(1024)
+    hold = Hold({W: leaf}, max_extra_bytes=0)
+    waiter = threading.Thread(target=hold.protect)
+    waiter.start()
+    hold.release()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    gone = weakref.ref(leaf)
+    del leaf
+    assert gone() is None
+    with pytest.raises(SaveFailed, match="released"):
+        list(hold.pieces(W, PIECE))
+
+
+def test_a_leaf_that_was_read_is_let_go():
+    leaf = torch.zeros(1024)
+    gone = weakref.ref(leaf)
+    hold = Hold({W: leaf})
+    list(hold.pieces(W, PIECE))
+    del leaf
+    assert gone() is None
+
+
+def test_memory_that_was_made_ready_is_used():
+    leaf = torch.arange(4096.0)
+    hold = Hold({W: leaf})
+    hold.prepare(4096 * 4)
+    hold.protect()
+    leaf.zero_()
+    assert b"".join(bytes(piece) for piece in hold.pieces(W, PIECE)) == bytes_of(torch.arange(4096.0))
+
+
+def test_a_machine_without_memory_for_copies_waits(monkeypatch):
+    leaf = torch.zeros(1024)
+    hold = Hold({W: leaf})
+    monkeypatch.setattr("trainfold.backends.hold.Arena", _no_memory)
+    waiter = threading.Thread(target=hold.protect)
+    waiter.start()
+    assert sum(len(piece) for piece in hold.pieces(W, PIECE)) == 4096
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert hold.copied_bytes == 0
+
+
+def _no_memory(size_bytes):
+    raise OSError(12, "Cannot allocate memory")
+
+
+def test_an_interrupted_protect_can_be_called_again(monkeypatch):
+    leaf = torch.zeros(1024)
+    hold = Hold({W: leaf})
+    with monkeypatch.context() as patched:
+        patched.setattr("trainfold.backends.hold.Arena", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            hold.protect()
+    hold.protect()
+    leaf.fill_(1.0)
+    assert b"".join(hold.pieces(W, PIECE)) == bytes(4096)
+
+
+def _interrupt(size_bytes):
+    raise KeyboardInterrupt
+
+
+# --- on a device -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("room", [None, 0, 100_000_000])
+def test_leaves_on_a_device_are_read_beside_the_computation_and_before_later_writes(room):
+    """D02 on CUDA: reads are ordered before the update by events; what is unread is cloned within the room, or waited for."""
+    leaves = {name_of(i): torch.full((10_000_000,), float(i), device="cuda") for i in range(8)}
+    leaves[name_of(8)] = torch.arange(12.0, device="cuda").view(3, 4).t()
+    before = {name: bytes_of(leaf) for name, leaf in leaves.items()}
+    hold = Hold(leaves, max_extra_bytes=room)
+    found = dict.fromkeys(leaves, b"")
+
+    def read():
+        for name in leaves:
+            for piece in hold.pieces(name, 1 << 19):
+                found[name] += bytes(piece)
+
+    writer = threading.Thread(target=read)
+    writer.start()
+    hold.protect()
+    for leaf in leaves.values():
+        leaf.fill_(-1.0)
+    writer.join(60)
+    hold.release()
+    assert not writer.is_alive()
+    assert {name: len(data) for name, data in found.items()} == {name: len(data) for name, data in before.items()}
+    assert found == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_write_that_nobody_announced_fails_the_save():
+    leaf = torch.zeros(10_000_000, device="cuda")
+    hold = Hold({W: leaf})
+    pieces = hold.pieces(W, 1 << 19)
+    next(pieces)
+    leaf.add_(1.0)
+    with pytest.raises(SaveFailed, match="wait_staging"):
+        list(pieces)

@@ -1,0 +1,195 @@
+"""However a run ends, its last state is saved, and once; requests are answered by one decision for all ranks."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainfold.adapters.live import attach
+from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.requests import Asked, Combined, SignalRequests
+from trainfold.adapters.stop_file import StopFile
+from trainfold.backends.collectives import run_threads
+from trainfold.backends.inventory import read_inventory
+from trainfold.backends.memory import MemoryStore
+from trainfold.core.errors import IncompleteWindow
+from trainfold.core.state import Progress, TrainState
+
+
+class Job:
+    """A run of three epochs of five batches."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(torch.randn(20, 2)), batch_size=4)
+        self.live = attach(self.model, self.optimizer, loader=loader)
+
+    def run(self, store, *, epochs=3, steps=None, at=None, **options):
+        """Train to the end or until asked to stop; the steps that were saved now, and how often."""
+        saved = []
+        with CheckpointManager(store, on_event=saved.append, **options) as manager:
+            manager.restore(self.live)
+            for (x,) in self.live.batches(epochs=epochs, steps=steps):
+                self.model(x).square().mean().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.live.advance(samples=len(x))
+                if at is not None:
+                    at(self.live.progress.step)
+                manager.step(self.live)
+                if manager.should_stop:
+                    break
+            manager.finish(self.live)
+        return [event.step for event in saved if event.kind == "committed"]
+
+
+@pytest.fixture(params=["sync", "async"])
+def mode(request):
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"every": 4}, [4, 8, 12, 15]),  # the data ends off the cadence (T53)
+        ({"every": 5}, [5, 10, 15]),  # and on it: not a second time (A14)
+        ({"every": None}, [15]),
+        ({"every": 4, "at_end": False}, [4, 8, 12]),
+        ({"every": 4, "steps": 10}, [4, 8, 10]),
+    ],
+)
+def test_the_last_state_is_saved_exactly_once(mode, options, wanted):
+    """A14, T53, M48."""
+    assert Job().run(MemoryStore(), mode=mode, **options) == wanted
+
+
+def test_a_finished_run_that_is_launched_again_saves_nothing(mode):
+    """A11, M49: not even in place."""
+    store = MemoryStore()
+    Job().run(store, mode=mode, every=4)
+    before = len(store.effects)
+    assert Job().run(store, mode=mode, every=4) == []
+    assert [str(effect) for effect in store.effects[before:] if effect.name.startswith("step-")] == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "wanted", "stops_at"),
+    [("save", [3, 15], 15), ("stop", [3], 3), ("save_and_stop", [3], 3), ("abort", [], 3)],
+)
+def test_a_request_is_answered_at_the_boundary_that_follows(mode, request_, wanted, stops_at):
+    """R01, R02: save now, stop as at the end, save and stop, stop without saving."""
+    job, asked = Job(), Asked()
+    saved = job.run(MemoryStore(), mode=mode, requests=asked, at=lambda step: step == 3 and asked.ask(request_))
+    assert job.live.progress.step == stops_at
+    assert saved == wanted
+
+
+def test_a_stop_that_is_not_to_be_saved_is_not(mode):
+    """A search over settings keeps nothing of a run that was stopped; save_and_stop says otherwise."""
+    for request_, wanted in (("stop", []), ("save_and_stop", [3])):
+        asked = Asked()
+        at = lambda step, ask=asked, what=request_: step == 3 and ask.ask(what)
+        assert Job().run(MemoryStore(), mode=mode, requests=asked, at=at, at_end=False) == wanted
+
+
+def test_a_request_at_a_step_that_is_saved_already_is_answered_by_that():
+    store, asked = MemoryStore(), Asked()
+    with CheckpointManager(store, every=1, requests=asked) as manager:
+        assert manager.step(TrainState(trainer=Progress(step=1))) is not None
+        asked.ask("save")
+        assert manager.step(TrainState(trainer=Progress(step=1))) is None
+        assert not manager.should_save(TrainState(trainer=Progress(step=1))).save
+
+
+def test_a_request_inside_a_window_waits_for_the_boundary_that_closes_it():
+    """A06, P29: not lost, and nothing is saved in the middle."""
+    model = nn.Linear(2, 1)
+    live, store, asked = attach(model), MemoryStore(), Asked()
+    with CheckpointManager(store, requests=asked) as manager:
+        live.advance(samples=2, steps=0)
+        asked.ask("save_and_stop")
+        assert manager.step(live) is None
+        assert not manager.should_stop
+        with pytest.raises(IncompleteWindow):
+            manager.save(live)
+        live.advance(samples=2)
+        assert manager.step(live).status == "written"
+        assert manager.should_stop
+
+
+def test_a_signal_during_an_evaluation_is_answered_at_the_next_boundary():
+    """P29: a real signal, in the middle of something long."""
+    job = Job()
+
+    def evaluate(step):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+
+    with SignalRequests() as requests:
+        saved = job.run(MemoryStore(), requests=requests, at=evaluate)
+    assert (job.live.progress.step, saved) == (2, [2])
+
+
+def test_a_file_stops_a_run(tmp_path):
+    job, run = Job(), tmp_path / "run"
+
+    def put(step):
+        if step == 4:
+            (run / "STOP").touch()
+
+    saved = job.run(run, requests=Combined(StopFile(run, every_secs=1e-9)), at=put)
+    assert (job.live.progress.step, saved) == (4, [4])
+    assert not (run / "STOP").exists()
+
+
+def test_seconds_are_a_cadence_too(monkeypatch):
+    """By a monotonic clock; the steps that it hits are those that are due."""
+    now = [0.0]
+    monkeypatch.setattr("trainfold.adapters.manager.time.monotonic", lambda: now[0])
+    store = MemoryStore()
+    with CheckpointManager(store, every_secs=10) as manager:
+        for step in range(1, 8):
+            now[0] += 4.0
+            manager.step(TrainState(trainer=Progress(step=step)))
+    assert [entry.head.step for entry in read_inventory(store).entries] == [3, 6]
+
+
+def test_all_ranks_do_what_one_of_them_was_asked(mode):
+    """R01: a signal on any rank, rank 0's clock, one decision: no rank saves or stops alone."""
+    store = MemoryStore()
+
+    def body(world):
+        asked = Asked()
+        told = []
+        with CheckpointManager(store, mode=mode, requests=asked, collectives=world) as manager:
+            for step in range(1, 5):
+                if (world.rank, step) == (1, 2):
+                    asked.ask("save")
+                if (world.rank, step) == (2, 4):
+                    asked.ask("save_and_stop")
+                outcome = manager.step(TrainState(trainer=Progress(step=step)))
+                told.append((outcome is not None, manager.should_stop))
+            manager.finish(TrainState(trainer=Progress(step=4)))
+        return told
+
+    assert run_threads(3, body) == [[(False, False), (True, False), (False, False), (True, True)]] * 3
+    assert [entry.head.step for entry in read_inventory(store).entries] == [2, 4]
+
+
+def test_the_best_off_the_cadence_is_saved_and_on_it_once(mode):
+    """E10."""
+    store = MemoryStore()
+    with CheckpointManager(store, mode=mode, every=4) as manager:
+        saved = [
+            step
+            for step in range(1, 9)
+            if manager.step(TrainState(trainer=Progress(step=step)), is_best=step in {3, 4}) is not None
+        ]
+    assert saved == [3, 4, 8]

@@ -1,0 +1,175 @@
+"""Loading by the manager: what it says it can load, it loads; what is bad is passed over, counted and never deleted (O01, P07)."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import trainfold
+from trainfold.adapters.live import attach
+from trainfold.adapters.manager import CheckpointManager
+from trainfold.backends.collectives import run_threads
+from trainfold.backends.local import LocalStore
+from trainfold.backends.memory import MemoryStore
+from trainfold.backends.run_load import CheckpointPassedOver
+from trainfold.core.errors import CheckpointDamaged, InvalidArgument, ResumeRefused
+from trainfold.core.resume_plan import Refusal
+from trainfold.core.state import Progress, TrainState
+
+
+def state_at(step):
+    return TrainState(trainer=Progress(step=step), extra={"w": torch.full((64,), float(step))})
+
+
+def damage(folder, step):
+    """Flip one byte of a checkpoint's tensors."""
+    (file,) = (folder / f"step-{step:08d}").glob("w-*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    for step in (1, 2, 3):
+        trainfold.save(state_at(step), folder)
+    return folder
+
+
+def test_a_manager_says_what_it_can_load_and_loads_it(run):
+    """O01: whether it can load, from where, and how; nothing is loaded for the answer."""
+    with CheckpointManager(run) as manager:
+        found = manager.should_load(state_at(0))
+        assert (bool(found), found.checkpoint, found.step, found.source) == (True, "step-00000003", 3, "newest")
+        assert manager.load(state_at(0), found).extra["w"][0] == 3.0
+        older = manager.should_load(state_at(0), step=2)
+        assert manager.load(state_at(0), older).trainer.step == 2
+        missing = manager.should_load(state_at(0), step=9)
+        assert not missing
+        with pytest.raises(InvalidArgument, match="decision"):
+            manager.load(state_at(0), missing)
+
+
+def test_a_manager_of_an_empty_run_can_load_nothing():
+    with CheckpointManager(MemoryStore()) as manager:
+        assert not manager.should_load(state_at(0))
+        with pytest.raises(ResumeRefused):
+            manager.load(state_at(0))
+
+
+def test_a_live_run_is_written_in_place(tmp_path):
+    model = nn.Linear(2, 1)
+    live = attach(model)
+    live.advance(samples=1)
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(live)
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+        restored = manager.load(live, manager.should_load(live))
+        assert (restored.step, restored.is_fresh) == (1, False)
+        assert not (model.weight == 7.0).any()
+        assert manager.step(live, is_last=True) is None, "what was resumed from is saved already (M49)"
+
+
+def test_what_is_damaged_is_passed_over_loudly_and_stays_in_quarantine(run):
+    """P07, V03: the next older one is used, the bad one is not deleted, and not tried again."""
+    damage(run, 3)
+    with CheckpointManager(run, keep_last=2) as manager:
+        decision = manager.should_load(state_at(0))
+        assert decision.step == 3, "nobody has looked at its bytes yet"
+        with pytest.warns(CheckpointPassedOver):
+            assert manager.load(state_at(0), decision).trainer.step == 2
+        with pytest.warns(CheckpointPassedOver, match="Quarantined"):
+            assert manager.load(state_at(0)).trainer.step == 2
+        assert manager.should_load(state_at(0)).step == 2
+        with pytest.raises(CheckpointDamaged):
+            manager.load(state_at(0), manager.should_load(state_at(0), step=3))
+    with pytest.warns(CheckpointPassedOver, match="Quarantined"):
+        assert trainfold.load(run, like=state_at(0)).trainer.step == 2
+    assert not isinstance(trainfold.plan(run, like=state_at(0)), Refusal)
+    assert (run / "step-00000003").exists()
+
+
+def test_a_quarantined_checkpoint_neither_counts_nor_protects(run):
+    """E01: the budget of two is for two that can be loaded."""
+    damage(run, 3)
+    with CheckpointManager(run, keep_last=2) as manager:
+        with pytest.warns(CheckpointPassedOver):
+            manager.load(state_at(0))
+        manager.save(state_at(4))
+    left = sorted(path.name for path in run.glob("step-*"))
+    assert left == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+def test_a_step_that_is_saved_again_is_free_again(run):
+    damage(run, 3)
+    with CheckpointManager(run) as manager:
+        with pytest.warns(CheckpointPassedOver):
+            manager.load(state_at(0))
+        manager.save(state_at(3))
+        assert manager.load(state_at(0)).trainer.step == 3
+
+
+def die_in_loading(run):
+    """A process that takes the lock, begins to load the newest, and is killed."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        manager = CheckpointManager(run)
+        trainfold.backends.run_load.run_resume = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        manager.load(state_at(0))
+    finally:
+        os._exit(3)
+
+
+def test_a_checkpoint_that_kills_its_loader_is_given_up_after_three_deaths(run):
+    """P07: the deaths are counted in the run, across processes; the fourth one uses the next older."""
+    for _ in range(3):
+        with CheckpointManager(run) as manager:
+            assert manager.should_load(state_at(0)).step == 3
+        assert die_in_loading(run) == -signal.SIGKILL
+    with CheckpointManager(run) as manager:
+        assert manager.should_load(state_at(0)).step == 2
+        with pytest.warns(CheckpointPassedOver, match="died"):
+            assert manager.load(state_at(0)).trainer.step == 2
+
+
+def test_a_load_that_succeeds_forgets_the_deaths_before_it(run):
+    for _ in range(2):
+        assert die_in_loading(run) == -signal.SIGKILL
+    with CheckpointManager(run) as manager:
+        assert manager.load(state_at(0)).trainer.step == 3
+    for _ in range(2):
+        assert die_in_loading(run) == -signal.SIGKILL
+    with CheckpointManager(run) as manager:
+        assert manager.load(state_at(0)).trainer.step == 3
+
+
+def test_an_interrupted_load_is_no_death(run, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    for _ in range(4):
+        with CheckpointManager(run) as manager, monkeypatch.context() as patched:
+            patched.setattr("trainfold.backends.run_load.run_resume", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                manager.load(state_at(0))
+    with CheckpointManager(run) as manager:
+        assert manager.load(state_at(0)).trainer.step == 3
+
+
+def test_all_ranks_load_the_same_and_agree_on_what_they_can(run):
+    damage(run, 3)
+    store = LocalStore(run)
+
+    def body(world):
+        with CheckpointManager(store, collectives=world) as manager:
+            found = manager.load(state_at(0), manager.should_load(state_at(0))).trainer.step
+            return found, manager.should_load(state_at(0)).step
+
+    with pytest.warns(CheckpointPassedOver):
+        assert run_threads(3, body) == [(2, 2)] * 3

@@ -1,0 +1,599 @@
+"""Checkpoints that do not load are passed over after a counted number of attempts, and no record of that is in the way (P07)."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainfold.adapters.live import attach
+from trainfold.adapters.manager import CheckpointManager
+from trainfold.backends.collectives import run_threads
+from trainfold.backends.inventory import read_inventory
+from trainfold.backends.local import LocalStore
+from trainfold.backends.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash, read_only
+from trainfold.backends.quarantine_file import (
+    QuarantineIgnored,
+    attempting,
+    begin_attempt,
+    end_attempt,
+    quarantined,
+)
+from trainfold.backends.run_load import CheckpointPassedOver
+from trainfold.backends.runs import load, save
+from trainfold.core.codec import digest_of
+from trainfold.core.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointForeign,
+    CheckpointHostile,
+    CheckpointMissing,
+    CheckpointTorn,
+    CheckpointUnreadable,
+    FutureVersion,
+    InvalidArgument,
+    RestoreRefused,
+    ResumeRefused,
+)
+from trainfold.core.inventory import lineage, next_head
+from trainfold.core.quarantine import (
+    LIMIT,
+    MAX_REASONS,
+    MAX_RECORDS,
+    Attempts,
+    Outcome,
+    Tried,
+    after_attempt,
+    after_outcome,
+    after_success,
+    is_quarantined,
+    only_present,
+    outcome_of,
+    with_quarantined,
+    worst_outcome,
+)
+from trainfold.core.quarantine_json import (
+    QUARANTINE_FILE,
+    QUARANTINE_LIMIT_BYTES,
+    quarantine_from_json,
+    quarantine_to_json,
+)
+from trainfold.core.save_plan import directory_of
+from trainfold.core.state import Progress, TrainState
+
+SEVEN, EIGHT = directory_of(7), directory_of(8)
+DAMAGED = Outcome("damaged", "a digest differs")
+ENDINGS = ("loaded", "interrupted", "failed", "damaged")
+
+
+def save_at(store, *steps):
+    for step in steps:
+        save(TrainState(trainer=Progress(step=step)), store)
+
+
+def usable(store, *, limit=LIMIT):
+    """What a resume would take, in its order."""
+    return [entry.name for entry in lineage(with_quarantined(read_inventory(store), quarantined(store, limit=limit)))]
+
+
+def die(store, name, *, times=LIMIT):
+    for _ in range(times):
+        begin_attempt(store, name)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def store(request, tmp_path):
+    made = MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "run")
+    save_at(made, 7, 8)
+    return made
+
+
+# --- the law ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200)
+@given(
+    events=st.lists(
+        st.tuples(st.sampled_from([SEVEN, EIGHT]), st.sampled_from([*ENDINGS, "died", "saved again"])), max_size=25
+    ),
+    limit=st.integers(1, 4),
+)
+def test_a_checkpoint_is_quarantined_when_it_is_proved_bad_or_has_failed_as_often_as_the_limit(events, limit):
+    """P07: beside a count of failures since it was saved or has last loaded; the others are never touched by it."""
+    attempts, revision = Attempts(), {SEVEN: 0, EIGHT: 0}
+    failures, proved = {SEVEN: 0, EIGHT: 0}, {SEVEN: False, EIGHT: False}
+    for name, event in events:
+        if event == "saved again":
+            revision[name] += 1
+        else:
+            digest = digest_of(bytes([revision[name]]))
+            attempts = after_attempt(attempts, name, digest)
+            if event != "died":
+                attempts = after_outcome(attempts, name, digest, Outcome(event, f"{event} é\ud800"))
+        if event in {"saved again", "loaded"}:
+            failures[name], proved[name] = 0, False
+        failures[name] += event in {"died", "failed", "damaged"}
+        proved[name] |= event == "damaged"
+        for each, number in revision.items():
+            known = attempts.of(each, digest_of(bytes([number])))
+            assert is_quarantined(known, limit=limit) == (proved[each] or failures[each] >= limit)
+        assert quarantine_from_json(quarantine_to_json(attempts)) == attempts
+
+
+@given(outcomes=st.lists(st.sampled_from(ENDINGS), min_size=1, max_size=5))
+def test_an_attempt_of_several_ranks_ended_as_for_the_worst(outcomes):
+    """P07: one rank that saw wrong bytes is enough, and only a load of all is a load."""
+    assert worst_outcome(map(Outcome, outcomes)).ending == max(outcomes, key=ENDINGS.index)
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"),
+    [
+        (None, "loaded"),
+        (CheckpointDamaged("a", expected="b", found="c", mend="d"), "damaged"),
+        (CheckpointTorn("a", expected="b", found="c", mend="d"), "damaged"),
+        (CheckpointHostile("a", expected="b", found="c", mend="d"), "damaged"),
+        (CheckpointUnreadable("a", expected="b", found="c", mend="d"), "failed"),
+        (MemoryError(), "failed"),
+        (RecursionError("deep"), "failed"),
+        (FutureVersion("a", expected="b", found="c", mend="d"), "interrupted"),
+        (CheckpointMissing("a", expected="b", found="c", mend="d"), "interrupted"),
+        (RestoreRefused("a", ()), "interrupted"),
+        (KeyboardInterrupt(), "interrupted"),
+        (SystemExit(1), "interrupted"),
+    ],
+)
+def test_only_what_speaks_against_a_checkpoint_counts_against_it(error, ending):
+    """P07: not a refusal, not a newer version, not Ctrl-C; a device that fails proves nothing about the bytes on it."""
+    assert outcome_of(error).ending == ending
+
+
+def test_what_is_remembered_is_bounded():
+    """However long a run goes wrong, its record can be read and written."""
+    attempts = Attempts()
+    for step in range(MAX_RECORDS + 5):
+        name, digest = directory_of(step), digest_of(bytes([step]))
+        for reason in range(MAX_REASONS + 3):
+            attempts = after_attempt(attempts, name, digest)
+            attempts = after_outcome(attempts, name, digest, Outcome("failed", f"{reason}" + "é" * 10_000))
+    data = quarantine_to_json(attempts)
+    assert len(data) <= QUARANTINE_LIMIT_BYTES
+    assert quarantine_from_json(data) == attempts
+    assert len(attempts.records) == MAX_RECORDS
+    assert attempts.records[-1].checkpoint == directory_of(MAX_RECORDS + 4)
+    assert len(attempts.records[0].reasons) == MAX_REASONS
+
+
+def test_what_was_deleted_is_forgotten():
+    attempts = after_attempt(after_attempt(Attempts(), SEVEN, "a"), EIGHT, "b")
+    assert only_present(attempts, [EIGHT, "logs"]) == after_attempt(Attempts(), EIGHT, "b")
+    assert after_success(attempts, SEVEN) == after_attempt(Attempts(), EIGHT, "b")
+
+
+# --- the file's bytes ------------------------------------------------------------------------------------------------
+
+SOME = after_outcome(after_attempt(Attempts(), SEVEN, digest_of(b"7")), SEVEN, digest_of(b"7"), DAMAGED)
+
+
+def sealed(document):
+    """A document with the digest that fits it."""
+    covered = json.dumps(document, separators=(",", ":")).encode()[:-1]
+    return covered + b',\n"digest":"' + digest_of(covered).encode() + b'"}\n'
+
+
+def document(**changes):
+    record = {"checkpoint": SEVEN, "digest": digest_of(b""), "attempts": 1, "is_damaged": False, "reasons": []}
+    record |= changes.pop("record", {})
+    return {"format": "trainfold-quarantine", "version": 1, "attempts": [record], **changes}
+
+
+def test_every_byte_that_changes_and_every_cut_is_noticed():
+    data = quarantine_to_json(SOME)
+    for at in range(len(data)):
+        for broken in (data[:at], data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]):
+            with pytest.raises(CheckpointDamaged, match="another digest"):
+                quarantine_from_json(broken)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"format": "other"}, CheckpointForeign),
+        ({"version": 2}, FutureVersion),
+        ({"version": True}, CheckpointHostile),
+        ({"more": 1}, CheckpointHostile),
+        ({"attempts": {}}, CheckpointHostile),
+        ({"attempts": [document()["attempts"][0]] * 2}, CheckpointHostile),
+        ({"attempts": [{}]}, CheckpointHostile),
+        ({"attempts": [7]}, CheckpointHostile),
+        ({"record": {"checkpoint": "../../etc"}}, CheckpointHostile),
+        ({"record": {"checkpoint": "latest"}}, CheckpointHostile),
+        ({"record": {"digest": "md5:0"}}, CheckpointHostile),
+        ({"record": {"attempts": 0}}, CheckpointHostile),
+        ({"record": {"attempts": True}}, CheckpointHostile),
+        ({"record": {"is_damaged": 1}}, CheckpointHostile),
+        ({"record": {"reasons": [1]}}, CheckpointHostile),
+        ({"record": {"reasons": ["a"] * (MAX_REASONS + 1)}}, CheckpointHostile),
+        ({"record": {"more": 1}}, CheckpointHostile),
+    ],
+)
+def test_contents_that_cannot_be_are_refused_although_the_digest_fits(changes, error):
+    quarantine_from_json(sealed(document()))
+    with pytest.raises(error):
+        quarantine_from_json(sealed(document(**changes)))
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_after_so_many_deaths_the_next_older_one_is_used(store):
+    """P07: not before; and nothing is deleted."""
+    for death in range(LIMIT):
+        assert usable(store) == [EIGHT, SEVEN], death
+        die(store, EIGHT, times=1)
+    assert usable(store) == [SEVEN]
+    assert usable(store, limit=LIMIT + 1) == [EIGHT, SEVEN]
+    (problem,) = quarantined(store).values()
+    assert str(problem).startswith(
+        f"CheckpointQuarantined: {store.url}/{EIGHT}: expected a checkpoint that loads, found tried 3 times"
+    )
+    assert "step=8" in problem.mend
+    assert {SEVEN, EIGHT} <= set(store.list())
+
+
+def test_wrong_bytes_are_enough_once(store):
+    """P07: and the reason is kept for people."""
+    begin_attempt(store, EIGHT)
+    end_attempt(store, EIGHT, DAMAGED)
+    assert usable(store) == [SEVEN]
+    assert "a digest differs" in quarantined(store)[EIGHT].found
+
+
+def test_a_load_that_succeeds_leaves_nothing_behind(store):
+    """P07: neither in the record nor in the run's directory."""
+    names = store.list()
+    die(store, EIGHT, times=LIMIT - 1)
+    with attempting(store, EIGHT):
+        load(store, like=TrainState(trainer=Progress()))
+    assert store.list() == names
+    die(store, EIGHT, times=LIMIT - 1)
+    assert usable(store) == [EIGHT, SEVEN]
+
+
+def test_a_step_that_is_saved_again_is_free(store):
+    """P07: it is another checkpoint, of the same name."""
+    die(store, EIGHT)
+    assert usable(store) == [SEVEN]
+    save_at(store, 8)
+    assert usable(store)[0] == EIGHT
+    die(store, EIGHT, times=1)
+    assert usable(store)[0] == EIGHT
+
+
+def test_when_all_are_quarantined_the_run_is_not_taken_for_an_empty_one(store):
+    """P07: a fresh start would hide everything that was trained; the refusal names the way back."""
+    die(store, SEVEN)
+    die(store, EIGHT)
+    assert usable(store) == []
+    found = with_quarantined(read_inventory(store), quarantined(store))
+    assert [entry.problem.error for entry in found.entries] == ["CheckpointQuarantined"] * 2
+    assert next_head(found, "r", 9).timeline == 0  # what is saved next does not collide with them
+
+
+def test_retention_neither_counts_nor_deletes_a_quarantined_one(store):
+    """P07, E01: with it counted, keeping the last one would delete the only one that loads."""
+    save_at(store, 9)
+    begin_attempt(store, EIGHT)
+    end_attempt(store, EIGHT, DAMAGED)
+    assert usable(store) == [directory_of(9), SEVEN]  # what a retention gets to see
+
+
+def test_what_is_known_of_a_deleted_checkpoint_goes_with_the_next_change(store):
+    die(store, SEVEN)
+    store.delete(f"{SEVEN}/")
+    assert quarantined(store) == {}
+    begin_attempt(store, SEVEN)  # nothing is there to be tried
+    die(store, EIGHT, times=1)
+    recorded = quarantine_from_json(store.read(QUARANTINE_FILE))
+    assert [record.checkpoint for record in recorded.records] == [EIGHT]
+    end_attempt(store, SEVEN)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("x"), KeyboardInterrupt(), CheckpointDamaged("a", expected="", found="", mend="")]
+)
+def test_what_is_raised_in_an_attempt_is_raised_and_noted(store, error):
+    with pytest.raises(type(error)), attempting(store, EIGHT):
+        raise error
+    ending = outcome_of(error).ending
+    recorded = QUARANTINE_FILE in store.list() and quarantine_from_json(store.read(QUARANTINE_FILE)).records
+    assert bool(recorded) == (ending != "interrupted")
+    assert (usable(store) == [SEVEN]) == (ending == "damaged")
+
+
+def test_a_limit_that_cannot_be_is_refused(store):
+    for limit in (0, True, 1.5, "3"):
+        with pytest.raises(InvalidArgument, match="limit"):
+            quarantined(store, limit=limit)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_processes_that_are_killed_in_loading_are_counted(tmp_path):
+    """P07: by SIGKILL, as the kernel does it when memory ends; the lock of a manager is held and freed by death."""
+    run = tmp_path / "run"
+    save_at(LocalStore(run), 7, 8)
+    program = f"""
+import os, signal
+from trainfold.backends.local import LocalStore
+from trainfold.backends.quarantine_file import begin_attempt, quarantined
+for _ in range({LIMIT}):
+    assert not quarantined(LocalStore({str(run)!r}))
+    if (pid := os.fork()) == 0:
+        store = LocalStore({str(run)!r})
+        with store.lock():
+            begin_attempt(store, {EIGHT!r})
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert usable(LocalStore(run)) == [SEVEN]
+    assert signal.SIGKILL == 9
+
+
+# --- with a manager --------------------------------------------------------------------------------------------------
+
+
+def weights(step):
+    return TrainState(trainer=Progress(step=step), extra={"w": torch.full((4,), float(step))})
+
+
+def flip(directory):
+    """Change the last byte of a checkpoint's only file of tensors."""
+    (file,) = directory.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_manager_remembers_wrong_bytes_and_a_person_can_ask_for_them_again(tmp_path):
+    """P07, V03: passed over with a warning each time, read once; free when it has loaded."""
+    for step in (7, 8):
+        save(weights(step), tmp_path)
+    flip(tmp_path / EIGHT)
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.warns(CheckpointPassedOver, match="CheckpointDamaged"):
+            assert manager.load(weights(0)).trainer.step == 7
+        with pytest.warns(CheckpointPassedOver, match="CheckpointQuarantined"):
+            assert manager.load(weights(0)).trainer.step == 7
+        assert manager.should_load(weights(0)).step == 7
+        flip(tmp_path / EIGHT)  # a person has mended it
+        assert manager.should_load(weights(0)).step == 7
+        assert manager.load(weights(0), manager.should_load(weights(0), step=8)).trainer.step == 8
+        assert manager.load(weights(0)).trainer.step == 8
+    assert not (tmp_path / QUARANTINE_FILE).exists()
+
+
+def test_a_manager_does_not_begin_anew_where_all_that_there_is_is_quarantined(tmp_path):
+    """P07: nor does it delete any of it, and what it saves next is a checkpoint like others."""
+    save_at(LocalStore(tmp_path), 7)
+    die(LocalStore(tmp_path), SEVEN)
+    live = attach(torch.nn.Linear(1, 1))
+    with CheckpointManager(tmp_path, keep_last=1) as manager:
+        with pytest.raises(ResumeRefused, match="CheckpointQuarantined"):
+            manager.restore(live)
+        assert not manager.should_load(live)
+        manager.save(TrainState(trainer=Progress(step=9)))
+        manager.save(TrainState(trainer=Progress(step=10)))
+        assert LocalStore(tmp_path).list() == sorted([QUARANTINE_FILE, "run.json", SEVEN, directory_of(10)])
+
+
+def test_a_retention_does_not_count_a_quarantined_one(tmp_path):
+    """P07, E01: with it counted, keeping the last two would delete the only other one that loads."""
+    for step in (7, 8):
+        save(weights(step), tmp_path)
+    flip(tmp_path / EIGHT)
+    with CheckpointManager(tmp_path, keep_last=2) as manager:
+        with pytest.warns(CheckpointPassedOver):
+            manager.load(weights(0))
+        manager.save(weights(9))
+    assert {SEVEN, EIGHT, directory_of(9)} <= {each.name for each in tmp_path.iterdir()}
+
+
+def test_ranks_agree_on_what_is_quarantined():
+    """P07, V05: rank 0 keeps the record, and one rank's wrong bytes are enough for all."""
+    store = MemoryStore()
+    save_at(store, 7, 8)
+    die(store, EIGHT)
+
+    def loaded(world):
+        with CheckpointManager(store, collectives=world) as manager:
+            return manager.load(TrainState(trainer=Progress())).trainer.step
+
+    with warnings.catch_warnings():  # of both threads
+        warnings.simplefilter("ignore")
+        assert run_threads(2, loaded) == [7, 7]
+    assert usable(store) == [SEVEN]
+
+
+# --- crashes and faults ----------------------------------------------------------------------------------------------
+
+
+def test_after_any_crash_the_record_is_whole_and_counts_each_attempt_that_was_acknowledged():
+    """P07: a begin that returned is counted until its end; one that did not may be; nothing torn is ever seen."""
+    store = MemoryStore()
+    save_at(store, 7, 8)
+    least, most = [], []  # before and after each effect: what may be counted for step 8
+    counts = [0, 1, 2, 1, 2, 0, 1, 1]
+    actions = [
+        lambda: begin_attempt(store, EIGHT),
+        lambda: begin_attempt(store, EIGHT),
+        lambda: end_attempt(store, EIGHT, Outcome("interrupted")),
+        lambda: begin_attempt(store, EIGHT),
+        lambda: end_attempt(store, EIGHT),
+        lambda: begin_attempt(store, EIGHT),
+        lambda: end_attempt(store, EIGHT, DAMAGED),
+    ]
+    first = len(store.effects)
+    marks = [first]
+    for action in actions:
+        action()
+        marks.append(len(store.effects))
+    assert len(set(marks)) == len(marks), "each of them has an effect"
+    for length in range(first, len(store.effects) + 1):
+        done = sum(mark <= length for mark in marks) - 1
+        allowed = {counts[done], counts[min(done + 1, len(actions))]}
+        for how in ({}, {"keep_unsynced": True}, {"keep_unsynced": True, "torn_write": True}):
+            survivor = store.after_crash(length, **how)
+            quarantined(survivor)  # warns of nothing
+            known = QUARANTINE_FILE in survivor.list() and quarantine_from_json(survivor.read(QUARANTINE_FILE)).records
+            found = known[0].attempts if known else 0
+            if length in marks:
+                assert found == counts[marks.index(length)], (length, how)
+            assert found in allowed, (length, how)
+            least.append(found)
+            most.append(found)
+    assert (min(least), max(most)) == (0, 2)
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_whatever_crashes_and_fails_the_record_never_stops_a_load_and_never_quarantines_the_innocent(data):
+    """P07: across restarts at any effect, with any error of the disk: at most as many are counted as were begun."""
+    store = MemoryStore()
+    save_at(store, 7, 8)
+    begun = {SEVEN: 0, EIGHT: 0}
+    for _ in range(data.draw(st.integers(1, 5))):
+        kind = data.draw(st.sampled_from(["none", "crash", "error", "read only"]))
+        at = data.draw(st.integers(0, 9))
+        faults = {"none": None, "crash": CrashAt(at), "read only": read_only}
+        lasting = data.draw(st.booleans())
+        machine = MemoryStore(fault=faults[kind] if kind in faults else ErrorAt(at, errno.ENOSPC, lasting=lasting))
+        machine._disk = store._disk
+        name = data.draw(st.sampled_from([SEVEN, EIGHT]))
+        died = False
+        try:
+            begun[name] += 1
+            begin_attempt(machine, name)
+            died = data.draw(st.booleans())
+            if not died:
+                end_attempt(machine, name)
+        except SimulatedCrash:
+            machine._disk.crash(keep_unsynced=data.draw(st.booleans()), torn_write=False)
+        store = MemoryStore()
+        store._disk = machine._disk
+        known = QUARANTINE_FILE in store.list() and quarantine_from_json(store.read(QUARANTINE_FILE)).records
+        for record in known or ():
+            assert 1 <= record.attempts <= begun[record.checkpoint]
+        assert all(begun[each] >= LIMIT for each in quarantined(store))
+        if kind == "none":
+            counted = {record.checkpoint: record.attempts for record in known or ()}
+            assert bool(counted.get(name)) == died
+
+
+def test_a_disk_that_cannot_be_written_is_said_and_nothing_is_raised(caplog):
+    """P07: a run on a full disk still loads."""
+    store = MemoryStore()
+    save_at(store, 7)
+    store._fault = read_only
+    with attempting(store, SEVEN):
+        pass
+    assert "an attempt to load is not recorded" in caplog.text
+    assert QUARANTINE_FILE not in store.list()
+
+
+# --- a record that is bad itself -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"\xff" * 100, quarantine_to_json(SOME)[:-5], sealed(document(format="other"))]
+)
+def test_a_record_that_cannot_be_read_stops_nothing_and_is_kept_aside(store, data, caplog):
+    """P07: it is said, the run loads, and the bytes are there for whoever wants to look."""
+    store.commit(QUARANTINE_FILE, data)
+    with pytest.warns(QuarantineIgnored, match="is not used"):
+        assert usable(store) == [EIGHT, SEVEN]
+    assert store.read(QUARANTINE_FILE) == data  # reading changes nothing
+    die(store, EIGHT)
+    (aside,) = [name for name in store.list() if name.startswith("quarantine-damaged-")]
+    assert store.read(aside) == data
+    assert f"what it held is in {aside}" in caplog.text
+    assert usable(store) == [SEVEN]
+    assert read_inventory(store).problem is None
+
+
+def test_a_record_of_a_newer_version_is_left_alone(store, caplog):
+    data = sealed(document(version=2))
+    store.commit(QUARANTINE_FILE, data)
+    with pytest.warns(QuarantineIgnored, match="upgrade trainfold"):
+        assert usable(store) == [EIGHT, SEVEN]
+    die(store, EIGHT, times=1)
+    assert store.read(QUARANTINE_FILE) == data
+    assert "not recorded" in caplog.text
+
+
+def test_a_record_that_is_a_link_a_folder_or_absurd_stops_nothing(tmp_path, caplog):
+    """U05: it is neither followed nor read whole nor replaced."""
+    outside = tmp_path / "outside"
+    outside.write_bytes(quarantine_to_json(SOME))
+    for index, make in enumerate(
+        [
+            lambda path: path.symlink_to(outside),
+            lambda path: path.write_bytes(b" " * (QUARANTINE_LIMIT_BYTES + 1)),
+        ]
+    ):
+        store = LocalStore(tmp_path / f"run{index}")
+        save_at(store, 7)
+        make(tmp_path / f"run{index}" / QUARANTINE_FILE)
+        with pytest.warns(QuarantineIgnored):
+            assert usable(store) == [SEVEN]
+        caplog.clear()
+        with attempting(store, SEVEN):
+            pass
+        assert "not recorded" in caplog.text
+    assert outside.read_bytes() == quarantine_to_json(SOME)
+    folder = LocalStore(tmp_path / "folder")
+    save_at(folder, 7)
+    (tmp_path / "folder" / QUARANTINE_FILE).mkdir()
+    with attempting(folder, SEVEN):
+        pass
+    assert usable(folder) == [SEVEN]
+
+
+def test_a_record_that_another_wrote_in_the_meantime_is_not_overwritten():
+    """Both attempts count."""
+
+    @attrs.frozen
+    class Racing:
+        """A store in which another process is always a little faster, `left` times."""
+
+        store: MemoryStore
+        left: list
+
+        def __getattr__(self, name):
+            return getattr(self.store, name)
+
+        def commit(self, name, data, *, replaces=None):
+            if self.left:
+                self.left.pop()
+                begin_attempt(self.store, SEVEN)
+            self.store.commit(name, data, replaces=replaces)
+
+    for times in (1, 2):
+        store = MemoryStore()
+        save_at(store, 7, 8)
+        die(store, SEVEN, times=1)
+        begin_attempt(Racing(store, [0] * times), EIGHT)
+        counted = {
+            record.checkpoint: record.attempts for record in quarantine_from_json(store.read(QUARANTINE_FILE)).records
+        }
+        assert counted == {SEVEN: 1 + times, EIGHT: 1}
+    assert not isinstance(Tried(SEVEN, "d"), CheckpointError)
