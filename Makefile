@@ -6,7 +6,7 @@ DEV := .venv/dev.stamp
 PYTEST := $(BIN)/python -m pytest -q
 export PYTHONDONTWRITEBYTECODE = 1
 
-.PHONY: help demo test check format docs bench laws soak oracle constraints clean
+.PHONY: help demo test check format docs bench laws soak crash oracle constraints clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -41,6 +41,9 @@ laws: $(DEV)  ## the laws with many more examples (minutes)
 
 soak: $(DEV)  ## the laws for hours, with new examples each time
 	HYPOTHESIS_PROFILE=soak $(PYTEST) -n 2 --dist loadfile --timeout 0 tests
+
+crash: $(DEV)  ## every disk that a crash may leave of a save, 200 power cuts, every call failing (root for some; minutes)
+	HYPOTHESIS_PROFILE=soak $(PYTEST) -n 2 --dist load --timeout 0 -rP tests/crash
 
 oracle: $(DEV)  ## a million random evaluations and 1e5 of Hypothesis against fractions (an hour)
 	TRAINFOLD_RANDOM_CASES=1000000 TRAINFOLD_EXAMPLES=100000 $(PYTEST) -n 2 tests/test_evaluation_oracle.py

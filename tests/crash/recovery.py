@@ -22,6 +22,7 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.protocols import Store
 from trainfold.core.best import make_best_record
 from trainfold.core.errors import ResumeRefused, TrainfoldError
+from trainfold.core.quarantine_json import QUARANTINE_FILE, quarantine_from_json
 from trainfold.core.save_plan import directory_of
 
 _FURTHER = 90  # a step beyond all that the scenarios save
@@ -38,6 +39,8 @@ class Promised:
         in_flight: what had begun and not returned.
         best: the score that was written last.
         best_perhaps: a score whose writer was killed: it may be there or not.
+        attempts: how many attempts to load were recorded last.
+        attempts_perhaps: another number, whose writer was killed.
         saved: every digest that a checkpoint of that name may have.
         perhaps: digests of the states whose save failed since: each may be there or not.
     """
@@ -47,6 +50,8 @@ class Promised:
     in_flight: Doing | None = None
     best: float | None = None
     best_perhaps: float | None = None
+    attempts: int = 0
+    attempts_perhaps: int | None = None
     saved: tuple[tuple[str, str], ...] = ()
     perhaps: tuple[str, ...] = ()
 
@@ -54,6 +59,9 @@ class Promised:
         """What is promised after one more mark."""
         what: Doing = mark.value
         name = directory_of(what.step)
+        if what.attempts is not None:
+            ended = attrs.evolve(self, in_flight=None, attempts=what.attempts)
+            return ended if mark.what == "ack" else attrs.evolve(self, in_flight=what)
         if mark.what == "begin" and what.best is not None:
             return attrs.evolve(self, in_flight=what)
         if what.best is not None:
@@ -83,12 +91,14 @@ class Found:
         newest: the digest of what `trainfold.load` gives; None where it says that there is nothing.
         whole: checkpoint -> the digest of its state, of all that have a manifest.
         best: the score that the run goes on with.
+        attempts: how many attempts to load are recorded.
         wrong: what should not be, whatever was promised.
     """
 
     newest: str | None
     whole: tuple[tuple[str, str], ...]
     best: float | None
+    attempts: int = 0
     wrong: tuple[str, ...] = ()
 
 
@@ -120,7 +130,7 @@ def look(store: Store) -> Found:
                 wrong.append(f"{entry.name} has a manifest and is not whole: {error}")
         best = _best_of(store, wrong)
     wrong += [f"warned: {each.message}" for each in told if "a save that did not finish" not in str(each.message)]
-    return Found(newest, tuple(whole), best, tuple(wrong))
+    return Found(newest, tuple(whole), best, _attempts_of(store, wrong), tuple(wrong))
 
 
 def _best_of(store: Store, wrong: list[str]) -> float | None:
@@ -132,11 +142,21 @@ def _best_of(store: Store, wrong: list[str]) -> float | None:
     return None if record.score is None else float(record.score)
 
 
+def _attempts_of(store: Store, wrong: list[str]) -> int:
+    if store.size(QUARANTINE_FILE) is None:
+        return 0
+    try:
+        return sum(record.attempts for record in quarantine_from_json(store.read(QUARANTINE_FILE), "").records)
+    except TrainfoldError as error:
+        wrong.append(f"attempts: {error}")
+        return 0
+
+
 def broken(found: Found, promised: Promised) -> list[str]:
     """The promises that what was found does not keep."""
     wrong = list(found.wrong)
     now = promised.in_flight
-    saving = now.digest if now is not None and now.best is None else None
+    saving = now.digest or None if now is not None else None
     if found.newest not in {promised.newest, saving, *promised.perhaps} or (
         found.newest is None and promised.newest is not None
     ):
@@ -150,6 +170,9 @@ def broken(found: Found, promised: Promised) -> list[str]:
         found.best is None and promised.best is not None
     ):
         wrong.append(f"the best is {found.best}, but {promised.best} was acknowledged")
+    recording = None if now is None else now.attempts
+    if found.attempts not in {promised.attempts, promised.attempts_perhaps, recording}:
+        wrong.append(f"{found.attempts} attempts are recorded, but {promised.attempts} was acknowledged")
     return wrong
 
 
@@ -246,7 +269,7 @@ def crash_again(state: CrashState, promised: Promised, examiner: Examiner, budge
     """Go on from a state and crash meanwhile: how many states that leaves, and what is wrong with the first bad one."""
     found = examiner.found(state)
     # what is on the disk at the boot is durable
-    known = Promised(newest=found.newest, standing=found.whole, best=found.best, saved=promised.saved)
+    known = Promised(found.newest, found.whole, best=found.best, attempts=found.attempts, saved=promised.saved)
     now = promised.in_flight
     step = now.step if now is not None and now.digest else _FURTHER
     return _go_on_and_crash(Disk.of(state.files), step, known, examiner, budget)
@@ -262,6 +285,7 @@ def kill_then_crash(disk: Disk, promised: Promised, examiner: Examiner, budget: 
         in_flight=None,
         perhaps=(*promised.perhaps, *perhaps),
         best_perhaps=None if now is None else now.best,
+        attempts_perhaps=None if now is None else now.attempts,
     )
     return _go_on_and_crash(disk, step, known, examiner, budget)
 

@@ -23,6 +23,7 @@ from trainfold.backends import direct_io
 from trainfold.backends.best_file import save_best
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.local import LocalStore
+from trainfold.backends.quarantine_file import begin_attempt, end_attempt
 from trainfold.core import tree
 from trainfold.core.best import make_best_record, updated
 from trainfold.core.components import components_of
@@ -42,12 +43,14 @@ class Doing:
         digest: of the state that is saved.
         gone: checkpoints that may be deleted meanwhile, and are afterwards.
         best: the score that is written, if it is one.
+        attempts: how many attempts to load are recorded, if one is being recorded.
     """
 
     step: int
     digest: str = ""
     gone: tuple[str, ...] = ()
     best: float | None = None
+    attempts: int | None = None
 
 
 def state_at(step: int, variant: int = 0) -> TrainState:
@@ -155,6 +158,31 @@ def pointers(scene: Scene) -> None:
     scene.best(2, 2.0)
 
 
+def background(scene: Scene) -> None:
+    """A manager writes in a thread, and keeps two; what is acknowledged is what it says has ended."""
+    with trainfold.CheckpointManager(scene.run, keep_last=2, mode="async") as manager:
+        for step in range(1, 5):
+            state = state_at(step)
+            gone = (directory_of(step - 2),) if step > 2 else ()
+            with scene.doing(Doing(step, digest_of_state(state), gone)):
+                manager.save(state)
+                manager.drain()
+
+
+def quarantine(scene: Scene) -> None:
+    """Attempts to load are recorded before, taken back after, and recorded again until there are too many."""
+    scene.save(1)
+    store = LocalStore(scene.run)
+    for attempts in (1, 2):
+        with scene.doing(Doing(1, attempts=attempts)):
+            begin_attempt(store, directory_of(1))
+    with scene.doing(Doing(1, attempts=0)):
+        end_attempt(store, directory_of(1))
+    with scene.doing(Doing(1, attempts=1)):
+        begin_attempt(store, directory_of(1))
+    scene.save(2)
+
+
 def long_life(scene: Scene) -> None:
     """All of it under one manager that keeps one: a best that stays, a rewind, a step twice."""
     store = LocalStore(scene.run)
@@ -190,7 +218,19 @@ def direct(scene: Scene) -> None:
 
 SCENARIOS: Final[dict[str, Callable[[Scene], None]]] = {
     each.__name__: each
-    for each in (first_save, second_save, save_again, rewind, prune, pointers, long_life, two_ranks, direct)
+    for each in (
+        first_save,
+        second_save,
+        save_again,
+        rewind,
+        prune,
+        pointers,
+        background,
+        quarantine,
+        long_life,
+        two_ranks,
+        direct,
+    )
 }
 
 

@@ -19,6 +19,8 @@ FEWEST = {
     "rewind": (300, 50_000),
     "prune": (300, 50_000),
     "pointers": (300, 9_000),
+    "background": (300, 18_000),
+    "quarantine": (300, 9_000),
     "long_life": (300, 80_000),
     "two_ranks": (300, 40_000),
     "direct": (300, 18_000),

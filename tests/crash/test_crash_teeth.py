@@ -118,6 +118,15 @@ def test_an_acknowledgement_that_comes_too_early_is_caught(effects):
     assert any("acknowledged" in wrong for wrong in is_caught(early))
 
 
+def test_a_lock_that_leaves_staged_files_behind_is_caught(effects, monkeypatch):
+    """Somebody would have to clean up by hand."""
+    done = effects("first_save")
+    promised, examiner = promises(done), Examiner(go_on_share=1)
+    monkeypatch.setattr("trainfold.backends.local.collect", lambda _: [])
+    wrong = (examiner.wrong(state, promised[state.done]) for state in crash_states(done, Budget(4, 1)))
+    assert any("left after the lock was taken" in each for found in wrong for each in found)
+
+
 @pytest.mark.parametrize(
     ("name", "verdicts"),
     [
