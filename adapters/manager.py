@@ -391,6 +391,27 @@ class CheckpointManager:
             return Restored(self._store.url, live.progress.step, is_fresh=True)
         return self._restored(live)
 
+    def load_best(self, run: Live | TrainState) -> TrainState | Restored:
+        """Load the weights of the best checkpoint, and nothing else: optimizer, counters and position stay (E15).
+
+        Args:
+            run: what to load into, at the end of a run, say.
+
+        Returns:
+            A new state; or, for a live run, which is written in place, the step that the weights are of.
+
+        Raises:
+            InvalidState: if `save_best` has recorded none.
+            ResumeRefused: if the best checkpoint does not fit.
+        """
+        self._check_open()
+        _check_run(run, Live | TrainState)
+        if self._saver.is_under_way:
+            self._end()
+        state, step = self._resumer.load_best(run)
+        self._announcer.tell("restored", step=step, detail="the weights of the best, and nothing else")
+        return Restored(self._store.url, step, is_fresh=False) if isinstance(run, Live) else state
+
     def __enter__(self) -> "CheckpointManager":
         return self
 

@@ -29,11 +29,11 @@ class SaveOutcome:
 @final
 @attrs.frozen
 class Restored:
-    """What `CheckpointManager.restore` did.
+    """What `CheckpointManager.restore`, `load` or `load_best` did to a live run.
 
     Attributes:
         run: where the run is.
-        step: the step that the run goes on from; 0 for a fresh start.
+        step: the step that the run goes on from, 0 for a fresh start; or that the weights are of, where only those were loaded.
         is_fresh: whether there was nothing to resume.
     """
 

@@ -7,10 +7,14 @@ import attrs
 
 from trainfold.adapters.live import Live
 from trainfold.adapters.manager_like import LoadDecision, load_decision
+from trainfold.backends.best_reader import best_checkpoint
 from trainfold.backends.protocols import Store
 from trainfold.backends.run_load import Quarantine, load_run, plan_run
+from trainfold.backends.together import on_rank_zero
 from trainfold.core.components import validate_components
+from trainfold.core.errors import InvalidState
 from trainfold.core.request import make_request
+from trainfold.core.save_plan import step_of
 from trainfold.core.state import TrainState
 from trainfold.core.world import Collectives
 
@@ -56,6 +60,26 @@ class Resumer:
         if isinstance(run, Live):
             run.restore(state, components=names)
         return state
+
+    def load_best(self, run: Live | TrainState) -> tuple[TrainState, int]:
+        """Load the model of the checkpoint that ``best.json`` names, and nothing else; the state, and the best's step.
+
+        Raises:
+            InvalidState: if the run has no best.
+        """
+        name = on_rank_zero(self.collectives, lambda: best_checkpoint(self.store))
+        if name is None:
+            raise InvalidState(
+                f"{self.store.url}/best.json", expected="a best", found="none", mend="save_best comes first"
+            )
+        _, like = self._like(run)
+        step = step_of(name)
+        assert step is not None  # the name was made of it
+        request = make_request(step=step, components=["model"], policy=self.policy)
+        state = load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives)
+        if isinstance(run, Live):
+            run.restore(state, components=["model"])
+        return state, step
 
     def _like(self, run: Live | TrainState) -> tuple[tuple[str, ...] | None, TrainState]:
         """The components to load, and the state to load them for."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import cast, final, overload
+from typing import final
 
 import attrs
 
@@ -144,30 +144,9 @@ class RetentionPlan:
         return "\n".join(f"{name:<{width}}  {what:<5}  {why}" for name, what, why in rows)
 
 
-@overload
 def plan_retention(
     checkpoints: Iterable[Saved], *, policy: Retention, written: Saved, protected: Collection[str] = ()
-) -> RetentionPlan: ...
-
-
-@overload
-def plan_retention(
-    checkpoints: Iterable[tuple[str, int]],
-    *,
-    keep_last: int | None,
-    written: tuple[str, int],
-    protected: Collection[str] = (),
-) -> tuple[str, ...]: ...
-
-
-def plan_retention(
-    checkpoints: Iterable[Saved] | Iterable[tuple[str, int]],
-    *,
-    written: Saved | tuple[str, int],
-    policy: Retention | None = None,
-    keep_last: int | None = None,
-    protected: Collection[str] = (),
-) -> RetentionPlan | tuple[str, ...]:
+) -> RetentionPlan:
     """Say which checkpoints stay and which may go after one was committed.
 
     Laws: each checkpoint is either kept or deleted. The one just written stays, and so do the protected ones (E02), beside
@@ -181,13 +160,12 @@ def plan_retention(
         policy: what to keep, such as ``keep_last(3) | keep_every(10_000)``.
         written: the checkpoint that was committed just now; it is as this says, whatever ``checkpoints`` says of it.
         protected: names that a pointer, a hold or a best holds on to; a mapping gives each its reason.
-        keep_last: the older form: how many to keep, with (name, step) for each checkpoint; it returns the deleted names.
 
     Returns:
         The plan.
 
     Raises:
-        InvalidArgument: if ``keep_last`` is negative; if ``protected`` is one text instead of names.
+        InvalidArgument: if ``protected`` is one text instead of names.
 
     Examples:
         >>> saved = [Saved(f"step-{step:02}", step) for step in (5, 10, 15, 20)]
@@ -201,11 +179,7 @@ def plan_retention(
     """
     if isinstance(protected, str):
         raise InvalidArgument("protected", expected="names", found=shown(protected), mend="put the name into a set")
-    if policy is not None:
-        return _planned(cast("Iterable[Saved]", checkpoints), policy, cast("Saved", written), protected)
-    older = [Saved(name, step) for name, step in cast("Iterable[tuple[str, int]]", checkpoints)]
-    last = Last(keep_last) if check_keep_last(keep_last) and keep_last else All()
-    return _planned(older, Retention((last,)), Saved(*cast("tuple[str, int]", written)), protected).deleted
+    return _planned(checkpoints, policy, written, protected)
 
 
 def check_keep_last(keep_last: int | None, where: str = "keep_last") -> int | None:

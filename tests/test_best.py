@@ -27,7 +27,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.evaluation import Evaluation
 from trainfold.core.manifest import END, TAIL
-from trainfold.core.retention import plan_retention
+from trainfold.core.retention import Saved, keep_last, plan_retention
 from trainfold.core.save_plan import directory_of
 from trainfold.core.suite import Tally
 
@@ -323,12 +323,13 @@ def test_what_no_plan_keeps_cannot_have_been_kept(kept):
 
 def test_the_budget_of_the_newest_and_that_of_the_best_do_not_eat_each_other():
     """What is best stays beside the last k, and a best among the last k costs no place."""
-    saved = [(directory_of(step), step) for step in (10, 20, 30, 40)]
+    saved = [Saved(directory_of(step), step) for step in (10, 20, 30, 40)]
     best = keep([BestEntry(0.1, 10), BestEntry(0.9, 20), BestEntry(0.2, 30), BestEntry(0.8, 40)], n=2, direction="min")
     protected = [directory_of(entry.step) for entry in best]
-    gone = plan_retention(saved, keep_last=2, written=saved[-1], protected=protected)
-    assert gone == ()  # 10 and 30 as the best, 40 and 20 as the last two of the others
-    assert plan_retention(saved, keep_last=1, written=saved[-1], protected=protected) == (directory_of(20),)
+    gone = plan_retention(saved, policy=keep_last(2), written=saved[-1], protected=protected)
+    assert gone.deleted == ()  # 10 and 30 as the best, 40 and 20 as the last two of the others
+    one = plan_retention(saved, policy=keep_last(1), written=saved[-1], protected=protected)
+    assert one.deleted == (directory_of(20),)
 
 
 # --- rewinds ---------------------------------------------------------------------------------------------------------

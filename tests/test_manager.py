@@ -35,7 +35,8 @@ from trainfold.core.errors import (
 )
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.resume_plan import ResumePlan
-from trainfold.core.retention import plan_retention
+from trainfold.core.retention import Saved, plan_retention
+from trainfold.core.retention import keep_last as keep_the_last
 from trainfold.core.save_due import should_save
 from trainfold.core.state import Progress, TrainState
 
@@ -590,7 +591,8 @@ def test_retention_keeps_its_budget_and_never_takes_the_newest_or_a_protected_on
     written = data.draw(st.sampled_from(saved))
     protected = set(data.draw(st.lists(st.sampled_from(saved)))) - {written}
     names = {name for name, _ in protected}
-    gone = plan_retention(saved, keep_last=keep_last, written=written, protected=names)
+    found = [Saved(name, step) for name, step in saved]
+    gone = plan_retention(found, policy=keep_the_last(keep_last), written=Saved(*written), protected=names).deleted
     assert written[0] not in gone
     assert not set(gone) & names
     steps = dict(saved)
@@ -603,8 +605,8 @@ def test_retention_keeps_its_budget_and_never_takes_the_newest_or_a_protected_on
 @pytest.mark.parametrize("keep_last", [0, None])
 def test_zero_and_none_keep_everything(keep_last):
     """E01: the [:-0] trap."""
-    saved = [("a", 1), ("b", 2)]
-    assert plan_retention(saved, keep_last=keep_last, written=("b", 2)) == ()
+    saved = [Saved("a", 1), Saved("b", 2)]
+    assert plan_retention(saved, policy=keep_the_last(keep_last), written=saved[-1]).deleted == ()
     store = MemoryStore()
     with CheckpointManager(store, every=1, keep_last=keep_last) as manager:
         Job(0).run(manager, 4)

@@ -10,11 +10,13 @@ from torch import nn
 import trainfold
 from trainfold.adapters.live import attach
 from trainfold.adapters.manager import CheckpointManager
+from trainfold.backends.best_file import save_best
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.run_load import CheckpointPassedOver
-from trainfold.core.errors import CheckpointDamaged, InvalidArgument, ResumeRefused
+from trainfold.core.best import decide_best, make_best_record
+from trainfold.core.errors import CheckpointDamaged, InvalidArgument, InvalidState, ResumeRefused
 from trainfold.core.resume_plan import Refusal
 from trainfold.core.state import Progress, TrainState
 
@@ -72,6 +74,32 @@ def test_a_live_run_is_written_in_place(tmp_path):
         assert (restored.step, restored.is_fresh) == (1, False)
         assert not (model.weight == 7.0).any()
         assert manager.step(live, is_last=True) is None, "what was resumed from is saved already (M49)"
+
+
+def test_the_best_weights_come_back_and_nothing_else(tmp_path):
+    """E15: optimizer, counters, random state stay as they are at the end of the run; it says which step the weights are of."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    live, store, best = attach(model, optimizer), LocalStore(tmp_path / "run"), {}
+    record = make_best_record(metric="loss", direction="min")
+    with CheckpointManager(store, every=1) as manager:
+        with pytest.raises(InvalidState, match="save_best"):
+            manager.load_best(live)
+        for score in (3.0, 1.0, 2.0):
+            model(torch.randn(4, 2)).sum().backward()
+            optimizer.step()
+            live.advance(samples=4)
+            manager.step(live)
+            record, won = decide_best(record, {"loss": score}, step=live.progress.step)
+            if won:
+                record = save_best(store, record)
+                best = {name: value.clone() for name, value in model.state_dict().items()}
+        before = trainfold.fingerprint(live.capture())
+        assert manager.load_best(live).step == 2
+        after = trainfold.fingerprint(live.capture())
+    assert all(torch.equal(best[name], value) for name, value in model.state_dict().items())
+    assert {name for name in before if before[name] != after[name]} == {"model"}
 
 
 def test_what_is_damaged_is_passed_over_loudly_and_stays_in_quarantine(run):
