@@ -1,0 +1,154 @@
+"""Real kills: a training program ends by SIGKILL at any moment, is started again until it is done, and nothing is lost."""
+
+import warnings
+from pathlib import Path
+from random import Random
+
+import attrs
+import pytest
+
+from crash.effort import IS_SOAK
+from crash.kills import STEPS, WANTED, Job, Kill, Life, Lives, best_of_all, digest, litter
+from trainfold.backends.best_file import load_best
+from trainfold.backends.inventory import read_inventory
+from trainfold.backends.local import LocalStore
+from trainfold.backends.runs import load
+from trainfold.core.inventory import lineage
+from trainfold.core.save_plan import MANIFEST
+
+KILLS = 250 if IS_SOAK else 15  # of each mode
+SEED = 0
+
+
+@pytest.fixture(scope="module")
+def lives():
+    """The server of lives."""
+    server = Lives()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def reference(lives, tmp_path_factory):
+    """The states of a run that nobody killed: step -> digest."""
+    code, lines = lives.live(Life(str(tmp_path_factory.mktemp("whole") / "run"), "sync", tells_states=True))
+    assert code == 0, lines
+    words = [line.split(" ", 2) for line in lines]
+    states = {int(step): told for word, step, told in (one for one in words if one[0] == "state")}
+    assert len(states) == STEPS + 1
+    return states
+
+
+@pytest.fixture(scope="module")
+def template():
+    """What to load for."""
+    return Job().live.capture()
+
+
+@attrs.define
+class Told:
+    """What the program has said: what is promised, and what may be there beside it.
+
+    Attributes:
+        newest: the step that was said last to be committed.
+        perhaps: the steps at which a save may have begun since.
+        best: the step that was said last to be the best.
+        best_perhaps: those that were about to be named since.
+        is_rewound: whether the run began from an older step since.
+    """
+
+    newest: int | None = None
+    perhaps: set[int] = attrs.field(factory=set)
+    best: int | None = None
+    best_perhaps: set[int] = attrs.field(factory=set)
+    is_rewound: bool = False
+
+    def hear(self, lines):
+        for line in lines:
+            word, *rest = line.split()
+            if word == "at":
+                self.perhaps.add(int(rest[0]))
+            elif word == "committed":
+                self.newest = int(rest[0])
+                self.perhaps = {step for step in self.perhaps if step > self.newest}
+            elif word == "best?":
+                self.best_perhaps.add(int(rest[0]))
+            elif word == "best":
+                self.best, self.best_perhaps, self.is_rewound = int(rest[0]), set(), False
+            elif word == "began":
+                self.is_rewound |= int(rest[0]) < (self.newest or 0)
+            assert word != "litter" or rest == ["0"], "a new manager left what a dead one was writing"
+            assert word not in {"failed", "refused", "error"}, lines
+
+
+def check(run, told, reference, template):
+    """What a program would find now is what was promised, or newer, and whole."""
+    store = LocalStore(run)
+    found = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is passed over but what a kill came into
+        warnings.filterwarnings("ignore", "CheckpointTorn: .*: a save that did not finish")
+        if told.newest is not None or (run / "latest").is_symlink():
+            state = load(store, like=template)
+            found = state.trainer.step
+            assert digest(state) == reference[found]
+        assert found in {told.newest, *told.perhaps}
+        for entry in lineage(read_inventory(store)):
+            state = load(store, like=template, step=entry.head.step)
+            assert digest(state) == reference[entry.head.step]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a rewind may have left it behind
+        best = load_best(store, WANTED)
+    assert best.step in {told.best, *told.best_perhaps} or (best.step is None and told.is_rewound)
+    if best.step is not None:
+        assert digest(load(store, like=template, step=best.step)) == reference[best.step]
+    # a save that the kill came into
+    torn = [path for path in run.glob("step-*") if not (path / MANIFEST).exists()]
+    return bool(torn or any(litter(str(run))))
+
+
+def plan(random, mode, *, began):
+    """How a life begins, and when it ends."""
+    begins = random.choice(["on", "on", "again", "rewind"])
+    if mode == "sync":
+        kinds = [Kill("at", random.randrange(2, 14), is_watched=True, delay_secs=random.uniform(0.0, 0.01))] * 2
+    else:
+        kinds = [Kill("saved", random.randrange(1, 5), is_watched=True, delay_secs=random.uniform(0.0, 0.01))] * 2
+    kinds += [Kill("began", delay_secs=random.uniform(0.0, 0.1)), Kill("best?", delay_secs=random.uniform(0.0, 0.005))]
+    if began:  # a checkpoint in whose loading three processes died would be set aside (P07)
+        kinds.append(Kill("litter", delay_secs=random.uniform(0.0, 0.02)))
+    return begins, random.choice(kinds)
+
+
+@pytest.mark.timeout(0 if IS_SOAK else 120)
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_killed_again_and_again_a_run_ends_with_the_bits_of_one_that_was_not(
+    mode, lives, reference, template, tmp_path, record_property
+):
+    """C02, P07: whenever SIGKILL comes, what was said to be committed is found, whole, and needs no help to be found.
+
+    The program is killed in loading, in saving (the writer is a thread of it), in retention and in naming the best; it begins
+    by saving its checkpoint again, or by a rewind. At last it is left alone, and another run begins while kills are left.
+    """
+    random, kills, torn, number = Random(f"{SEED} {mode}"), 0, 0, 0
+    while kills < KILLS:
+        run: Path = tmp_path / f"run-{number}"
+        number += 1
+        told, began, code = Told(), True, -9
+        while code != 0:
+            begins, kill = plan(random, mode, began=began) if kills < KILLS else ("on", None)
+            code, lines = lives.live(Life(str(run), mode, begins, kill))
+            told.hear(lines)
+            began = any(line.startswith("began") for line in lines)
+            assert code in {0, -9}, lines
+            if code != 0:
+                kills += 1
+                torn += check(run, told, reference, template)
+        assert lines[-1] == f"done {reference[STEPS]}"
+        check(run, told, reference, template)
+        assert lineage(read_inventory(LocalStore(run)))[0].head.step == STEPS
+        best = load_best(LocalStore(run), WANTED)
+        assert (best.step, best.score) == best_of_all()
+        assert not list(litter(str(run)))
+    record_property("torn", torn)
+    assert torn >= kills // 5, "the kills miss the saves"
