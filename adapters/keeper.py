@@ -51,7 +51,8 @@ class Keeper:
     def _plan(self, result: SaveResult) -> RetentionPlan:
         complete = self._complete()
         written = next((one for one in complete if one.name == result.checkpoint), None)
-        protected = best_checkpoints(self._store)
+        pointed = {target: f"the pointer {name}" for name, target in self._store.pointers().items()}
+        protected = {**pointed, **best_checkpoints(self._store)}
         return plan_retention(
             complete,
             policy=self._policy,

@@ -182,6 +182,15 @@ class LocalStore:
             os.symlink(target, temporary, dir_fd=parent)
             os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
 
+    def pointers(self) -> dict[str, str]:
+        """See `Store.pointers`: links to a sibling."""
+        try:
+            with open_directory(self._root, "") as parent, os.scandir(parent) as entries:
+                links = [entry.name for entry in entries if entry.is_symlink() and _is_hint(parent, entry.name)]
+                return {name: os.readlink(name, dir_fd=parent) for name in sorted(links)}
+        except FileNotFoundError:
+            return {}
+
     # --- the right to write, and room for it ---------------------------------------------------------------------
 
     @contextmanager

@@ -150,6 +150,11 @@ class MemoryStore:
         with suppress(SaveFailed):  # a hint is never worth a failed save
             self._do(Effect("point", name, target.encode()))
 
+    def pointers(self) -> dict[str, str]:
+        """See `Store.pointers`."""
+        with self._mutex:
+            return dict(sorted(self._disk.hints.items()))
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """See `Store.lock`."""

@@ -105,6 +105,9 @@ class Store(Protocol):
     def point(self, name: str, target: str) -> None:
         """Replace the hint ``name`` (such as ``latest``) by one to ``target``; best effort, for people, never authority."""
 
+    def pointers(self) -> dict[str, str]:
+        """The hints that there are, whoever made them: name -> target. What they lead to is kept by retention (E02)."""
+
     def lock(self) -> AbstractContextManager[None]:
         """Hold the right to commit into this run; freed by ``with`` and by the death of the process.
 

@@ -295,7 +295,10 @@ def hints_are_replaced(store: Store) -> None:
     """Pointing again is fine, also at what is not there: a hint is no authority."""
     for target in ("step-1", "step-2", "step-1"):
         store.point("latest", target)
+    store.point("best", "step-2")
     _equal("names", expected=[], found=store.list())
+    found = store.pointers()  # a place that cannot have hints has none
+    _equal("pointers", expected={"best": "step-2", "latest": "step-1"} if found else {}, found=found)
 
 
 STORE_RULES: Final[tuple[Rule, ...]] = (

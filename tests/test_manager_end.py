@@ -193,3 +193,15 @@ def test_the_best_off_the_cadence_is_saved_and_on_it_once(mode):
             if manager.step(TrainState(trainer=Progress(step=step)), is_best=step in {3, 4}) is not None
         ]
     assert saved == [3, 4, 8]
+
+
+def test_what_a_pointer_of_anybodys_leads_to_is_kept(tmp_path):
+    """E02: a link that a person made is a reason too; the pointer `latest` follows, and protects nothing old."""
+    run = tmp_path / "run"
+    with CheckpointManager(run, keep_last=1) as manager:
+        for step in range(1, 6):
+            manager.save(TrainState(trainer=Progress(step=step)))
+            if step == 2:
+                (run / "release").symlink_to("step-00000002")
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-00000002", "step-00000005"]
+    assert (run / "latest").readlink().name == "step-00000005"

@@ -64,6 +64,9 @@ class FrozenStore:
         del name
         return None
 
+    def pointers(self) -> dict[str, str]:
+        return {}
+
     def _data(self, name: str) -> bytes:
         split_name(name)
         data = self.files.get(name)
