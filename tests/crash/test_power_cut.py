@@ -41,8 +41,12 @@ def writer():
 
 def saved_until_cut(disk, writer, how, run, chance):
     """What the writer said, the power being cut a while after one of its saves."""
+    awaited = 2 * chance.randrange(8) + chance.randrange(2)
     writer.start(how, run)
-    said = [writer.next() for _ in range(2 * chance.randrange(8) + chance.randrange(2))]
+    said = []
+    while len(said) < awaited:
+        said.append(writer.next())
+        assert said[-1][0] != "end", f"it ended before the power did: {said[-1]}"
     time.sleep(chance.random() * LATEST_CUT_SECS)
     disk.cut()
     while not said or said[-1][0] != "end":

@@ -167,7 +167,7 @@ def test_whatever_call_fails_that_writes_the_save_says_so_or_did_not_need_it(nam
     assert 0 < raised < runs
 
 
-@pytest.mark.parametrize("name", STEPS if IS_SOAK else ["prune"])
+@pytest.mark.parametrize("name", STEPS if IS_SOAK else ["next"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS] if IS_SOAK else [errno.ENOSPC])
 @pytest.mark.timeout(0 if IS_SOAK else 120)
 def test_a_disk_that_stays_full_or_read_only_harms_nothing_that_is_there(name, code, prepared):
