@@ -1,6 +1,8 @@
 """What an `OSError` means for a save: one place that turns the machine's errors into named ones (C15)."""
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from trainfold.core.errors import CheckpointForeign, CheckpointMissing, CheckpointTorn, NoSpace, NotWritable, SaveFailed
 
@@ -33,6 +35,15 @@ def save_failure(error: OSError, where: str, *, needed: str = "the planned bytes
     else:
         kind, mend = SaveFailed, "look at the device and its log; earlier checkpoints are intact"
     return kind(where, expected=needed, found=error, mend=mend)
+
+
+@contextmanager
+def named_failures(where: str) -> Iterator[None]:
+    """A block in which what the system says is a save that failed, be it in a write or in a look at what is there."""
+    try:
+        yield
+    except OSError as error:
+        raise save_failure(error, where) from error
 
 
 def no_space(where: str, *, needed_bytes: int, free_bytes: int) -> NoSpace:

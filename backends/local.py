@@ -21,6 +21,7 @@ from trainfold.backends.local_files import (
     open_file,
     path_of,
     staged,
+    sync_above,
 )
 from trainfold.backends.names import MANIFEST, directory_of, is_component, split_name
 from trainfold.backends.protocols import Buffer
@@ -60,6 +61,7 @@ class LocalStore:
         self._mutex = threading.Lock()
         self._swapping = threading.Lock()
         self._held: run_lock.HeldLock | None = None
+        self._durable: tuple[int, int] | None = None  # the directory whose own name is known to be
 
     @property
     def url(self) -> str:
@@ -161,8 +163,12 @@ class LocalStore:
             if not name.endswith("/"):
                 directory, last = split_name(name)
                 with open_directory(self._root, directory) as parent:
-                    os.unlink(last, dir_fd=parent)
+                    with suppress(FileNotFoundError):
+                        os.unlink(last, dir_fd=parent)
                     os.fsync(parent)
+                if directory:
+                    with suppress(OSError):  # a directory is there while a name below it is
+                        os.rmdir(path_of(self._root, directory))  # noqa: PTH106
                 return
             directory = directory_of(name)
             with open_directory(self._root, directory) as parent:
@@ -261,6 +267,14 @@ class LocalStore:
     def _sync_root(self) -> None:
         with open_directory(self._root, "") as root:
             os.fsync(root)
+            self._sync_above(os.fstat(root))
+
+    def _sync_above(self, root: os.stat_result) -> None:
+        """Make the name of the run durable, and those above it, once: whoever made them may not have."""
+        if self._durable == (root.st_dev, root.st_ino):
+            return
+        sync_above(self._root)
+        self._durable = (root.st_dev, root.st_ino)
 
     def _link(self, parent: int, temporary: str, last: str) -> None:
         """Give the staged record its name, unless somebody has it."""

@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Final
 
 from trainfold.backends import run_lock
@@ -116,7 +117,7 @@ def not_a_file(where: str) -> CheckpointHostile:
 
 
 def make_directories(root: str, directory: str) -> None:
-    """Make a run's directory and one below it; their entries above the run are durable on return.
+    """Make a run's directory and one below it; `sync_above` makes the entries above the run durable.
 
     Raises:
         CheckpointForeign: when there is a file on the way.
@@ -133,19 +134,29 @@ def make_directories(root: str, directory: str) -> None:
         except (FileExistsError, NotADirectoryError) as error:
             if not os.path.isdir(path):  # noqa: PTH112
                 raise not_a_directory(path) from error
-        sync_directory(os.path.dirname(path))  # noqa: PTH120
     if directory:
         with suppress(FileExistsError):
             os.mkdir(path_of(root, directory))  # noqa: PTH102
 
 
-def sync_directory(path: str) -> None:
-    """Make the entries of a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def sync_above(root: str) -> None:
+    """Make the entries of all directories above a run durable, as far up as its filesystem goes.
+
+    Raises:
+        OSError: when one cannot be synced.
+    """
+    run = Path(root).resolve()
+    device = run.stat().st_dev
+    for above in itertools.takewhile(lambda path: path.stat().st_dev == device, run.parents):
+        try:
+            fd = os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except PermissionError:
+            os.sync()  # a directory that we may pass through and not open
+            return
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class Store(Protocol):
         """
 
     def delete(self, name: str) -> None:
-        """Remove a file, or ``directory/`` with all that is below; what is absent is fine.
+        """Remove a file, or ``directory/`` with all that is below, durably; what is absent is fine, and stays so after a crash.
 
         Of a directory, ``manifest.json`` goes first and durably, so that no crash leaves a committed half.
         """

@@ -4,6 +4,7 @@ import fcntl
 import os
 import socket
 import stat
+from contextlib import suppress
 from typing import Final, final
 
 import attrs
@@ -75,8 +76,9 @@ def acquire(root: str) -> HeldLock:
     except BaseException:
         os.close(fd)
         raise
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{_myself()}\n".encode(), 0)
+    with suppress(OSError):  # a full disk: the lock holds all the same, by a process without a name
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{_myself()}\n".encode(), 0)
     held = HeldLock(root, fd, os.getpid(), (opened.st_dev, opened.st_ino))
     _HELD.add(held)
     return held
@@ -134,8 +136,11 @@ def release(held: HeldLock) -> None:
     """
     if held in _HELD:
         _HELD.discard(held)
-        fcntl.flock(held.fd, fcntl.LOCK_UN)  # for every copy: a child that was forked just now may not have let go yet
-        os.close(held.fd)
+        with suppress(OSError):  # of a device that has gone: what was saved is saved
+            fcntl.flock(
+                held.fd, fcntl.LOCK_UN
+            )  # for every copy: a child that was forked just now may not have let go yet
+            os.close(held.fd)
 
 
 def _drop_in_child() -> None:

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import torch
 
+from trainfold.backends.failures import named_failures
 from trainfold.backends.hold import HeldLeaf
 from trainfold.backends.native_writer import WrittenFile, write_file
 from trainfold.backends.protocols import Collectives, Store
@@ -109,7 +110,8 @@ def run_save(  # noqa: PLR0913 - keywords
 
     def commit() -> None:
         nonlocal data
-        _check_sizes(plan, store)
+        with named_failures(f"{store.url}/{plan.directory}"):
+            _check_sizes(plan, store)
         data = encode_manifest(manifest)
         decode_manifest(data, plan.directory)
         decode_head(data[:HEAD_LIMIT_BYTES], plan.directory)
@@ -128,10 +130,19 @@ def run_save(  # noqa: PLR0913 - keywords
 
 
 def _clean_up(plan: SavePlan, written: list[str], data: bytes, store: Store) -> None:
-    """Remove what a failed save wrote, unless its manifest is visible all the same: then it is a whole checkpoint."""
-    with suppress(TrainfoldError, OSError):
-        if data and store.read(f"{plan.directory}/{MANIFEST}") == data:
-            return
+    """Remove what a failed save wrote, unless its manifest is visible all the same: then it is a whole checkpoint.
+
+    A manifest that was taken back has to be gone for good before the files that it names go: else a crash leaves a half.
+    """
+    manifest = f"{plan.directory}/{MANIFEST}"
+    try:
+        if data:
+            if store.size(manifest) is None:
+                store.delete(manifest)  # of what is absent it makes the absence durable
+            elif store.read(manifest) == data:
+                return
+    except (TrainfoldError, OSError):
+        return
     for name in written:
         with suppress(TrainfoldError, OSError):
             store.delete(f"{plan.directory}/{name}")

@@ -8,6 +8,7 @@ from typing import Any, final
 import attrs
 import torch
 
+from trainfold.backends.failures import named_failures
 from trainfold.backends.hold import Hold, LeafName
 from trainfold.backends.inventory import RUN_FILE, check_place, examine, read_inventory, read_run_id, run_document
 from trainfold.backends.protocols import Collectives, Store
@@ -132,10 +133,11 @@ def save_snapshot(
     with ExitStack() as held:
 
         def begin() -> tuple[Head, bytes | None]:
-            check_place(store)  # before the lock, which is a file
-            if lock:
-                held.enter_context(store.lock())
-            return _decide(store, snapshot.step)
+            with named_failures(store.url):
+                check_place(store)  # before the lock, which is a file
+                if lock:
+                    held.enter_context(store.lock())
+                return _decide(store, snapshot.step)
 
         head, old = on_rank_zero(collectives, begin)
         plan = plan_save(ranks, step=snapshot.step, revision=head.revision)

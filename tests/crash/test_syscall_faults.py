@@ -176,28 +176,24 @@ def test_a_disk_that_stays_full_or_read_only_harms_nothing_that_is_there(name, c
     assert 0 < raised <= runs
 
 
-@pytest.mark.xfail(strict=True, reason="the descriptor stays open and locked: this process can never save there again")
 def test_a_lock_whose_holder_cannot_be_written_down_is_let_go(prepared):
     """C15: a disk that is full for a moment, when the holder's name is written into ``.lock``, costs one save and no more."""
     runs, _ = run_faults("next", prepared, "lock")
     assert runs
 
 
-@pytest.mark.xfail(strict=True, reason="the second try finds the directory, and takes it for durable")
 def test_a_run_whose_own_name_could_not_be_made_durable_is_made_so_by_the_next_save(prepared):
     """C02: else that save is acknowledged, and a crash takes away the whole run."""
     runs, _ = run_faults("first", prepared, "above")
     assert runs
 
 
-@pytest.mark.xfail(strict=True, reason="a bare OSError comes out of save")
 def test_a_save_that_cannot_look_at_the_run_says_so_as_any_other_that_failed(prepared):
     """C15: an error in reading what is there is a save that failed, with its file and the next move."""
     runs, _ = run_faults("next", prepared, "looking")
     assert runs
 
 
-@pytest.mark.xfail(strict=True, reason="the files go, each with a sync, while the manifest's going is not synced")
 def test_a_manifest_that_is_taken_back_is_gone_before_the_files_that_it_names(prepared):
     """C01: else a crash leaves a committed half; it is seen to be torn, but where it is the first one, nobody can go on."""
     calls = save_with(None, "first", prepared).calls
