@@ -16,7 +16,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import nn
 
 import trainfold
@@ -26,6 +26,7 @@ from trainfold.adapters.requests import Asked
 from trainfold.backends.best_file import BestIgnored, best_checkpoint, load_best, save_best
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.memory import CrashAt, Effect, ErrorAt, MemoryStore, SimulatedCrash
+from trainfold.backends.quarantine_file import quarantined
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.runs import load
 from trainfold.core import tree
@@ -195,10 +196,11 @@ class Save:
 faults = st.one_of(
     st.none(),
     st.none(),
-    st.tuples(st.sampled_from(["crash", "error", "full"]), st.integers(0, 24)),
+    st.tuples(st.sampled_from(["crash", "crash", "error", "full"]), st.integers(0, 24)),
 )
-requests = st.sampled_from(["save", "stop", "save_and_stop", "abort"])
+requests = st.sampled_from(["save", "save", "stop", "save_and_stop", "abort"])
 salts = st.integers(0, 3)
+rarely = st.sampled_from([False, False, False, True])
 
 
 class ManagerAndDisk(RuleBasedStateMachine):
@@ -235,7 +237,7 @@ class ManagerAndDisk(RuleBasedStateMachine):
     def open(self):
         self.waiting, self.asked, self.source = set(), set(), Asked()
         self.last_saved, self.stops, self.aborted = None, False, False
-        self.save_, self.next, self.events, self.pruned = None, None, [], []
+        self.save_, self.next, self.events, self.pruned = None, None, [], set()
         self.manager = CheckpointManager(
             self.store,
             every=self.every,
@@ -311,7 +313,7 @@ class ManagerAndDisk(RuleBasedStateMachine):
                 self.land(save)
                 (self.committed if event.kind == "committed" else self.failed)(save)
             elif event.kind == "pruned":
-                self.pruned.append(event.checkpoint)
+                self.pruned.add(event.checkpoint)
         self.events.clear()
         if self.save_ is not None and self.store.inner._crash is None:
             self.land(self.save_)
@@ -328,6 +330,7 @@ class ManagerAndDisk(RuleBasedStateMachine):
         self.damaged.discard(step)
         self.quarantined.discard(step)
         self.undead.pop(step, None)
+        self.pruned.discard(directory_of(step))
         self.unsure[step] = save
 
     def committed(self, save):
@@ -349,7 +352,7 @@ class ManagerAndDisk(RuleBasedStateMachine):
     def goes(self, written):
         """What retention deletes, oldest first: the rules, as a person would say them."""
         best = None if self.best is None else self.best[0]
-        free = [step for step in self.path if step not in self.quarantined and step != best]
+        free = [step for step in self.path if step == written or step not in {best, *self.quarantined}]
         kept = {written, best, *self.quarantined}
         if self.keep_last:
             kept |= set(free[-self.keep_last :])
@@ -374,8 +377,8 @@ class ManagerAndDisk(RuleBasedStateMachine):
             self.unsure.pop(step, None)
             self.damaged -= set() if step in there else {step}
             self.quarantined -= set() if step in there else {step}
-        gone = {directory_of(step) for step in self.contents}
-        assert not gone & set(pruned), "what is there was said to be deleted"
+        present = {directory_of(step) for step in self.contents}
+        assert not present & pruned, f"{present & pruned}: what is there was said to be deleted"
         if self.save_ is None:
             self.store.inner._fault, self.is_armed = (None, False) if not self.is_dead else (None, True)
 
@@ -446,32 +449,28 @@ class ManagerAndDisk(RuleBasedStateMachine):
 
     # --- training ------------------------------------------------------------------------------------------------
 
-    @rule(salt=salts)
-    def train(self, salt):
+    @rule(salt=salts, overwrites=st.booleans())
+    def train(self, salt, overwrites):
+        """D02: by a step, before which the manager is told; or by other writes, before which the loop tells it."""
         if self.room == 0:
             self.release_writer()  # else it waits for ever
-        self.loop.train(salt)
+        if overwrites:
+            self.manager.wait_staging()
+            self.loop.overwrite(salt)
+        else:
+            self.loop.train(salt)
 
-    @rule(salt=salts)
-    def overwrite_after_wait_staging(self, salt):
-        if self.room == 0:
-            self.release_writer()
-        self.manager.wait_staging()
-        self.loop.overwrite(salt)
-
-    @rule(request=requests)
     def ask(self, request):
         self.source.ask(request)
         self.waiting.add(request)
 
     # --- the writer's thread -------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.mode == "async" and self.save_ is None)
-    @rule()
     def hold_writer(self):
-        self.store.gate.clear()
+        """The next save will stand before its first write."""
+        if self.mode == "async" and not self.store.is_waiting:
+            self.store.gate.clear()
 
-    @rule()
     def release_writer(self):
         self.store.gate.set()
         while self.store.is_waiting:
@@ -479,13 +478,23 @@ class ManagerAndDisk(RuleBasedStateMachine):
         self.settle()
         self.finished(None)
 
+    @rule(how=st.sampled_from(["poll", "go on", "drain", "close"]))
+    def is_told(self, how):
+        getattr(self, how.replace(" ", "_"))()
+
+    def go_on(self):
+        self.release_writer()
+
     # --- saving --------------------------------------------------------------------------------------------------
 
-    @rule(fault=faults)
-    def save(self, fault):
+    @rule(trains=st.sampled_from([1, 1, 2, 0]), holds=st.booleans(), fault=faults)
+    def save(self, trains, holds, fault):
+        self.come(trains)
         is_skipped = self.store.is_waiting and self.when_busy == "skip"
         if not is_skipped:
             self.release_writer()
+            if holds:
+                self.hold_writer()
         self.prepare(None if is_skipped else fault)
         value = self.call(lambda: self.manager.save(self.loop.run))
         if self.finished(value):
@@ -498,11 +507,36 @@ class ManagerAndDisk(RuleBasedStateMachine):
             self.asked = set()
         self.next = None
 
-    @rule(is_last=st.booleans(), is_best=st.booleans(), fault=faults)
-    def step(self, is_last, is_best, fault):
-        self.boundary(fault, is_last=is_last, is_best=is_best)
+    @rule(salt=salts, overwrites=st.booleans(), asks=st.none() | requests)
+    def overtake(self, salt, overwrites, asks):
+        """D02, D04: the loop updates everything, and is at the next boundary, while the writer stands still."""
+        if not self.is_armed:
+            self.save(trains=1, holds=True, fault=None)
+            self.train(salt, overwrites=overwrites)
+            self.step(trains=0, holds=False, asks=asks, is_last=False, is_best=False, fault=None)
+            self.go_on()
+            self.step(trains=0, holds=False, asks=None, is_last=False, is_best=False, fault=None)
 
-    def boundary(self, fault, *, is_last=False, is_best=False, finishes=False):
+    def come(self, trains):
+        """To the next boundary."""
+        for _ in range(trains):
+            self.train(trains, overwrites=False)
+
+    @rule(
+        trains=st.sampled_from([1, 1, 2, 0]),
+        holds=st.booleans(),
+        asks=st.none() | requests,
+        is_last=rarely,
+        is_best=rarely,
+        fault=faults,
+    )
+    def step(self, trains, holds, asks, is_last, is_best, fault):
+        self.come(trains)
+        if asks is not None:
+            self.ask(asks)
+        self.boundary(fault, holds=holds, is_last=is_last, is_best=is_best)
+
+    def boundary(self, fault, *, holds=False, is_last=False, is_best=False, finishes=False):
         if finishes:
             self.release_writer()
         if finishes and self.aborted:
@@ -512,9 +546,15 @@ class ManagerAndDisk(RuleBasedStateMachine):
         self.asked, self.waiting = self.asked | self.waiting, set()
         saves, stops = self.decide(is_last=is_last, is_best=is_best)
         if saves and self.store.is_waiting and (stops or self.when_busy == "wait"):
-            self.release_writer()
-            saves, stops = self.decide(is_last=is_last, is_best=is_best)  # a crash of the writer
+            if self.when_busy == "skip" and not self.is_armed and fault is None and self.save_.step != self.step_now:
+                threading.Timer(0.01, self.store.gate.set).start()  # what a run ends with waits, and is not skipped
+                self.store.is_waiting = False
+            else:
+                self.release_writer()
+                saves, stops = self.decide(is_last=is_last, is_best=is_best)  # the writer has crashed, or failed
         is_skipped = saves and self.store.is_waiting
+        if holds:
+            self.hold_writer()
         has_failure = self.save_ is not None and not self.store.is_waiting and self.is_armed
         self.prepare(None if is_skipped or has_failure else fault)
         step, digest = self.next.step, self.next.digest
@@ -556,14 +596,12 @@ class ManagerAndDisk(RuleBasedStateMachine):
         """A14: whatever was saved before, the final state is saved once."""
         self.boundary(fault, is_last=True, finishes=True)
 
-    @rule()
     def poll(self):
         under_way, is_waiting = self.save_, self.store.is_waiting
         value = self.call(self.manager.poll)
         if not self.finished(value) and (under_way is None or is_waiting):
             assert value is None
 
-    @rule()
     def drain(self):
         self.release_writer()
         under_way = self.save_
@@ -572,8 +610,7 @@ class ManagerAndDisk(RuleBasedStateMachine):
             assert self.save_ is None
             assert (value is None) == (under_way is None)
 
-    @rule()
-    def close_and_reopen(self):
+    def close(self):
         """D07: it drains, tells what nobody was told, and may be called again."""
         self.release_writer()
         value = self.call(self.manager.close)
@@ -613,9 +650,7 @@ class ManagerAndDisk(RuleBasedStateMachine):
 
     # --- loading -------------------------------------------------------------------------------------------------
 
-    @rule()
     def load_newest(self):
-        self.drain()
         good = [step for step in self.path if step not in self.damaged]
         if not good:
             return
@@ -625,11 +660,13 @@ class ManagerAndDisk(RuleBasedStateMachine):
         self.quarantined |= {step for step in self.path if step > good[-1]}
         self.after_load(good[-1])
 
-    @rule(index=st.integers(0, 5))
-    def rewind(self, index):
-        """E16: what is saved after it begins a new timeline."""
+    @rule(index=st.none() | st.integers(0, 5))
+    def load(self, index):
+        """E16: what is saved after an older one was loaded begins a new timeline."""
         self.drain()
-        if self.path:
+        if index is None:
+            self.load_newest()
+        elif self.path:
             step = self.path[index % len(self.path)]
             decision = self.manager.should_load(self.loop.run, step=step)
             if step in self.damaged:
@@ -661,7 +698,9 @@ class ManagerAndDisk(RuleBasedStateMachine):
         if len(good) < 2:
             return
         step = good[index % len(good)]
-        name = next(name for name in sorted(self.store.files) if name.startswith(f"{directory_of(step)}/model"))
+        named, prefix = self.store.manifest(step), f"{directory_of(step)}/"
+        models = [name for name in sorted(self.store.files) if name.startswith(prefix + "model")]
+        name = next(name for name in models if name.removeprefix(prefix).encode() in named)
         data = bytearray(self.store.files[name])
         data[-1] ^= 1
         fault, self.store.inner._fault = self.store.inner._fault, None
@@ -706,6 +745,11 @@ class ManagerAndDisk(RuleBasedStateMachine):
         elif not self.contents:
             with pytest.raises(ResumeRefused):
                 load(self.store, like=self.loop.state, components=COMPONENTS)
+
+    @invariant()
+    def what_is_in_quarantine_is_what_was_found_to_be_damaged(self):
+        """P07: until it is saved again."""
+        assert set(quarantined(self.store)) == {directory_of(step) for step in self.quarantined}
 
     @invariant()
     def pointers_name_what_is_there(self):
