@@ -517,6 +517,17 @@ class ManagerAndDisk(RuleBasedStateMachine):
             self.go_on()
             self.step(trains=0, holds=False, asks=None, is_last=False, is_best=False, fault=None)
 
+    @rule(index=st.integers(0, 20), again=st.booleans())
+    def fail_and_be_due_again(self, index, again):
+        """D05, A14: a save that failed is no save: the same boundary saves."""
+        if not self.is_armed:
+            if again:
+                self.save(trains=0, holds=False, fault=None)
+                self.drain()
+            self.save(trains=0 if again else 1, holds=False, fault=("error", index))
+            self.poll()
+            self.step(trains=0, holds=False, asks=None, is_last=True, is_best=False, fault=None)
+
     def come(self, trains):
         """To the next boundary."""
         for _ in range(trains):
