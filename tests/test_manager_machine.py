@@ -528,6 +528,18 @@ class ManagerAndDisk(RuleBasedStateMachine):
             self.poll()
             self.step(trains=0, holds=False, asks=None, is_last=True, is_best=False, fault=None)
 
+    @rule(index=st.integers(0, 5), damages=st.booleans())
+    def go_another_way(self, index, damages):
+        """E16, P07: from an older one that was asked for, or that the newest left after it was damaged."""
+        if not self.is_armed:
+            for _ in range(2):
+                self.save(trains=1, holds=False, fault=None)
+            if damages:
+                self.damage(index)
+            self.load(None if damages else index)
+            for _ in range(2):
+                self.save(trains=1, holds=False, fault=None)
+
     def come(self, trains):
         """To the next boundary."""
         for _ in range(trains):
