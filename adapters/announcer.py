@@ -20,6 +20,9 @@ class Announcer:
         run: where the run is.
         listener: is given each event; what it raises is logged, because it is none of a save's.
 
+    Attributes:
+        is_telling: whether the listener is being called just now.
+
     Examples:
         >>> seen = []
         >>> Announcer("runs/a", seen.append).tell("committed", step=3)
@@ -31,6 +34,7 @@ class Announcer:
         self._run = run
         self._listener = listener
         self._left: deque[Event] = deque()
+        self.is_telling = False
 
     def tell(self, kind: EventKind, **about: Any) -> None:
         """Tell of something, after all that was left before."""
@@ -49,7 +53,10 @@ class Announcer:
     def _deliver(self, event: Event) -> None:
         _LOG.log(_LEVELS.get(event.kind, logging.INFO), "%s", event)
         if self._listener is not None:
+            self.is_telling = True
             try:
                 self._listener(event)
             except Exception:  # noqa: BLE001  # see the class
                 _LOG.exception("on_event failed for %s", event)
+            finally:
+                self.is_telling = False

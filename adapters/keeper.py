@@ -9,7 +9,6 @@ from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.protocols import Store
 from trainfold.backends.quarantine_file import quarantined
 from trainfold.backends.run_save import SaveResult
-from trainfold.core.errors import TrainfoldError
 from trainfold.core.events import Event
 from trainfold.core.inventory import lineage
 from trainfold.core.quarantine import with_quarantined
@@ -42,7 +41,7 @@ class Keeper:
         self._proved.add(result.checkpoint)
         try:
             return self._delete(self._plan(result))
-        except (TrainfoldError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule: the checkpoint is committed all the same
             _LOG.warning(
                 "%s: old checkpoints could not be deleted, and will be tried again: %s", self._store.url, error
             )

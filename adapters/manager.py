@@ -1,6 +1,7 @@
 """`CheckpointManager`: saves a run when it is due, resumes it, and keeps the checkpoints that are worth keeping."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +28,7 @@ from trainfold.backends.snapshot import Snapshot, save_snapshot, take_snapshot
 from trainfold.backends.together import on_rank_zero
 from trainfold.core.components import validate_components
 from trainfold.core.contract import checked_contract
-from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, error_text
+from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text
 from trainfold.core.events import Event
 from trainfold.core.given import mapping_given, names_given
 from trainfold.core.policy import check_policy
@@ -129,8 +130,10 @@ class CheckpointManager:
         self._stops = False
         self._is_aborted = False
         self._last_saved: int | None = None
-        self._before: int | None = None  # what `last_saved` was before the save that is under way
         self._saved_at = time.monotonic()
+        self._before: tuple[int | None, float, tuple[Request, ...]] = (None, self._saved_at, ())  # a save was begun
+        self._told: BaseException | None = None  # what the call that began a save has raised already
+        self._pid = os.getpid()
         self._world = collectives or SingleProcess()
         self._store = runs.open_store(run)
         self._held = ExitStack()
@@ -174,21 +177,27 @@ class CheckpointManager:
 
         Raises:
             IncompleteWindow: if a save is due, and the run is not at a boundary.
-            SaveFailed: if this save failed, or one before it in the background; the checkpoints before are untouched.
+            SaveFailed: if this save failed, or one before it in the background, and then what is due was done all the same; the
+                checkpoints before are untouched.
         """
         self._check_open()
         _check_run(run, Live | TrainState)
         if isinstance(run, Live) and run.is_in_window:
+            if is_last:
+                run.check_boundary()  # says how to give the window up: the run's last state must not be lost in silence
             return None
-        verdict = self.should_save(run, is_last=is_last, is_best=is_best)
+        failures: list[Exception] = []
+        verdict = self._decide(run, failures, is_last=is_last, is_best=is_best)
         self._stops = self._stops or verdict.stop
         self._is_aborted = self._is_aborted or "abort" in verdict.reasons
-        if not verdict.save:
+        outcome = None
+        if verdict.save:
+            outcome = self._save(run, failures, may_skip=self._skips and not verdict.stop)
+        else:
             self._asked = ()  # answered: by a stop, or by the checkpoint that this step has
-            return None
-        if verdict.stop and self._saver.is_under_way:
-            self._end()  # what a run ends with is not skipped
-        return self.save(run)
+        if failures:
+            raise failures[0]
+        return outcome
 
     def should_save(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> Verdict:
         """Say what is due at this boundary, and why; one decision for all ranks (R01, R02).
@@ -198,21 +207,11 @@ class CheckpointManager:
         """
         self._check_open()
         _check_run(run, Live | TrainState)
-        taken = () if self._requests is None else self._requests.take()
-        mine = (merge_requests([self._asked, taken]), time.monotonic() - self._saved_at, self._saver.has_ended)
-        told: list[tuple[tuple[Request, ...], float, bool]] = self._world.gather(mine)
-        self._asked = merge_requests([requests for requests, _, _ in told])
-        if all(has_ended for _, _, has_ended in told):
-            self._end()
-        return decide(
-            _step_of(run),
-            triggers=self._triggers,
-            last_saved=self._last_saved,
-            secs_since_save=told[0][1],
-            requests=self._asked,
-            is_last=is_last,
-            is_best=is_best,
-        )
+        failures: list[Exception] = []
+        verdict = self._decide(run, failures, is_last=is_last, is_best=is_best)
+        if failures:
+            raise failures[0]
+        return verdict
 
     def finish(self, run: Live | TrainState) -> SaveOutcome | None:
         """Save the state that the run ends with, unless it is saved already (A14); wait until all is durable.
@@ -227,15 +226,13 @@ class CheckpointManager:
         Raises:
             SaveFailed: if it failed; or if a save before it did and nobody was told yet: the last state is durable then.
         """
-        failure: Exception | None = None
-        try:
-            self.drain()
-        except Exception as error:  # noqa: BLE001  # raised below: first the last state has to be safe
-            failure = error
+        self._check_open()
+        failures: list[Exception] = []
+        self._end_previous(failures)
         outcome = None if self._is_aborted else self.step(run, is_last=True)
         self.drain()
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures[0]
         return outcome
 
     # --- saving ------------------------------------------------------------------------------------------------------
@@ -251,18 +248,16 @@ class CheckpointManager:
 
         Raises:
             IncompleteWindow: if the live run is not at a boundary.
-            SaveFailed: if it failed, or the one before did; the earlier checkpoints are untouched.
+            SaveFailed: if it failed, or the one before did, and then this one was begun all the same; the earlier checkpoints are
+                untouched.
         """
         self._check_open()
         _check_run(run, Live | TrainState)
-        step = _step_of(run)
-        if self._saver.is_under_way:
-            if self._skips and not all(self._world.gather(self._saver.has_ended)):
-                self._announcer.tell("skipped", step=step, detail="another save is under way")
-                return SaveOutcome("skipped", step)
-            self._end()
-        self._asked = ()
-        return self._stage(run, step) if self._is_async else self._write(run, step)
+        failures: list[Exception] = []
+        outcome = self._save(run, failures, may_skip=self._skips)
+        if failures:
+            raise failures[0]
+        return outcome
 
     def wait_staging(self) -> None:
         """Return when everything that was saved may be written to.
@@ -307,20 +302,21 @@ class CheckpointManager:
         Raises:
             SaveFailed: if the save in the background failed and nobody was told yet; the run is let go of all the same.
         """
-        if not self._is_open:
+        if not self._is_open or os.getpid() != self._pid:  # a forked child has neither the thread nor the lock
             return
+        self._check_not_telling()
+        failures: list[Exception] = []
+        self._end_previous(failures)  # where it is interrupted, the manager stays open: it is still being written
+        self._saver.close()
+        self._is_open = False
         with ExitStack() as closing:
             closing.callback(self._held.close)
             if self._requests is not None:
                 closing.callback(self._requests.close)
             closing.callback(self._gate.remove)
-            closing.callback(self._announcer.tell_left)
-            closing.callback(self._saver.close)
-            try:
-                if self._saver.is_under_way:
-                    self._end()
-            finally:
-                self._is_open = False
+            self._announcer.tell_left()
+        if failures:
+            raise failures[0]
 
     # --- resuming ----------------------------------------------------------------------------------------------------
 
@@ -460,39 +456,94 @@ class CheckpointManager:
         self._announcer.tell_left()
         return SaveOutcome("written", step, result)
 
-    def _stage(self, run: Live | TrainState, step: int) -> SaveOutcome:
+    def _decide(self, run: Live | TrainState, failures: list[Exception], *, is_last: bool, is_best: bool) -> Verdict:
+        taken = () if self._requests is None else self._requests.take()
+        mine = (merge_requests([self._asked, taken]), time.monotonic() - self._saved_at, self._saver.has_ended)
+        told: list[tuple[tuple[Request, ...], float, bool]] = self._world.gather(mine)
+        self._asked = merge_requests([requests for requests, _, _ in told])
+        if all(has_ended for _, _, has_ended in told):
+            self._end_previous(failures)
+        return decide(
+            _step_of(run),
+            triggers=self._triggers,
+            last_saved=self._last_saved,
+            secs_since_save=told[0][1],
+            requests=self._asked,
+            is_last=is_last,
+            is_best=is_best,
+        )
+
+    def _save(self, run: Live | TrainState, failures: list[Exception], *, may_skip: bool) -> SaveOutcome:
+        step = _step_of(run)
+        if self._saver.is_under_way:
+            if may_skip and not all(self._world.gather(self._saver.has_ended)):
+                self._announcer.tell("skipped", step=step, detail="another save is under way")
+                return SaveOutcome("skipped", step)
+            self._end_previous(failures)
+        answered, self._asked = self._asked, ()
+        try:
+            return self._stage(run, step, answered) if self._is_async else self._write(run, step)
+        except BaseException:
+            self._asked = merge_requests([self._asked, answered])
+            raise
+
+    def _stage(self, run: Live | TrainState, step: int, answered: tuple[Request, ...]) -> SaveOutcome:
         """Hold the state, and leave the rest to the thread."""
         try:
             state, snapshot = self._snapshot(run)
             leaves = snapshot.named()
             hold = Hold(leaves, copied=self._gate.changing(run, state, leaves), max_extra_bytes=self._room)
         except Exception as error:
-            self._saver.fail(error)
             self._announcer.tell("failed", step=step, detail=error_text(error))
+            if self._world.world_size > 1:  # the other ranks wait in their threads for what this one has to say
+                self._begin(_raising(error), Hold({}), step, answered)
+                self._told = error
             raise
-        self._before, self._last_saved, self._saved_at = self._last_saved, step, time.monotonic()
-        self._announcer.tell("saved", step=step, detail=f"{hold.copied_bytes} bytes copied, the others held")
         self._gate.close_for(hold, state)
-        self._saver.begin(snapshot, hold)  # last, because from here on the thread wants the GIL too
+        try:
+            self._begin(lambda: snapshot, hold, step, answered)
+        except BaseException:
+            hold.release()
+            self._gate.open()
+            raise
+        self._announcer.tell("saved", step=step, detail=f"{hold.copied_bytes} bytes copied, the others held")
         return SaveOutcome("staged", step)
+
+    def _begin(self, take: Callable[[], Snapshot], hold: Hold, step: int, answered: tuple[Request, ...]) -> None:
+        self._saver.begin(take, hold, owner=self)
+        self._before = self._last_saved, self._saved_at, answered
+        self._last_saved, self._saved_at = step, time.monotonic()
 
     def _snapshot(self, run: Live | TrainState) -> tuple[TrainState, Snapshot]:
         state = run.capture() if isinstance(run, Live) else run
         names = self._names(run) if isinstance(run, Live) else self._components
         return state, take_snapshot(state, components=names, contract=self._contract)
 
-    def _end(self) -> SaveResult:
+    def _end_previous(self, failures: list[Exception]) -> None:
+        """Wait for the save under way, if there is one; a failure is added and not raised, so that what is next is done first."""
+        if self._saver.is_under_way:
+            try:
+                self._end()
+            except Exception as error:  # noqa: BLE001  # raised by the caller
+                failures.append(error)
+
+    def _end(self) -> SaveResult | None:
         """Wait for the save under way, and tell what came of it: callbacks first, and then what is old goes (D06)."""
         scheduled = self._last_saved
         try:
             result = self._saver.end()
-        except Exception as error:
-            self._last_saved = self._before  # so that it is due again
+        except BaseException as error:
+            if self._saver.is_under_way:
+                raise  # the waiting was interrupted, and not the save
+            self._gate.open()
+            self._last_saved, self._saved_at, answered = self._before  # so that it is due again
+            self._asked = merge_requests([self._asked, answered])
+            told, self._told = self._told, None
+            if told is error:
+                return None  # the call that began it has raised it
             self._announcer.tell("failed", step=scheduled, detail=error_text(error))
             raise
-        finally:
-            self._gate.open()
-            self._announcer.tell_left()
+        self._gate.open()
         self._committed(result)
         if self._world.rank == 0:
             self._saver.then(lambda: self._announcer.leave(self._keeper.retain(result)))
@@ -506,14 +557,39 @@ class CheckpointManager:
     def _names(self, live: Live) -> tuple[str, ...] | None:
         return validate_components(self._components, declared=live.names)
 
+    def _check_not_telling(self) -> None:
+        if self._announcer.is_telling:
+            raise InvalidState(
+                "CheckpointManager",
+                expected="a call from the loop",
+                found="one from on_event",
+                mend="remember what is to be done, and do it when the manager's call has returned",
+            )
+
     def _check_open(self) -> None:
-        if not self._is_open:
+        if self._is_open:
+            self._check_not_telling()
+            if os.getpid() != self._pid:
+                raise RunLocked(
+                    self._store.url,
+                    expected=f"process {self._pid}, which made the manager",
+                    found=f"process {os.getpid()}, which was forked from it",
+                    mend="save there, or make a manager in this process when the other one is closed",
+                )
+        else:
             raise InvalidState(
                 "CheckpointManager",
                 expected="an open manager",
                 found="a closed one",
                 mend="make another manager for the run",
             )
+
+
+def _raising(error: Exception) -> Callable[[], Snapshot]:
+    def take() -> Snapshot:
+        raise error
+
+    return take
 
 
 def _step_of(run: Live | TrainState) -> int:

@@ -1,5 +1,6 @@
 """`Saver`: carries out one save at a time in a thread of its own, and says how it ended."""
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, final
@@ -9,6 +10,9 @@ from trainfold.backends.hold import Hold
 from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import Snapshot, save_snapshot
+from trainfold.core.errors import error_text
+
+_LOG = logging.getLogger("trainfold")
 
 
 @final
@@ -39,29 +43,30 @@ class Saver:
         """Whether the save under way has ended here; the other ranks may still be at it."""
         return self._under_way is not None and self._under_way.done()
 
-    def begin(self, snapshot: Snapshot, hold: Hold) -> None:
+    def begin(self, take: Callable[[], Snapshot], hold: Hold, *, owner: object) -> None:
         """Save in the background.
 
         Args:
-            snapshot: of the state.
+            take: gives the snapshot of the state, or raises what this rank has to tell the others.
             hold: of its tensors; released when the save has ended.
+            owner: who must not go before the save has ended, because it has the run's lock and stands before the updates.
         """
         assert self._under_way is None, "one save at a time (D04)"
-        self._under_way = self._submit(lambda: self._save(snapshot, hold))
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has nothing to save: they wait for it in their threads."""
-        self._collectives.fail(error)
+        self._under_way = self._submit(lambda: self._save(take, hold, owner))
 
     def end(self) -> SaveResult:
-        """Wait for the save that is under way.
+        """Wait for the save that is under way; it still is if the waiting was interrupted.
 
         Raises:
             SaveFailed: or whatever else ended it; it is told once.
         """
-        assert self._under_way is not None, "begin comes first"
-        under_way, self._under_way = self._under_way, None
-        return under_way.result()
+        under_way = self._under_way
+        assert under_way is not None, "begin comes first"
+        try:
+            return under_way.result()
+        finally:
+            if under_way.done():
+                self._under_way = None
 
     def then(self, action: Callable[[], None]) -> None:
         """Do something in the background, such as deleting what is old; the next save comes after it."""
@@ -73,14 +78,19 @@ class Saver:
             self._thread.shutdown(wait=True)
             self._thread = None
 
-    def _save(self, snapshot: Snapshot, hold: Hold) -> SaveResult:
+    def _save(self, take: Callable[[], Snapshot], hold: Hold, owner: object) -> SaveResult:
         try:
             hold.prepare(self._protected_bytes)
-            return save_snapshot(lambda: snapshot, self._store, collectives=self._collectives, lock=False, hold=hold)
+            return save_snapshot(take, self._store, collectives=self._collectives, lock=False, hold=hold)
+        except BaseException as error:
+            # here too, because a program that ends without `close` hears of it nowhere else
+            _LOG.error("%s: a save in the background failed: %s", self._store.url, error_text(error))
+            raise
         finally:
             hold.release()
             self._protected_bytes = hold.protected_bytes
             release_buffers()
+            del owner
 
     def _submit(self, action: Callable[[], Any]) -> "Future[Any]":
         if self._thread is None:

@@ -79,14 +79,16 @@ class StopFile:
         self._wanted = {}
 
     def _look(self) -> list[tuple[str, Request]]:
-        try:
-            found = [(name, asked) for name, asked in self._wanted.items() if self._consumed(self._run / name)]
-        except OSError as error:
-            if not self._is_blind:
-                _LOG.warning("%s: control files cannot be looked for now: %s", self._run, error)
-            self._is_blind = True
-            return []
-        self._is_blind = False
+        found, error = [], None
+        for name, asked in self._wanted.items():
+            try:
+                if self._consumed(self._run / name):
+                    found.append((name, asked))
+            except OSError as caught:  # the others are looked for all the same: what was removed must not be lost
+                error = caught
+        if error is not None and not self._is_blind:
+            _LOG.warning("%s: control files cannot be looked for now: %s", self._run, error)
+        self._is_blind = error is not None
         return found
 
     def _consumed(self, path: Path) -> bool:

@@ -93,6 +93,7 @@ class Hold:
         max_extra_bytes: int | None = None,
     ) -> None:
         self._changed = threading.Condition()
+        self._protecting = threading.Lock()  # optimizers may step in several threads
         self._room = max_extra_bytes
         self._arena: Arena | None = None
         self._is_over = False
@@ -191,8 +192,13 @@ class Hold:
 
     def protect(self) -> None:
         """Return when the leaves may be written to. Calling it again costs next to nothing."""
-        if self._is_over:
-            return
+        if not self._is_over:
+            with self._protecting:
+                self._protect()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _protect(self) -> None:
         with self._changed:
             for name, leaf in self._leaves.items():
                 if leaf.is_exposed:
@@ -213,8 +219,6 @@ class Hold:
                 leaf.live = None
         for ring in self._rings.values():
             ring.order_writes()
-
-    # --- inside ------------------------------------------------------------------------------------------------------
 
     def _taken(self, tensor: torch.Tensor, *, at_once: bool) -> _Held:
         size_bytes = tensor.nbytes
@@ -256,27 +260,34 @@ class Hold:
         """Copy; the writer waits for a leaf while it is being copied, and goes on from the copy."""
         wanted = sum(padded(leaf.copied_from - start) for leaf, start in chosen if leaf.is_flat and leaf.ring is None)
         try:
-            if wanted and (self._arena is None or self._arena.left_bytes < wanted):
-                self._arena = Arena(wanted)
+            arena = self._arena_of(wanted)
             for leaf, start in chosen:
                 live = leaf.live
-                assert live is not None
+                if live is None:
+                    return  # released meanwhile: the save has failed, and nobody reads any more
                 if not leaf.is_flat:
                     copy = live.detach().clone()
                 elif leaf.ring is not None:
                     copy = byte_view(live)[start : leaf.copied_from].clone()
                     leaf.ring.wait_for_current()
                 else:
-                    assert self._arena is not None
                     unread = byte_view(live)[start : leaf.copied_from]
-                    copy = self._arena.take(unread.numel()).copy_(unread)
+                    copy = arena.take(unread.numel()).copy_(unread)
                 with self._changed:
+                    if self._is_over:
+                        return
                     self.copied_bytes += leaf.copied_from - start
                     self.protected_bytes += leaf.copied_from - start
                     leaf.copy, leaf.copied_from, leaf.moving_from = copy, start, None
                     self._changed.notify_all()
         except (MemoryError, RuntimeError, OSError):
             return  # no memory: what is not copied is waited for
+
+    def _arena_of(self, size_bytes: int) -> Arena:
+        """Memory for so many bytes: what `prepare` has made ready, if that is enough."""
+        with self._changed:
+            ready, self._arena = self._arena, None
+        return ready if ready is not None and ready.left_bytes >= size_bytes else Arena(size_bytes)
 
     @contextmanager
     def _pinned(self, name: LeafName, leaf: _Held, piece_bytes: int) -> Iterator[tuple[torch.Tensor, bool]]:

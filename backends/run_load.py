@@ -115,11 +115,11 @@ def load_run(  # noqa: PLR0913 - keywords
             quarantine.begin(store, world, outcome.checkpoint)
         try:
             state, failure = _attempt(outcome, like, store)
+            failed = [each for each in world.gather(None if failure is None else _told(failure)) if each is not None]
         except BaseException as error:
             if quarantine is not None:
                 quarantine.leave(store, world, outcome.checkpoint, error)
             raise
-        failed = [each for each in world.gather(None if failure is None else _told(failure)) if each is not None]
         if quarantine is not None:
             quarantine.end(store, world, outcome.checkpoint, worst_outcome(how for _, _, how in failed))
         if not failed and state is not None:

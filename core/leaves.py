@@ -44,9 +44,9 @@ class Lease:
 
     def protect(self) -> None:
         """Let the readers finish or copy; whoever writes to the leaves calls this first."""
-        readers, self.readers = self.readers, ()
-        for reader in readers:
+        for reader in self.readers:
             reader.protect()
+        self.readers = ()  # not before: who was interrupted in waiting has to wait again
 
 
 @final

@@ -1,7 +1,10 @@
 """Async saves: the bytes of a sync save whatever the loop does meanwhile, one at a time, and failures that are told."""
 
+import asyncio
+import concurrent.futures
 import gc
 import logging
+import os
 import threading
 import weakref
 
@@ -14,14 +17,26 @@ from torch import nn
 import trainfold
 from trainfold.adapters.live import attach
 from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.requests import Asked
+from trainfold.backends.arena import Arena
 from trainfold.backends.collectives import run_threads
+from trainfold.backends.hold import Hold
 from trainfold.backends.inventory import RUN_FILE, run_document
 from trainfold.backends.memory import ErrorAt, MemoryStore
 from trainfold.backends.runs import load
-from trainfold.core.errors import InvalidArgument, InvalidState, RankFailed, SaveFailed, UnsupportedLeaf
+from trainfold.core.errors import (
+    IncompleteWindow,
+    InvalidArgument,
+    InvalidState,
+    RankFailed,
+    RunLocked,
+    SaveFailed,
+    UnsupportedLeaf,
+)
 from trainfold.core.fingerprint import fingerprint
+from trainfold.core.leaves import Leaves
 from trainfold.core.loss import Loss
-from trainfold.core.retention import keep_every
+from trainfold.core.retention import Retention, keep_every
 from trainfold.core.state import Progress, TrainState
 
 OPTIMIZERS = {
@@ -280,22 +295,22 @@ def test_a_second_save_can_be_skipped_and_says_so(caplog):
 
 
 def test_a_failed_save_is_told_at_the_next_boundary_and_the_pointer_stays():
-    """D05, P11: told once; what was there before is still there, and the step is due again."""
+    """D05, P11, C09: told once, after what is due was done; what was there before is still there."""
     store, job = PausingStore(), Job()
     with CheckpointManager(store, mode="async", every=1) as manager:
         job.train()
         manager.step(job.live)
         manager.drain()
-        effects = len(store.inner.effects)
-        store.inner._fault = ErrorAt(effects + 8)
+        store.inner._fault = ErrorAt(len(store.inner.effects) + 8)
         manager.save(job.live)
-        job.train()
         manager._saver._under_way.exception()  # until it has ended
-        with pytest.raises(SaveFailed):
-            manager.step(job.live)
         assert store.inner.point_target("latest") == "step-00000001"
         assert load(store.inner, like=job.live.capture()).trainer.step == 1
-        assert manager.step(job.live).status == "staged"
+        job.train()
+        with pytest.raises(SaveFailed):
+            manager.step(job.live)
+        assert manager.drain().step == 2
+        assert manager.step(job.live) is None
     assert store.inner.point_target("latest") == "step-00000002"
 
 
@@ -496,22 +511,239 @@ def test_ranks_save_together(mode):
     assert found.extra["w"].tolist() == list(range(40))
 
 
-def test_a_rank_that_cannot_save_is_told_to_all_others():
-    """C07, D08: its own error there, and RankFailed for the others, who have staged already."""
+def test_a_rank_that_cannot_save_is_told_to_all_others_and_the_next_save_succeeds():
+    """C07, D08: its own error there, at once; RankFailed for the others, who have staged already; and the ranks stay in step."""
     store = MemoryStore()
 
     def run(collectives):
-        manager = CheckpointManager(store, mode="async", collectives=collectives)
-        bad = object() if collectives.rank == 1 else 1
-        try:
-            manager.save(TrainState(trainer=Progress(step=1), extra={"x": bad}))
+        told = []
+        with CheckpointManager(store, mode="async", collectives=collectives) as manager:
+            bad = object() if collectives.rank == 1 else 1
+            for step, value in ((1, bad), (2, 1)):
+                try:
+                    manager.save(TrainState(trainer=Progress(step=step), extra={"x": value}))
+                    manager.drain()
+                except (UnsupportedLeaf, RankFailed) as error:
+                    told.append(type(error).__name__)
             manager.drain()
-        except (UnsupportedLeaf, RankFailed) as error:
-            return type(error).__name__
-        return None
+        return told
 
-    assert run_threads(3, run) == ["RankFailed", "UnsupportedLeaf", "RankFailed"]
-    assert not [name for name in store.list() if name.startswith("step-")]
+    assert run_threads(3, run) == [["RankFailed"], ["UnsupportedLeaf"], ["RankFailed"]]
+    assert [name for name in store.list() if name.startswith("step-")] == ["step-00000002"]
+
+
+# --- what a review found ---------------------------------------------------------------------------------------------
+
+
+def momentum_job():
+    """Fused SGD moves no version counter: whatever is written past the gate would be torn in silence."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    live = attach(model, optimizer)
+
+    def train():
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+        live.advance(samples=4)
+
+    train()
+    return live, train
+
+
+def test_a_manager_that_nobody_keeps_stands_before_updates_until_its_save_has_ended():
+    store, (live, train) = PausingStore(3), momentum_job()
+    wanted = fingerprint(live.capture())
+    gone = weakref.ref(manager := CheckpointManager(store, mode="async"))
+    manager.save(live)
+    assert store.has_paused.wait(20)
+    del manager
+    gc.collect()
+    assert gone() is not None
+    train()
+    store.may_go_on.set()
+    gone()._saver._under_way.result(20)
+    found = load(store.inner, like=live.capture())
+    assert {name: digest for name, digest in fingerprint(found).items() if name != "rng"} == {
+        name: digest for name, digest in wanted.items() if name != "rng"
+    }
+
+
+def test_an_interrupted_wait_is_no_end_of_the_save(monkeypatch):
+    """Ctrl-C in drain or close: the save goes on, is still held, and is told of later."""
+    store, (live, train) = PausingStore(3), momentum_job()
+    wanted = fingerprint(live.capture())["model"]
+    manager = CheckpointManager(store, mode="async")
+    manager.save(live)
+    assert store.has_paused.wait(20)
+    future = manager._saver._under_way
+    for call in (manager.drain, manager.close):
+        with monkeypatch.context() as patched:
+            patched.setattr(type(future), "result", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+    train()
+    store.may_go_on.set()
+    assert manager.drain().step == 1
+    assert fingerprint(load(store.inner, like=live.capture(), step=1))["model"] == wanted
+    manager.close()
+
+
+def _interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_save_that_fails_while_an_update_copies_does_not_end_the_loop(monkeypatch):
+    """The hold is released under the copy: the step goes on, and the failure is told where failures are."""
+    leaf = torch.zeros(1 << 20)
+    hold = Hold({("model", "w"): leaf, ("model", "v"): torch.zeros(10)})
+    real = Arena.take
+
+    def taken(arena, size_bytes):
+        hold.release()
+        return real(arena, size_bytes)
+
+    monkeypatch.setattr(Arena, "take", taken)
+    hold.protect()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_listener_cannot_call_the_manager_back(mode, caplog):
+    """A save or a close in the middle of another one's telling would get in its way."""
+    store, calls = MemoryStore(), []
+    with CheckpointManager(
+        store, mode=mode, on_event=lambda event: calls.append(event) or manager.save(state)
+    ) as manager:
+        state = TrainState(trainer=Progress(step=1))
+        manager.save(state)
+        manager.drain()
+    assert "one from on_event" in caplog.text
+    assert [name for name in store.list() if name.startswith("step-")] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_run_that_ends_inside_a_window_is_told_and_not_lost_in_silence(mode):
+    """A06, A14."""
+    live = attach(nn.Linear(2, 1))
+    live.advance(samples=2, steps=0)
+    with CheckpointManager(MemoryStore(), mode=mode) as manager:
+        with pytest.raises(IncompleteWindow, match="drop_window"):
+            manager.finish(live)
+        live.drop_window()
+        assert manager.finish(live).step == 0
+
+
+def test_the_last_step_is_saved_although_the_save_before_it_failed():
+    """A14, D05: in the same call, and then the failure is raised."""
+    store = PausingStore(fault=ErrorAt(9))
+    with CheckpointManager(store, mode="async", every=5) as manager:
+        manager.step(TrainState(trainer=Progress(step=5), extra={"w": torch.ones(4)}))
+        manager._saver._under_way.exception()
+        with pytest.raises(SaveFailed):
+            manager.step(TrainState(trainer=Progress(step=7), extra={"w": torch.ones(4)}), is_last=True)
+    assert [name for name in store.inner.list() if name.startswith("step-")] == ["step-00000007"]
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing_held(monkeypatch):
+    store, (live, train) = MemoryStore(), momentum_job()
+    manager = CheckpointManager(store, mode="async", max_extra_bytes=0)
+    with monkeypatch.context() as patched:
+        patched.setattr("threading.Thread.start", _no_thread)
+        with pytest.raises(RuntimeError, match="can't start"):
+            manager.save(live)
+    train()
+    assert manager.finish(live).step == 2
+    manager.close()
+
+
+def _no_thread(_):
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_failure_that_is_no_exception_is_due_again():
+    """Such as the CancelledError of an asynchronous client of a store."""
+    store = PausingStore(fault=lambda index, _: asyncio.CancelledError() if index == 9 else None)
+    manager = CheckpointManager(store, mode="async")
+    state = TrainState(trainer=Progress(step=1), extra={"w": torch.ones(4)})
+    manager.save(state)
+    with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
+        manager.drain()
+    assert manager.finish(state).step == 1
+    manager.close()
+
+
+def test_a_save_that_fails_unheard_is_in_the_log(caplog):
+    """P11: a program that ends without `close` hears of it nowhere else."""
+    store = PausingStore(fault=ErrorAt(9, lasting=True))
+    manager = CheckpointManager(store, mode="async")
+    manager.save(TrainState(trainer=Progress(step=1), extra={"w": torch.ones(4)}))
+    manager._saver._under_way.exception()
+    assert "a save in the background failed" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_retention_that_fails_is_a_warning_whatever_it_raises(mode, caplog):
+    """E04: the checkpoint is committed all the same."""
+
+    class Broken:
+        def kept(self, checkpoints):
+            raise TypeError("a rule of one's own")
+
+    store = MemoryStore()
+    with CheckpointManager(store, mode=mode, keep=Retention((Broken(),))) as manager:
+        manager.save(TrainState(trainer=Progress(step=1)))
+        manager.drain()
+    assert "could not be deleted" in caplog.text
+    assert "step-00000001" in store.list()
+
+
+def test_a_request_whose_save_failed_is_answered_by_the_next_one():
+    """P29: also where the clock says that nothing is due."""
+    store, asked = PausingStore(fault=ErrorAt(9)), Asked()
+    with CheckpointManager(store, mode="async", requests=asked) as manager:
+        asked.ask("save")
+        manager.step(TrainState(trainer=Progress(step=1), extra={"w": torch.ones(4)}))
+        manager._saver._under_way.exception()
+        with pytest.raises(SaveFailed):
+            manager.step(TrainState(trainer=Progress(step=2), extra={"w": torch.ones(4)}))
+    assert "step-00000002" in store.inner.list()
+
+
+def test_a_forked_child_closes_nothing_of_its_parents():
+    store = PausingStore(3)
+    manager = CheckpointManager(store, mode="async")
+    state = TrainState(trainer=Progress(step=1), extra={"w": torch.ones(4)})
+    manager.save(state)
+    pid = os.fork()
+    if not pid:
+        try:
+            manager.close()
+            try:
+                manager.save(state)
+            except RunLocked:
+                os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    store.may_go_on.set()
+    assert manager.drain().step == 1
+    manager.close()
+
+
+def test_an_interrupted_donating_step_waits_again():
+    """The readers of a lease are let go when they have protected, and not before."""
+    store = PausingStore(3)
+    state = TrainState(trainer=Progress(step=1), extra={"w": Leaves({"w": torch.ones(4)})})
+    manager = CheckpointManager(store, mode="async", max_extra_bytes=0)
+    manager.save(state)
+    lease = state.extra["w"].lease
+    (reader,) = lease.readers
+    reader.protect = _interrupted
+    with pytest.raises(KeyboardInterrupt):
+        lease.protect()
+    assert lease.readers == (reader,)
+    store.may_go_on.set()
+    manager.close()
 
 
 def train_as_a_rank(collectives, folder):

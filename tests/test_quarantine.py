@@ -262,7 +262,7 @@ def test_a_load_that_succeeds_leaves_nothing_behind(store):
     names = store.list()
     die(store, EIGHT, times=LIMIT - 1)
     with attempting(store, EIGHT):
-        load(store, like=TrainState(trainer=Progress()))
+        load(store, like=TrainState(trainer=Progress()), step=8)
     assert store.list() == names
     die(store, EIGHT, times=LIMIT - 1)
     assert usable(store) == [EIGHT, SEVEN]

@@ -78,8 +78,9 @@ def heard(process, line):
 
 def ended(process):
     """The lines that a program says from here on, and its exit code."""
-    said, complaints = process.communicate(timeout=120)
-    return said.splitlines(), process.returncode, complaints
+    said = process.stdout.read()  # not communicate(), which knows nothing of lines that were read ahead with those heard
+    complaints = process.stderr.read()
+    return said.splitlines(), process.wait(timeout=120), complaints
 
 
 # --- signals, in real processes --------------------------------------------------------------------------------------
