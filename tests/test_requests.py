@@ -78,7 +78,9 @@ def heard(process, line):
 
 def ended(process):
     """The lines that a program says from here on, and its exit code."""
-    said = process.stdout.read()  # not communicate(), which knows nothing of lines that were read ahead with those heard
+    said = (
+        process.stdout.read()
+    )  # not communicate(), which knows nothing of lines that were read ahead with those heard
     complaints = process.stderr.read()
     return said.splitlines(), process.wait(timeout=120), complaints
 
