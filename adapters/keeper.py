@@ -10,10 +10,10 @@ from trainfold.backends.protocols import Store
 from trainfold.backends.quarantine_file import quarantined
 from trainfold.backends.run_save import SaveResult
 from trainfold.core.events import Event
-from trainfold.core.inventory import lineage
+from trainfold.core.inventory import Inventory, lineage
 from trainfold.core.quarantine import with_quarantined
 from trainfold.core.retention import Retention, RetentionPlan, Saved, plan_retention
-from trainfold.core.save_plan import MANIFEST
+from trainfold.core.save_plan import MANIFEST, is_data_file, step_of
 
 _LOG = logging.getLogger("trainfold")
 
@@ -35,20 +35,30 @@ class Keeper:
     def retain(self, result: SaveResult) -> list[Event]:
         """Delete what may go now that a checkpoint was committed; a failure is a warning, and tried again (E04).
 
+        What is left of older saves and deletions that a kill cut off goes too: a step without a manifest, of which every file
+        has a name that a save gives.
+
         Returns:
-            An event for each deleted checkpoint.
+            An event for each checkpoint that was deleted.
         """
         self._proved.add(result.checkpoint)
+        events: list[Event] = []
         try:
-            return self._delete(self._plan(result))
+            inventory = read_inventory(self._store)
+            for name in self._plan(result, inventory).deleted:
+                self._store.delete(f"{name}/")
+                self._proved.discard(name)
+                events.append(Event("pruned", self._store.url, checkpoint=name))
+            for name in self._torn(result, inventory):
+                self._store.delete(f"{name}/")
         except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule: the checkpoint is committed all the same
             _LOG.warning(
                 "%s: old checkpoints could not be deleted, and will be tried again: %s", self._store.url, error
             )
-            return []
+        return events
 
-    def _plan(self, result: SaveResult) -> RetentionPlan:
-        complete = self._complete()
+    def _plan(self, result: SaveResult, inventory: Inventory) -> RetentionPlan:
+        complete = self._complete(inventory)
         written = next((one for one in complete if one.name == result.checkpoint), None)
         pointed = {target: f"the pointer {name}" for name, target in self._store.pointers().items()}
         protected = {**pointed, **best_checkpoints(self._store)}
@@ -59,20 +69,18 @@ class Keeper:
             protected=protected,
         )
 
-    def _delete(self, plan: RetentionPlan) -> list[Event]:
-        events = []
-        for name in plan.deleted:
-            self._store.delete(f"{name}/")
-            self._proved.discard(name)
-            events.append(Event("pruned", self._store.url, checkpoint=name))
-        return events
+    def _torn(self, result: SaveResult, inventory: Inventory) -> list[str]:
+        names = [entry.name for entry in inventory.entries if entry.head is None]
+        older = [name for name in names if (step_of(name) or 0) < result.step]
+        files = {name: self._store.list(name) for name in older}
+        return [name for name in older if files[name] and all(is_data_file(file) for file in files[name])]
 
-    def _complete(self) -> list[Saved]:
+    def _complete(self, inventory: Inventory) -> list[Saved]:
         """The complete checkpoints of the present lineage that can be loaded, as far as is known.
 
         What a rewind left behind is not this run's to delete (E16).
         """
-        inventory = with_quarantined(read_inventory(self._store), quarantined(self._store))
+        inventory = with_quarantined(inventory, quarantined(self._store))
         now, scores = time.time(), best_scores(self._store)
         found = []
         for entry in lineage(inventory):

@@ -229,8 +229,13 @@ class CheckpointManager:
         self._check_open()
         failures: list[Exception] = []
         self._end_previous(failures)
-        outcome = None if self._is_aborted else self.step(run, is_last=True)
-        self.drain()
+        try:
+            outcome = None if self._is_aborted else self.step(run, is_last=True)
+            self.drain()
+        except Exception as error:
+            for failure in failures:
+                error.add_note(f"and the save before it had failed: {error_text(failure)}")
+            raise
         if failures:
             raise failures[0]
         return outcome
@@ -434,6 +439,7 @@ class CheckpointManager:
             if step is not None or not refused.refusal.finds_nothing:
                 self._announcer.tell("refused", step=step, detail=str(refused))
             raise
+        self._stops = self._is_aborted = False  # a run that is loaded again is another try
         self._last_saved = None if state.trainer is None else state.trainer.step
         self._saved_at = time.monotonic()
         self._announcer.tell("restored", step=self._last_saved)

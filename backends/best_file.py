@@ -56,7 +56,7 @@ def save_best(
     """Write the best into its run, atomically and durably; after the checkpoint of its step was saved (E10).
 
     It names steps and no path, so that it stays true when the run is moved. A `CheckpointManager` of the run keeps the
-    checkpoints that it names, whatever ``keep_last`` says (E02). Saving an equal record again does nothing. Then the pointer
+    checkpoints that it names, whatever ``keep_last`` says (E02). Saving an equal record again changes nothing. Then the pointer
     ``best`` leads to the best one's checkpoint: a hint for people, relative and replaced atomically (E13, E14).
 
     Args:
@@ -197,7 +197,9 @@ def _save(store: Store, record: BestRecord, places: tuple[BestEntry, ...] | None
         if old != data:
             _check_no_better(store, was, mine)
             _check_none_lost(store, was, mine, kept)
-            store.commit(BEST_FILE, data, replaces=None if old is None else digest_of(old))
+        store.commit(
+            BEST_FILE, data, replaces=None if old is None else digest_of(old)
+        )  # equal ones too: they may not be durable
         if BEST_POINTER not in store.list(""):  # a file of the user's own of that name is none of ours to replace
             store.point(BEST_POINTER, directory_of(step_of_best(mine)))
     return mine

@@ -22,6 +22,7 @@ from trainfold.core.structure import Described
 ALIGNMENT_BYTES = 4096
 DIRECTORY = re.compile(r"step-(\d{8,18})")
 MANIFEST = "manifest.json"
+_DATA_FILE = re.compile(r"\w+-\d{5,}-of-\d{5,}(\.r\d+)?\.safetensors")
 
 
 @final
@@ -141,6 +142,16 @@ def step_of(directory: str) -> int | None:
     """
     found = DIRECTORY.fullmatch(directory)
     return int(found[1]) if found and directory_of(int(found[1])) == directory else None
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a save may have given a file this name.
+
+    Examples:
+        >>> is_data_file("model-00000-of-00001.r2.safetensors"), is_data_file("model.safetensors"), is_data_file("manifest.json")
+        (True, False, False)
+    """
+    return _DATA_FILE.fullmatch(name) is not None
 
 
 @without_collecting

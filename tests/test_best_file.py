@@ -26,7 +26,7 @@ from trainfold.backends.best_file import (
 from trainfold.backends.collectives import run_threads, thread_outcomes
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.memory import ErrorAt, MemoryStore
 from trainfold.backends.runs import load, plan, save
 from trainfold.core.best import decide_best, is_better, make_best_record, updated
 from trainfold.core.best_n import BestEntry, plan_best, rewound
@@ -37,6 +37,7 @@ from trainfold.core.errors import (
     InvalidState,
     RankFailed,
     RunLocked,
+    SaveFailed,
 )
 from trainfold.core.retention import Saved, keep_last, plan_retention
 from trainfold.core.save_plan import directory_of
@@ -428,12 +429,12 @@ def test_a_best_of_another_run_is_refused(store):
         save_best(store, attrs.evolve(won(0.5, 10), run_id="b"))
 
 
-def test_saving_an_equal_best_again_writes_nothing(tmp_path):
+def test_saving_an_equal_best_again_changes_nothing(tmp_path):
     save_at(tmp_path, 10)
     saved = save_best(tmp_path, won(0.5, 10))
-    before = (tmp_path / "best.json").stat()
+    before = (tmp_path / "best.json").read_bytes()
     assert save_best(tmp_path, saved) == saved
-    assert (tmp_path / "best.json").stat().st_ino == before.st_ino
+    assert (tmp_path / "best.json").read_bytes() == before
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -568,3 +569,16 @@ def test_processes_act_on_one_verdict(processes, tmp_path):
     save_at(tmp_path, 10)
     told = processes.run(2, evaluated_and_saved, str(tmp_path), collectives={})
     assert told == [(0.5, read_inventory(LocalStore(tmp_path)).run_id, True, False)] * 2
+
+
+def test_a_best_whose_last_sync_failed_is_made_durable_by_the_next_try():
+    """E09: equal bytes that can be read may still be taken back by a crash."""
+    store = MemoryStore()
+    save(TrainState(trainer=Progress(step=1)), store)
+    record = updated(make_best_record(metric="loss", direction="min"), {"loss": 0.5}, step=1)
+    store._fault = ErrorAt(store._attempts + 2)  # sync, sync, commit, and the last sync
+    with pytest.raises(SaveFailed):
+        save_best(store, record)
+    store._fault = None
+    save_best(store, record)
+    assert best_checkpoint(store.after_crash(len(store.effects))) == "step-00000001"

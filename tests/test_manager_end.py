@@ -16,6 +16,7 @@ from trainfold.adapters.stop_file import StopFile
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.memory import MemoryStore
+from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.core.errors import IncompleteWindow
 from trainfold.core.state import Progress, TrainState
 
@@ -205,3 +206,34 @@ def test_what_a_pointer_of_anybodys_leads_to_is_kept(tmp_path):
                 (run / "release").symlink_to("step-00000002")
     assert sorted(path.name for path in run.glob("step-*")) == ["step-00000002", "step-00000005"]
     assert (run / "latest").readlink().name == "step-00000005"
+
+
+def test_what_a_kill_left_of_a_deletion_or_a_save_is_collected_and_nothing_else(tmp_path):
+    """E01, C02: without manual help; newer steps, and directories with anything of a user's, are left alone."""
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        for step in (1, 2, 3, 9):
+            manager.save(TrainState(trainer=Progress(step=step), extra={"w": torch.ones(2)}))
+    for step in (1, 2, 9):
+        (run / f"step-{step:08d}" / "manifest.json").unlink()
+    (run / "step-00000002" / "notes.txt").write_text("mine")
+    with CheckpointManager(run, keep_last=1) as manager:
+        with pytest.warns(CheckpointPassedOver, match="step-00000009"):
+            manager.load(TrainState(trainer=Progress(), extra={"w": torch.ones(2)}))
+        manager.save(TrainState(trainer=Progress(step=4), extra={"w": torch.ones(2)}))
+    left = sorted(path.name for path in run.glob("step-*"))
+    assert left == ["step-00000002", "step-00000004", "step-00000009"]
+
+
+def test_a_run_that_was_aborted_and_is_loaded_again_is_saved_at_its_end():
+    """R02: the next try in the same manager is not aborted."""
+    store, asked = MemoryStore(), Asked()
+    with CheckpointManager(store, requests=asked) as manager:
+        manager.save(TrainState(trainer=Progress(step=1)))
+        asked.ask("abort")
+        manager.step(TrainState(trainer=Progress(step=2)))
+        assert manager.should_stop
+        assert manager.finish(TrainState(trainer=Progress(step=2))) is None
+        manager.load(TrainState(trainer=Progress()))
+        assert not manager.should_stop
+        assert manager.finish(TrainState(trainer=Progress(step=3))).step == 3

@@ -702,6 +702,7 @@ class ManagerAndDisk(RuleBasedStateMachine):
 
     def after_load(self, step):
         self.last_saved = step
+        self.stops = self.aborted = False  # it is another try
         assert self.step_now == step
         assert digest_of(self.loop.state) == self.contents[step]
         self.settle()
