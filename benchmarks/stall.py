@@ -262,7 +262,7 @@ def empty(folder):
     """Remove the checkpoints and keep the run."""
     for path in folder.iterdir():
         if path.name.startswith("step-"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 def run_rounds(size, names, rounds, directory):
