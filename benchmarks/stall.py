@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -61,11 +62,12 @@ class Loop:
         self.count = 0
         self.train()  # so that the optimizer has its state
 
-    def train(self):
-        """One step."""
+    def train(self, update=None):
+        """One step; the update is made inside of a context."""
         loss = loss_fn(self.model, self.batches[self.count % len(self.batches)])
         (loss.sum / loss.weight).backward()
-        self.optimizer.step()
+        with update or nullcontext():
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.count += 1
 
@@ -207,8 +209,12 @@ class TorchCheckpointing(Rival):
             )
         )
 
+    def train(self):
+        """One step, whose update waits for the copy that is being made."""
+        self.loop.train(self.manager.lock())
+
     def write(self, path):
-        """In the background; the copy must be complete before the next update, and nothing but waiting says so."""
+        """In the background."""
         return self.manager.save(str(path), self.loop.state_dict())
 
     def close(self):
