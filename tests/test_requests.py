@@ -61,6 +61,7 @@ def child():
 PREAMBLE = """
 import os, signal, sys, threading, time
 from trainfold.adapters.requests import SignalRequests
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background without
 def say(*words): print(*words, flush=True)
 def until(happens):
     for _ in range(6000):
