@@ -24,7 +24,7 @@ from trainfold.backends.direct_io import BUFFER_BYTES, BUFFERS
 from trainfold.backends.hold import Hold
 from trainfold.backends.inventory import check_place
 from trainfold.backends.run_save import SaveResult
-from trainfold.backends.snapshot import Snapshot, save_snapshot, take_snapshot
+from trainfold.backends.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
 from trainfold.backends.together import on_rank_zero
 from trainfold.core.components import validate_components
 from trainfold.core.contract import checked_contract
@@ -599,13 +599,7 @@ def _raising(error: Exception) -> Callable[[], Snapshot]:
 
 
 def _step_of(run: Live | TrainState) -> int:
-    if isinstance(run, Live):
-        return run.progress.step
-    if run.trainer is None:
-        raise InvalidState(
-            "state.trainer", expected="a Progress", found="none", mend="give the state a trainer component"
-        )
-    return run.trainer.step
+    return run.progress.step if isinstance(run, Live) else step_of_state(run)
 
 
 def _check_run(run: object, kinds: type | UnionType) -> None:

@@ -43,10 +43,10 @@ class UpdateGate:
         if isinstance(run, Live):
             held = self._addresses(run)
             return {name for name, leaf in leaves.items() if leaf.data_ptr() not in held}
-        frozen = {
+        held_places = {
             _place(leaf) for each in leaves_in(state) for leaf in tree.leaves(each) if isinstance(leaf, torch.Tensor)
         }
-        return {name for name, leaf in leaves.items() if _place(leaf) not in frozen}
+        return {name for name, leaf in leaves.items() if _place(leaf) not in held_places}
 
     def close_for(self, hold: Hold, state: TrainState) -> None:
         """From now on, let updates wait for this hold."""
@@ -70,8 +70,7 @@ class UpdateGate:
         self._handles.clear()
 
     def _addresses(self, live: Live) -> set[int]:
-        frozen = [parameter for parameter in live.model.parameters() if not parameter.requires_grad]
-        tensors: list[torch.Tensor] = [*frozen]
+        tensors: list[torch.Tensor] = [p for p in live.model.parameters() if not p.requires_grad]
         for optimizer in live.optimizers:
             if self._is_hooked(optimizer):
                 tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]

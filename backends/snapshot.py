@@ -81,15 +81,12 @@ def take_snapshot(
         3
     """
     check_state(state, "state")
-    if state.trainer is None:
-        raise InvalidState(
-            "state.trainer", expected="a Progress", found="none", mend="give the state a trainer component"
-        )
+    step = step_of_state(state)
     chosen = components_of(select(state, components))
     omitted = tuple(name for name in components_of(state) if name not in chosen)
     pairs = {name: describe(component, name) for name, component in chosen.items()}
     return Snapshot(
-        step=int(state.trainer.step),
+        step=step,
         described={name: described for name, (described, _) in pairs.items()},
         tensors={name: tensors for name, (_, tensors) in pairs.items()},
         omitted=omitted,
@@ -157,6 +154,19 @@ def save_snapshot(
             omitted=snapshot.omitted,
             replaces=old,
         )
+
+
+def step_of_state(state: TrainState) -> int:
+    """The step that a state is at.
+
+    Raises:
+        InvalidState: if it has no trainer component.
+    """
+    if state.trainer is None:
+        raise InvalidState(
+            "state.trainer", expected="a Progress", found="none", mend="give the state a trainer component"
+        )
+    return int(state.trainer.step)
 
 
 def check_state(state: object, argument: str) -> None:

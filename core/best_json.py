@@ -8,18 +8,13 @@ import attrs
 
 from trainfold.core.best import BestRecord, make_best_record
 from trainfold.core.best_n import BestEntry, ranked
-from trainfold.core.codec import digest_of
 from trainfold.core.errors import (
-    CheckpointDamaged,
     CheckpointError,
-    CheckpointForeign,
-    CheckpointHostile,
-    FutureVersion,
     InvalidArgument,
 )
-from trainfold.core.manifest import END, TAIL
-from trainfold.core.scalars import canonical_json, shown
-from trainfold.core.strict import count, fields, hostile, list_of, single_name, sized, strict_json
+from trainfold.core.scalars import shown
+from trainfold.core.sealed_json import SealedJson
+from trainfold.core.strict import count, fields, hostile, list_of, single_name, sized
 
 BEST_FILE = "best.json"
 BEST_FORMAT = "trainfold-best"
@@ -81,10 +76,9 @@ def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[tuple[
         raise InvalidArgument("kept", expected=f"at most {MOST_KEPT} entries", found=len(places),
                               mend="keep fewer of the best: each is a whole checkpoint")  # fmt: skip
     floats = {"min_delta": float(record.min_delta), "score": float(record.score)}
-    named = {"format": BEST_FORMAT, "version": BEST_VERSION if places else 1}
     more = {"kept": places} if places else {}
-    covered = canonical_json({**named, **attrs.asdict(record), **floats, "timeline": timeline, **more})[:-1]
-    data = covered + TAIL + digest_of(covered).encode() + END
+    document = {**attrs.asdict(record), **floats, "timeline": timeline, **more}
+    data = _FILE.encode(document, version=BEST_VERSION if places else 1)
     try:
         best_file_from_json(data)
     except CheckpointError as error:  # a record that was not made by make_best_record
@@ -114,27 +108,14 @@ def best_file_from_json(data: bytes, where: str = BEST_FILE) -> BestFile:
         trainfold.core.errors.CheckpointDamaged: best.json: expected the digest of its own bytes at its end, found 2 bytes \
 that have another digest; restore best.json from a copy of the run, or remove it: the best then begins anew
     """
-    covered = data[: max(0, len(data) - _TAIL_BYTES)]
-    if len(data) > BEST_LIMIT_BYTES or data[len(covered) :] != TAIL + digest_of(covered).encode() + END:
-        raise CheckpointDamaged(where, expected="the digest of its own bytes at its end",
-                                found=f"{len(data)} bytes that have another digest", mend=BEST_MEND)  # fmt: skip
-    try:
-        return _read(data, where)
-    except CheckpointHostile as error:
-        raise CheckpointHostile(error.where, expected=error.expected, found=error.found, mend=BEST_MEND) from None
+    return _FILE.decode(data, where, lambda document, version: _read(document, version, where))
 
 
 BEST_MEND = f"restore {BEST_FILE} from a copy of the run, or remove it: the best then begins anew"
-_TAIL_BYTES = len(TAIL) + len(digest_of(b"")) + len(END)
+_FILE = SealedJson(BEST_FORMAT, BEST_VERSION, BEST_LIMIT_BYTES, BEST_MEND)
 
 
-def _read(data: bytes, where: str) -> BestFile:
-    document = strict_json(data, where)
-    if document.get("format") != BEST_FORMAT:
-        raise CheckpointForeign(where, expected=BEST_FORMAT, found=shown(document.get("format")), mend=BEST_MEND)
-    version = count(document.get("version"), where, least=1)
-    if version > BEST_VERSION:
-        raise FutureVersion(where, expected=f"version {BEST_VERSION}", found=version, mend="upgrade trainfold")
+def _read(document: dict[str, Any], version: int, where: str) -> BestFile:
     fields(document, _FIELDS if version == 1 else {*_FIELDS, "kept"}, where, exact=True)
     try:
         record = make_best_record(

@@ -4,12 +4,10 @@ from typing import Any, Final
 
 import attrs
 
-from trainfold.core.codec import digest_of
-from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, FutureVersion
-from trainfold.core.manifest import END, TAIL
 from trainfold.core.quarantine import MAX_REASONS, MAX_RECORDS, Attempts, Tried
 from trainfold.core.save_plan import step_of
-from trainfold.core.scalars import canonical_json, shown
+from trainfold.core.scalars import shown
+from trainfold.core.sealed_json import SealedJson
 from trainfold.core.strict import (
     count,
     digest_text,
@@ -18,7 +16,6 @@ from trainfold.core.strict import (
     list_of,
     mapping_of,
     single_name,
-    strict_json,
     text_of,
 )
 
@@ -31,7 +28,7 @@ QUARANTINE_MEND: Final = (
 )
 _FIELDS = {"format", "version", "attempts", "digest"}
 _RECORD_FIELDS = {"checkpoint", "digest", "attempts", "is_damaged", "reasons"}
-_TAIL_BYTES = len(TAIL) + len(digest_of(b"")) + len(END)
+_FILE: Final = SealedJson(QUARANTINE_FORMAT, QUARANTINE_VERSION, QUARANTINE_LIMIT_BYTES, QUARANTINE_MEND)
 
 
 def quarantine_to_json(attempts: Attempts) -> bytes:
@@ -44,9 +41,7 @@ def quarantine_to_json(attempts: Attempts) -> bytes:
         Attempts(records=())
     """
     records = [attrs.asdict(record) for record in attempts.records]
-    named = {"format": QUARANTINE_FORMAT, "version": QUARANTINE_VERSION}
-    covered = canonical_json({**named, "attempts": records})[:-1]
-    return covered + TAIL + digest_of(covered).encode() + END
+    return _FILE.encode({"attempts": records})
 
 
 def quarantine_from_json(data: bytes, where: str = QUARANTINE_FILE) -> Attempts:
@@ -66,25 +61,10 @@ def quarantine_from_json(data: bytes, where: str = QUARANTINE_FILE) -> Attempts:
 bytes that have another digest; nothing has to be done: no checkpoint is passed over for it; remove quarantine.json when you \
 have seen it
     """
-    covered = data[: max(0, len(data) - _TAIL_BYTES)]
-    if len(data) > QUARANTINE_LIMIT_BYTES or data[len(covered) :] != TAIL + digest_of(covered).encode() + END:
-        raise CheckpointDamaged(where, expected="the digest of its own bytes at its end",
-                                found=f"{len(data)} bytes that have another digest", mend=QUARANTINE_MEND)  # fmt: skip
-    try:
-        return _read(data, where)
-    except CheckpointHostile as error:
-        raise CheckpointHostile(error.where, expected=error.expected, found=error.found, mend=QUARANTINE_MEND) from None
+    return _FILE.decode(data, where, lambda document, _: _read(document, where))
 
 
-def _read(data: bytes, where: str) -> Attempts:
-    document = strict_json(data, where)
-    if document.get("format") != QUARANTINE_FORMAT:
-        raise CheckpointForeign(
-            where, expected=QUARANTINE_FORMAT, found=shown(document.get("format")), mend=QUARANTINE_MEND
-        )
-    version = count(document.get("version"), where, least=1)
-    if version > QUARANTINE_VERSION:
-        raise FutureVersion(where, expected=f"version {QUARANTINE_VERSION}", found=version, mend="upgrade trainfold")
+def _read(document: dict[str, Any], where: str) -> Attempts:
     fields(document, _FIELDS, where, exact=True)
     records = tuple(
         _record(each, f"{where}: attempts[{i}]")

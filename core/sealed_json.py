@@ -1,0 +1,77 @@
+"""Sealed JSON: one object as the bytes of a small file of a run, with its format, its version, and the digest of all that is before it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar, final
+
+import attrs
+
+from trainfold.core.codec import digest_of
+from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, FutureVersion
+from trainfold.core.manifest import END, TAIL
+from trainfold.core.scalars import Json, canonical_json, shown
+from trainfold.core.strict import count, strict_json
+
+T = TypeVar("T")
+_TAIL_BYTES: Final = len(TAIL) + len(digest_of(b"")) + len(END)
+
+
+@final
+@attrs.frozen
+class SealedJson:
+    """A kind of file.
+
+    Attributes:
+        name: what its first field says.
+        version: the newest one that can be read.
+        limit_bytes: how large it can be.
+        mend: what to do about one that cannot be read.
+    """
+
+    name: str
+    version: int
+    limit_bytes: int
+    mend: str
+
+    def encode(self, document: Mapping[str, Json], *, version: int | None = None) -> bytes:
+        """The file's bytes; equal documents give equal bytes.
+
+        Args:
+            document: its own fields.
+            version: an older one, where that can hold all of them.
+        """
+        covered = canonical_json({"format": self.name, "version": version or self.version, **document})[:-1]
+        return covered + TAIL + digest_of(covered).encode() + END
+
+    def decode(self, data: bytes, where: str, read: Callable[[dict[str, Any], int], T]) -> T:
+        """What a file's bytes say.
+
+        Args:
+            data: all of them.
+            where: the file, for messages.
+            read: makes a value of the object and its version.
+
+        Raises:
+            CheckpointDamaged: if the digest at the end does not fit the bytes before it.
+            CheckpointForeign: if another program wrote it.
+            FutureVersion: if a newer trainfold wrote it.
+            CheckpointHostile: if the digest fits and the contents cannot be all the same.
+
+        Examples:
+            >>> notes = SealedJson("notes", 1, 100, "remove it")
+            >>> notes.decode(notes.encode({"n": 3}), "notes.json", lambda document, version: document["n"] + version)
+            4
+        """
+        covered = data[: max(0, len(data) - _TAIL_BYTES)]
+        if len(data) > self.limit_bytes or data[len(covered) :] != TAIL + digest_of(covered).encode() + END:
+            raise CheckpointDamaged(where, expected="the digest of its own bytes at its end",
+                                    found=f"{len(data)} bytes that have another digest", mend=self.mend)  # fmt: skip
+        try:
+            document = strict_json(data, where)
+            if document.get("format") != self.name:
+                raise CheckpointForeign(where, expected=self.name, found=shown(document.get("format")), mend=self.mend)
+            version = count(document.get("version"), where, least=1)
+            if version > self.version:
+                raise FutureVersion(where, expected=f"version {self.version}", found=version, mend="upgrade trainfold")
+            return read(document, version)
+        except CheckpointHostile as error:
+            raise CheckpointHostile(error.where, expected=error.expected, found=error.found, mend=self.mend) from None
