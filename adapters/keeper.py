@@ -2,13 +2,16 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import final
 
-from trainfold.backends.best_reader import best_checkpoints, best_scores
+from trainfold.backends.best_reader import CHANGING_BEST, best_bytes, named_by, parsed_best, scores_in
 from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.protocols import Store
 from trainfold.backends.quarantine_file import quarantined
 from trainfold.backends.run_save import SaveResult
+from trainfold.core.best_json import BEST_FILE, BestFile
+from trainfold.core.codec import digest_of
 from trainfold.core.events import Event
 from trainfold.core.inventory import Inventory, lineage
 from trainfold.core.quarantine import with_quarantined
@@ -31,6 +34,7 @@ class Keeper:
         self._store = store
         self._policy = policy
         self._proved: set[str] = set()  # complete checkpoints do not change, so each is read once
+        self._durable_best: bytes | None = None
 
     def retain(self, result: SaveResult) -> list[Event]:
         """Delete what may go now that a checkpoint was committed; a failure is a warning, and tried again (E04).
@@ -44,24 +48,34 @@ class Keeper:
         self._proved.add(result.checkpoint)
         events: list[Event] = []
         try:
-            inventory = read_inventory(self._store)
-            for name in self._plan(result, inventory).deleted:
-                self._store.delete(f"{name}/")
-                self._proved.discard(name)
-                events.append(Event("pruned", self._store.url, checkpoint=name))
-            for name in self._torn(result, inventory):
-                self._store.delete(f"{name}/")
+            with CHANGING_BEST:
+                self._retain(result, events)
         except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule: the checkpoint is committed all the same
             _LOG.warning(
                 "%s: old checkpoints could not be deleted, and will be tried again: %s", self._store.url, error
             )
         return events
 
-    def _plan(self, result: SaveResult, inventory: Inventory) -> RetentionPlan:
-        complete = self._complete(inventory)
+    def _retain(self, result: SaveResult, events: list[Event]) -> None:
+        inventory = read_inventory(self._store)
+        data = best_bytes(self._store)
+        best = None if data is None else parsed_best(self._store, data)
+        deleted = self._plan(result, inventory, best).deleted
+        if deleted and data is not None and data != self._durable_best:
+            self._store.commit(BEST_FILE, data, replaces=digest_of(data))  # else a crash may bring an earlier one back
+            self._durable_best = data
+        for name in deleted:
+            self._store.delete(f"{name}/")
+            self._proved.discard(name)
+            events.append(Event("pruned", self._store.url, checkpoint=name))
+        for name in self._torn(result, inventory):
+            self._store.delete(f"{name}/")
+
+    def _plan(self, result: SaveResult, inventory: Inventory, best: BestFile | None) -> RetentionPlan:
+        complete = self._complete(inventory, scores_in(best))
         written = next((one for one in complete if one.name == result.checkpoint), None)
         pointed = {target: f"the pointer {name}" for name, target in self._store.pointers().items()}
-        protected = {**pointed, **best_checkpoints(self._store)}
+        protected = {**pointed, **named_by(best)}
         return plan_retention(
             complete,
             policy=self._policy,
@@ -75,13 +89,13 @@ class Keeper:
         files = {name: self._store.list(name) for name in older}
         return [name for name in older if files[name] and all(is_data_file(file) for file in files[name])]
 
-    def _complete(self, inventory: Inventory) -> list[Saved]:
+    def _complete(self, inventory: Inventory, scores: Mapping[tuple[str, int], float]) -> list[Saved]:
         """The complete checkpoints of the present lineage that can be loaded, as far as is known.
 
         What a rewind left behind is not this run's to delete (E16).
         """
         inventory = with_quarantined(inventory, quarantined(self._store))
-        now, scores = time.time(), best_scores(self._store)
+        now = time.time()
         found = []
         for entry in lineage(inventory):
             if entry.head is None:

@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
 import attrs
 
 from trainfold.backends.best_reader import (
+    CHANGING_BEST,
     best_bytes,
     best_checkpoint,
     best_checkpoints,
@@ -30,8 +31,8 @@ from trainfold.core.best import BestRecord
 from trainfold.core.best_json import BEST_FILE, BestFile, best_to_json
 from trainfold.core.best_n import BestEntry, ranked
 from trainfold.core.codec import digest_of
-from trainfold.core.errors import InvalidArgument, InvalidState, RunLocked
-from trainfold.core.save_plan import directory_of
+from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, RunLocked
+from trainfold.core.save_plan import MANIFEST, directory_of
 from trainfold.core.scalars import shown
 from trainfold.core.score import beats
 
@@ -175,6 +176,11 @@ def _loaded(
 
 
 def _save(store: Store, record: BestRecord, places: tuple[BestEntry, ...] | None, *, takes_lock: bool) -> BestRecord:
+    with _locked(store) if takes_lock else nullcontext(), CHANGING_BEST:
+        return _save_locked(store, record, places)
+
+
+def _save_locked(store: Store, record: BestRecord, places: tuple[BestEntry, ...] | None) -> BestRecord:
     own = read_run_id(store)
     named = {step_of_best(record), *(entry.step for entry in places or ())}
     heads = {} if own is None else heads_at(store, named)
@@ -186,23 +192,31 @@ def _save(store: Store, record: BestRecord, places: tuple[BestEntry, ...] | None
         raise InvalidArgument("record.run_id", expected=f"{own!r}, the run's, or None", found=repr(record.run_id),
                               mend="begin with load_best of this run")  # fmt: skip
     mine = attrs.evolve(record, run_id=own)
-    with _locked(store) if takes_lock else nullcontext():
-        old = best_bytes(store)
-        was = None if old is None else parsed_best(store, old)
-        if places is None:
-            kept = present(store, was, mine)[0] if was is not None and was.kept else ()
-        else:
-            kept = tuple((entry, heads[entry.step].timeline) for entry in places)
-        data = best_to_json(mine, timeline=heads[step_of_best(mine)].timeline, kept=kept)
-        if old != data:
-            _check_no_better(store, was, mine)
-            _check_none_lost(store, was, mine, kept)
-        store.commit(
-            BEST_FILE, data, replaces=None if old is None else digest_of(old)
-        )  # equal ones too: they may not be durable
-        if BEST_POINTER not in store.list(""):  # a file of the user's own of that name is none of ours to replace
-            store.point(BEST_POINTER, directory_of(step_of_best(mine)))
+    old = best_bytes(store)
+    was = None if old is None else parsed_best(store, old)
+    if places is None:
+        kept = present(store, was, mine)[0] if was is not None and was.kept else ()
+    else:
+        kept = tuple((entry, heads[entry.step].timeline) for entry in places)
+    data = best_to_json(mine, timeline=heads[step_of_best(mine)].timeline, kept=kept)
+    if old != data:
+        _check_no_better(store, was, mine)
+        _check_none_lost(store, was, mine, kept)
+        _make_durable(store, named - {entry.step for entry, _ in (was.entries if was is not None else ())})
+    # equal bytes too, for they may not be durable
+    store.commit(BEST_FILE, data, replaces=None if old is None else digest_of(old))
+    if BEST_POINTER not in store.list(""):  # a file of the user's own of that name is none of ours to replace
+        store.point(BEST_POINTER, directory_of(step_of_best(mine)))
     return mine
+
+
+def _make_durable(store: Store, steps: Iterable[int]) -> None:
+    """Commit their manifests again: that of a save whose last sync has failed can be read, and a crash takes it back."""
+    for step in sorted(steps):
+        name = f"{directory_of(step)}/{MANIFEST}"
+        data = store.read(name)
+        with suppress(CommitConflict):  # it is being saved anew, durably
+            store.commit(name, data, replaces=digest_of(data))
 
 
 def _check_no_better(store: Store, old: BestFile | None, mine: BestRecord) -> None:

@@ -1,6 +1,8 @@
 """Reading a run's ``best.json``: what it holds on to, and how much of it can still be loaded."""
 
+import threading
 from collections.abc import Iterable
+from typing import Final
 
 from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.protocols import Store
@@ -10,6 +12,9 @@ from trainfold.core.best_n import BestEntry
 from trainfold.core.inventory import lineage
 from trainfold.core.manifest import Head
 from trainfold.core.save_plan import directory_of
+
+CHANGING_BEST: Final = threading.RLock()
+"""Held while a best is named, and while what no best names is deleted: a manager does that in a thread of its own (E02)."""
 
 
 def best_checkpoint(store: Store) -> str | None:
@@ -37,7 +42,11 @@ def best_checkpoints(store: Store) -> dict[str, str]:
         >>> best_checkpoints(MemoryStore())
         {}
     """
-    file = read_best(store)
+    return named_by(read_best(store))
+
+
+def named_by(file: BestFile | None) -> dict[str, str]:
+    """What `best_checkpoints` says, of a file that was read."""
     if file is None:
         return {}
     others = {directory_of(entry.step): f"one of the best {len(file.kept)}" for entry, _ in file.kept}
@@ -56,7 +65,11 @@ def best_scores(store: Store) -> dict[tuple[str, int], float]:
         >>> best_scores(MemoryStore())
         {}
     """
-    file = read_best(store)
+    return scores_in(read_best(store))
+
+
+def scores_in(file: BestFile | None) -> dict[tuple[str, int], float]:
+    """What `best_scores` says, of a file that was read."""
     entries = (
         ()
         if file is None

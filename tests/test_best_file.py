@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import threading
 import warnings
 
 import attrs
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainfold.adapters.cli import main
+from trainfold.adapters.keeper import Keeper
 from trainfold.adapters.live import attach
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.backends.best_file import (
@@ -582,3 +584,75 @@ def test_a_best_whose_last_sync_failed_is_made_durable_by_the_next_try():
     store._fault = None
     save_best(store, record)
     assert best_checkpoint(store.after_crash(len(store.effects))) == "step-00000001"
+
+
+def test_what_a_best_names_is_made_durable_before_it():
+    """E02, E09: the last sync of a save failed, which a crash may take back, and its step is named the best."""
+    store = MemoryStore()
+    save_at(store, 1)
+    save_best(store, won(0.5, 1))
+    store._fault = lambda _, effect: OSError(5, "EIO") if (effect.kind, effect.name) == ("sync", "step-00000002") and (
+        "step-00000002/manifest.json" in store._disk.files) else None  # fmt: skip
+    with pytest.raises(SaveFailed):
+        save_at(store, 2)
+    store._fault = None
+    save_best(store, won(0.4, 2))
+    after = store.after_crash(len(store.effects))
+    assert load_best(after, WANTED).step == 2
+
+
+def test_what_an_earlier_best_names_goes_only_when_the_new_one_is_durable():
+    """E02: the last sync of ``best.json`` failed, and a crash may bring the earlier one back."""
+    store = MemoryStore()
+    with CheckpointManager(store, keep_last=1) as manager:
+        manager.save(TrainState(trainer=Progress(step=1)))
+        save_best(store, won(0.5, 1))
+        result = manager.save(TrainState(trainer=Progress(step=2))).result
+        store._fault = lambda _, effect: OSError(5, "EIO") if (effect.kind, effect.name) == ("sync", "") and (
+            b"0.4" in store._disk.files["best.json"]) else None  # fmt: skip
+        with pytest.raises(SaveFailed):
+            save_best(store, won(0.4, 2))
+        store._fault = None
+        store._disk.hints.pop("best")  # it would hold on to the first one, and is no more than a hint
+        manager._keeper.retain(result)
+        begun = len(store.effects)
+        manager._keeper.retain(result)
+        assert len(store.effects) == begun  # and it is made so once
+    after = store.after_crash(len(store.effects))
+    assert best_checkpoint(store) == "step-00000002"
+    assert [entry.name for entry in read_inventory(store).entries] == ["step-00000002"]
+    assert load_best(after, WANTED).step == 2
+
+
+def test_no_checkpoint_is_deleted_while_it_is_being_named():
+    """E02: retention works in a thread of its own."""
+    entered, goes_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def commit(self, name, data, *, replaces=None):
+            if name == "best.json":
+                entered.set()
+                assert goes_on.wait(20)
+            self.inner.commit(name, data, replaces=replaces)
+
+    store = Slow(MemoryStore())
+    save_at(store, 1)
+    newest = save(TrainState(trainer=Progress(step=2)), store)
+    threads = [
+        threading.Thread(target=action)
+        for action in (lambda: save_best(store, won(0.5, 1)), lambda: Keeper(store, keep_last(1)).retain(newest))
+    ]
+    threads[0].start()
+    assert entered.wait(20)
+    threads[1].start()
+    threads[1].join(0.2)
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    assert load_best(store, WANTED).step == 1
