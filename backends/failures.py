@@ -4,7 +4,16 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainfold.core.errors import CheckpointForeign, CheckpointMissing, CheckpointTorn, NoSpace, NotWritable, SaveFailed
+from trainfold.core.errors import (
+    CheckpointForeign,
+    CheckpointMissing,
+    CheckpointTorn,
+    NoSpace,
+    NotWritable,
+    RankFailed,
+    SaveFailed,
+    SaveFailedElsewhere,
+)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -44,6 +53,23 @@ def named_failures(where: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise save_failure(error, where) from error
+
+
+@contextmanager
+def failures_elsewhere() -> Iterator[None]:
+    """A save, of which every rank's error is one of a save, also where it was another rank that failed (C07).
+
+    Examples:
+        >>> with failures_elsewhere():
+        ...     raise RankFailed("rank 1", expected="every rank to succeed", found="no space", mend="make room")
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.SaveFailedElsewhere: rank 1: expected every rank to succeed, found no space; make room
+    """
+    try:
+        yield
+    except RankFailed as error:
+        raise SaveFailedElsewhere(error.where, expected=error.expected, found=error.found, mend=error.mend) from error
 
 
 def no_space(where: str, *, needed_bytes: int, free_bytes: int) -> NoSpace:

@@ -62,7 +62,8 @@ def save(  # noqa: PLR0913 - keywords
         InvalidArgument: if the state or the run is none.
         UnknownComponent: for an unknown name.
         StateDonated: if a donating step has consumed the state.
-        SaveFailed: or the subclass that fits (NoSpace, NotWritable, RunLocked, CommitConflict).
+        SaveFailed: or the subclass that fits (NoSpace, NotWritable, RunLocked, CommitConflict); on the ranks where another one
+            failed, SaveFailedElsewhere.
 
     Examples:
         >>> from trainfold.backends.memory import MemoryStore

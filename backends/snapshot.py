@@ -8,7 +8,7 @@ from typing import Any, final
 import attrs
 import torch
 
-from trainfold.backends.failures import named_failures
+from trainfold.backends.failures import failures_elsewhere, named_failures
 from trainfold.backends.hold import Hold, LeafName
 from trainfold.backends.inventory import RUN_FILE, check_place, examine, read_inventory, read_run_id, run_document
 from trainfold.backends.protocols import Collectives, Store
@@ -94,6 +94,7 @@ def take_snapshot(
     )
 
 
+@failures_elsewhere()
 def save_snapshot(
     take: Callable[[], Snapshot],
     store: Store,
@@ -115,7 +116,8 @@ def save_snapshot(
         What was saved.
 
     Raises:
-        SaveFailed: or the subclass that fits (NoSpace, NotWritable, RunLocked, CommitConflict).
+        SaveFailed: or the subclass that fits (NoSpace, NotWritable, RunLocked, CommitConflict); on the ranks where another one
+            failed, SaveFailedElsewhere.
     """
     snapshots: list[Snapshot] = []
 

@@ -345,5 +345,11 @@ class RankFailed(TrainfoldError):
     """A rank failed, and so every rank raises this, naming it (C07)."""
 
 
+class SaveFailedElsewhere(SaveFailed, RankFailed):
+    """A save failed because another rank did, which it names: ``except SaveFailed`` sees a failed save on every rank (C07)."""
+
+    exit_code = 36
+
+
 class RanksDisagree(TrainfoldError):
     """Ranks computed different plans or see different checkpoints (V05)."""
