@@ -13,6 +13,7 @@ from trainfold.backends.run_load import Quarantine, load_run, plan_run
 from trainfold.backends.together import on_rank_zero
 from trainfold.core.components import validate_components
 from trainfold.core.errors import InvalidState
+from trainfold.core.inventory import Descent
 from trainfold.core.request import make_request
 from trainfold.core.save_plan import step_of
 from trainfold.core.state import TrainState
@@ -20,7 +21,7 @@ from trainfold.core.world import Collectives
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Resumer:
     """What a manager knows of resuming.
 
@@ -30,6 +31,8 @@ class Resumer:
         components: which components are restored; None for all.
         policy: what to do about each kind of difference.
         contract: what must be equal, beside what the run says itself.
+        descent: what was loaded last, the same on every rank: what the state that is in memory now descends from. None before
+            the first load that succeeded. The weights of the best alone do not change it.
     """
 
     store: Store
@@ -37,6 +40,7 @@ class Resumer:
     components: tuple[str, ...] | None
     policy: Mapping[str, str] | None
     contract: Mapping[str, Any]
+    descent: Descent | None = attrs.field(default=None, init=False)
 
     def decide(self, run: Live | TrainState, *, step: int | None) -> LoadDecision:
         """Say whether there is something to resume; loads nothing."""
@@ -55,11 +59,12 @@ class Resumer:
         """
         names, like = self._like(run)
         request = make_request(step=step, components=names, policy=self.policy, reset=reset)
-        state = load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
-                         quarantine=Quarantine())  # fmt: skip
+        loaded = load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
+                          quarantine=Quarantine())  # fmt: skip
         if isinstance(run, Live):
-            run.restore(state, components=names)
-        return state
+            run.restore(loaded.state, components=names)
+        self.descent = loaded.descent
+        return loaded.state
 
     def load_best(self, run: Live | TrainState) -> tuple[TrainState, int]:
         """Load the model of the checkpoint that ``best.json`` names, and nothing else; the state, and the best's step.
@@ -76,7 +81,9 @@ class Resumer:
         step = step_of(name)
         assert step is not None  # the name was made of it
         request = make_request(step=step, components=["model"], policy=self.policy)
-        state = load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives)
+        state = load_run(
+            self.store, like=like, request=request, contract=self.contract, collectives=self.collectives
+        ).state
         if isinstance(run, Live):
             run.restore(state, components=["model"])
         return state, step

@@ -23,7 +23,7 @@ from trainfold.core.errors import (
     TrainfoldError,
 )
 from trainfold.core.given import mapping_given
-from trainfold.core.inventory import Inventory, Problem, problem_of
+from trainfold.core.inventory import Descent, Inventory, Problem, problem_of
 from trainfold.core.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
 from trainfold.core.request import Request, Target
 from trainfold.core.resume_plan import Refusal, ResumePlan
@@ -41,6 +41,15 @@ class CheckpointPassedOver(UserWarning):
 
 class ResumeDrift(UserWarning):
     """Something differs between the checkpoint and the run, and the policy lets it pass."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Loaded:
+    """A state that was loaded, and what it descends from: the checkpoint; the same on every rank."""
+
+    state: TrainState
+    descent: Descent
 
 
 @final
@@ -86,7 +95,7 @@ def load_run(  # noqa: PLR0913 - keywords
     contract: Mapping[str, Any] | None,
     collectives: Collectives,
     quarantine: Quarantine | None = None,
-) -> TrainState:
+) -> Loaded:
     """Load what a request asks for; see `trainfold.load`.
 
     Args:
@@ -124,7 +133,8 @@ def load_run(  # noqa: PLR0913 - keywords
             quarantine.end(store, world, outcome.checkpoint, worst_outcome(how for _, _, how in failed))
         if not failed and state is not None:
             _warn(outcome)
-            return state
+            head = outcome.manifest.head
+            return Loaded(state, Descent(head.timeline, head.step, head.forks))
         if request.step is not None or not all(may_fall_back for _, may_fall_back, _ in failed):
             raise failure or _elsewhere(store, failed[0][0])
         inventory = _without(inventory, outcome.checkpoint, failed[0][0])

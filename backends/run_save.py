@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from trainfold.backends.failures import named_failures
-from trainfold.backends.hold import HeldLeaf
+from trainfold.backends.hold import HeldLeaf, Hold
 from trainfold.backends.native_writer import WrittenFile, write_file
 from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.core.codec import as_tensor, digest_of
 from trainfold.core.errors import SaveFailed, TrainfoldError
 from trainfold.core.fingerprint import component_fingerprint
+from trainfold.core.inventory import Descent
 from trainfold.core.manifest import (
     HEAD_LIMIT_BYTES,
     ComponentRecord,
@@ -44,6 +45,7 @@ class SaveResult:
         timeline: the timeline that it belongs to.
         size_bytes: bytes of its data files.
         fingerprints: component -> digest.
+        forks: where the earlier timelines of its lineage were left, (timeline, step) each.
     """
 
     run: str
@@ -52,6 +54,12 @@ class SaveResult:
     timeline: int
     size_bytes: int
     fingerprints: Mapping[str, str]
+    forks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def descent(self) -> Descent:
+        """What a state that goes on from here descends from."""
+        return Descent(self.timeline, self.step, self.forks)
 
 
 def library_versions() -> dict[str, str]:
@@ -74,6 +82,7 @@ def run_save(  # noqa: PLR0913 - keywords
     contract: Mapping[str, Json],
     omitted: tuple[str, ...] = (),
     replaces: bytes | None = None,
+    hold: Hold | None = None,
 ) -> SaveResult:
     """Write what a plan says and commit it; the caller holds the run's lock on rank 0.
 
@@ -86,6 +95,7 @@ def run_save(  # noqa: PLR0913 - keywords
         contract: the resume contract.
         omitted: components that the state has and the plan does not.
         replaces: the bytes of the manifest that stands there now, if the step is being replaced.
+        hold: what held leaves are read through; each rank asks its own, before the commit, whether they stayed as they were.
 
     Returns:
         What was saved; the same on every rank.
@@ -106,6 +116,8 @@ def run_save(  # noqa: PLR0913 - keywords
                 for path, leaf in tensors[file.component].items()
             }
             records.append(write_file(file, held, store=store, directory=plan.directory))
+        if hold is not None:
+            hold.check_unchanged()
         return records
 
     def commit() -> None:
@@ -126,7 +138,9 @@ def run_save(  # noqa: PLR0913 - keywords
         _clean_up(plan, written, data, store)
         raise
     fingerprints = {component.name: component.fingerprint for component in manifest.components}
-    return SaveResult(store.url, plan.directory, head.step, head.timeline, manifest.size_bytes, fingerprints)
+    return SaveResult(
+        store.url, plan.directory, head.step, head.timeline, manifest.size_bytes, fingerprints, head.forks
+    )
 
 
 def _clean_up(plan: SavePlan, written: list[str], data: bytes, store: Store) -> None:

@@ -44,7 +44,9 @@ def save(  # noqa: PLR0913 - keywords
     """Save a state as the checkpoint of its step; durable and checked when it returns.
 
     The run is made if it is not there. Saving a step again replaces it without a moment in which neither is there.
-    Saving a step below the newest one starts a new timeline (E16). Nothing of the state is changed (C14).
+    Saving a step below the newest one starts a new timeline (E16). A state does not say which checkpoint it was loaded from: a
+    rewind that next saves above the newest step needs a `CheckpointManager`, which remembers it. Nothing of the state is
+    changed (C14).
 
     Args:
         state: any state with a trainer component; its tensors may be on any device.
@@ -164,6 +166,5 @@ def load(  # noqa: PLR0913 - keywords
     """
     check_state(like, "like")
     request = make_request(step=step, components=components, policy=policy, reset=reset)
-    return load_run(
-        open_store(run), like=like, request=request, contract=contract, collectives=collectives or SingleProcess()
-    )
+    world = collectives or SingleProcess()
+    return load_run(open_store(run), like=like, request=request, contract=contract, collectives=world).state

@@ -19,7 +19,7 @@ from trainfold.core.components import components_of, select
 from trainfold.core.contract import checked_contract, contract_of
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState
 from trainfold.core.given import mapping_given
-from trainfold.core.inventory import next_head
+from trainfold.core.inventory import Descent, next_head
 from trainfold.core.manifest import Head
 from trainfold.core.node_kinds import check_kinds
 from trainfold.core.save_plan import MANIFEST, directory_of, plan_save
@@ -95,13 +95,14 @@ def take_snapshot(
 
 
 @failures_elsewhere()
-def save_snapshot(
+def save_snapshot(  # noqa: PLR0913 - keywords
     take: Callable[[], Snapshot],
     store: Store,
     *,
     collectives: Collectives,
     lock: bool = True,
     hold: Hold | None = None,
+    descends_from: Descent | None = None,
 ) -> SaveResult:
     """Save what a snapshot says; durable and checked when it returns.
 
@@ -111,6 +112,8 @@ def save_snapshot(
         collectives: the world; every rank calls.
         lock: False where the caller holds the run's lock already.
         hold: what the tensors are read through; None to read them as they are.
+        descends_from: what the state was loaded from, or saved as, last; None where nobody knows, and the steps decide (E16).
+            Rank 0's counts.
 
     Returns:
         What was saved.
@@ -136,7 +139,7 @@ def save_snapshot(
                 check_place(store)  # before the lock, which is a file
                 if lock:
                     held.enter_context(store.lock())
-                return _decide(store, snapshot.step)
+                return _decide(store, snapshot.step, descends_from)
 
         head, old = on_rank_zero(collectives, begin)
         plan = plan_save(ranks, step=snapshot.step, revision=head.revision)
@@ -155,6 +158,7 @@ def save_snapshot(
             contract=snapshot.contract,
             omitted=snapshot.omitted,
             replaces=old,
+            hold=hold,
         )
 
 
@@ -186,7 +190,7 @@ def check_state(state: object, argument: str) -> None:
         )
 
 
-def _decide(store: Store, step: int) -> tuple[Head, bytes | None]:
+def _decide(store: Store, step: int, descends_from: Descent | None) -> tuple[Head, bytes | None]:
     """The head of the next checkpoint, and the manifest that it replaces; the run is made here if it is new."""
     run_id = read_run_id(store)
     if run_id is None:
@@ -195,7 +199,7 @@ def _decide(store: Store, step: int) -> tuple[Head, bytes | None]:
             store.commit(RUN_FILE, run_document(uuid.uuid4().hex))
         run_id = read_run_id(store)
     assert run_id is not None  # it was committed just now
-    head = next_head(read_inventory(store), run_id, step)
+    head = next_head(read_inventory(store), run_id, step, descends_from=descends_from)
     name = f"{directory_of(step)}/{MANIFEST}"
     size = store.size(name)
     if size is None:

@@ -99,7 +99,7 @@ def lineage(inventory: Inventory) -> tuple[Entry, ...]:
         >>> [entry.name for entry in lineage(found)]
         ['step-00000110', 'step-00000100']
     """
-    ordered = sorted(_claims(inventory.entries), key=lambda pair: (pair[0].timeline, pair[0].step), reverse=True)
+    ordered = sorted(_claims(inventory.entries), key=lambda pair: _order(pair[0]), reverse=True)
     for source, _ in ordered:
         limits = dict(source.forks) | {source.timeline: None}
         found = tuple(entry for head, entry in ordered if entry.is_candidate and _within(head, limits))
@@ -110,34 +110,79 @@ def lineage(inventory: Inventory) -> tuple[Entry, ...]:
 
 def current_head(inventory: Inventory) -> Head | None:
     """The head of the newest checkpoint of the current timeline, usable or not; what a save continues."""
-    return max((head for head, _ in _claims(inventory.entries)), key=lambda h: (h.timeline, h.step), default=None)
+    return max((head for head, _ in _claims(inventory.entries)), key=_order, default=None)
 
 
-def next_head(inventory: Inventory, run_id: str, step: int) -> Head:
-    """The head of a checkpoint about to be saved: same timeline if it goes forward, a new one after a rewind.
+@final
+@attrs.frozen
+class Descent:
+    """Which checkpoint a state comes from: the one that it was loaded from, or that was saved last on its way.
+
+    Attributes:
+        timeline: the checkpoint's.
+        step: the checkpoint's; or a lower one, if the state went back to it in memory.
+        forks: where the earlier timelines were left, as its head says; may be left out while the run has a checkpoint of the
+            timeline.
+    """
+
+    timeline: int
+    step: int
+    forks: tuple[tuple[int, int], ...] = ()
+
+
+def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Descent | None = None) -> Head:
+    """The head of a checkpoint about to be saved: same timeline if it continues the newest one, and else a new timeline.
+
+    Law: the lineage of what is saved is that of what it descends from, as far as it lies below the step; whatever else the run
+    holds, newer, damaged or in quarantine, is left behind.
+
+    A checkpoint that it descends from and that is not there any more still says where a timeline was left, and the nearest
+    ancestor that is there stands in as the parent. Where nobody knows what a state comes from, the steps decide: above the
+    newest one it continues it, and below it comes from the newest usable one that is below.
 
     Args:
         inventory: the run as it is.
         run_id: the run.
         step: the step to be saved.
+        descends_from: what the state comes from; None where nobody knows.
 
     Examples:
         >>> old = Inventory("r", "r", (Entry("step-00000100", Head("r", 100)), Entry("step-00000200", Head("r", 200))))
         >>> next_head(old, "r", 300).timeline, next_head(old, "r", 110).timeline, next_head(old, "r", 110).forks
         (0, 1, ((0, 100),))
+        >>> rewound = next_head(old, "r", 300, descends_from=Descent(0, 100))
+        >>> rewound.timeline, rewound.forks, rewound.parent
+        (1, ((0, 100),), 'step-00000100')
     """
-    current = current_head(inventory)
-    if current is None:
-        return Head(run_id, step)
-    usable = [entry.head for entry in lineage(inventory) if entry.head is not None]
-    before = max((head for head in usable if head.step < step), key=lambda h: (h.timeline, h.step), default=None)
-    parent = None if before is None else f"step-{before.step:08d}"
-    if step >= current.step:
-        return Head(run_id, step, current.timeline, current.forks, parent)
-    if before is None:
-        return Head(run_id, step, current.timeline + 1, (), None)
-    kept = tuple(fork for fork in before.forks if fork[0] != before.timeline)
-    return Head(run_id, step, current.timeline + 1, (*kept, (before.timeline, before.step)), parent)
+    newest = current_head(inventory)
+    origin = _by_steps(inventory, newest, step) if descends_from is None else descends_from
+    if origin is None:
+        return Head(run_id, step, 0 if newest is None else newest.timeline + 1)
+    heads = [head for head, _ in _claims(inventory.entries)]
+    earlier = origin.forks or next((head.forks for head in heads if head.timeline == origin.timeline), ())
+    last = min(origin.step, step - 1)  # the step's own directory is about to hold something else
+    left = tuple((of, min(at, last)) for of, at in (*earlier, (origin.timeline, origin.step)) if last >= 0)
+    before = [head for head in heads if _within(head, dict(left))]
+    nearest = max(before, key=_order, default=None)
+    parent = None if nearest is None else f"step-{nearest.step:08d}"
+    is_newest = newest is None or _order(newest) <= (origin.timeline, origin.step)
+    if is_newest and origin.step <= step and left[:-1] == earlier:
+        return Head(run_id, step, origin.timeline, earlier, parent)
+    taken = {origin.timeline, *dict(earlier), *(of for head in heads for of in (head.timeline, *dict(head.forks)))}
+    return Head(run_id, step, max(taken) + 1, left, parent)
+
+
+def _by_steps(inventory: Inventory, newest: Head | None, step: int) -> Descent | None:
+    """What a state of that step comes from, if the steps tell; None if it begins anew."""
+    if newest is not None and newest.step <= step:
+        return Descent(newest.timeline, newest.step)
+    usable = [entry.head for entry in lineage(inventory) if entry.head is not None and entry.head.step < step]
+    before = max(usable, key=_order, default=None)
+    return None if before is None else Descent(before.timeline, before.step)
+
+
+def _order(head: Head) -> tuple[int, int]:
+    return head.timeline, head.step
 
 
 def _claims(entries: Iterable[Entry]) -> list[tuple[Head, Entry]]:

@@ -1,73 +1,241 @@
 """Lineage: which checkpoint is the newest of a run that was rewound, checked against a run that remembers its history."""
 
 import attrs
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trainfold.core.inventory import Entry, Inventory, Problem, lineage, next_head
+from trainfold.core.inventory import Descent, Entry, Inventory, Problem, lineage, next_head
+from trainfold.core.manifest import Head
 from trainfold.core.save_plan import directory_of
 
 PROBLEM = Problem("CheckpointDamaged", "x", "a", "b", "c")
 
 
-class History(RuleBasedStateMachine):
-    """A run whose model is the list of steps that a person would say led to now."""
+def run_of(entries):
+    return Inventory("r", "r", tuple(entries))
+
+
+def saved(*heads):
+    """A run with these checkpoints; of those with the same step, the last one is there."""
+    return run_of({head.step: Entry(directory_of(head.step), head) for head in heads}.values())
+
+
+def steps_of(inventory):
+    return [entry.head.step for entry in lineage(inventory)]
+
+
+# --- a tree of checkpoints -------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class Node:
+    """A checkpoint of the model: its true ancestors, oldest first, and what the run says of it."""
+
+    head: Head
+    ancestors: tuple["Node", ...]
+
+    @property
+    def chain(self):
+        return (*self.ancestors, self)
+
+    @property
+    def descent(self):
+        return Descent(self.head.timeline, self.head.step, self.head.forks)
+
+
+class Tree(RuleBasedStateMachine):
+    """A program that saves, loads and goes back. The model knows of each checkpoint what it was trained from.
+
+    Attributes:
+        order: every checkpoint that was saved, in that order.
+        there: step -> the checkpoint that is in its directory.
+        bad: steps whose checkpoint cannot be used.
+        behind: the true ancestors of the state in memory, oldest first.
+        descent: what the program says of it; None before it has loaded or saved anything.
+    """
 
     @initialize()
     def start(self):
-        self.entries = {}
-        self.path = []
+        self.order, self.there, self.bad = [], {}, set()
+        self.behind, self.descent, self.step = (), None, 0
 
-    @rule(ahead=st.integers(1, 30))
-    def save_ahead(self, ahead):
-        self._save((self.path[-1] if self.path else 0) + ahead)
+    def inventory(self):
+        entries = {step: Entry(directory_of(step), node.head) for step, node in self.there.items()}
+        return run_of(attrs.evolve(entries[step], problem=PROBLEM) if step in self.bad else entries[step]
+                      for step in sorted(entries))  # fmt: skip
 
-    @rule(data=st.data(), ahead=st.integers(1, 30))
-    def rewind_and_save(self, data, ahead):
-        """Load an older step of the present history, train a little, save below what was reached."""
-        if len(self.path) > 1:
-            back = data.draw(st.sampled_from(self.path[:-1]))
-            step = min(back + ahead, self.path[-1] - 1)
-            following = self.path[self.path.index(back) + 1]
-            if back < step < following:
-                self._save(step)
+    @rule(ahead=st.sampled_from([0, 1, 1, 2, 3, 10]))
+    def train_and_save(self, ahead):
+        self.step += ahead
+        head = next_head(run_of(self.inventory().entries), "r", self.step, descends_from=self.descent)
+        ancestors = tuple(node for node in self.behind if node.head.step < self.step)
+        nearest = [node.head.step for node in ancestors if self.is_there(node)][-1:]
+        assert head.parent == (directory_of(nearest[0]) if nearest else None)
+        node = Node(head, ancestors)
+        self.order.append(node)
+        self.there[self.step] = node
+        self.bad.discard(self.step)
+        self.behind, self.descent = node.chain, node.descent
 
+    @precondition(lambda self: set(self.there) - self.bad)
+    @rule(data=st.data())
+    def load_a_step(self, data):
+        self._loaded(self.there[data.draw(st.sampled_from(sorted(set(self.there) - self.bad)))])
+
+    @precondition(lambda self: set(self.there) - self.bad)
     @rule()
-    def save_the_newest_again(self):
-        if self.path:
-            self._save(self.path[-1])
+    def load_the_newest(self):
+        self._loaded(self.there[steps_of(self.inventory())[0]])
 
-    def _save(self, step):
-        inventory = Inventory("r", "r", tuple(self.entries.values()))
-        head = next_head(inventory, "r", step)
-        self.path = [older for older in self.path if older < step]
-        assert head.parent == (directory_of(self.path[-1]) if self.path else None)
-        self.path.append(step)
-        self.entries[step] = Entry(directory_of(step), head)
+    def _loaded(self, node):
+        self.behind, self.descent, self.step = node.chain, node.descent, node.head.step
+
+    @precondition(lambda self: self.step > 0)
+    @rule(data=st.data(), tells=st.booleans())
+    def go_back_in_memory(self, data, tells):
+        """To a state that was kept; told at once, or not noticed before a lower step is saved."""
+        self.step = data.draw(st.integers(0, self.step - 1))
+        if self.descent is not None and (tells or self.step > self.descent.step):
+            back = min(self.step, self.descent.step)
+            self.descent = attrs.evolve(self.descent, step=back)
+            self.behind = tuple(node for node in self.behind if node.head.step <= back)
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data())
+    def damage_or_mend(self, data):
+        """Or put into quarantine, and free."""
+        self.bad ^= {data.draw(st.sampled_from(sorted(self.there)))}
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data())
+    def delete(self, data):
+        """Whoever does it, and whatever it is."""
+        step = data.draw(st.sampled_from(sorted(self.there)))
+        del self.there[step]
+        self.bad.discard(step)
+
+    def is_there(self, node):
+        return self.there.get(node.head.step) is node
 
     @invariant()
-    def the_newest_of_the_present_history_is_first(self):
-        """E16: stale steps beyond a rewind never win."""
-        inventory = Inventory("r", "r", tuple(self.entries.values()))
-        found = [entry.head.step for entry in lineage(inventory)]
-        assert found[:1] == self.path[-1:]
+    def the_lineage_is_the_true_chain_of_ancestors_as_far_as_it_is_there(self):
+        """E16, V03, M18: what was left behind is no part of it, and is not found after damage."""
+        newest_first = [node for node in reversed(self.order) if self.is_there(node)]
+        chains = (
+            [one.head.step for one in reversed(node.chain) if self.is_there(one) and one.head.step not in self.bad]
+            for node in newest_first
+        )
+        assert steps_of(self.inventory()) == next((chain for chain in chains if chain), [])
 
     @invariant()
-    def with_the_newest_damaged_the_one_before_it_is_first(self):
-        """V03: latest = highest complete step of the current timeline; falls back past bad ones."""
-        if len(self.path) > 1:
-            bad = attrs.evolve(self.entries[self.path[-1]], problem=PROBLEM)
-            inventory = Inventory("r", "r", tuple(self.entries.values())).with_entry(bad)
-            found = [entry.head.step for entry in lineage(inventory)]
-            assert found[0] == self.path[-2]
+    def a_timeline_and_a_step_are_one_checkpoint(self):
+        """E12: a score goes with them."""
+        known = [(node.head.timeline, node.head.step) for node in self.order if self.is_there(node)]
+        assert len(set(known)) == len(known)
 
 
-History.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
-TestHistory = History.TestCase
+Tree.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestTree = Tree.TestCase
+
+
+# --- what a person would check by hand --------------------------------------------------------------------------------
+
+HUNDREDS = saved(*(Head("r", step) for step in (100, 200, 300, 400, 500)))
+
+
+def after(run, head):
+    others = tuple(entry for entry in run.entries if entry.name != directory_of(head.step))
+    return run_of((*others, Entry(directory_of(head.step), head)))
+
+
+def test_a_rewind_that_next_saves_above_the_newest_step_leaves_the_rest_behind():
+    """E16, T41: load 100 of 100 to 500, save 600."""
+    head = next_head(HUNDREDS, "r", 600, descends_from=Descent(0, 100))
+    assert (head.timeline, head.forks, head.parent) == (1, ((0, 100),), "step-00000100")
+    run = after(HUNDREDS, head)
+    assert steps_of(run) == [600, 100]
+    assert steps_of(run.with_entry(Entry(directory_of(600), head, problem=PROBLEM))) == [100]
+
+
+def test_a_step_that_is_trained_anew_is_of_another_timeline_than_the_one_it_replaces():
+    """E12, E16: load 400, save 500 where 500 is."""
+    head = next_head(HUNDREDS, "r", 500, descends_from=Descent(0, 400))
+    assert (head.timeline, head.forks, head.parent) == (1, ((0, 400),), "step-00000400")
+    assert steps_of(after(HUNDREDS, head)) == [500, 400, 300, 200, 100]
+
+
+def test_a_run_that_takes_up_what_it_had_left_behind_leaves_the_other_way_behind():
+    """E16: timeline 1 is at 120; 500 of timeline 0 is loaded, and 510 saved."""
+    run = after(HUNDREDS, Head("r", 120, 1, ((0, 100),), directory_of(100)))
+    assert steps_of(run) == [120, 100]
+    head = next_head(run, "r", 510, descends_from=Descent(0, 500))
+    assert (head.timeline, head.forks, head.parent) == (2, ((0, 500),), "step-00000500")
+    assert steps_of(after(run, head)) == [510, 500, 400, 300, 200, 100]
+
+
+def test_the_newest_one_saved_again_stays_in_its_timeline_and_an_older_one_does_not():
+    """E16: saving 400 again after loading it leaves 500 behind."""
+    assert next_head(HUNDREDS, "r", 500, descends_from=Descent(0, 500)) == Head("r", 500, parent="step-00000400")
+    head = next_head(HUNDREDS, "r", 400, descends_from=Descent(0, 400))
+    assert (head.timeline, head.parent) == (1, "step-00000300")
+    assert steps_of(after(HUNDREDS, head)) == [400, 300, 200, 100]
+
+
+def test_a_newest_one_that_was_passed_over_is_left_behind_even_if_it_is_found_to_be_good_later():
+    """P07, E16: 500 was in quarantine, 400 was loaded."""
+    run = HUNDREDS.with_entry(attrs.evolve(HUNDREDS.entries[-1], problem=PROBLEM))
+    head = next_head(run, "r", 600, descends_from=Descent(0, 400))
+    assert (head.timeline, head.parent) == (1, "step-00000400")
+    assert steps_of(after(HUNDREDS, head)) == [600, 400, 300, 200, 100]
+
+
+def test_where_the_parent_is_gone_the_nearest_ancestor_stands_in_for_it():
+    """E16: whoever deleted it; and if all of its timeline is gone, the forks that were loaded with it tell the rest."""
+    run = run_of(entry for entry in HUNDREDS.entries if entry.head.step != 400)
+    head = next_head(run, "r", 600, descends_from=Descent(0, 400))
+    assert (head.timeline, head.forks, head.parent) == (1, ((0, 400),), "step-00000300")
+    assert steps_of(after(run, head)) == [600, 300, 200, 100]
+    lost = Descent(3, 250, ((0, 200),))
+    head = next_head(HUNDREDS, "r", 300, descends_from=lost)
+    assert (head.timeline, head.forks, head.parent) == (3, ((0, 200),), "step-00000200")
+    assert steps_of(after(HUNDREDS, head)) == [300, 200, 100]
+    unknown = next_head(HUNDREDS, "r", 300, descends_from=Descent(3, 250))
+    assert steps_of(after(HUNDREDS, unknown)) == [300], "nothing that may be of another way"
+    assert next_head(run_of(()), "r", 300, descends_from=lost) == Head("r", 300, 3, ((0, 200),))
+
+
+def test_a_state_that_went_back_in_memory_comes_from_the_newest_ancestor_at_or_below():
+    """E16: it was saved at 500, is at 250 again, and is saved at 260, or not before 600; or it fell below a fork."""
+    for step in (260, 600):
+        head = next_head(HUNDREDS, "r", step, descends_from=Descent(0, 250))
+        assert (head.timeline, head.parent) == (1, "step-00000200")
+        assert steps_of(after(HUNDREDS, head)) == [step, 200, 100]
+    unnoticed = next_head(HUNDREDS, "r", 260, descends_from=Descent(0, 500))
+    assert (unnoticed.timeline, unnoticed.parent) == (1, "step-00000200")
+    below = next_head(HUNDREDS, "r", 260, descends_from=Descent(1, 250, ((0, 400),)))
+    assert steps_of(after(HUNDREDS, below)) == [260, 200, 100]
+    assert next_head(HUNDREDS, "r", 0, descends_from=Descent(0, 500)) == Head("r", 0, 1)
+
+
+# --- where nobody knows -----------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 50), unique=True, max_size=8))
 def test_without_a_rewind_the_order_is_the_order_of_steps(steps):
     entries = tuple(Entry(directory_of(step), next_head(Inventory("r", "r", ()), "r", step)) for step in steps)
     assert [entry.head.step for entry in lineage(Inventory("r", "r", entries))] == sorted(steps, reverse=True)
+
+
+@given(steps=st.lists(st.integers(0, 30), max_size=12))
+@example(steps=[10, 20, 15, 15, 12, 30])
+def test_where_nobody_knows_what_a_state_comes_from_the_steps_decide(steps):
+    """E16: it continues what is below it of the present lineage, and stale steps above it never win."""
+    run, path = run_of(()), []
+    for step in steps:
+        head = next_head(run, "r", step)
+        path = [older for older in path if older < step]
+        assert head.parent == (directory_of(path[-1]) if path else None)
+        path.append(step)
+        run = after(run, head)
+        assert steps_of(run) == path[::-1]
