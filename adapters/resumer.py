@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.adapters.live import Live
 from trainfold.adapters.manager_like import LoadDecision, load_decision
-from trainfold.backends.best_reader import best_checkpoint
+from trainfold.backends.best_reader import measured_best
 from trainfold.backends.protocols import Store
 from trainfold.backends.run_load import Quarantine, load_run, plan_run
 from trainfold.backends.together import on_rank_zero
@@ -70,9 +70,9 @@ class Resumer:
         """Load the model of the checkpoint that ``best.json`` names, and nothing else; the state, and the best's step.
 
         Raises:
-            InvalidState: if the run has no best.
+            InvalidState: if the run has no best, or a rewind has left it behind, or replaced it.
         """
-        name = on_rank_zero(self.collectives, lambda: best_checkpoint(self.store))
+        name = on_rank_zero(self.collectives, lambda: measured_best(self.store))
         if name is None:
             raise InvalidState(
                 f"{self.store.url}/best.json", expected="a best", found="none", mend="save_best comes first"

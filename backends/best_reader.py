@@ -9,6 +9,7 @@ from trainfold.backends.protocols import Store
 from trainfold.core.best import BestRecord, carried_best
 from trainfold.core.best_json import BEST_FILE, BEST_LIMIT_BYTES, BestFile, best_file_from_json
 from trainfold.core.best_n import BestEntry
+from trainfold.core.errors import InvalidState
 from trainfold.core.inventory import lineage
 from trainfold.core.manifest import Head
 from trainfold.core.save_plan import directory_of
@@ -29,6 +30,31 @@ def best_checkpoint(store: Store) -> str | None:
         True
     """
     return next(iter(best_checkpoints(store)), None)
+
+
+def measured_best(store: Store) -> str | None:
+    """As `best_checkpoint`, of a checkpoint that is the one that was measured; one that is not there, or damaged, counts as such.
+
+    Raises:
+        CheckpointError: if there is a best that cannot be read.
+        InvalidState: if a rewind has left the best behind (E12), or its step was trained anew since.
+    """
+    file = read_best(store)
+    if file is None:
+        return None
+    name = directory_of(step_of_best(file.record))
+    inventory = read_inventory(store)
+    entry = inventory.entry(name)
+    head = None if entry is None else entry.head
+    if head is not None and (head.timeline != file.timeline or entry not in lineage(inventory)):
+        was = "one that a rewind has left behind" if head.timeline == file.timeline else f"timeline {head.timeline}"
+        raise InvalidState(
+            f"{store.url}/{BEST_FILE}",
+            expected=f"{name} of timeline {file.timeline}, as it was measured, in the run's lineage",
+            found=was,
+            mend=f"evaluate again, and save_best what wins; or load what is there with step={head.step}",
+        )
+    return name
 
 
 def best_checkpoints(store: Store) -> dict[str, str]:
