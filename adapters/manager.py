@@ -2,13 +2,13 @@
 
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType, UnionType
 from typing import Any, final
 
 from trainfold.adapters.announcer import Announcer
+from trainfold.adapters.due import Boundary, Due
 from trainfold.adapters.keeper import Keeper
 from trainfold.adapters.live import Live
 from trainfold.adapters.manager_config import CheckpointConfig, manager_arguments
@@ -16,25 +16,22 @@ from trainfold.adapters.manager_like import LoadDecision
 from trainfold.adapters.outcomes import Restored, SaveOutcome
 from trainfold.adapters.requests import RequestSource
 from trainfold.adapters.resumer import Resumer
-from trainfold.adapters.saver import Saver
-from trainfold.adapters.update_gate import UpdateGate
+from trainfold.adapters.saves import Saves
+from trainfold.adapters.told_afterwards import told_afterwards
 from trainfold.backends import runs
 from trainfold.backends.collectives import SingleProcess
 from trainfold.backends.direct_io import BUFFER_BYTES, BUFFERS
-from trainfold.backends.hold import Hold
 from trainfold.backends.inventory import check_place
 from trainfold.backends.run_save import SaveResult
-from trainfold.backends.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
+from trainfold.backends.snapshot import step_of_state
 from trainfold.backends.together import on_rank_zero
-from trainfold.core.components import validate_components
 from trainfold.core.contract import checked_contract
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text
 from trainfold.core.events import Event
 from trainfold.core.given import mapping_given, names_given
 from trainfold.core.policy import check_policy
-from trainfold.core.requests import Request, merge_requests
 from trainfold.core.retention import Retention, check_keep_last, keep_last
-from trainfold.core.save_due import Verdict, decide, make_triggers
+from trainfold.core.save_due import Verdict, make_triggers
 from trainfold.core.scalars import shown
 from trainfold.core.state import TrainState
 from trainfold.core.world import Collectives
@@ -68,7 +65,8 @@ class CheckpointManager:
         mode: ``"sync"``: a save is durable when it returns; or ``"async"``.
         max_extra_bytes: memory that an async save may take beside the state; None for as much as the state; 0: an update waits
             until everything is written. 32 MiB of it are the writer's.
-        when_busy: what a save does while another one is under way: ``"wait"`` for it, or ``"skip"`` (D04).
+        when_busy: what a save does while another one is under way: ``"wait"`` for it, or ``"skip"`` (D04), which leaves its
+            cadence due; the best so far and the last state wait, because they do not come again.
         components: which components are saved and restored; None for all.
         policy: what to do about each kind of difference at a resume; see ``trainfold.plan``.
         contract: what must be equal at a resume, beside what the state, or the live run, says itself.
@@ -117,37 +115,34 @@ class CheckpointManager:
         on_event: Callable[[Event], object] | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        self._is_async = _one_of("mode", mode, ("sync", "async")) == "async"
-        self._skips = _one_of("when_busy", when_busy, ("wait", "skip")) == "skip"
-        self._triggers = make_triggers(every=every, every_secs=every_secs, at_end=at_end)
-        retention = _retention(keep_last, keep)
-        self._room = _room(max_extra_bytes)
-        self._components = names_given(components)
-        policy = check_policy(policy)
-        self._contract = checked_contract(mapping_given("contract", contract))
-        self._requests = requests
-        self._asked: tuple[Request, ...] = ()
-        self._stops = False
-        self._is_aborted = False
-        self._last_saved: int | None = None
-        self._saved_at = time.monotonic()
-        self._before: tuple[int | None, float, tuple[Request, ...]] = (None, self._saved_at, ())  # a save was begun
-        self._told: BaseException | None = None  # what the call that began a save has raised already
-        self._pid = os.getpid()
-        self._world = collectives or SingleProcess()
-        self._store = runs.open_store(run)
-        self._held = ExitStack()
+        with ExitStack() as making:
+            if requests is not None:
+                _check_source(requests)
+                making.callback(requests.close)  # signals that nobody takes any more must not stay caught
+            is_async = _one_of("mode", mode, ("sync", "async")) == "async"
+            self._skips = _one_of("when_busy", when_busy, ("wait", "skip")) == "skip"
+            triggers = make_triggers(every=every, every_secs=every_secs, at_end=at_end)
+            retention = _retention(keep_last, keep)
+            room = _room(max_extra_bytes)
+            names = names_given(components)
+            policy = check_policy(policy)
+            agreed = checked_contract(mapping_given("contract", contract))
+            self._pid = os.getpid()
+            world = collectives or SingleProcess()
+            self._store = runs.open_store(run)
 
-        def begin() -> None:
-            check_place(self._store)  # before the lock, which is a file
-            self._held.enter_context(self._store.lock())
+            def begin() -> None:
+                check_place(self._store)  # before the lock, which is a file
+                making.enter_context(self._store.lock())
 
-        on_rank_zero(self._world, begin)
-        self._gate = UpdateGate()
-        self._announcer = Announcer(self._store.url, on_event)
-        self._resumer = Resumer(self._store, self._world, self._components, policy, self._contract)
-        self._keeper = Keeper(self._store, retention)
-        self._saver = Saver(self._store, self._world.duplicate() if self._is_async else self._world)
+            on_rank_zero(world, begin)
+            self._announcer = Announcer(self._store.url, on_event)
+            self._resumer = Resumer(self._store, world, names, policy, agreed)
+            self._due = Due(triggers, requests, world)
+            self._held = ExitStack()
+            self._saves = Saves(self._store, world, components=names, contract=agreed, is_async=is_async, room=room, due=self._due,
+                                keeper=Keeper(self._store, retention), announcer=self._announcer, held=self._held)  # fmt: skip
+            self._held.push(making.pop_all())
         self._is_open = True
 
     @classmethod
@@ -160,7 +155,7 @@ class CheckpointManager:
     @property
     def should_stop(self) -> bool:
         """Whether a boundary decided that the loop ends: it was asked to, or the step was the last (R01)."""
-        return self._stops
+        return self._due.stops
 
     def step(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> SaveOutcome | None:
         """Do what is due at this boundary; call it after each ``live.advance()``, or with each new state.
@@ -186,18 +181,13 @@ class CheckpointManager:
             if is_last:
                 run.check_boundary()  # says how to give the window up: the run's last state must not be lost in silence
             return None
-        failures: list[Exception] = []
-        verdict = self._decide(run, failures, is_last=is_last, is_best=is_best)
-        self._stops = self._stops or verdict.stop
-        self._is_aborted = self._is_aborted or "abort" in verdict.reasons
-        outcome = None
-        if verdict.save:
-            outcome = self._save(run, failures, may_skip=self._skips and not verdict.stop)
-        else:
-            self._asked = ()  # answered: by a stop, or by the checkpoint that this step has
-        if failures:
-            raise failures[0]
-        return outcome
+        with told_afterwards() as failures:
+            verdict = self._decide(run, failures, is_last=is_last, is_best=is_best)
+            self._due.take_up(verdict)
+            if not verdict.save:
+                return None
+            may_skip = self._skips and not verdict.stop and "best" not in verdict.reasons
+            return self._saves.save(run, failures, may_skip=may_skip)
 
     def should_save(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> Verdict:
         """Say what is due at this boundary, and why; one decision for all ranks (R01, R02).
@@ -207,11 +197,8 @@ class CheckpointManager:
         """
         self._check_open()
         _check_run(run, Live | TrainState)
-        failures: list[Exception] = []
-        verdict = self._decide(run, failures, is_last=is_last, is_best=is_best)
-        if failures:
-            raise failures[0]
-        return verdict
+        with told_afterwards() as failures:
+            return self._decide(run, failures, is_last=is_last, is_best=is_best)
 
     def finish(self, run: Live | TrainState) -> SaveOutcome | None:
         """Save the state that the run ends with, unless it is saved already (A14); wait until all is durable.
@@ -227,18 +214,11 @@ class CheckpointManager:
             SaveFailed: if it failed; or if a save before it did and nobody was told yet: the last state is durable then.
         """
         self._check_open()
-        failures: list[Exception] = []
-        self._end_previous(failures)
-        try:
-            outcome = None if self._is_aborted else self.step(run, is_last=True)
+        with told_afterwards() as failures:
+            self._saves.end_previous(failures)
+            outcome = None if self._due.is_aborted else self.step(run, is_last=True)
             self.drain()
-        except Exception as error:
-            for failure in failures:
-                error.add_note(f"and the save before it had failed: {error_text(failure)}")
-            raise
-        if failures:
-            raise failures[0]
-        return outcome
+            return outcome
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -258,11 +238,8 @@ class CheckpointManager:
         """
         self._check_open()
         _check_run(run, Live | TrainState)
-        failures: list[Exception] = []
-        outcome = self._save(run, failures, may_skip=self._skips)
-        if failures:
-            raise failures[0]
-        return outcome
+        with told_afterwards() as failures:
+            return self._saves.save(run, failures, may_skip=self._skips)
 
     def wait_staging(self) -> None:
         """Return when everything that was saved may be written to.
@@ -270,7 +247,7 @@ class CheckpointManager:
         The optimizers of a live run and donating steps call it themselves; a loop that writes to parameters, slots or leaves
         by other means calls it before (D02).
         """
-        self._gate.protect()
+        self._saves.protect()
 
     def poll(self) -> SaveResult | None:
         """Say how the save in the background ended, if it has ended on every rank; every rank calls this (D08).
@@ -282,8 +259,7 @@ class CheckpointManager:
             SaveFailed: if it failed; told once (D05).
         """
         self._check_open()
-        ended = all(self._world.gather(self._saver.has_ended))
-        return self._end() if ended else None
+        return self._saves.end() if self._saves.has_ended_everywhere() else None
 
     def drain(self) -> SaveResult | None:
         """Wait until the save in the background, if there is one, has ended.
@@ -295,7 +271,7 @@ class CheckpointManager:
             SaveFailed: if it failed; told once (D05).
         """
         self._check_open()
-        result = self._end() if self._saver.is_under_way else None
+        result = self._saves.end() if self._saves.is_under_way else None
         self._announcer.tell_left()
         return result
 
@@ -310,18 +286,17 @@ class CheckpointManager:
         if not self._is_open or os.getpid() != self._pid:  # a forked child has neither the thread nor the lock
             return
         self._check_not_telling()
-        failures: list[Exception] = []
-        self._end_previous(failures)  # where it is interrupted, the manager stays open: it is still being written
-        self._saver.close()
-        self._is_open = False
-        with ExitStack() as closing:
-            closing.callback(self._held.close)
-            if self._requests is not None:
-                closing.callback(self._requests.close)
-            closing.callback(self._gate.remove)
-            self._announcer.tell_left()
-        if failures:
-            raise failures[0]
+        with told_afterwards() as failures:
+            self._saves.end_previous(
+                failures
+            )  # where it is interrupted, the manager stays open: it is still being written
+            self._saves.close()
+            self._is_open = False
+            try:
+                with self._held:
+                    self._announcer.tell_left()
+            except Exception as error:  # noqa: BLE001  # raised below, after what a save has to say
+                failures.append(error)
 
     # --- resuming ----------------------------------------------------------------------------------------------------
 
@@ -407,8 +382,8 @@ class CheckpointManager:
         """
         self._check_open()
         _check_run(run, Live | TrainState)
-        if self._saver.is_under_way:
-            self._end()
+        if self._saves.is_under_way:
+            self._saves.end()
         state, step = self._resumer.load_best(run)
         self._announcer.tell("restored", step=step, detail="the weights of the best, and nothing else")
         return Restored(self._store.url, step, is_fresh=False) if isinstance(run, Live) else state
@@ -431,137 +406,29 @@ class CheckpointManager:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _load(self, run: Live | TrainState, step: int | None, reset: Mapping[str, str] | None) -> TrainState:
-        if self._saver.is_under_way:
-            self._end()
+        if self._saves.is_under_way:
+            self._saves.end()
         try:
             state = self._resumer.load(run, step=step, reset=reset)
         except ResumeRefused as refused:
             if step is not None or not refused.refusal.finds_nothing:
                 self._announcer.tell("refused", step=step, detail=str(refused))
             raise
-        self._stops = self._is_aborted = False  # a run that is loaded again is another try
-        self._last_saved = None if state.trainer is None else state.trainer.step
-        self._saved_at = time.monotonic()
-        self._announcer.tell("restored", step=self._last_saved)
+        step = None if state.trainer is None else state.trainer.step
+        self._due.loaded(step)
+        self._saves.descends_from = self._resumer.descent
+        self._announcer.tell("restored", step=step)
         return state
 
     def _restored(self, live: Live) -> Restored:
         return Restored(self._store.url, live.progress.step, is_fresh=False)
 
-    def _write(self, run: Live | TrainState, step: int) -> SaveOutcome:
-        """Save in the thread of the caller."""
-        try:
-            result = save_snapshot(lambda: self._snapshot(run)[1], self._store, collectives=self._world, lock=False)
-        except Exception as error:
-            self._announcer.tell("failed", step=step, detail=error_text(error))
-            raise
-        self._last_saved, self._saved_at = step, time.monotonic()
-        self._committed(result)
-        if self._world.rank == 0:
-            self._announcer.leave(self._keeper.retain(result))
-        self._announcer.tell_left()
-        return SaveOutcome("written", step, result)
-
     def _decide(self, run: Live | TrainState, failures: list[Exception], *, is_last: bool, is_best: bool) -> Verdict:
-        taken = () if self._requests is None else self._requests.take()
-        mine = (merge_requests([self._asked, taken]), time.monotonic() - self._saved_at, self._saver.has_ended)
-        told: list[tuple[tuple[Request, ...], float, bool]] = self._world.gather(mine)
-        self._asked = merge_requests([requests for requests, _, _ in told])
-        if all(has_ended for _, _, has_ended in told):
-            self._end_previous(failures)
-        return decide(
-            _step_of(run),
-            triggers=self._triggers,
-            last_saved=self._last_saved,
-            secs_since_save=told[0][1],
-            requests=self._asked,
-            is_last=is_last,
-            is_best=is_best,
-        )
-
-    def _save(self, run: Live | TrainState, failures: list[Exception], *, may_skip: bool) -> SaveOutcome:
-        step = _step_of(run)
-        if self._saver.is_under_way:
-            if may_skip and not all(self._world.gather(self._saver.has_ended)):
-                self._announcer.tell("skipped", step=step, detail="another save is under way")
-                return SaveOutcome("skipped", step)
-            self._end_previous(failures)
-        answered, self._asked = self._asked, ()
-        try:
-            return self._stage(run, step, answered) if self._is_async else self._write(run, step)
-        except BaseException:
-            self._asked = merge_requests([self._asked, answered])
-            raise
-
-    def _stage(self, run: Live | TrainState, step: int, answered: tuple[Request, ...]) -> SaveOutcome:
-        """Hold the state, and leave the rest to the thread."""
-        try:
-            state, snapshot = self._snapshot(run)
-            leaves = snapshot.named()
-            hold = Hold(leaves, copied=self._gate.changing(run, state, leaves), max_extra_bytes=self._room)
-        except Exception as error:
-            self._announcer.tell("failed", step=step, detail=error_text(error))
-            if self._world.world_size > 1:  # the other ranks wait in their threads for what this one has to say
-                self._begin(_raising(error), Hold({}), step, answered)
-                self._told = error
-            raise
-        self._gate.close_for(hold, state)
-        try:
-            self._begin(lambda: snapshot, hold, step, answered)
-        except BaseException:
-            hold.release()
-            self._gate.open()
-            raise
-        self._announcer.tell("saved", step=step, detail=f"{hold.copied_bytes} bytes copied, the others held")
-        return SaveOutcome("staged", step)
-
-    def _begin(self, take: Callable[[], Snapshot], hold: Hold, step: int, answered: tuple[Request, ...]) -> None:
-        self._saver.begin(take, hold, owner=self)
-        self._before = self._last_saved, self._saved_at, answered
-        self._last_saved, self._saved_at = step, time.monotonic()
-
-    def _snapshot(self, run: Live | TrainState) -> tuple[TrainState, Snapshot]:
-        state = run.capture() if isinstance(run, Live) else run
-        names = self._names(run) if isinstance(run, Live) else self._components
-        return state, take_snapshot(state, components=names, contract=self._contract)
-
-    def _end_previous(self, failures: list[Exception]) -> None:
-        """Wait for the save under way, if there is one; a failure is added and not raised, so that what is next is done first."""
-        if self._saver.is_under_way:
-            try:
-                self._end()
-            except Exception as error:  # noqa: BLE001  # raised by the caller
-                failures.append(error)
-
-    def _end(self) -> SaveResult | None:
-        """Wait for the save under way, and tell what came of it: callbacks first, and then what is old goes (D06)."""
-        scheduled = self._last_saved
-        try:
-            result = self._saver.end()
-        except BaseException as error:
-            if self._saver.is_under_way:
-                raise  # the waiting was interrupted, and not the save
-            self._gate.open()
-            self._last_saved, self._saved_at, answered = self._before  # so that it is due again
-            self._asked = merge_requests([self._asked, answered])
-            told, self._told = self._told, None
-            if told is error:
-                return None  # the call that began it has raised it
-            self._announcer.tell("failed", step=scheduled, detail=error_text(error))
-            raise
-        self._gate.open()
-        self._committed(result)
-        if self._world.rank == 0:
-            self._saver.then(lambda: self._announcer.leave(self._keeper.retain(result)))
-        return result
-
-    def _committed(self, result: SaveResult) -> None:
-        self._announcer.tell(
-            "committed", step=result.step, checkpoint=result.checkpoint, detail=f"{result.size_bytes} bytes"
-        )
-
-    def _names(self, live: Live) -> tuple[str, ...] | None:
-        return validate_components(self._components, declared=live.names)
+        step = run.progress.step if isinstance(run, Live) else step_of_state(run)
+        boundary = self._due.agreed(Boundary(step, is_last, is_best, self._saves.has_ended))
+        if boundary.has_ended:
+            self._saves.end_previous(failures)
+        return self._due.decide(boundary)
 
     def _check_not_telling(self) -> None:
         if self._announcer.is_telling:
@@ -591,17 +458,6 @@ class CheckpointManager:
             )
 
 
-def _raising(error: Exception) -> Callable[[], Snapshot]:
-    def take() -> Snapshot:
-        raise error
-
-    return take
-
-
-def _step_of(run: Live | TrainState) -> int:
-    return run.progress.step if isinstance(run, Live) else step_of_state(run)
-
-
 def _check_run(run: object, kinds: type | UnionType) -> None:
     if not isinstance(run, kinds):
         raise InvalidArgument(
@@ -610,6 +466,12 @@ def _check_run(run: object, kinds: type | UnionType) -> None:
             found=shown(run),
             mend="give it what attach(model, optimizer, ...) returned",
         )
+
+
+def _check_source(requests: object) -> None:
+    if not isinstance(requests, RequestSource):
+        raise InvalidArgument("requests", expected="a source of requests, or None", found=shown(requests),
+                              mend="such as SignalRequests() or StopFile(run)")  # fmt: skip
 
 
 def _retention(last: int | None, keep: Retention | None) -> Retention:

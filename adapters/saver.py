@@ -11,6 +11,7 @@ from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import Snapshot, save_snapshot
 from trainfold.core.errors import error_text
+from trainfold.core.inventory import Descent
 
 _LOG = logging.getLogger("trainfold")
 
@@ -43,16 +44,19 @@ class Saver:
         """Whether the save under way has ended here; the other ranks may still be at it."""
         return self._under_way is not None and self._under_way.done()
 
-    def begin(self, take: Callable[[], Snapshot], hold: Hold, *, owner: object) -> None:
+    def begin(
+        self, take: Callable[[], Snapshot], hold: Hold, *, descends_from: Descent | None, owner: object
+    ) -> None:
         """Save in the background.
 
         Args:
             take: gives the snapshot of the state, or raises what this rank has to tell the others.
             hold: of its tensors; released when the save has ended.
+            descends_from: the checkpoint that the state comes from; None where nobody knows.
             owner: who must not go before the save has ended, because it has the run's lock and stands before the updates.
         """
         assert self._under_way is None, "one save at a time (D04)"
-        self._under_way = self._submit(lambda: self._save(take, hold, owner))
+        self._under_way = self._submit(lambda: self._save(take, hold, descends_from, owner))
 
     def end(self) -> SaveResult:
         """Wait for the save that is under way; it still is if the waiting was interrupted.
@@ -78,10 +82,19 @@ class Saver:
             self._thread.shutdown(wait=True)
             self._thread = None
 
-    def _save(self, take: Callable[[], Snapshot], hold: Hold, owner: object) -> SaveResult:
+    def _save(
+        self, take: Callable[[], Snapshot], hold: Hold, descends_from: Descent | None, owner: object
+    ) -> SaveResult:
         try:
             hold.prepare(self._protected_bytes)
-            return save_snapshot(take, self._store, collectives=self._collectives, lock=False, hold=hold)
+            return save_snapshot(
+                take,
+                self._store,
+                collectives=self._collectives,
+                lock=False,
+                hold=hold,
+                descends_from=descends_from,
+            )
         except BaseException as error:
             # here too, because a program that ends without `close` hears of it nowhere else
             _LOG.error("%s: a save in the background failed: %s", self._store.url, error_text(error))

@@ -303,7 +303,7 @@ def test_a_failed_save_is_told_at_the_next_boundary_and_the_pointer_stays():
         manager.drain()
         store.inner._fault = ErrorAt(len(store.inner.effects) + 8)
         manager.save(job.live)
-        manager._saver._under_way.exception()  # until it has ended
+        manager._saves._saver._under_way.exception()  # until it has ended
         assert store.inner.point_target("latest") == "step-00000001"
         assert load(store.inner, like=job.live.capture()).trainer.step == 1
         job.train()
@@ -556,13 +556,16 @@ def test_a_manager_that_nobody_keeps_stands_before_updates_until_its_save_has_en
     wanted = fingerprint(live.capture())
     gone = weakref.ref(manager := CheckpointManager(store, mode="async"))
     manager.save(live)
+    under_way = manager._saves._saver._under_way
     assert store.has_paused.wait(20)
     del manager
     gc.collect()
-    assert gone() is not None
+    assert gone() is None
+    with pytest.raises(RunLocked), store.lock():
+        pass
     train()
     store.may_go_on.set()
-    gone()._saver._under_way.result(20)
+    under_way.result(20)
     found = load(store.inner, like=live.capture())
     assert {name: digest for name, digest in fingerprint(found).items() if name != "rng"} == {
         name: digest for name, digest in wanted.items() if name != "rng"
@@ -576,7 +579,7 @@ def test_an_interrupted_wait_is_no_end_of_the_save(monkeypatch):
     manager = CheckpointManager(store, mode="async")
     manager.save(live)
     assert store.has_paused.wait(20)
-    future = manager._saver._under_way
+    future = manager._saves._saver._under_way
     for call in (manager.drain, manager.close):
         with monkeypatch.context() as patched:
             patched.setattr(type(future), "result", _interrupted)
@@ -638,7 +641,7 @@ def test_the_last_step_is_saved_although_the_save_before_it_failed():
     store = PausingStore(fault=ErrorAt(9))
     with CheckpointManager(store, mode="async", every=5) as manager:
         manager.step(TrainState(trainer=Progress(step=5), extra={"w": torch.ones(4)}))
-        manager._saver._under_way.exception()
+        manager._saves._saver._under_way.exception()
         with pytest.raises(SaveFailed):
             manager.step(TrainState(trainer=Progress(step=7), extra={"w": torch.ones(4)}), is_last=True)
     assert [name for name in store.inner.list() if name.startswith("step-")] == ["step-00000007"]
@@ -677,7 +680,7 @@ def test_a_save_that_fails_unheard_is_in_the_log(caplog):
     store = PausingStore(fault=ErrorAt(9, lasting=True))
     manager = CheckpointManager(store, mode="async")
     manager.save(TrainState(trainer=Progress(step=1), extra={"w": torch.ones(4)}))
-    manager._saver._under_way.exception()
+    manager._saves._saver._under_way.exception()
     assert "a save in the background failed" in caplog.text
 
 
@@ -703,7 +706,7 @@ def test_a_request_whose_save_failed_is_answered_by_the_next_one():
     with CheckpointManager(store, mode="async", requests=asked) as manager:
         asked.ask("save")
         manager.step(TrainState(trainer=Progress(step=1), extra={"w": torch.ones(4)}))
-        manager._saver._under_way.exception()
+        manager._saves._saver._under_way.exception()
         with pytest.raises(SaveFailed):
             manager.step(TrainState(trainer=Progress(step=2), extra={"w": torch.ones(4)}))
     assert "step-00000002" in store.inner.list()

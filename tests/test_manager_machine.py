@@ -289,7 +289,7 @@ class ManagerAndDisk(RuleBasedStateMachine):
 
     def settle(self):
         """Wait until the thread stands still."""
-        saver = self.manager._saver
+        saver = self.manager._saves._saver
         done = None if saver._thread is None else saver._submit(lambda: None)
         while done is not None and not (done.done() or self.store.is_waiting):
             time.sleep(0.0001)
@@ -589,8 +589,8 @@ class ManagerAndDisk(RuleBasedStateMachine):
             return
         self.next = None
         if isinstance(value, SaveFailed):
-            self.stops, self.aborted = self.manager.should_stop, self.manager._is_aborted
-            self.asked = self.asked if self.manager._asked else set()
+            self.stops, self.aborted = self.manager.should_stop, self.manager._due.is_aborted
+            self.asked = self.asked if self.manager._due._asked else set()
             return
         assert self.manager.should_stop == (self.stops or stops)
         self.stops, self.aborted = self.manager.should_stop, self.aborted or "abort" in self.asked

@@ -1,0 +1,149 @@
+"""`Due`: what is due at the boundaries of a run: its triggers, what it was asked for, and what was saved last (R01, R02)."""
+
+import time
+from typing import final
+
+import attrs
+
+from trainfold.adapters.requests import RequestSource
+from trainfold.backends.together import on_all_ranks
+from trainfold.core.errors import RanksDisagree
+from trainfold.core.requests import Request, merge_requests
+from trainfold.core.save_due import Triggers, Verdict, decide
+from trainfold.core.world import Collectives
+
+
+@final
+@attrs.frozen
+class Boundary:
+    """What is known at a boundary; what the ranks have agreed on, once `Due.agreed` has asked them.
+
+    Attributes:
+        step: optimizer steps done.
+        is_last: whether the run ends here, on any rank.
+        is_best: whether this state is the best so far, as any rank says.
+        has_ended: whether the save under way has ended, on every rank.
+        secs_since_save: by rank 0's clock.
+    """
+
+    step: int
+    is_last: bool
+    is_best: bool
+    has_ended: bool
+    secs_since_save: float = 0.0
+
+
+@final
+@attrs.frozen
+class Before:
+    """What was known before the save of a step was begun, in case it fails."""
+
+    step: int
+    last_saved: int | None
+    saved_at: float
+    asked: tuple[Request, ...]
+
+
+@final
+class Due:
+    """Remembers what decides whether to save and to stop; see `trainfold.core.save_due.decide`.
+
+    Args:
+        triggers: when to save without being asked to.
+        requests: where requests come from; None for nowhere.
+        world: the ranks.
+
+    Attributes:
+        stops: whether a boundary decided that the loop ends.
+        is_aborted: whether it was asked to end without a save.
+        last_saved: the step of the newest checkpoint, saved or resumed from. Where the loop went back in memory, to before that
+            one, it is the step before the one that it was seen at: what is trained again is not saved yet.
+    """
+
+    def __init__(self, triggers: Triggers, requests: RequestSource | None, world: Collectives) -> None:
+        self.stops = False
+        self.is_aborted = False
+        self.last_saved: int | None = None
+        self._triggers = triggers
+        self._requests = requests
+        self._world = world
+        self._asked: tuple[Request, ...] = ()
+        self._saved_at = time.monotonic()
+        self._seen: int | None = None
+
+    def agreed(self, mine: Boundary) -> Boundary:
+        """Take the requests that have come, and make one boundary of all ranks'; every rank calls.
+
+        Requests are remembered until they are `answered`.
+
+        Raises:
+            RanksDisagree: if the ranks are at different steps.
+            RankFailed: if another rank's source of requests failed, or that failure.
+        """
+
+        def tell() -> tuple[tuple[Request, ...], Boundary]:
+            taken = () if self._requests is None else self._requests.take()
+            self._asked = merge_requests([self._asked, taken])
+            return self._asked, attrs.evolve(mine, secs_since_save=time.monotonic() - self._saved_at)
+
+        told = on_all_ranks(self._world, tell)
+        self._asked = merge_requests([asked for asked, _ in told])
+        all_of = [each for _, each in told]
+        steps = [each.step for each in all_of]
+        if len(set(steps)) > 1:
+            raise RanksDisagree("the step", expected="the same on every rank", found=f"{steps}, by rank",
+                                mend="call the manager at the same boundaries on every rank")  # fmt: skip
+        return Boundary(
+            mine.step,
+            is_last=any(each.is_last for each in all_of),
+            is_best=any(each.is_best for each in all_of),
+            has_ended=all(each.has_ended for each in all_of),
+            secs_since_save=all_of[0].secs_since_save,
+        )
+
+    def decide(self, boundary: Boundary) -> Verdict:
+        """What happens at a boundary; changes nothing but `last_saved`, where the loop went back."""
+        self.see(boundary.step)
+        return decide(
+            boundary.step,
+            triggers=self._triggers,
+            last_saved=self.last_saved,
+            secs_since_save=boundary.secs_since_save,
+            requests=self._asked,
+            is_last=boundary.is_last,
+            is_best=boundary.is_best,
+        )
+
+    def take_up(self, verdict: Verdict) -> None:
+        """Remember what a verdict says of the loop's end; one that saves nothing has answered what was asked."""
+        self.stops = self.stops or verdict.stop
+        self.is_aborted = self.is_aborted or "abort" in verdict.reasons
+        if not verdict.save:
+            self._asked = ()
+
+    def see(self, step: int) -> None:
+        """Notice a step that is before one that was seen."""
+        has_gone_back = self._seen is not None and step < self._seen
+        if has_gone_back and self.last_saved is not None and step <= self.last_saved:
+            self.last_saved = step - 1
+        self._seen = step
+
+    def begun(self, step: int) -> Before:
+        """This step is saved, or being saved, and what was asked for is answered; returns what to put back if that fails."""
+        before = Before(step, self.last_saved, self._saved_at, self._asked)
+        self.last_saved, self._saved_at, self._asked = step, time.monotonic(), ()
+        return before
+
+    def undone(self, before: Before) -> None:
+        """The save that was begun has failed: what it was for is due again."""
+        earlier, now = before.last_saved, self.last_saved
+        went_before_it = now is not None and earlier is not None and now < min(earlier, before.step)
+        if not went_before_it:
+            self.last_saved = earlier
+        self._saved_at = before.saved_at
+        self._asked = merge_requests([self._asked, before.asked])
+
+    def loaded(self, step: int | None) -> None:
+        """The run goes on from a checkpoint: it is another try."""
+        self.stops = self.is_aborted = False
+        self.last_saved, self._seen, self._saved_at = step, step, time.monotonic()

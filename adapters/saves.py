@@ -1,0 +1,222 @@
+"""`Saves`: begins the saves of a run, in the caller's thread or in the background, and tells how each of them ended."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import attrs
+
+from trainfold.adapters.announcer import Announcer
+from trainfold.adapters.due import Before, Due
+from trainfold.adapters.keeper import Keeper
+from trainfold.adapters.live import Live
+from trainfold.adapters.outcomes import SaveOutcome
+from trainfold.adapters.saver import Saver
+from trainfold.adapters.update_gate import UpdateGate
+from trainfold.backends.hold import Hold
+from trainfold.backends.protocols import Store
+from trainfold.backends.run_save import SaveResult
+from trainfold.backends.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
+from trainfold.core.components import validate_components
+from trainfold.core.errors import error_text
+from trainfold.core.inventory import Descent
+from trainfold.core.state import TrainState
+from trainfold.core.world import Collectives
+
+
+@final
+class Saves:
+    """One save at a time, however it is carried out (D04).
+
+    Args:
+        store: the run, whose lock is held.
+        world: the ranks, each of which makes the same calls.
+        components: which components are saved; None for all.
+        contract: what must be equal at a resume, beside what the run says itself.
+        is_async: whether a save goes on in the background.
+        room: how many bytes the copies of an async save may have; None for as many as the state.
+        due: what a save answers, and what is due again if it fails.
+        keeper: deletes what is old after each commit.
+        announcer: is told.
+        held: what must not go before the save under way has ended, such as the run's lock.
+
+    Attributes:
+        descends_from: the checkpoint that the run goes on from, loaded or saved last; None where nobody knows (E16).
+    """
+
+    def __init__(  # noqa: PLR0913 - keywords
+        self,
+        store: Store,
+        world: Collectives,
+        *,
+        components: tuple[str, ...] | None,
+        contract: Mapping[str, Any],
+        is_async: bool,
+        room: int | None,
+        due: Due,
+        keeper: Keeper,
+        announcer: Announcer,
+        held: object,
+    ) -> None:
+        self.descends_from: Descent | None = None
+        self._store = store
+        self._world = world
+        self._components = components
+        self._contract = contract
+        self._is_async = is_async
+        self._room = room
+        self._due = due
+        self._keeper = keeper
+        self._announcer = announcer
+        self._held = held
+        self._gate = UpdateGate()
+        self._saver = Saver(store, world.duplicate() if is_async else world)
+        self._before: Before | None = None  # what the save under way answers
+        self._told: BaseException | None = None  # what the call that began it has raised already
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a save was begun and nobody was told yet how it ended."""
+        return self._saver.is_under_way
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the save under way has ended here; the other ranks may still be at it."""
+        return self._saver.has_ended
+
+    def has_ended_everywhere(self) -> bool:
+        """Whether it has ended on every rank; every rank calls."""
+        return all(self._world.gather(self._saver.has_ended))
+
+    def save(self, run: Live | TrainState, failures: list[Exception], *, may_skip: bool) -> SaveOutcome:
+        """Begin a save, and carry it out where it is not async.
+
+        Args:
+            run: what to save.
+            failures: gets that of the save before, which is waited for.
+            may_skip: whether to do nothing where one is under way.
+
+        Raises:
+            SaveFailed: if this one failed.
+        """
+        step = run.progress.step if isinstance(run, Live) else step_of_state(run)
+        self._due.see(step)
+        if self.is_under_way:
+            if may_skip and not self.has_ended_everywhere():
+                self._announcer.tell("skipped", step=step, detail="another save is under way")
+                return SaveOutcome("skipped", step)
+            self.end_previous(failures)
+        last = self._due.last_saved
+        if self.descends_from is not None and last is not None and last < self.descends_from.step:
+            self.descends_from = attrs.evolve(self.descends_from, step=last)  # it went back in memory
+        return self._stage(run, step) if self._is_async else self._write(run, step)
+
+    def end_previous(self, failures: list[Exception]) -> None:
+        """Wait for the save under way, if there is one; its failure is added and not raised, so that what is next is done first."""
+        if self.is_under_way:
+            try:
+                self.end()
+            except Exception as error:  # noqa: BLE001  # raised by the caller
+                failures.append(error)
+
+    def end(self) -> SaveResult | None:
+        """Wait for the save under way, and tell what came of it: callbacks first, and then what is old goes (D06).
+
+        Raises:
+            SaveFailed: if it failed; told once.
+        """
+        before = self._before
+        assert before is not None, "begin comes first"
+        try:
+            result = self._saver.end()
+        except BaseException as error:
+            if self.is_under_way:
+                raise  # the waiting was interrupted, and not the save
+            self._gate.open()
+            self._due.undone(before)
+            told, self._told = self._told, None
+            if told is error:
+                return None  # the call that began it has raised it
+            self._announcer.tell("failed", step=before.step, detail=error_text(error))
+            raise
+        self._gate.open()
+        self._committed(result)
+        if self._world.rank == 0:
+            self._saver.then(lambda: self._announcer.leave(self._keeper.retain(result)))
+        return result
+
+    def protect(self) -> None:
+        """Return when everything that was saved may be written to."""
+        self._gate.protect()
+
+    def close(self) -> None:
+        """Let go of the thread and of the optimizers; nothing is under way any more."""
+        self._saver.close()
+        self._gate.remove()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _write(self, run: Live | TrainState, step: int) -> SaveOutcome:
+        """Save in the thread of the caller."""
+        try:
+            result = save_snapshot(
+                lambda: self._snapshot(run)[1],
+                self._store,
+                collectives=self._world,
+                lock=False,
+                descends_from=self.descends_from,
+            )
+        except Exception as error:
+            self._announcer.tell("failed", step=step, detail=error_text(error))
+            raise
+        self._due.begun(step)
+        self._committed(result)
+        if self._world.rank == 0:
+            self._announcer.leave(self._keeper.retain(result))
+        self._announcer.tell_left()
+        return SaveOutcome("written", step, result)
+
+    def _stage(self, run: Live | TrainState, step: int) -> SaveOutcome:
+        """Hold the state, and leave the rest to the thread."""
+        try:
+            state, snapshot = self._snapshot(run)
+            leaves = snapshot.named()
+            hold = Hold(leaves, copied=self._gate.changing(run, state, leaves), max_extra_bytes=self._room)
+        except Exception as error:
+            self._announcer.tell("failed", step=step, detail=error_text(error))
+            if self._world.world_size > 1:  # the other ranks wait in their threads for what this one has to say
+                self._begin(_raising(error), Hold({}), step)
+                self._told = error
+            raise
+        self._gate.close_for(hold, state)
+        try:
+            self._begin(lambda: snapshot, hold, step)
+        except BaseException:
+            hold.release()
+            self._gate.open()
+            raise
+        self._announcer.tell("saved", step=step, detail=f"{hold.copied_bytes} bytes copied, the others held")
+        return SaveOutcome("staged", step)
+
+    def _begin(self, take: Callable[[], Snapshot], hold: Hold, step: int) -> None:
+        self._saver.begin(take, hold, descends_from=self.descends_from, owner=self)
+        self._before = self._due.begun(step)
+
+    def _snapshot(self, run: Live | TrainState) -> tuple[TrainState, Snapshot]:
+        if not isinstance(run, Live):
+            return run, take_snapshot(run, components=self._components, contract=self._contract)
+        state = run.capture()
+        names = validate_components(self._components, declared=run.names)
+        return state, take_snapshot(state, components=names, contract=self._contract)
+
+    def _committed(self, result: SaveResult) -> None:
+        self.descends_from = result.descent
+        self._announcer.tell(
+            "committed", step=result.step, checkpoint=result.checkpoint, detail=f"{result.size_bytes} bytes"
+        )
+
+
+def _raising(error: Exception) -> Callable[[], Snapshot]:
+    def take() -> Snapshot:
+        raise error
+
+    return take

@@ -1,0 +1,301 @@
+"""What is due at a boundary, over everything that a loop does to its steps; and what all ranks agree on there."""
+
+import signal
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainfold.adapters.due import Boundary, Due
+from trainfold.adapters.live import attach
+from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.requests import SignalRequests
+from trainfold.adapters.told_afterwards import told_afterwards
+from trainfold.backends.collectives import SingleProcess, run_threads, thread_outcomes
+from trainfold.backends.inventory import read_inventory
+from trainfold.backends.memory import ErrorAt, MemoryStore
+from trainfold.backends.runs import load
+from trainfold.core.errors import (
+    InvalidArgument,
+    RanksDisagree,
+    RunLocked,
+    SaveFailed,
+    TrainfoldError,
+    UnsupportedLeaf,
+)
+from trainfold.core.inventory import lineage
+from trainfold.core.leaves import Leaves
+from trainfold.core.save_due import make_triggers
+from trainfold.core.state import Progress, TrainState
+
+
+def state_at(step, value=0.0):
+    return TrainState(trainer=Progress(step=step), extra={"w": Leaves({"x": torch.full((4,), float(value))})})
+
+
+def value_in(state):
+    return state.extra["w"]["x"][0].item()
+
+
+# --- a loop that goes back in memory ---------------------------------------------------------------------------------
+
+
+@given(
+    moves=st.lists(st.integers(-6, 8).filter(bool), min_size=1, max_size=8),
+    every=st.sampled_from([None, 1, 3, 4]),
+    mode=st.sampled_from(["sync", "async"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_a_loop_goes_back_to_its_last_state_is_saved_and_none_twice(moves, every, mode):
+    """A14: a state is a value, so a loop may go on from one that it has kept; a resume by a manager is not the only way back."""
+    store, step, salt, saved = MemoryStore(), 0, 0, []
+    with CheckpointManager(store, every=every, mode=mode) as manager:
+        for move in moves:
+            if move < 0:
+                step = max(0, step + move)
+                continue
+            for _ in range(move):
+                step, salt = step + 1, salt + 1
+                if manager.step(state_at(step, salt)) is not None:
+                    saved.append(salt)
+        if salt:
+            final = salt if moves[-1] > 0 else salt + 1
+            if manager.finish(state_at(step, final)) is not None:
+                saved.append(final)
+            assert value_in(load(store, like=state_at(0), step=step)) == final
+            assert value_in(load(store, like=state_at(0))) == final
+    assert len(saved) == len(set(saved))
+
+
+def test_what_was_left_behind_in_memory_is_no_ancestor():
+    """E16: where the loop went back, be it by a load or in memory, what it saves next descends from before that."""
+    store = MemoryStore()
+    with CheckpointManager(store, every=100) as manager:
+        for step in (100, 200, 300):
+            manager.step(state_at(step))
+        manager.step(state_at(150))
+        manager.step(state_at(400))
+        assert chain(store) == [400, 100]
+        manager.load(state_at(0), manager.should_load(state_at(0), step=300))
+        manager.step(state_at(500))
+        assert chain(store) == [500, 300, 200, 100]
+
+
+def chain(store):
+    return [entry.head.step for entry in lineage(read_inventory(store))]
+
+
+def test_a_live_run_that_was_put_back_in_memory_is_saved_when_it_is_there_again():
+    """A14: `live.restore` of a state that was captured before it diverged."""
+    store, model = MemoryStore(), torch.nn.Linear(1, 1, bias=False)
+    live = attach(model)
+    with CheckpointManager(store, every=5) as manager:
+        kept = None
+        for step in range(1, 11):
+            live.advance(samples=1)
+            manager.step(live)
+            if step == 6:
+                kept = live.capture()
+        live.restore(kept)
+        for _ in range(4):
+            torch.nn.init.constant_(model.weight, 7.0)
+            live.advance(samples=1)
+            manager.step(live)
+        manager.finish(live)
+    found = load(store, like=live.capture(), step=10)
+    assert found.model.params["weight"].item() == 7.0
+
+
+def test_a_save_that_fails_after_the_loop_went_back_leaves_nothing_saved_that_is_not():
+    """D05, A14: what was saved before the save that failed may be of the way that was left."""
+    due = Due(make_triggers(every=5), None, SingleProcess())
+    for step in (5, 10):
+        due.see(step)
+        before = due.begun(step)
+    due.see(5)  # back, to before the older one
+    due.undone(before)
+    assert due.last_saved == 4
+    due.see(12)
+    before = due.begun(12)
+    due.undone(before)
+    assert due.last_saved == 4
+
+
+# --- between ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["is_last", "is_best"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_one_rank_knows_of_a_boundary_all_ranks_act_on(what, mode):
+    """R01, T53: the data of one rank have ended, or rank 0 alone has compared."""
+    store = MemoryStore()
+
+    def main(world):
+        with CheckpointManager(store, every=100, mode=mode, collectives=world) as manager:
+            outcome = manager.step(state_at(5), **{what: world.rank == 1})
+            return outcome is not None, manager.should_stop
+
+    assert run_threads(2, main) == [(True, what == "is_last")] * 2
+
+
+def test_ranks_at_different_steps_are_told_so_on_every_rank():
+    """R01, V05."""
+    store = MemoryStore()
+
+    def main(world):
+        with CheckpointManager(store, collectives=world) as manager:
+            manager.step(state_at(5 + world.rank), is_last=True)
+
+    for outcome in thread_outcomes(2, main):
+        assert isinstance(outcome.error, RanksDisagree)
+        assert "[5, 6]" in str(outcome.error)
+
+
+def test_a_source_that_fails_on_one_rank_fails_the_boundary_on_all_and_loses_no_request():
+    """R01, P29: the others must not wait for it, and what they were asked is asked still."""
+    store, fails = MemoryStore(), threading.Event()
+    fails.set()
+
+    class Source:
+        def __init__(self, rank):
+            self.rank, self.asked = rank, ["save"] if rank == 0 else []
+
+        def take(self):
+            if self.rank == 1 and fails.is_set():
+                fails.clear()
+                raise OSError("a stale file handle")
+            taken, self.asked = tuple(self.asked), []
+            return taken
+
+        def close(self):
+            pass
+
+    def main(world):
+        with CheckpointManager(store, collectives=world, requests=Source(world.rank)) as manager:
+            with pytest.raises((OSError, TrainfoldError), match="stale"):
+                manager.step(state_at(1))
+            return manager.step(state_at(2)).step
+
+    assert run_threads(2, main) == [2, 2]
+
+
+# --- nothing is left behind, nothing is masked -----------------------------------------------------------------------
+
+
+def test_a_manager_that_cannot_be_made_lets_go_of_signals_and_lock(tmp_path):
+    """P29: SIGTERM must not be caught by what nobody asks any more."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with CheckpointManager(tmp_path), pytest.raises(RunLocked):
+        CheckpointManager(tmp_path, requests=SignalRequests())
+    assert signal.getsignal(signal.SIGTERM) == handler
+    with pytest.raises(InvalidArgument):
+        CheckpointManager(tmp_path, requests=SignalRequests(), mode="later")
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+    class Unduplicable(SingleProcess):
+        def duplicate(self):
+            raise OSError("no more sockets")
+
+    with pytest.raises(OSError, match="sockets"):
+        CheckpointManager(tmp_path, mode="async", collectives=Unduplicable())
+    CheckpointManager(tmp_path).close()
+
+
+def test_what_is_no_source_of_requests_is_refused():
+    with pytest.raises(InvalidArgument, match="requests"):
+        CheckpointManager(MemoryStore(), requests="SIGTERM")
+
+
+class FailingSource:
+    def take(self):
+        return ()
+
+    def close(self):
+        raise OSError("the source cannot be closed")
+
+
+def failed_in_background(**options):
+    store = MemoryStore()
+    manager = CheckpointManager(store, mode="async", **options)
+    store._fault = ErrorAt(store._attempts + 1)
+    manager.save(state_at(1))
+    with pytest.raises(SaveFailed):
+        manager._saves._saver._under_way.result(20)
+    store._fault = None
+    return manager
+
+
+def test_a_failure_in_the_background_is_noted_on_what_fails_where_it_would_be_told():
+    """D05: it is told once, however the call ends."""
+    manager = failed_in_background()
+    with pytest.raises(UnsupportedLeaf) as raised:
+        manager.save(TrainState(trainer=Progress(step=2), extra={"x": object()}))
+    assert any("EIO" in note for note in raised.value.__notes__)
+    manager.close()
+
+
+def test_a_close_tells_of_the_save_first_and_of_what_else_failed_beside_it():
+    """D07."""
+    manager = failed_in_background(requests=FailingSource())
+    with pytest.raises(SaveFailed) as raised:
+        manager.close()
+    assert any("cannot be closed" in note for note in raised.value.__notes__)
+    manager.close()
+
+
+def test_a_close_whose_source_fails_lets_go_of_the_run(tmp_path):
+    """D07."""
+    with pytest.raises(OSError, match="cannot be closed"):
+        CheckpointManager(tmp_path, requests=FailingSource()).close()
+    CheckpointManager(tmp_path).close()
+
+
+def test_what_is_raised_first_carries_the_others():
+    def fail():
+        with told_afterwards() as failures:
+            failures += [ValueError("one"), ValueError("two")]
+            raise KeyError
+
+    with pytest.raises(KeyError) as raised:
+        fail()
+    assert raised.value.__notes__ == ["and besides: ValueError: one", "and besides: ValueError: two"]
+
+
+class SlowStore:
+    """Its writes wait until they may go on."""
+
+    def __init__(self):
+        self.inner, self.may_go_on = MemoryStore(), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def write(self, name, parts, *, size_bytes):
+        assert self.may_go_on.wait(20)
+        self.inner.write(name, parts, size_bytes=size_bytes)
+
+
+@pytest.mark.parametrize("what", ["is_best", "is_last"])
+def test_a_policy_that_skips_skips_nothing_that_does_not_come_again(what):
+    """D04, E10, A14: the cadence is due at the next boundary; the best state is gone by then, and so is the last."""
+    store = SlowStore()
+    with CheckpointManager(store, mode="async", when_busy="skip", every=10) as manager:
+        manager.step(state_at(10))
+        assert manager.step(state_at(20)).status == "skipped"
+        timer = threading.Timer(0.05, store.may_go_on.set)
+        timer.start()
+        assert manager.step(state_at(21), **{what: True}).status == "staged"
+        timer.join()
+    assert [name for name in store.list() if name.startswith("step")] == ["step-00000010", "step-00000021"]
+
+
+def test_a_boundary_is_made_of_what_every_rank_says():
+    def main(world):
+        due = Due(make_triggers(), None, world)
+        mine = Boundary(3, is_last=world.rank == 0, is_best=world.rank == 1, has_ended=world.rank == 0)
+        agreed = due.agreed(mine)
+        return agreed.step, agreed.is_last, agreed.is_best, agreed.has_ended
+
+    assert run_threads(2, main) == [(3, True, True, False)] * 2
