@@ -12,8 +12,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from queue import SimpleQueue
+from types import TracebackType
 from typing import Final, final
 
 import attrs
@@ -101,21 +102,97 @@ def write_stream(fd: int, parts: Iterable[Buffer], *, size_bytes: int) -> int:
     _allocate(fd, size_bytes)
     is_direct = try_direct(fd)
     given = 0
-    with _POOL.borrow(BUFFERS) as buffers, ThreadPoolExecutor(WRITERS, "trainfold-write") as writer:
-        queue = _Queue(fd, writer, deque(buffers))
-        try:
-            for part in parts:
-                data = np.frombuffer(part, dtype=np.uint8)
-                given += data.nbytes
-                if given > size_bytes:
-                    break
-                queue.put(data)
-            queue.finish()
-        finally:
-            queue.drain()
+    with _POOL.borrow(BUFFERS) as buffers, _Writers(WRITERS) as writers:
+        queue = _Queue(fd, writers, deque(buffers))
+        for part in parts:
+            data = np.frombuffer(part, dtype=np.uint8)
+            given += data.nbytes
+            if given > size_bytes:
+                break
+            queue.put(data)
+        queue.finish()
     if is_direct:
         os.ftruncate(fd, min(given, size_bytes))  # the last write was padded to the alignment
     return given
+
+
+@final
+@attrs.define(eq=False)
+class _Write:
+    """One buffer on its way to the file."""
+
+    fd: int
+    buffer: Bytes
+    count: int
+    offset: int
+    has_ended: threading.Event = attrs.field(factory=threading.Event)
+    failure: BaseException | None = None
+
+    def carry_out(self) -> None:
+        try:
+            _write_at(self.fd, self.buffer.data[: self.count], self.offset)
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            self.failure = error
+        finally:
+            self.has_ended.set()
+
+    def result(self) -> Bytes:
+        """Wait for the end, and give the buffer back, or raise what failed."""
+        self.has_ended.wait()
+        failure, self.failure = self.failure, None  # its traceback leads to this write
+        if failure is not None:
+            raise failure
+        return self.buffer
+
+
+@final
+class _Writers:
+    """Threads for the writes of one stream, there from its start to its end.
+
+    No executor: Python lets none begin anything once it has started to come down, and that is when the last save of a program
+    that ends without `close` is written (P11). Where it starts no threads either, as from 3.12 on, who fills writes as well.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._waiting: SimpleQueue[_Write | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._count = count
+
+    def __enter__(self) -> "_Writers":
+        for _ in range(self._count):
+            thread = threading.Thread(target=self._work, name="trainfold-write", daemon=True)  # who fills waits for it
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+            self._threads.append(thread)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Carry out what waits and end: after it the file is closed, and the buffers are lent again."""
+        for _ in self._threads:
+            self._waiting.put(None)
+        interruption: BaseException | None = None
+        for thread in self._threads:
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except BaseException as caught:  # noqa: BLE001 - raised below: a late write would hit another file
+                    interruption = caught
+        if interruption is not None:
+            raise interruption
+
+    def begin(self, write: _Write) -> None:
+        if self._threads:
+            self._waiting.put(write)
+        else:
+            write.carry_out()
+
+    def _work(self) -> None:
+        while (write := self._waiting.get()) is not None:
+            write.carry_out()
 
 
 @final
@@ -124,9 +201,9 @@ class _Queue:
     """Fills one buffer while others are written, in file order."""
 
     fd: int
-    writer: ThreadPoolExecutor
+    writers: _Writers
     free: deque[Bytes]
-    busy: deque[tuple[Bytes, "Future[None]"]] = attrs.field(factory=deque)
+    busy: deque[_Write] = attrs.field(factory=deque)
     filled: int = 0
     offset: int = 0
 
@@ -151,22 +228,15 @@ class _Queue:
         while self.busy:
             self._take_back()
 
-    def drain(self) -> None:
-        """Wait for writes under way, so that the buffers can be lent again; errors have been raised already."""
-        for _, future in self.busy:
-            future.exception()
-
     def _send(self, count: int) -> None:
-        buffer = self.free.popleft()
-        self.busy.append((buffer, self.writer.submit(_write_at, self.fd, buffer.data[:count], self.offset)))
+        write = _Write(self.fd, self.free.popleft(), count, self.offset)
+        self.busy.append(write)
+        self.writers.begin(write)
         self.offset += count
         self.filled = 0
 
     def _take_back(self) -> None:
-        buffer, future = self.busy[0]
-        future.result()
-        self.busy.popleft()
-        self.free.append(buffer)
+        self.free.append(self.busy.popleft().result())
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:

@@ -1,0 +1,176 @@
+"""Streams of bytes: what is in the file, whatever the threads do; and a save that outlives the program that began it."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainfold.backends import direct_io
+from trainfold.backends.runs import load
+from trainfold.core.state import Progress, TrainState
+
+PAGE = direct_io.ALIGNMENT_BYTES
+
+
+@pytest.fixture(autouse=True)
+def small_buffers():
+    pool = type(direct_io._POOL)()
+    with mock.patch.multiple(direct_io, DIRECT_FROM_BYTES=1, BUFFER_BYTES=2 * PAGE, _POOL=pool):
+        yield pool
+
+
+def written(folder, parts, *, size_bytes=None):
+    """What `write_stream` made of the parts; also checks that it left no thread behind."""
+    name = Path(folder) / "file"
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    before = set(threading.enumerate())
+    try:
+        direct_io.write_stream(fd, parts, size_bytes=sum(map(len, parts)) if size_bytes is None else size_bytes)
+        return name.read_bytes()
+    finally:
+        assert set(threading.enumerate()) <= before
+        os.close(fd)
+
+
+def refusing(started):
+    """Threads of which only so many can be started, as at the end of Python (from 3.12 on) or of a limit."""
+    real, left = threading.Thread.start, [None] * started
+
+    def start(thread):
+        if not left:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        left.pop()
+        real(thread)
+
+    return mock.patch.object(threading.Thread, "start", start)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(0, 5 * PAGE), min_size=1, max_size=8), started=st.integers(0, 2), slow=st.booleans())
+def test_a_file_has_the_bytes_of_its_parts_in_order_however_many_threads_write_them(
+    tmp_path_factory, sizes, started, slow
+):
+    """D01, P11: each byte is written once, from a buffer that is not filled again before; with 2 threads, 1 or none."""
+    data = np.random.default_rng(len(sizes)).integers(0, 255, sum(sizes), dtype=np.uint8).tobytes()
+    ends = np.cumsum(sizes)
+    parts = [data[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    real, offsets = os.pwrite, []
+
+    def pwrite(fd, piece, offset):
+        offsets.append(offset)
+        if slow and offset % (4 * PAGE) == 0:
+            time.sleep(0.001)
+        return real(fd, piece, offset)
+
+    with refusing(started), mock.patch.object(os, "pwrite", pwrite):
+        assert written(tmp_path_factory.mktemp("stream"), parts, size_bytes=max(1, len(data))) == data
+    assert sorted(offsets) == list(range(0, len(data), 2 * PAGE))
+
+
+@pytest.mark.parametrize("started", [0, 1, 2])
+@pytest.mark.parametrize("failing", [0, 1, 5])
+def test_an_error_of_any_write_reaches_the_caller_and_the_first_one_wins(tmp_path, started, failing, small_buffers):
+    """C15: also that of the last write, and of a write by the thread that fills."""
+    real = os.pwrite
+
+    def pwrite(fd, piece, offset):
+        if offset >= failing * 2 * PAGE:
+            raise OSError(28, f"No space left at {offset}")
+        return real(fd, piece, offset)
+
+    parts = [bytes(PAGE)] * 12
+    told = pytest.raises(OSError, match=f"No space left at {failing * 2 * PAGE}$")
+    with refusing(started), mock.patch.object(os, "pwrite", pwrite), told as caught:
+        written(tmp_path, parts)
+    assert caught.value.errno == 28
+    assert written(tmp_path, parts) == bytes(12 * PAGE), "and its buffers are good for the next file"
+    assert len(small_buffers._free) == direct_io.BUFFERS
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 30])
+def test_parts_that_raise_end_the_stream_and_no_thread_stays(tmp_path, after):
+    def parts():
+        yield from [bytes(PAGE)] * after
+        raise KeyError("a leaf has gone")
+
+    with pytest.raises(KeyError, match="a leaf has gone"):
+        written(tmp_path, parts(), size_bytes=64 * PAGE)
+
+
+def test_an_interrupted_wait_lets_go_of_no_buffer_that_is_being_written(tmp_path, small_buffers):
+    """The file is closed next: a write after that would go into somebody else's."""
+    real, real_join, is_held, seen = os.pwrite, threading.Thread.join, threading.Event(), []
+
+    def pwrite(fd, piece, offset):
+        is_held.wait(10)
+        seen.append(len(small_buffers._free))
+        return real(fd, piece, offset)
+
+    def join(thread, timeout=None):
+        if not is_held.is_set():
+            is_held.set()
+            raise KeyboardInterrupt
+        real_join(thread, timeout)
+
+    def parts():
+        yield bytes(4 * PAGE)
+        raise KeyError("over")
+
+    interrupted = mock.patch.object(threading.Thread, "join", join)
+    with mock.patch.object(os, "pwrite", pwrite), interrupted, pytest.raises(KeyboardInterrupt):
+        written(tmp_path, parts(), size_bytes=64 * PAGE)
+    assert seen == [0, 0]
+
+
+# --- the end of the program ------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import atexit, sys, torch, trainfold
+from trainfold.core.state import Progress, TrainState
+
+state = TrainState(trainer=Progress(step=1), extra={"w": torch.arange(10 << 20, dtype=torch.float32)})
+if sys.argv[2] == "atexit":
+    atexit.register(lambda: trainfold.save(state, sys.argv[1]))
+    sys.exit(0)
+manager = trainfold.CheckpointManager(sys.argv[1], mode="async")
+if sys.argv[3] == "second":
+    manager.save(TrainState(trainer=Progress(step=0), extra={"w": torch.zeros(10 << 20)}))
+    manager.drain()
+manager.save(state)
+if sys.argv[2] == "exit":
+    sys.exit(3)
+if sys.argv[2] == "raise":
+    raise KeyError("a bug of the loop")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "which"),
+    [
+        ("normal", 0, "first"),
+        ("exit", 3, "first"),
+        ("raise", 1, "first"),
+        ("normal", 0, "second"),
+        ("atexit", 0, "first"),
+    ],
+)
+def test_a_program_that_ends_without_close_leaves_the_save_under_way_whole(tmp_path, end, code, which):
+    """P11: 40 MB, more than the buffers hold, so that it is written while Python comes down."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), end, which], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "save" not in done.stderr
+    wanted = torch.arange(10 << 20, dtype=torch.float32)
+    found = load(tmp_path / "run", like=TrainState(trainer=Progress(), extra={"w": torch.zeros(10 << 20)}))
+    assert found.trainer.step == 1
+    assert torch.equal(found.extra["w"], wanted)
