@@ -139,6 +139,12 @@ class Live:
         return [each for each in attached if isinstance(each, torch.optim.Optimizer)]
 
     @property
+    def modules(self) -> list[torch.nn.Module]:
+        """Every attached module, the model first."""
+        attached = (self._model, *self._extra.values())
+        return [each for each in attached if isinstance(each, torch.nn.Module)]
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of the components beside the built-in ones, registered or pending."""
         return (*self._extra, *self._implied, *self._pending)
@@ -208,10 +214,9 @@ class Live:
         dropped = 0 if self._feed is None else self._feed.drop()
         self._taken = 0
         self._progress = attrs.evolve(self._progress, samples=self._progress.samples + dropped)
-        for module in (self._model, *self._extra.values()):
-            if isinstance(module, torch.nn.Module):
-                for parameter in module.parameters():
-                    parameter.grad = None
+        for module in self.modules:
+            for parameter in module.parameters():
+                parameter.grad = None
         self._boundary.close()
         return self.progress
 

@@ -20,8 +20,11 @@ class UpdateGate:
     Of a live run, parameters and slots of an attached optimizer, and the model's frozen parameters, change at no other
     moment than in a step, so they are held and not copied; a hook that runs before each step of each attached optimizer
     protects them. What else it has (buffers, which a forward writes to, an average of the weights, random states) is copied
-    at once. An optimizer that takes no hooks, because its class never called ``Optimizer.__init__``, answers for nothing:
-    what it holds is copied.
+    at once; so are the weights of an embedding with ``max_norm``, which its forward writes to. An optimizer that takes no
+    hooks, because its class never called ``Optimizer.__init__``, answers for nothing: what it holds is copied.
+
+    A forward that writes to other parameters, such as one that moves a frozen teacher, makes one save fail, and what it wrote
+    to is copied from then on. If it writes through ``tensor.data``, nothing shows it: then the loop calls `protect` before.
 
     Of a state, the `Leaves` are held: a donating step protects them before it writes. What lies elsewhere in it is copied.
     """
@@ -29,6 +32,7 @@ class UpdateGate:
     def __init__(self) -> None:
         self._handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
         self._hold: Hold | None = None
+        self._written: set[LeafName] = set()  # by somebody who announced nothing, while an earlier save was under way
 
     def changing(
         self, run: Live | TrainState, state: TrainState, leaves: Mapping[LeafName, torch.Tensor]
@@ -41,15 +45,16 @@ class UpdateGate:
             leaves: its tensors by name.
         """
         if isinstance(run, Live):
-            held = self._addresses(run)
-            return {name for name, leaf in leaves.items() if leaf.data_ptr() not in held}
+            held = self._addresses(run) - _written_by_forwards(run)
+            return self._written | {name for name, leaf in leaves.items() if leaf.data_ptr() not in held}
         held_places = {
             _place(leaf) for each in leaves_in(state) for leaf in tree.leaves(each) if isinstance(leaf, torch.Tensor)
         }
-        return {name for name, leaf in leaves.items() if _place(leaf) not in held_places}
+        return self._written | {name for name, leaf in leaves.items() if _place(leaf) not in held_places}
 
     def close_for(self, hold: Hold, state: TrainState) -> None:
         """From now on, let updates wait for this hold."""
+        self.open()
         self._hold = hold
         for leaves in leaves_in(state):
             leaves.lease.add_reader(hold)
@@ -60,7 +65,9 @@ class UpdateGate:
             self._hold.protect()
 
     def open(self) -> None:
-        """The save has ended."""
+        """The save has ended; what was written to unannounced meanwhile is copied from now on."""
+        if self._hold is not None:
+            self._written |= self._hold.written()
         self._hold = None
 
     def remove(self) -> None:
@@ -90,6 +97,13 @@ class UpdateGate:
 
             self._handles[optimizer] = optimizer.register_step_pre_hook(before_step)
         return True
+
+
+def _written_by_forwards(live: Live) -> set[int]:
+    """The addresses of weights that are rescaled by the forward that looks them up."""
+    modules = [module for each in live.modules for module in each.modules()]
+    embeddings = [module for module in modules if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)]
+    return {module.weight.data_ptr() for module in embeddings if module.max_norm is not None}
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:

@@ -1,5 +1,6 @@
 """`Hold`: a background reader of a state's leaves, which an update may overtake: then the unread bytes are copied or waited for."""
 
+import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,7 +44,6 @@ class _Held:
     size_bytes: int
     is_flat: bool  # its bytes lie in order, so that a part of them can be read or copied
     ring: PinnedRing | None = None  # what reads it, on a device
-    version: int = 0
     read: int = 0
     pinned_to: int = 0  # the writer has a view of the bytes [read, pinned_to) in its hands
     moving_from: int | None = None  # these bytes are being copied just now
@@ -64,8 +64,14 @@ class Hold:
     the owner writes to them it calls `protect`: of the bytes that are still unread, the last ones are copied, as many as
     ``max_extra_bytes`` has room for, and the first ones, which the writer is about to reach, are waited for.
 
-    A leaf that was written to without `protect` is noticed by its version counter, and the reading fails: nothing that is
-    torn is ever saved. Writes that move no version counter (``tensor.data``, fused optimizers) are not seen.
+    A leaf that was written to without `protect` is noticed by its version counter, and the save fails. Torch moves the
+    counter when a kernel returns, which may be after the last piece was read; so every leaf is looked at once more, whether
+    it was read or not, by `protect` (what comes later is announced) or, where nobody announced anything, by
+    `check_unchanged`, before the commit. What the counters do not show is not seen: writes through ``tensor.data`` or numpy, fused
+    optimizers, and a kernel of another thread that was at work when its leaf was read and still is at the last look. Who
+    writes by such means calls `protect` before.
+
+    The leaves stay in memory until that look, and not only until they have been read.
 
     Args:
         leaves: the tensors by name, in the order of reading as far as it is known.
@@ -98,18 +104,25 @@ class Hold:
         self._arena: Arena | None = None
         self._is_over = False
         self._broken: SaveFailed | None = None
+        self._written: set[LeafName] = set()
+        self._process = os.getpid()
         self._rings: dict[torch.device, PinnedRing] = {}
         self.copied_bytes = 0
         self.protected_bytes = 0
         self._specs = {name: (tensor.dtype, tensor.shape) for name, tensor in leaves.items()}
         chosen = frozenset(copied)
         self._leaves = {name: self._taken(tensor, at_once=name in chosen) for name, tensor in leaves.items()}
+        self._watched = {
+            name: (held.live, held.live._version)  # noqa: SLF001  # torch has no public name for the counter of writes
+            for name, held in self._leaves.items()
+            if held.live is not None
+        }
         self._order = list(self._leaves.values())
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be read."""
-        return self._is_over
+        """Whether nothing more will be read, or looked at."""
+        return self._is_over and not self._watched
 
     # --- the writer's thread -----------------------------------------------------------------------------------------
 
@@ -121,6 +134,7 @@ class Hold:
                 if name not in chosen:
                     leaf.live, leaf.copy = None, None
             self._order = list(chosen.values())
+            self._watched = {name: seen for name, seen in self._watched.items() if name in chosen}
             self._changed.notify_all()
 
     def leaves_of(self, component: str) -> dict[str, HeldLeaf]:
@@ -172,17 +186,31 @@ class Hold:
             if leaf.read == leaf.size_bytes:
                 return None
             self._changed.wait_for(lambda: leaf.moving_from is None or leaf.read < leaf.moving_from)
-            self._check_version(name, leaf)
+            self._look_at(name)
             self._check(name)
             piece, _, leaf.read = self._next(leaf, ring.piece_bytes)
             begun = ring.begin(piece)
             self._changed.notify_all()
             return begun
 
+    def check_unchanged(self) -> None:
+        """Look once more at what was read, when all of it is written and nothing is committed.
+
+        Raises:
+            SaveFailed: if a leaf was written to without `protect`, at whatever time since the hold was made.
+        """
+        with self._changed:
+            self._settle()
+            if self._broken is not None:
+                raise self._broken
+
     def release(self) -> None:
-        """Let go of everything: the save is done, or has failed."""
+        """Let go of everything: the save is done, or has failed; then what was written to is known when `written` is asked."""
         with self._changed:
             self._is_over = True
+            self._look()
+            if not self._written:
+                self._watched = {}
             for leaf in self._leaves.values():
                 leaf.live = leaf.copy = None
             self._arena = None
@@ -191,18 +219,31 @@ class Hold:
     # --- the owner's thread ------------------------------------------------------------------------------------------
 
     def protect(self) -> None:
-        """Return when the leaves may be written to. Calling it again costs next to nothing."""
-        if not self._is_over:
+        """Return when the leaves may be written to. Calling it again costs next to nothing.
+
+        In a process that was forked off it returns at once: the writer is in the parent, and so is the memory that it reads.
+        """
+        if not self.is_over and self._process == os.getpid():
             with self._protecting:
                 self._protect()
+
+    def written(self) -> frozenset[LeafName]:
+        """The leaves that were written to without `protect`; after `release` it is asked once, and lets go of them.
+
+        So a loop that writes to many leaves hears of all of them, and not only of the one that made the save fail.
+        """
+        if self._process == os.getpid():
+            with self._changed:
+                self._look()
+                if self._is_over:
+                    self._watched = {}
+        return frozenset(self._written)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _protect(self) -> None:
         with self._changed:
-            for name, leaf in self._leaves.items():
-                if leaf.is_exposed:
-                    self._check_version(name, leaf)
+            self._look()
             chosen = self._choose()
             for leaf, start in chosen:
                 leaf.moving_from = start
@@ -215,6 +256,7 @@ class Hold:
                 self._changed.notify_all()
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or not any(leaf.is_exposed for leaf in self._order))
+            self._settle()  # not before: somebody else's kernel may have returned while this one waited
             for leaf in self._order:
                 leaf.live = None
         for ring in self._rings.values():
@@ -230,8 +272,7 @@ class Hold:
             tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) and (tensor.is_cpu or tensor.is_cuda)
         )
         ring = self._ring(tensor.device) if is_flat and tensor.is_cuda else None
-        return _Held(tensor, size_bytes, is_flat, ring, tensor._version, copied_from=size_bytes)  # noqa: SLF001
-        # (torch has no public name for how often a tensor was written to)
+        return _Held(tensor, size_bytes, is_flat, ring, copied_from=size_bytes)
 
     def _ring(self, device: torch.device) -> PinnedRing:
         if device not in self._rings:
@@ -302,7 +343,7 @@ class Hold:
         finally:
             with self._changed:
                 if is_live:
-                    self._check_version(name, leaf)
+                    self._look_at(name)
                 leaf.read, leaf.pinned_to = stop, 0
                 self._changed.notify_all()
         self._check(name)
@@ -326,18 +367,35 @@ class Hold:
         flat = byte_view(source.detach().cpu())
         with self._changed:
             if leaf.pinned_to:
-                self._check_version(name, leaf)
+                self._look_at(name)
             leaf.copy, leaf.copied_from, leaf.pinned_to, leaf.is_flat = flat, 0, 0, True
             self._changed.notify_all()
         self._check(name)
 
-    def _check_version(self, name: LeafName, leaf: _Held) -> None:
-        if leaf.live is not None and leaf.live._version != leaf.version and self._broken is None:  # noqa: SLF001
+    def _settle(self) -> None:
+        """Look at everything for the last time: from now on, whoever writes may."""
+        self._look()
+        self._watched = {}
+
+    def _look(self) -> None:
+        for name, (tensor, version) in self._watched.items():
+            if tensor._version != version:  # noqa: SLF001  # as above
+                self._note(name)
+
+    def _look_at(self, name: LeafName) -> None:
+        tensor, version = self._watched.get(name, (None, 0))
+        if tensor is not None and tensor._version != version:  # noqa: SLF001  # as above
+            self._note(name)
+
+    def _note(self, name: LeafName) -> None:
+        self._written.add(name)
+        if self._broken is None:
             self._broken = SaveFailed(
                 name[1],
                 expected="a leaf that does not change while it is being saved",
                 found="a write to it before the next optimizer step",
-                mend="call manager.wait_staging() before you change it; the checkpoints before this one are whole",
+                mend="nothing: it is copied from now on, which costs each save the time of the copy; or call manager.wait_staging() "
+                "before you change it; the checkpoints before this one are whole",
             )
 
     def _check(self, name: LeafName) -> None:

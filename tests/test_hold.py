@@ -1,5 +1,7 @@
 """A hold: the leaves are saved as they were, whoever writes to them meanwhile, and no more bytes are copied than must be."""
 
+import os
+import signal
 import threading
 import weakref
 
@@ -181,13 +183,154 @@ def test_a_hold_that_is_over_makes_nobody_wait_and_keeps_nothing():
         list(hold.pieces(W, PIECE))
 
 
-def test_a_leaf_that_was_read_is_let_go():
+def kernel(leaf, value):
+    """Write as an in-place kernel does until it returns: the version counter stands."""
+    leaf.numpy()[:] = value
+
+
+def returns(leaf):
+    """The kernel returns: only now does torch move the counter."""
+    leaf.add_(0.0)
+
+
+def read_across_a_kernel(hold, leaf):
+    """Read a leaf while a kernel writes to it, and let that return when the last piece has been read."""
+    pieces = hold.pieces(W, PIECE)
+    found = bytes(next(pieces))
+    kernel(leaf, 7.0)
+    found += b"".join(bytes(piece) for piece in pieces)
+    returns(leaf)
+    return found
+
+
+def test_a_write_that_ends_after_the_last_piece_was_read_is_found_in_the_end():
+    """P10: what was read is torn, and nothing showed it while it was read."""
+    leaf = torch.zeros(1024)
+    hold = Hold({name_of(0): torch.zeros(4), W: leaf})
+    assert len(set(read_across_a_kernel(hold, leaf))) > 1
+    with pytest.raises(SaveFailed, match=r"w: .*wait_staging"):
+        hold.check_unchanged()
+    assert hold.written() == {W}
+
+
+def test_a_write_that_ends_after_the_last_piece_was_read_is_found_by_the_update_too():
+    """After `protect` the counters say nothing any more, so it looks at them, whatever was read by then."""
+    leaf, other = torch.zeros(1024), torch.zeros(4)
+    hold = Hold({W: leaf, name_of(0): other})
+    read_across_a_kernel(hold, leaf)
+    hold.protect()
+    with pytest.raises(SaveFailed, match=r"w: .*wait_staging"):
+        hold.check_unchanged()
+    with pytest.raises(SaveFailed, match=r"w: .*wait_staging"):
+        list(hold.pieces(name_of(0), PIECE))
+
+
+def test_a_write_that_ends_while_the_update_waits_is_found():
+    leaf = torch.zeros(1024)
+    hold = Hold({W: leaf}, max_extra_bytes=0)
+    pieces = hold.pieces(W, PIECE)
+    next(pieces)
+    waiter = threading.Thread(target=hold.protect)
+    waiter.start()
+    kernel(leaf, 7.0)
+    waiter.join(0.05)
+    for _ in range(4096 // PIECE - 2):
+        next(pieces)
+    returns(leaf)
+    with pytest.raises(SaveFailed, match="wait_staging"):
+        list(pieces)
+    hold.release()
+    waiter.join(10)
+    assert not waiter.is_alive()
+
+
+@given(
+    read=st.integers(0, 3), kinds=st.lists(st.sampled_from(["flat", "strided", "conjugated"]), min_size=3, max_size=3)
+)
+@settings(deadline=None, max_examples=30)
+def test_writes_after_an_announcement_are_no_failure(read, kinds):
+    """Law: however much has been read before it."""
+    leaves = {name_of(i): make_leaf(kind, i) for i, kind in enumerate(kinds)}
+    before = {name: bytes_of(leaf) for name, leaf in leaves.items()}
+    hold = Hold(leaves)
+    names = list(leaves)
+    found = {name: b"".join(map(bytes, hold.pieces(name, PIECE))) for name in names[:read]}
+    hold.protect()
+    for leaf in leaves.values():
+        leaf.mul_(2)
+    hold.protect()
+    found |= {name: b"".join(map(bytes, hold.pieces(name, PIECE))) for name in names[read:]}
+    hold.check_unchanged()
+    hold.release()
+    assert found == before
+    assert hold.written() == frozenset()
+
+
+def test_leaves_that_are_not_written_here_may_change():
+    """Another rank writes them, and looks at its own."""
+    leaf, other = torch.zeros(4), torch.zeros(4)
+    hold = Hold({W: leaf, name_of(0): other})
+    hold.read_in_order([W])
+    other.add_(1.0)
+    list(hold.pieces(W, PIECE))
+    hold.check_unchanged()
+
+
+def test_what_was_written_to_is_named_until_somebody_announces():
+    """All of it, also what is written to when the save has failed already; but nothing of an update."""
+    leaves = {name_of(i): torch.zeros(4) for i in range(4)}
+    hold = Hold(leaves)
+    leaves[name_of(2)].add_(1.0)
+    with pytest.raises(SaveFailed):
+        list(hold.pieces(name_of(2), PIECE))
+    hold.release()
+    assert not hold.is_over
+    leaves[name_of(1)].add_(1.0)
+    hold.protect()
+    leaves[name_of(0)].add_(1.0)
+    assert hold.written() == {name_of(1), name_of(2)}
+    assert hold.is_over
+
+
+def test_a_failed_hold_lets_go_when_it_has_said_what_was_written_to():
+    leaf = torch.zeros(1024)
+    hold = Hold({W: leaf})
+    leaf.add_(1.0)
+    hold.release()
+    gone = weakref.ref(leaf)
+    assert hold.written() == {W}
+    del leaf
+    assert gone() is None
+    assert hold.written() == {W}
+
+
+@pytest.mark.parametrize("end", ["check_unchanged", "protect", "release"])
+def test_a_leaf_that_was_read_is_let_go_when_it_needs_no_look_any_more(end):
     leaf = torch.zeros(1024)
     gone = weakref.ref(leaf)
     hold = Hold({W: leaf})
     list(hold.pieces(W, PIECE))
     del leaf
+    assert gone() is not None
+    getattr(hold, end)()
     assert gone() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of other tests' threads, on Python 3.12
+def test_a_forked_child_waits_for_nobody():
+    """Neither for a writer, who is in its parent, nor for a lock that was taken there when it was forked."""
+    hold = Hold({W: torch.zeros(1024)}, max_extra_bytes=0)
+    with hold._changed, hold._protecting:
+        pid = os.fork()
+        if not pid:
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(20)
+                hold.protect()
+                os._exit(len(hold.written()))
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_memory_that_was_made_ready_is_used():
