@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from trainfold.backends.arena import Arena, padded
+from trainfold.backends.owner_thread import OwnerThread
 from trainfold.backends.pinned_ring import Begun, PinnedRing
 from trainfold.core.codec import byte_view
 from trainfold.core.errors import SaveFailed
@@ -67,8 +68,9 @@ class Hold:
     A leaf that was written to without `protect` is noticed by its version counter, and the save fails. Torch moves the
     counter when a kernel returns, which may be after the last piece was read; so every leaf is looked at once more, whether
     it was read or not, by `protect` (what comes later is announced) or, where nobody announced anything, by
-    `check_unchanged`, before the commit. What the counters do not show is not seen: writes through ``tensor.data`` or numpy, fused
-    optimizers, and a kernel of another thread that was at work when its leaf was read and still is at the last look. Who
+    `check_unchanged`, before the commit, which waits until the thread that made the hold has left the kernel that it is in.
+    What the counters do not show is not seen: writes through ``tensor.data`` or numpy, fused optimizers, and a kernel that
+    is at work from the reading of its leaf to the last look, in another thread or for longer than `OwnerThread` waits. Who
     writes by such means calls `protect` before.
 
     The leaves stay in memory until that look, and not only until they have been read.
@@ -106,6 +108,7 @@ class Hold:
         self._broken: SaveFailed | None = None
         self._written: set[LeafName] = set()
         self._process = os.getpid()
+        self._owner = OwnerThread()
         self._rings: dict[torch.device, PinnedRing] = {}
         self.copied_bytes = 0
         self.protected_bytes = 0
@@ -199,6 +202,8 @@ class Hold:
         Raises:
             SaveFailed: if a leaf was written to without `protect`, at whatever time since the hold was made.
         """
+        if self._watched:
+            self._owner.wait_until_it_moves()
         with self._changed:
             self._settle()
             if self._broken is not None:

@@ -1,9 +1,12 @@
 """A hold: the leaves are saved as they were, whoever writes to them meanwhile, and no more bytes are copied than must be."""
 
+import operator
 import os
 import signal
 import threading
+import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainfold.backends.hold import Hold
+from trainfold.backends.owner_thread import OwnerThread
 from trainfold.core.codec import tensor_bytes
 from trainfold.core.errors import SaveFailed
 
@@ -242,6 +246,65 @@ def test_a_write_that_ends_while_the_update_waits_is_found():
     hold.release()
     waiter.join(10)
     assert not waiter.is_alive()
+
+
+def test_a_kernel_that_outlasts_the_writing_is_waited_for():
+    """P10: all is read and written while it is at work, and its counter stands."""
+    leaf, made, told = torch.zeros(1024), [], []
+    (is_in_kernel, begin), (may_end, end) = os.pipe(), os.pipe()
+    steps = [partial(os.write, begin, b"x"), partial(os.read, may_end, 1), partial(leaf.add_, 1.0)]
+
+    def own():
+        made.append(Hold({W: leaf}))
+        list(map(operator.call, steps))  # one call, as a kernel is
+
+    def look():
+        try:
+            made[0].check_unchanged()
+        except SaveFailed as error:
+            told.append(error)
+
+    owner, looker = threading.Thread(target=own), threading.Thread(target=look)
+    owner.start()
+    os.read(is_in_kernel, 1)
+    list(made[0].pieces(W, PIECE))
+    looker.start()
+    looker.join(0.1)
+    is_waiting = looker.is_alive()
+    os.write(end, b"x")
+    looker.join(10)
+    owner.join(10)
+    for descriptor in (is_in_kernel, begin, may_end, end):
+        os.close(descriptor)
+    assert is_waiting
+    assert len(told) == 1
+
+
+def test_an_owner_that_waits_or_has_ended_or_never_moves_holds_no_save_up():
+    """A loop that waits for the save cannot move, and one that sits in a call of its own must not put it off for ever."""
+    may_end, found, (is_in_call, begin), (reader, writer) = threading.Event(), {}, os.pipe(), os.pipe()
+    call = map(operator.call, [partial(os.write, begin, b"x"), partial(os.read, reader, 1)])
+
+    def owns(name, wait):
+        found[name] = OwnerThread()
+        wait()
+
+    waits = {"waits": may_end.wait, "reads": partial(list, call)}
+    threads = [threading.Thread(target=owns, args=each) for each in waits.items()]
+    for thread in threads:
+        thread.start()
+    os.read(is_in_call, 1)
+    while "waits" not in found:
+        time.sleep(0.001)
+    assert found["waits"].wait_until_it_moves(longest_secs=60)
+    assert not found["reads"].wait_until_it_moves(longest_secs=0.02)
+    may_end.set()
+    os.write(writer, b"x")
+    for thread in threads:
+        thread.join(10)
+    assert found["reads"].wait_until_it_moves(longest_secs=60)
+    for descriptor in (is_in_call, begin, reader, writer):
+        os.close(descriptor)
 
 
 @given(
