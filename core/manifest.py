@@ -33,7 +33,7 @@ class Head:
         step: optimizer steps done.
         timeline: 0 for a run that never rewound; each rewind that saves again starts the next one (E16).
         forks: (timeline, step) pairs: where each earlier timeline of this one's lineage was left.
-        parent: the directory of the checkpoint saved before it in its lineage, or None.
+        parent: the directory of the nearest checkpoint of its lineage that was there when it was saved, or None.
         revision: how often this step's checkpoint has been replaced.
         schema_version: of the document as it was written.
     """

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainfold.adapters.keeper import Keeper
-from trainfold.adapters.live import attach
+from trainfold.adapters.live import Live, attach
 from trainfold.adapters.resumer import Resumer
 from trainfold.backends.best_file import BestIgnored, best_scores, load_best, load_best_n, save_best
 from trainfold.backends.collectives import SingleProcess, run_threads
@@ -281,20 +281,25 @@ def test_what_was_loaded_is_known_and_the_same_on_every_rank(store, world_size):
     assert outcomes == [[None, Descent(0, 500), Descent(0, 200), Descent(0, 300)]] * world_size
 
 
-def test_a_load_that_failed_and_the_weights_of_the_best_do_not_change_where_a_state_comes_from(store):
+def test_a_load_that_failed_and_the_weights_of_the_best_do_not_change_where_a_state_comes_from(monkeypatch):
+    store, live = MemoryStore(), attach(torch.nn.Linear(1, 1))
+    for _ in range(2):
+        live.advance(samples=1)
+        save_snapshot(lambda: take_snapshot(live.capture()), store, collectives=SingleProcess())
+    save_best(store, updated(WANTED, {"loss": 0.0}, step=2))
     resumer = resumer_of(store)
-    resumer.load(state_at(0), step=200, reset=None)
+    resumer.load(live, step=1, reset=None)
+    assert resumer.load_best(live)[1] == 2
     with pytest.raises(ResumeRefused):
-        resumer.load(state_at(0), step=7, reset=None)
-    with pytest.raises((RestoreRefused, ResumeRefused)):
-        resumer.load(attach(torch.nn.Linear(1, 1)), step=400, reset=None)
-    assert resumer.descent == Descent(0, 200)
-    live = attach(torch.nn.Linear(1, 1))
-    live.advance(samples=1)
-    save_snapshot(lambda: take_snapshot(live.capture()), store, collectives=SingleProcess())
-    save_best(store, updated(WANTED, {"loss": 0.0}, step=1))
-    resumer.load_best(live)
-    assert resumer.descent == Descent(0, 200)
+        resumer.load(live, step=7, reset=None)
+
+    def refuse(*_, **__):
+        raise RestoreRefused("live", ("no",))
+
+    monkeypatch.setattr(Live, "restore", refuse)
+    with pytest.raises(RestoreRefused):
+        resumer.load(live, step=2, reset=None)
+    assert resumer.descent == Descent(0, 1)
 
 
 def test_every_rank_is_told_what_a_save_has_become_and_rank_0_decides_it(store):
