@@ -1,38 +1,93 @@
 """`DisabledManager`: the manager of a run that is not to be saved."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, final
 
+import attrs
+
+from trainfold.adapters.due import Boundary, Due
 from trainfold.adapters.live import Live
 from trainfold.adapters.manager_config import CheckpointConfig
 from trainfold.adapters.manager_like import LoadDecision
 from trainfold.adapters.outcomes import Restored
-from trainfold.core.save_due import Verdict
+from trainfold.adapters.requests import RequestSource
+from trainfold.backends.collectives import SingleProcess
+from trainfold.core.save_due import Verdict, make_triggers
 from trainfold.core.state import TrainState
+from trainfold.core.world import Collectives
 
 
 @final
 class DisabledManager:
-    """A manager that does nothing, for runs that are not to be saved (O07)."""
+    """A `CheckpointManager` that saves and loads nothing (O07): the loop around it runs, is asked to stop, and ends as with that.
 
-    should_stop = False
+    Args:
+        requests: where requests to stop come from; closed with the manager. One to save is answered by doing nothing.
+        collectives: the ranks, each of which has its own manager and makes the same calls; None for a single process.
+
+    Examples:
+        >>> with DisabledManager() as manager:
+        ...     print(manager.should_save(TrainState(), is_last=True))
+        do not save and stop: the last step
+    """
+
+    def __init__(self, *, requests: RequestSource | None = None, collectives: Collectives | None = None) -> None:
+        self._due = Due(make_triggers(at_end=False), requests, collectives or SingleProcess())
+        self._held = ExitStack()
+        if requests is not None:
+            self._held.callback(requests.close)
 
     @classmethod
     def from_config(cls, config: CheckpointConfig, **extra: Any) -> "DisabledManager":
-        """The same whatever the config says."""
-        del config, extra
-        return cls()
+        """The same whatever the config says; of ``extra`` it takes ``requests`` and ``collectives``."""
+        del config
+        return cls(requests=extra.get("requests"), collectives=extra.get("collectives"))
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a boundary decided that the loop ends: it was asked to, or the step was the last (R01)."""
+        return self._due.stops
+
+    def step(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> None:
+        """Save nothing; decide whether the loop ends."""
+        if is_last or not (isinstance(run, Live) and run.is_in_window):
+            self._due.take_up(self.should_save(run, is_last=is_last, is_best=is_best))
+
+    def should_save(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> Verdict:
+        """Say what has been asked for, and whether the loop ends; one decision for all ranks, never to save."""
+        progress = run.progress if isinstance(run, Live) else run.trainer
+        mine = Boundary(0 if progress is None else progress.step, is_last=is_last, is_best=is_best, has_ended=True)
+        return attrs.evolve(self._due.decide(self._due.agreed(mine)), save=False)
+
+    def finish(self, run: Live | TrainState) -> None:
+        """Save nothing; the loop has ended."""
+        if not self._due.is_aborted:
+            self.step(run, is_last=True)
+
+    def save(self, run: Live | TrainState) -> None:
+        """Save nothing; a request to save is answered."""
+        del run
+        self._due.take_up(Verdict(save=False, stop=False))
+
+    def wait_staging(self) -> None:
+        """Nothing is held."""
+
+    def poll(self) -> None:
+        """Nothing is under way."""
+
+    def drain(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Let go of the requests; calling it again does nothing (D07)."""
+        self._held.close()
 
     def should_load(self, run: Live | TrainState, *, step: int | None = None) -> LoadDecision:
         """There is nothing."""
         del run
         return LoadDecision(can_load=False, step=step, reason="the manager is disabled")
-
-    def should_save(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> Verdict:
-        """Nothing is due."""
-        del run, is_best
-        return Verdict(save=False, stop=is_last)
 
     def load(self, run: Live | TrainState, decision: LoadDecision | None = None) -> TrainState | Restored:
         """Leave the run as it is."""
@@ -44,26 +99,9 @@ class DisabledManager:
         del step, reset
         return Restored("", live.progress.step, is_fresh=True)
 
-    def step(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> None:
-        """Save nothing."""
-
-    def save(self, run: Live | TrainState) -> None:
-        """Save nothing."""
-
-    def finish(self, run: Live | TrainState) -> None:
-        """Save nothing."""
-
-    def poll(self) -> None:
-        """Nothing is under way."""
-
-    def drain(self) -> None:
-        """Nothing is under way."""
-
-    def wait_staging(self) -> None:
-        """Nothing is held."""
-
-    def close(self) -> None:
-        """Hold nothing."""
+    def load_best(self, run: Live | TrainState) -> TrainState | Restored:
+        """Leave the run as it is."""
+        return self.load(run)
 
     def __enter__(self) -> "DisabledManager":
         return self
