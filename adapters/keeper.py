@@ -33,7 +33,7 @@ class Keeper:
     def __init__(self, store: Store, policy: Retention) -> None:
         self._store = store
         self._policy = policy
-        self._proved: set[str] = set()  # complete checkpoints do not change, so each is read once
+        self._proved: dict[str, Mapping[str, int]] = {}  # files and their sizes, so that each manifest is read once
         self._durable_best: bytes | None = None
 
     def retain(self, result: SaveResult) -> list[Event]:
@@ -45,7 +45,6 @@ class Keeper:
         Returns:
             An event for each checkpoint that was deleted.
         """
-        self._proved.add(result.checkpoint)
         events: list[Event] = []
         try:
             with CHANGING_BEST:
@@ -66,13 +65,13 @@ class Keeper:
             self._durable_best = data
         for name in deleted:
             self._store.delete(f"{name}/")
-            self._proved.discard(name)
+            self._proved.pop(name, None)
             events.append(Event("pruned", self._store.url, checkpoint=name))
         for name in self._torn(result, inventory):
             self._store.delete(f"{name}/")
 
     def _plan(self, result: SaveResult, inventory: Inventory, best: BestFile | None) -> RetentionPlan:
-        complete = self._complete(inventory, scores_in(best))
+        complete = self._complete(result, inventory, scores_in(best))
         written = next((one for one in complete if one.name == result.checkpoint), None)
         pointed = {target: f"the pointer {name}" for name, target in self._store.pointers().items()}
         protected = {**pointed, **named_by(best)}
@@ -89,7 +88,9 @@ class Keeper:
         files = {name: self._store.list(name) for name in older}
         return [name for name in older if files[name] and all(is_data_file(file) for file in files[name])]
 
-    def _complete(self, inventory: Inventory, scores: Mapping[tuple[str, int], float]) -> list[Saved]:
+    def _complete(
+        self, result: SaveResult, inventory: Inventory, scores: Mapping[tuple[str, int], float]
+    ) -> list[Saved]:
         """The complete checkpoints of the present lineage that can be loaded, as far as is known.
 
         What a rewind left behind is not this run's to delete (E16).
@@ -100,13 +101,21 @@ class Keeper:
         for entry in lineage(inventory):
             if entry.head is None:
                 continue
-            if entry.name not in self._proved:
-                proved = examine(self._store, inventory, entry.name).entry(entry.name)
-                if proved is None or proved.problem is not None:
-                    continue
-                self._proved.add(entry.name)
+            if entry.name != result.checkpoint and not self._is_whole(inventory, entry.name):
+                continue
             committed_at = self._store.committed_at(f"{entry.name}/{MANIFEST}")
             age_secs = None if committed_at is None else now - committed_at
             score = scores.get((entry.name, entry.head.timeline))
             found.append(Saved(entry.name, entry.head.step, entry.head.timeline, score, age_secs))
         return found
+
+    def _is_whole(self, inventory: Inventory, name: str) -> bool:
+        """Whether a checkpoint has all its files, looked at anew: others delete too, and what they leave protects nothing (E05)."""
+        sizes = self._proved.get(name)
+        if sizes is None or any(self._store.size(f"{name}/{file}") != size for file, size in sizes.items()):
+            self._proved.pop(name, None)
+            entry = examine(self._store, inventory, name).entry(name)
+            if entry is None or entry.problem is not None or entry.manifest is None:
+                return False
+            self._proved[name] = {file.name: file.size_bytes for file in entry.manifest.files}
+        return True

@@ -1,0 +1,75 @@
+"""What the keeper counts: checkpoints that are whole now, whatever they were when they were saved."""
+
+import pytest
+import torch
+
+from trainfold.adapters.manager import CheckpointManager
+from trainfold.backends.memory import MemoryStore
+from trainfold.core.state import Progress, TrainState
+
+
+def state_at(step):
+    return TrainState(trainer=Progress(step=step), extra={"w": torch.full((40,), float(step))})
+
+
+def steps_left(store):
+    return [int(name[5:]) for name in store.list() if name.startswith("step-")]
+
+
+def data_file(store, step):
+    return next(f"step-{step:08}/{file}" for file in store.list(f"step-{step:08}") if file.startswith("w-"))
+
+
+def lose(store, name):
+    store.delete(name)
+
+
+def cut(store, name):
+    short = store.read(name)[:-1]
+    store.delete(name)
+    store.write(name, [short], size_bytes=len(short))
+
+
+@pytest.mark.parametrize("harm", [lose, cut])
+@pytest.mark.parametrize("seen", [0, 1, 2])
+def test_a_checkpoint_that_lost_bytes_after_it_was_counted_is_not_counted_again(harm, seen):
+    """E01, E05: somebody else's scratch purge: ``keep_last=3`` leaves three that can be loaded."""
+    store = MemoryStore()
+    with CheckpointManager(store, keep_last=3) as manager:
+        for step in range(1, 4 + seen):
+            manager.save(state_at(step))
+        harm(store, data_file(store, 2 + seen))
+        manager.save(state_at(4 + seen))
+        assert steps_left(store) == [1 + seen, 2 + seen, 3 + seen, 4 + seen]
+        able = [step for step in steps_left(store) if manager.should_load(state_at(0), step=step)]
+        assert able == [1 + seen, 3 + seen, 4 + seen]
+
+
+def test_a_step_that_is_saved_again_is_counted_as_it_is_now():
+    """E01: its files have other names, and are as many as the manifest of today says."""
+    store = MemoryStore()
+    with CheckpointManager(store, keep_last=2) as manager:
+        for step in (1, 2, 3, 3, 4, 4, 4, 5):
+            manager.save(state_at(step))
+    assert steps_left(store) == [4, 5]
+
+
+def test_a_manifest_is_read_once_however_many_saves_follow():
+    reads = []
+
+    class Counting:
+        def __init__(self):
+            self.inner = MemoryStore()
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def read(self, name, *, start=0, stop=None):
+            if name == "step-00000001/manifest.json" and stop == self.inner.size(name):
+                reads.append(name)
+            return self.inner.read(name, start=start, stop=stop)
+
+    with CheckpointManager(Counting(), keep_last=9) as manager:
+        for step in range(1, 8):
+            manager.save(state_at(step))
+    assert len(reads) == 1
