@@ -5,11 +5,14 @@ program, and not the config, allows; and it is looked at closely before it is bu
 """
 
 import difflib
+import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from keyword import iskeyword
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any, ClassVar, Final
 
 import attrs
@@ -217,13 +220,17 @@ def _check_protocol(cls: Any, path: str) -> None:
 
 
 def _check_signatures(cls: type, build: Callable[..., Any], config: CheckpointConfig, extra: Mapping[str, Any]) -> None:
+    found = {method: inspect.getattr_static(cls, method) for method in CALLS}
     wrong = [
         complaint
         for method, calls in CALLS.items()
-        if (complaint := _complaint(method, getattr(cls, method), [((*_self(cls, method), *a), k) for a, k in calls]))
+        if (
+            complaint := _awaited(method, found[method])
+            or _complaint(method, getattr(cls, method), [((*_self(found[method]), *a), k) for a, k in calls])
+        )
     ]
     name = "from_config" if build is not cls else cls.__name__
-    wrong += filter(None, [_complaint(name, build, [((config,), dict(extra))])])
+    wrong += filter(None, [_awaited(name, build) or _complaint(name, build, [((config,), dict(extra))])])
     if wrong:
         raise ManagerSignatureMismatch(
             _WHERE,
@@ -233,22 +240,47 @@ def _check_signatures(cls: type, build: Callable[..., Any], config: CheckpointCo
         )
 
 
-def _self(cls: type, method: str) -> tuple[Any, ...]:
-    """What a method is called with before its arguments, when it is taken from its class."""
-    return () if isinstance(inspect.getattr_static(cls, method), classmethod | staticmethod) else (_RUN,)
+def _self(found: object) -> tuple[Any, ...]:
+    """What a method is called with before its arguments when it is taken from its class, as which ``found`` stands there."""
+    is_bound = isinstance(found, classmethod | staticmethod | MethodType) or not hasattr(type(found), "__get__")
+    return () if is_bound else (_RUN,)
+
+
+def _awaited(name: str, found: object) -> str | None:
+    """What is wrong with something that does nothing when it is called, or None."""
+    function: Any = _innermost(found)
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return f"{name}: it is async, and trainfold calls it without await"
+    if inspect.isgeneratorfunction(function):
+        return f"{name}: it is a generator, and trainfold does not iterate over what it calls"
+    return None
+
+
+def _innermost(found: object) -> object:
+    """The function that runs in the end. One that wraps another runs itself: it may well wait for the other."""
+    if isinstance(found, functools.partial | functools.partialmethod | functools.singledispatchmethod):
+        return _innermost(found.func)
+    if isinstance(found, classmethod | staticmethod | MethodType):
+        return _innermost(found.__func__)
+    if isinstance(found, FunctionType | type):
+        return found
+    if hasattr(found, "__wrapped__"):  # such as a cache of results
+        return _innermost(found.__wrapped__)
+    call = getattr(type(found), "__call__", None)  # noqa: B004 - of an object that can be called: its function
+    return call if isinstance(call, FunctionType) else found
 
 
 def _complaint(
     name: str, function: Callable[..., Any], calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 ) -> str | None:
-    """What is wrong with a signature, or None."""
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        return f"{name}: it is async, and trainfold calls it without await"
+    """What is wrong with a signature, or None; of one that wraps another, that which it has and that which it shows."""
     try:
-        signature = inspect.signature(function)
+        signatures = [inspect.signature(function)]
+        if isinstance(function, FunctionType | MethodType):
+            signatures.append(inspect.signature(function, follow_wrapped=False))
     except (TypeError, ValueError) as error:
         return f"{name}: its signature cannot be read: {error}"
-    for args, kwargs in calls:
+    for signature, (args, kwargs) in itertools.product(signatures, calls):
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:

@@ -343,6 +343,73 @@ def test_a_method_that_would_have_to_be_awaited_is_refused(ours, method):
     assert f"{method}: it is async" in refusal(ManagerSignatureMismatch, "ours.managers.Wrong").found
 
 
+FORMS = {
+    "a method": "{prefix}def {method}(self, *args, **kwargs): {body}",
+    "of the class": "@classmethod\n    {prefix}def {method}(cls, *args, **kwargs): {body}",
+    "static": "@staticmethod\n    {prefix}def {method}(*args, **kwargs): {body}",
+    "a partial method": "{prefix}def _do(self, *args, **kwargs): {body}\n    {method} = functools.partialmethod(_do)",
+    "a partial": "{prefix}def _do(*args, **kwargs): {body}\n    {method} = staticmethod(functools.partial(_do))",
+    "twice partial": "{prefix}def _do(*args, **kwargs): {body}\n"
+    "    {method} = functools.partialmethod(functools.partial(_do))",
+    "cached": "@functools.cache\n    {prefix}def {method}(self, *args, **kwargs): {body}",
+    "an object": "class Call:\n        {prefix}def __call__(self, *args, **kwargs): {body}\n    {method} = Call()",
+    "bound to another": "class Other:\n        {prefix}def do(self, *args, **kwargs): {body}\n    {method} = Other().do",
+    "wrapped": "{prefix}def _do(self, *args, **kwargs): {body}\n    @functools.wraps(_do)\n"
+    "    {prefix}def {method}(self, *args, **kwargs): {body}",
+}
+
+
+@pytest.mark.parametrize("method", ["save", "poll", "should_load"])
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_a_method_of_any_form_is_taken_unless_it_is_async_or_a_generator(ours, form, method):
+    """O02: what a call of those would do is dropped, so that nothing would be saved."""
+    kinds = {"Plain": ("", "return None"), "Async": ("async ", "return None"), "Generator": ("", "yield"),
+             "AsyncGenerator": ("async ", "yield")}  # fmt: skip
+    declared = [
+        f"class {name}(Whole):\n    " + FORMS[form].format(method=method, prefix=prefix, body=body)
+        for name, (prefix, body) in kinds.items()
+    ]
+    ours("import functools\n" + "\n".join(declared))
+    create_checkpoint_manager(config_of("ours.managers.Plain"), allow=OURS)
+    for name, word in (("Async", "async"), ("Generator", "a generator"), ("AsyncGenerator", "async")):
+        assert f"  {method}: it is {word}" in refusal(ManagerSignatureMismatch, f"ours.managers.{name}").found
+
+
+def test_an_object_that_is_called_is_not_given_the_manager(ours):
+    """O02: it is no function, and so gets the arguments alone."""
+    ours("""
+        import functools
+        class Call:
+            def __call__(self, run, decision=None): return run
+        class Narrow:
+            def __call__(self): return None
+        class Good(Whole):
+            load = Call()
+            save = functools.partialmethod(lambda self, how, run: run, "fast")
+        class Bad(Whole):
+            load = Narrow()
+    """)
+    manager = create_checkpoint_manager(config_of("ours.managers.Good"), allow=OURS)
+    assert manager.load("the run", None) == manager.save("the run") == "the run"
+    assert "1 that cannot" in refusal(ManagerSignatureMismatch, "ours.managers.Bad").found
+
+
+def test_a_wrapper_has_to_take_what_it_says_that_it_takes_and_may_wait_for_what_is_async(ours):
+    """O02: `functools.wraps` shows the signature of what is wrapped, whatever the wrapper takes."""
+    ours("""
+        import asyncio, functools
+        async def _load(self, run, decision=None): return run
+        class Waits(Whole):
+            @functools.wraps(_load)
+            def load(self, *args): return asyncio.run(_load(self, *args))
+        class Lies(Whole):
+            load = functools.wraps(_load)(lambda self: None)
+    """)
+    manager = create_checkpoint_manager(config_of("ours.managers.Waits"), allow=OURS)
+    assert manager.load("the run", None) == "the run"
+    assert "1 that cannot" in refusal(ManagerSignatureMismatch, "ours.managers.Lies").found
+
+
 def test_all_signatures_that_are_wrong_are_told_at_once_and_nothing_is_built(ours):
     """O02: the way it is built included."""
     ours("""
