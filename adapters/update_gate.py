@@ -24,7 +24,8 @@ class UpdateGate:
     hooks, because its class never called ``Optimizer.__init__``, answers for nothing: what it holds is copied.
 
     A forward that writes to other parameters, such as one that moves a frozen teacher, makes one save fail, and what it wrote
-    to is copied from then on. If it writes through ``tensor.data``, nothing shows it: then the loop calls `protect` before.
+    to is copied from then on. If it writes through ``tensor.data``, nothing shows it, and what is saved is torn: such a loop
+    calls ``manager.wait_staging()`` before.
 
     Of a state, the `Leaves` are held: a donating step protects them before it writes. What lies elsewhere in it is copied.
     """

@@ -69,7 +69,7 @@ class Hold:
     counter when a kernel returns, which may be after the last piece was read; so every leaf is looked at once more, whether
     it was read or not, by `protect` (what comes later is announced) or, where nobody announced anything, by
     `check_unchanged`, before the commit, which waits until the thread that made the hold has left the kernel that it is in.
-    What the counters do not show is not seen: writes through ``tensor.data`` or numpy, fused optimizers, and a kernel that
+    What the counters do not show is not seen, and saved torn: writes through ``tensor.data`` or numpy, fused optimizers, and a kernel that
     is at work from the reading of its leaf to the last look, in another thread or for longer than `OwnerThread` waits. Who
     writes by such means calls `protect` before.
 

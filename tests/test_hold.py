@@ -230,22 +230,21 @@ def test_a_write_that_ends_after_the_last_piece_was_read_is_found_by_the_update_
 
 
 def test_a_write_that_ends_while_the_update_waits_is_found():
+    """Another thread's: the last look of `protect` comes when it has waited."""
     leaf = torch.zeros(1024)
-    hold = Hold({W: leaf}, max_extra_bytes=0)
-    pieces = hold.pieces(W, PIECE)
-    next(pieces)
+    hold = Hold({W: leaf, name_of(0): torch.zeros(1024)}, max_extra_bytes=0)
+    kernel(leaf, 7.0)
+    list(hold.pieces(W, PIECE))
     waiter = threading.Thread(target=hold.protect)
     waiter.start()
-    kernel(leaf, 7.0)
     waiter.join(0.05)
-    for _ in range(4096 // PIECE - 2):
-        next(pieces)
+    assert waiter.is_alive()
     returns(leaf)
-    with pytest.raises(SaveFailed, match="wait_staging"):
-        list(pieces)
-    hold.release()
+    list(hold.pieces(name_of(0), PIECE))
     waiter.join(10)
     assert not waiter.is_alive()
+    with pytest.raises(SaveFailed, match=r"w: .*wait_staging"):
+        hold.check_unchanged()
 
 
 def test_a_kernel_that_outlasts_the_writing_is_waited_for():
