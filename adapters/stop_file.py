@@ -22,6 +22,9 @@ FILES: Mapping[str, Request] = MappingProxyType({"STOP": "save_and_stop", "SAVE"
 class StopFile:
     """Files in a run's directory as requests: ``touch run/STOP``. Made by rank 0 alone, which removes what it has seen.
 
+    Not on the other ranks: one that is made a little later takes a fresh file for an old one, and removes it unheard. The
+    manager tells all ranks what rank 0 was asked for.
+
     A file is looked for at most each ``every_secs``, and removed when it is taken, so that it asks once. One that is there
     already when this is made was meant for an earlier process that died before it saw it: it is removed, and a warning says
     so. What the files hold does not matter. They are no part of a run: nothing else in trainfold looks at them.

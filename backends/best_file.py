@@ -187,7 +187,8 @@ def _save_locked(store: Store, record: BestRecord, places: tuple[BestEntry, ...]
     if own is None or (missing := sorted(named - heads.keys())):
         steps = ", ".join(map(str, missing if own is not None else sorted(named)))
         raise InvalidState(f"{store.url}/{BEST_FILE}", expected=f"a checkpoint of step {steps} in the run", found="none",
-                           mend="save the state of that step first, and then the best")  # fmt: skip
+                           mend="save the state of that step first, and then the best; "
+                                "one that is being saved in the background is there after manager.drain()")  # fmt: skip
     if record.run_id not in {None, own}:
         raise InvalidArgument("record.run_id", expected=f"{own!r}, the run's, or None", found=repr(record.run_id),
                               mend="begin with load_best of this run")  # fmt: skip
