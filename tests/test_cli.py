@@ -21,12 +21,14 @@ from trainfold.adapters.cli import main
 from trainfold.adapters.cli.ls import list_run
 from trainfold.adapters.cli.output import Answer, OutputFailed, Table, aligned, deliver
 from trainfold.backends.local import LocalStore
+from trainfold.backends.quarantine_file import begin_attempt
 from trainfold.backends.runs import save
 from trainfold.core.cursor import make_cursor
 from trainfold.core.errors import CheckpointDamaged
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.init import init_state
 from trainfold.core.optim import optimizer
+from trainfold.core.quarantine import LIMIT
 from trainfold.core.schedule import wsd
 from trainfold.core.state import Progress, TrainState
 
@@ -103,6 +105,16 @@ def test_ls_lists_every_checkpoint_and_says_which_is_resumed(run, call, answered
     found, _ = answered("ls", run)
     assert found["newest"] == "step-00000006"
     assert found["checkpoints"][-1]["fingerprints"] == fingerprint(state_at(6))
+
+
+def test_ls_shows_what_is_in_quarantine_and_what_is_resumed_instead(run, call, answered):
+    """P07: as a resume passes it over, so does the list."""
+    for _ in range(LIMIT):
+        begin_attempt(LocalStore(run), "step-00000006")
+    lines = call("ls", run)[0].splitlines()
+    assert lines[-2].endswith("complete, resumed next")
+    assert "CheckpointQuarantined" in lines[-1]
+    assert answered("ls", run)[0]["newest"] == "step-00000004"
 
 
 def test_ls_shows_what_did_not_become_a_checkpoint(run, answered):

@@ -7,12 +7,14 @@ import attrs
 from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.output import Answer, Table, size_text
 from trainfold.backends.inventory import examine
+from trainfold.backends.quarantine_file import quarantined
 from trainfold.core.errors import RunEmpty
 from trainfold.core.inventory import Entry, lineage
+from trainfold.core.quarantine import with_quarantined
 
 
 def list_run(run: Path) -> Answer:
-    """List what a run holds: each checkpoint, whether its files are all there, and what did not become one.
+    """List what a run holds: each checkpoint, whether its files are all there and it is not in quarantine, and what did not become one.
 
     Args:
         run: the directory.
@@ -27,6 +29,7 @@ def list_run(run: Path) -> Answer:
     for entry in inventory.entries:
         if entry.is_candidate:
             inventory = examine(store, inventory, entry.name)
+    inventory = with_quarantined(inventory, quarantined(store))
     newest = next(iter(lineage(inventory)), None)
     rows = tuple(_row(entry, is_newest=newest is not None and entry.name == newest.name) for entry in inventory.entries)
     columns = ("checkpoint", "step", "timeline", "after", "size", "components", "status")
