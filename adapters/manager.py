@@ -64,7 +64,7 @@ class CheckpointManager:
         keep: what else to keep, such as ``keep_every(10_000)``; the newest one and those that a rule keeps stay (E07).
         mode: ``"sync"``: a save is durable when it returns; or ``"async"``.
         max_extra_bytes: memory that an async save may take beside the state; None for as much as the state; 0: an update waits
-            until everything is written. 32 MiB of it are the writer's.
+            until everything is written. 8 MiB of it are the writer's.
         when_busy: what a save does while another one is under way: ``"wait"`` for it, or ``"skip"`` (D04), which leaves its
             cadence due; the best so far and the last state wait, because they do not come again.
         components: which components are saved and restored; None for all.

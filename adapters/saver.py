@@ -45,7 +45,13 @@ class Saver:
         return self._under_way is not None and self._under_way.done()
 
     def begin(
-        self, take: Callable[[], Snapshot], hold: Hold, *, descends_from: Descent | None, owner: object
+        self,
+        take: Callable[[], Snapshot],
+        hold: Hold,
+        *,
+        descends_from: Descent | None,
+        before: Callable[[], None] | None,
+        owner: object,
     ) -> None:
         """Save in the background.
 
@@ -53,10 +59,11 @@ class Saver:
             take: gives the snapshot of the state, or raises what this rank has to tell the others.
             hold: of its tensors; released when the save has ended.
             descends_from: the checkpoint that the state comes from; None where nobody knows.
+            before: what to do first, in the background too.
             owner: who must not go before the save has ended, because it has the run's lock and stands before the updates.
         """
         assert self._under_way is None, "one save at a time (D04)"
-        self._under_way = self._submit(lambda: self._save(take, hold, descends_from, owner))
+        self._under_way = self._submit(lambda: self._save(take, hold, descends_from, before, owner))
 
     def end(self) -> SaveResult:
         """Wait for the save that is under way; it still is if the waiting was interrupted.
@@ -83,9 +90,16 @@ class Saver:
             self._thread = None
 
     def _save(
-        self, take: Callable[[], Snapshot], hold: Hold, descends_from: Descent | None, owner: object
+        self,
+        take: Callable[[], Snapshot],
+        hold: Hold,
+        descends_from: Descent | None,
+        before: Callable[[], None] | None,
+        owner: object,
     ) -> SaveResult:
         try:
+            if before is not None:
+                before()
             hold.prepare(self._protected_bytes)
             return save_snapshot(
                 take,

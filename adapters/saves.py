@@ -1,9 +1,11 @@
 """`Saves`: begins the saves of a run, in the caller's thread or in the background, and tells how each of them ended."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, final
 
 import attrs
+import torch
 
 from trainfold.adapters.announcer import Announcer
 from trainfold.adapters.due import Before, Due
@@ -12,12 +14,12 @@ from trainfold.adapters.live import Live
 from trainfold.adapters.outcomes import SaveOutcome
 from trainfold.adapters.saver import Saver
 from trainfold.adapters.update_gate import UpdateGate
-from trainfold.backends.hold import Hold
+from trainfold.backends.hold import Hold, LeafKey
 from trainfold.backends.protocols import Store
 from trainfold.backends.run_save import SaveResult
-from trainfold.backends.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
+from trainfold.backends.snapshot import Frozen, Snapshot, freeze, save_snapshot, step_of_state, take_snapshot
 from trainfold.core.components import validate_components
-from trainfold.core.errors import error_text
+from trainfold.core.errors import UnsupportedLeaf, error_text
 from trainfold.core.inventory import Descent
 from trainfold.core.state import TrainState
 from trainfold.core.world import Collectives
@@ -71,6 +73,8 @@ class Saves:
         self._gate = UpdateGate()
         self._saver = Saver(store, world.duplicate() if is_async else world)
         self._before: Before | None = None  # what the save under way answers
+        self._kind: tuple[Any, ...] | None = None  # of the states that were described
+        self._retention: Callable[[], None] | None = None  # of what was committed last, not begun yet
         self._told: BaseException | None = None  # what the call that began it has raised already
 
     @property
@@ -104,19 +108,19 @@ class Saves:
             if may_skip and not self.has_ended_everywhere():
                 self._announcer.tell("skipped", step=step, detail="another save is under way")
                 return SaveOutcome("skipped", step)
-            self.end_previous(failures)
+            self._end_previous(failures)
         last = self._due.last_saved
         if self.descends_from is not None and last is not None and last < self.descends_from.step:
             self.descends_from = attrs.evolve(self.descends_from, step=last)  # it went back in memory
-        return self._stage(run, step) if self._is_async else self._write(run, step)
+        try:
+            return self._stage(run, step) if self._is_async else self._write(run, step)
+        finally:
+            self._retain()  # unless the save that was begun does it first
 
     def end_previous(self, failures: list[Exception]) -> None:
         """Wait for the save under way, if there is one; its failure is added and not raised, so that what is next is done first."""
-        if self.is_under_way:
-            try:
-                self.end()
-            except Exception as error:  # noqa: BLE001  # raised by the caller
-                failures.append(error)
+        self._end_previous(failures)
+        self._retain()
 
     def end(self) -> SaveResult | None:
         """Wait for the save under way, and tell what came of it: callbacks first, and then what is old goes (D06).
@@ -124,6 +128,30 @@ class Saves:
         Raises:
             SaveFailed: if it failed; told once.
         """
+        try:
+            return self._end()
+        finally:
+            self._retain()
+
+    def protect(self) -> None:
+        """Return when everything that was saved may be written to."""
+        self._gate.protect()
+
+    def close(self) -> None:
+        """Let go of the thread and of the optimizers; nothing is under way any more."""
+        self._saver.close()
+        self._gate.remove()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _end_previous(self, failures: list[Exception]) -> None:
+        if self.is_under_way:
+            try:
+                self._end()
+            except Exception as error:  # noqa: BLE001  # raised by the caller
+                failures.append(error)
+
+    def _end(self) -> SaveResult | None:
         before = self._before
         assert before is not None, "begin comes first"
         try:
@@ -141,25 +169,20 @@ class Saves:
         self._gate.open()
         self._committed(result)
         if self._world.rank == 0:
-            self._saver.then(lambda: self._announcer.leave(self._keeper.retain(result)))
+            self._retention = lambda: self._announcer.leave(self._keeper.retain(result))
         return result
 
-    def protect(self) -> None:
-        """Return when everything that was saved may be written to."""
-        self._gate.protect()
-
-    def close(self) -> None:
-        """Let go of the thread and of the optimizers; nothing is under way any more."""
-        self._saver.close()
-        self._gate.remove()
-
-    # --- inside ------------------------------------------------------------------------------------------------------
+    def _retain(self) -> None:
+        """Delete what is old, in the background: there it would hold up a save that is being begun."""
+        retention, self._retention = self._retention, None
+        if retention is not None:
+            self._saver.then(retention)
 
     def _write(self, run: Live | TrainState, step: int) -> SaveOutcome:
         """Save in the thread of the caller."""
         try:
             result = save_snapshot(
-                lambda: self._snapshot(run)[1],
+                lambda: self._snapshot(run),
                 self._store,
                 collectives=self._world,
                 lock=False,
@@ -178,8 +201,9 @@ class Saves:
     def _stage(self, run: Live | TrainState, step: int) -> SaveOutcome:
         """Hold the state, and leave the rest to the thread."""
         try:
-            state, snapshot = self._snapshot(run)
-            leaves = snapshot.named()
+            state = run.capture() if isinstance(run, Live) else run
+            frozen = freeze(state, components=self._names(run), contract=self._contract)
+            leaves, take = self._described(frozen)
             hold = Hold(leaves, copied=self._gate.changing(run, state, leaves), max_extra_bytes=self._room)
         except Exception as error:
             self._announcer.tell("failed", step=step, detail=error_text(error))
@@ -189,7 +213,7 @@ class Saves:
             raise
         self._gate.close_for(hold, state)
         try:
-            self._begin(lambda: snapshot, hold, step)
+            self._begin(lambda: take(hold), hold, step)
         except BaseException:
             hold.release()
             self._gate.open()
@@ -198,21 +222,41 @@ class Saves:
         return SaveOutcome("staged", step)
 
     def _begin(self, take: Callable[[], Snapshot], hold: Hold, step: int) -> None:
-        self._saver.begin(take, hold, descends_from=self.descends_from, owner=self)
+        retention, self._retention = self._retention, None
+        self._saver.begin(take, hold, descends_from=self.descends_from, before=retention, owner=self)
         self._before = self._due.begun(step)
 
-    def _snapshot(self, run: Live | TrainState) -> tuple[TrainState, Snapshot]:
-        if not isinstance(run, Live):
-            return run, take_snapshot(run, components=self._components, contract=self._contract)
-        state = run.capture()
-        names = validate_components(self._components, declared=run.names)
-        return state, take_snapshot(state, components=names, contract=self._contract)
+    def _described(self, frozen: Frozen) -> tuple[dict[LeafKey, torch.Tensor], Callable[[Hold], Snapshot]]:
+        """The tensors to hold, and what gives the snapshot.
+
+        A state of the kind that the last one had is described in the background: what cannot be saved would have been said
+        then. Else it is described now, and so where a leaf is copied for its name.
+        """
+        if frozen.kind == self._kind and not self._gate.knows_names:
+            with suppress(UnsupportedLeaf):  # it is named below
+                return frozen.tensors(), lambda hold: _named(frozen, hold)
+        snapshot = frozen.described()
+        self._kind = frozen.kind
+        return snapshot.named(), lambda _: snapshot
+
+    def _names(self, run: Live | TrainState) -> tuple[str, ...] | None:
+        return validate_components(self._components, declared=run.names) if isinstance(run, Live) else self._components
+
+    def _snapshot(self, run: Live | TrainState) -> Snapshot:
+        state = run.capture() if isinstance(run, Live) else run
+        return take_snapshot(state, components=self._names(run), contract=self._contract)
 
     def _committed(self, result: SaveResult) -> None:
         self.descends_from = result.descent
         self._announcer.tell(
             "committed", step=result.step, checkpoint=result.checkpoint, detail=f"{result.size_bytes} bytes"
         )
+
+
+def _named(frozen: Frozen, hold: Hold) -> Snapshot:
+    snapshot = frozen.described()
+    hold.name_leaves(frozen.names_in(snapshot))
+    return snapshot
 
 
 def _raising(error: Exception) -> Callable[[], Snapshot]:

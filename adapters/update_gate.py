@@ -1,13 +1,13 @@
 """`UpdateGate`: knows which tensors of a run only an update writes to, and lets a save finish or copy before it does (D02)."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import torch
 
 from trainfold.adapters.live import Live
-from trainfold.backends.hold import Hold, LeafName
+from trainfold.backends.hold import Hold, LeafKey, LeafName
 from trainfold.core import tree
 from trainfold.core.leaves import leaves_in
 from trainfold.core.state import TrainState
@@ -36,22 +36,30 @@ class UpdateGate:
         self._written: set[LeafName] = set()  # by somebody who announced nothing, while an earlier save was under way
 
     def changing(
-        self, run: Live | TrainState, state: TrainState, leaves: Mapping[LeafName, torch.Tensor]
-    ) -> set[LeafName]:
-        """The names of the leaves that have to be copied at once, because nothing tells when they change.
+        self, run: Live | TrainState, state: TrainState, leaves: Mapping[LeafKey, torch.Tensor]
+    ) -> set[LeafKey]:
+        """The keys of the leaves that have to be copied at once, because nothing tells when they change.
 
         Args:
             run: what is saved; the optimizers of a live run get their hooks here.
             state: the same, captured.
-            leaves: its tensors by name.
+            leaves: its tensors, by name where there are names that it knows.
         """
         if isinstance(run, Live):
-            held = self._addresses(run) - _written_by_forwards(run)
-            return self._written | {name for name, leaf in leaves.items() if leaf.data_ptr() not in held}
+            held = self._held(run)
+            places = self._addresses(run) - _written_by_forwards(run)
+            return self._written | {
+                key for key, leaf in leaves.items() if id(leaf) not in held and leaf.data_ptr() not in places
+            }
         held_places = {
             _place(leaf) for each in leaves_in(state) for leaf in tree.leaves(each) if isinstance(leaf, torch.Tensor)
         }
         return self._written | {name for name, leaf in leaves.items() if _place(leaf) not in held_places}
+
+    @property
+    def knows_names(self) -> bool:
+        """Whether leaves are copied for their names, because they were written to unannounced before."""
+        return bool(self._written)
 
     def close_for(self, hold: Hold, state: TrainState) -> None:
         """From now on, let updates wait for this hold."""
@@ -77,13 +85,22 @@ class UpdateGate:
             handle.remove()
         self._handles.clear()
 
+    def _held(self, live: Live) -> set[int]:
+        """The identities of slots that nothing but an update writes to; a captured state has the optimizer's own."""
+        return {
+            id(leaf)
+            for optimizer in live.optimizers
+            if self._is_hooked(optimizer)
+            for slots in optimizer.state.values()
+            for leaf in _leaves_of(slots)
+        }
+
     def _addresses(self, live: Live) -> set[int]:
-        tensors: list[torch.Tensor] = [p for p in live.model.parameters() if not p.requires_grad]
+        """The addresses of parameters that nothing but an update writes to; a captured state has others at the same place."""
+        tensors = [parameter for parameter in live.model.parameters() if not parameter.requires_grad]
         for optimizer in live.optimizers:
             if self._is_hooked(optimizer):
                 tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                slots = tree.leaves(list(optimizer.state.values()))
-                tensors += [leaf for leaf in slots if isinstance(leaf, torch.Tensor)]
         return {tensor.data_ptr() for tensor in tensors if tensor.numel()}
 
     def _is_hooked(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -98,6 +115,12 @@ class UpdateGate:
 
             self._handles[optimizer] = optimizer.register_step_pre_hook(before_step)
         return True
+
+
+def _leaves_of(slots: Any) -> Iterable[Any]:
+    """The leaves of a parameter's slots, which nearly always lie in one dict."""
+    values = slots.values() if type(slots) is dict else (slots,)
+    return values if all(isinstance(value, torch.Tensor) for value in values) else tree.leaves(list(values))
 
 
 def _written_by_forwards(live: Live) -> set[int]:

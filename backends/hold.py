@@ -7,16 +7,22 @@ from contextlib import contextmanager
 from typing import Final, TypeAlias, final
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from trainfold.backends.arena import Arena, padded
 from trainfold.backends.owner_thread import OwnerThread
 from trainfold.backends.pinned_ring import Begun, PinnedRing
+from trainfold.backends.protocols import Place
 from trainfold.core.codec import byte_view
 from trainfold.core.errors import SaveFailed
 
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 LeafName: TypeAlias = tuple[str, str]
 """A component and a leaf path in it."""
+LeafKey: TypeAlias = LeafName | int
+"""A leaf's name, or a number until the names are known: see `Hold.name_leaves`."""
 
 DEVICE_PIECE_BYTES: Final = 8 << 20  # a copy from a device costs a launch, so pieces are larger than those in memory
 
@@ -31,9 +37,9 @@ class HeldLeaf:
     _hold: "Hold"
     _name: LeafName
 
-    def pieces(self, piece_bytes: int) -> Iterator[memoryview]:
+    def pieces(self, piece_bytes: int, place: Place | None = None) -> Iterator[memoryview]:
         """The bytes of the leaf as they were when the hold was made."""
-        return self._hold.pieces(self._name, piece_bytes)
+        return self._hold.pieces(self._name, piece_bytes, place)
 
 
 @final
@@ -50,6 +56,7 @@ class _Held:
     moving_from: int | None = None  # these bytes are being copied just now
     copied_from: int = -1
     copy: torch.Tensor | None = None
+    array: tuple[torch.Tensor, Bytes] | None = None  # what it is read from, and that as bytes
 
     @property
     def is_exposed(self) -> bool:
@@ -76,8 +83,8 @@ class Hold:
     The leaves stay in memory until that look, and not only until they have been read.
 
     Args:
-        leaves: the tensors by name, in the order of reading as far as it is known.
-        copied: names of leaves that are copied at once, because nobody says when they change.
+        leaves: the tensors by name or number, in the order of reading as far as it is known.
+        copied: keys of leaves that are copied at once, because nobody says when they change.
         max_extra_bytes: how many bytes may be copied in all; None for as many as there are; 0: wait, never copy.
 
     Attributes:
@@ -95,9 +102,9 @@ class Hold:
 
     def __init__(
         self,
-        leaves: Mapping[LeafName, torch.Tensor],
+        leaves: Mapping[LeafKey, torch.Tensor],
         *,
-        copied: Collection[LeafName] = (),
+        copied: Collection[LeafKey] = (),
         max_extra_bytes: int | None = None,
     ) -> None:
         self._changed = threading.Condition()
@@ -105,22 +112,25 @@ class Hold:
         self._room = max_extra_bytes
         self._arena: Arena | None = None
         self._is_over = False
-        self._broken: SaveFailed | None = None
-        self._written: set[LeafName] = set()
+        self._torn: LeafKey | None = None  # the first leaf that was found to be written to
+        self._written: set[LeafKey] = set()
         self._process = os.getpid()
         self._owner = OwnerThread()
         self._rings: dict[torch.device, PinnedRing] = {}
         self.copied_bytes = 0
         self.protected_bytes = 0
-        self._specs = {name: (tensor.dtype, tensor.shape) for name, tensor in leaves.items()}
-        chosen = frozenset(copied)
-        self._leaves = {name: self._taken(tensor, at_once=name in chosen) for name, tensor in leaves.items()}
+        for device in {tensor.device for tensor in leaves.values() if tensor.is_cuda}:
+            self._ring(device)  # now, because what it reads comes after what the device was given to do before
+        at_once = {key for key, tensor in leaves.items() if tensor.is_inference()}.union(copied)
+        self._leaves = {key: self._copied(leaves[key]) for key in at_once}
         self._watched = {
-            name: (held.live, held.live._version)  # noqa: SLF001  # torch has no public name for the counter of writes
-            for name, held in self._leaves.items()
-            if held.live is not None
+            key: (tensor, tensor._version)  # noqa: SLF001  # torch has no public name for the counter of writes
+            for key, tensor in leaves.items()
+            if key not in at_once
         }
-        self._order = list(self._leaves.values())
+        self._given: Mapping[LeafKey, torch.Tensor] | None = leaves  # what is left to look at, when the call is over
+        self._specs: dict[LeafKey, tuple[torch.dtype, torch.Size]] = {}
+        self._order: list[_Held] = []
 
     @property
     def is_over(self) -> bool:
@@ -129,9 +139,25 @@ class Hold:
 
     # --- the writer's thread -----------------------------------------------------------------------------------------
 
+    def name_leaves(self, names: Mapping[LeafKey, LeafName]) -> None:
+        """Give the leaves their names; those that get none are let go."""
+        with self._changed:
+            self._unpack()
+            for key, leaf in self._leaves.items():
+                if key not in names:
+                    leaf.live = leaf.copy = None
+            self._specs = {names[key]: spec for key, spec in self._specs.items() if key in names}
+            self._leaves = {names[key]: leaf for key, leaf in self._leaves.items() if key in names}
+            self._watched = {names[key]: seen for key, seen in self._watched.items() if key in names}
+            self._written = {names[key] for key in self._written if key in names}
+            self._torn = min(self._written, default=None, key=str)
+            self._order = list(self._leaves.values())
+            self._changed.notify_all()
+
     def read_in_order(self, names: Iterable[LeafName]) -> None:
         """Say in which order the leaves will be read; those that will not be are let go."""
         with self._changed:
+            self._unpack()
             chosen = {name: self._leaves[name] for name in names}
             for name, leaf in self._leaves.items():
                 if name not in chosen:
@@ -142,7 +168,10 @@ class Hold:
 
     def leaves_of(self, component: str) -> dict[str, HeldLeaf]:
         """The leaves of a component by path, to be written."""
-        mine = {name[1]: (name, spec) for name, spec in self._specs.items() if name[0] == component}
+        with self._changed:
+            self._unpack()
+        named = [(name, spec) for name, spec in self._specs.items() if isinstance(name, tuple)]
+        mine = {name[1]: (name, spec) for name, spec in named if name[0] == component}
         return {path: HeldLeaf(*spec, self, name) for path, (name, spec) in mine.items()}
 
     def prepare(self, size_bytes: int) -> None:
@@ -155,16 +184,19 @@ class Hold:
                 if not self._is_over and self._arena is None:
                     self._arena = arena
 
-    def pieces(self, name: LeafName, piece_bytes: int) -> Iterator[memoryview]:
+    def pieces(self, name: LeafName, piece_bytes: int, place: Place | None = None) -> Iterator[memoryview]:
         """The bytes of a leaf as they were, in order.
 
         Args:
             name: the leaf; each is read once.
             piece_bytes: the largest piece; each is used before the next one is asked for.
+            place: where they are wanted; None for a buffer of the hold's own. Pieces from a device come from its ring.
 
         Raises:
             SaveFailed: if the leaf was written to without `protect`.
         """
+        with self._changed:
+            self._unpack()
         leaf = self._leaves[name]
         if not leaf.is_flat:
             self._flatten(name, leaf)
@@ -173,14 +205,16 @@ class Hold:
             for host in ring.pieces(lambda: self._begun(name, leaf, ring)):
                 yield memoryview(host.numpy())  # type: ignore[arg-type]  # an array is a buffer
             return
-        scratch = torch.empty(min(piece_bytes, leaf.size_bytes), dtype=torch.uint8)
+        place = place or _scratch(min(piece_bytes, leaf.size_bytes))
         while leaf.read < leaf.size_bytes:
-            with self._pinned(name, leaf, piece_bytes) as (piece, is_live):
-                # not the live bytes themselves: nobody but a copy within the cache may hold an update up, least of all a disk
-                taken = scratch[: piece.numel()].copy_(piece) if is_live else piece
-            yield memoryview(taken.numpy())  # type: ignore[arg-type]  # an array is a buffer
+            wanted = place(min(piece_bytes, leaf.size_bytes - leaf.read))  # first, because it may have to wait
+            with self._pinned(name, leaf, len(wanted)) as piece:
+                # not the live bytes themselves: nobody but a copy may hold an update up, least of all a disk
+                taken = wanted[: piece.nbytes]
+                np.copyto(np.frombuffer(taken, dtype=np.uint8), piece)
+            yield taken
         with self._changed:
-            leaf.live = leaf.copy = None
+            leaf.live = leaf.copy = leaf.array = None
             self._changed.notify_all()
 
     def _begun(self, name: LeafName, leaf: _Held, ring: PinnedRing) -> Begun | None:
@@ -191,8 +225,9 @@ class Hold:
             self._changed.wait_for(lambda: leaf.moving_from is None or leaf.read < leaf.moving_from)
             self._look_at(name)
             self._check(name)
-            piece, _, leaf.read = self._next(leaf, ring.piece_bytes)
-            begun = ring.begin(piece)
+            source, start, stop = self._next(leaf, ring.piece_bytes)
+            begun = ring.begin(byte_view(source)[leaf.read - start : stop - start])
+            leaf.read = stop
             self._changed.notify_all()
             return begun
 
@@ -206,18 +241,18 @@ class Hold:
             self._owner.wait_until_it_moves()
         with self._changed:
             self._settle()
-            if self._broken is not None:
-                raise self._broken
+            self._check_torn()
 
     def release(self) -> None:
         """Let go of everything: the save is done, or has failed; then what was written to is known when `written` is asked."""
         with self._changed:
             self._is_over = True
+            self._unpack()
             self._look()
             if not self._written:
                 self._watched = {}
             for leaf in self._leaves.values():
-                leaf.live = leaf.copy = None
+                leaf.live = leaf.copy = leaf.array = None
             self._arena = None
             self._changed.notify_all()
 
@@ -242,12 +277,13 @@ class Hold:
                 self._look()
                 if self._is_over:
                     self._watched = {}
-        return frozenset(self._written)
+        return frozenset(name for name in self._written if isinstance(name, tuple))
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _protect(self) -> None:
         with self._changed:
+            self._unpack()
             self._look()
             chosen = self._choose()
             for leaf, start in chosen:
@@ -267,17 +303,29 @@ class Hold:
         for ring in self._rings.values():
             ring.order_writes()
 
-    def _taken(self, tensor: torch.Tensor, *, at_once: bool) -> _Held:
-        size_bytes = tensor.nbytes
-        if at_once or tensor.is_inference():
-            copy = byte_view(tensor.detach().to("cpu", copy=True))
-            self.copied_bytes += size_bytes
-            return _Held(None, size_bytes, is_flat=True, copied_from=0, copy=copy)
+    def _unpack(self) -> None:
+        """Look at what was given, in whichever thread is the first to need it."""
+        given, self._given = self._given, None
+        if given is not None:
+            self._specs = {key: (tensor.dtype, tensor.shape) for key, tensor in given.items()}
+            at_once = self._leaves
+            self._leaves = {key: at_once.get(key) or self._taken(tensor) for key, tensor in given.items()}
+            self._order = list(self._leaves.values())
+
+    def _copied(self, tensor: torch.Tensor) -> _Held:
+        copy = byte_view(tensor.detach().to("cpu", copy=True))
+        self.copied_bytes += tensor.nbytes
+        return _Held(None, tensor.nbytes, is_flat=True, copied_from=0, copy=copy)
+
+    def _taken(self, tensor: torch.Tensor) -> _Held:
         is_flat = (
-            tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) and (tensor.is_cpu or tensor.is_cuda)
+            tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and not (tensor.is_conj() or tensor.is_neg())
+            and (tensor.is_cpu or tensor.is_cuda)
         )
         ring = self._ring(tensor.device) if is_flat and tensor.is_cuda else None
-        return _Held(tensor, size_bytes, is_flat, ring, copied_from=size_bytes)
+        return _Held(tensor, tensor.nbytes, is_flat, ring, copied_from=tensor.nbytes)
 
     def _ring(self, device: torch.device) -> PinnedRing:
         if device not in self._rings:
@@ -336,15 +384,18 @@ class Hold:
         return ready if ready is not None and ready.left_bytes >= size_bytes else Arena(size_bytes)
 
     @contextmanager
-    def _pinned(self, name: LeafName, leaf: _Held, piece_bytes: int) -> Iterator[tuple[torch.Tensor, bool]]:
-        """The next piece, and whether it is of the live tensor: then `protect` waits until it has been taken."""
+    def _pinned(self, name: LeafName, leaf: _Held, piece_bytes: int) -> Iterator[Bytes]:
+        """The next piece; if it is of the live tensor, `protect` waits until it has been taken."""
         with self._changed:
             self._changed.wait_for(lambda: leaf.moving_from is None or leaf.read < leaf.moving_from)
             self._check(name)
-            piece, is_live, stop = self._next(leaf, piece_bytes)
+            source, start, stop = self._next(leaf, piece_bytes)
+            is_live = source is leaf.live
+            if leaf.array is None or leaf.array[0] is not source:
+                leaf.array = source, byte_view(source).numpy()
             leaf.pinned_to = stop if is_live else 0
         try:
-            yield piece, is_live
+            yield leaf.array[1][leaf.read - start : stop - start]
         finally:
             with self._changed:
                 if is_live:
@@ -353,14 +404,14 @@ class Hold:
                 self._changed.notify_all()
         self._check(name)
 
-    def _next(self, leaf: _Held, piece_bytes: int) -> tuple[torch.Tensor, bool, int]:
-        """The next bytes, whether they are the live ones, and where they end."""
+    def _next(self, leaf: _Held, piece_bytes: int) -> tuple[torch.Tensor, int, int]:
+        """What the next bytes are to be read from, live or copied; of which byte it has the first one; and where they end."""
         end = leaf.copied_from if leaf.moving_from is None else leaf.moving_from
         is_copy = leaf.read >= leaf.copied_from
         stop = min(leaf.read + piece_bytes, leaf.size_bytes if is_copy else end)
-        source, offset = (leaf.copy, leaf.copied_from) if is_copy else (leaf.live, 0)
+        source, start = (leaf.copy, leaf.copied_from) if is_copy else (leaf.live, 0)
         assert source is not None
-        return byte_view(source)[leaf.read - offset : stop - offset], not is_copy, stop
+        return source, start, stop
 
     def _flatten(self, name: LeafName, leaf: _Held) -> None:
         """Copy a leaf whose bytes do not lie in order, or not on the CPU; from then on the live one may change."""
@@ -387,24 +438,32 @@ class Hold:
             if tensor._version != version:  # noqa: SLF001  # as above
                 self._note(name)
 
-    def _look_at(self, name: LeafName) -> None:
+    def _look_at(self, name: LeafKey) -> None:
         tensor, version = self._watched.get(name, (None, 0))
         if tensor is not None and tensor._version != version:  # noqa: SLF001  # as above
             self._note(name)
 
-    def _note(self, name: LeafName) -> None:
-        self._written.add(name)
-        if self._broken is None:
-            self._broken = SaveFailed(
-                name[1],
+    def _note(self, key: LeafKey) -> None:
+        self._written.add(key)
+        if self._torn is None:
+            self._torn = key
+
+    def _check(self, name: LeafName) -> None:
+        self._check_torn()
+        if self._is_over:
+            raise SaveFailed(name[1], expected="a hold", found="a released one", mend="save again")
+
+    def _check_torn(self) -> None:
+        if self._torn is not None:
+            raise SaveFailed(
+                self._torn[1] if isinstance(self._torn, tuple) else f"leaf {self._torn}",
                 expected="a leaf that does not change while it is being saved",
                 found="a write to it before the next optimizer step",
                 mend="nothing: it is copied from now on, which costs each save the time of the copy; or call manager.wait_staging() "
                 "before you change it; the checkpoints before this one are whole",
             )
 
-    def _check(self, name: LeafName) -> None:
-        if self._broken is not None:
-            raise self._broken
-        if self._is_over:
-            raise SaveFailed(name[1], expected="a hold", found="a released one", mend="save again")
+
+def _scratch(size_bytes: int) -> Place:
+    memory = memoryview(bytearray(size_bytes))
+    return lambda wanted_bytes: memory[:wanted_bytes]

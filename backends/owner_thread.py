@@ -6,7 +6,7 @@ import time
 from types import FrameType
 from typing import Final, final
 
-LONGEST_SECS: Final = 5.0
+LONGEST_SECS: Final = 0.5
 _FIRST_NAP_SECS: Final = 0.0005
 _LONGEST_NAP_SECS: Final = 0.02
 

@@ -1,14 +1,28 @@
 """`Store`: the few verbs over string names that a place for checkpoints must have. See `contracts.check_store`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from trainfold.core.world import Collectives
 
-__all__ = ["Buffer", "Collectives", "Store"]
+__all__ = ["Buffer", "Collectives", "Place", "Placeable", "Store"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+
+Place: TypeAlias = Callable[[int], memoryview]
+"""Says where the next so many bytes are wanted, or fewer; waits until there is room."""
+
+
+@runtime_checkable
+class Placeable(Protocol):
+    """Parts that a `Store` iterates over, or tells where to put them, which saves a copy."""
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """The parts."""
+
+    def placed(self, place: Place) -> Iterator[Buffer]:
+        """The same parts; those that are made only now are made where ``place`` says."""
 
 
 @runtime_checkable
@@ -38,7 +52,8 @@ class Store(Protocol):
 
         Args:
             name: the file.
-            parts: its bytes in order; each part is used before the next one is asked for, so one buffer can serve.
+            parts: its bytes in order; each part is used before the next one is asked for, so one buffer can serve. They may
+                be `Placeable`.
             size_bytes: how many bytes the parts have in all.
 
         Raises:

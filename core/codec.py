@@ -77,9 +77,12 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
+_TENSOR_LEAVES = (torch.Tensor, Shard, np.ndarray)  # a union would be built at each of the 1e5 calls
+
+
 def is_tensor_leaf(leaf: Any) -> bool:
     """Whether a leaf is stored as a tensor: a torch tensor, a `Shard` or a numpy array."""
-    return isinstance(leaf, torch.Tensor | Shard | np.ndarray)
+    return isinstance(leaf, _TENSOR_LEAVES)
 
 
 def as_tensor(leaf: Any, path: str) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Names: canonical FQNs, and the named tensors of a module, each once and with its ties (B11, B17, B19)."""
 
+from functools import lru_cache
 from typing import Any, final
 
 import attrs
@@ -46,6 +47,7 @@ class NamedTensors:
     slots: tuple[BufferSlot, ...]
 
 
+@lru_cache(maxsize=1 << 14)  # the names of a model are asked for at each save
 def canonical_name(name: str) -> str:
     """Strip the prefixes of wrappers (DDP, compile, activation checkpointing, FSDP) at any depth.
 

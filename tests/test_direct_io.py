@@ -174,3 +174,45 @@ def test_a_program_that_ends_without_close_leaves_the_save_under_way_whole(tmp_p
     found = load(tmp_path / "run", like=TrainState(trainer=Progress(), extra={"w": torch.zeros(10 << 20)}))
     assert found.trainer.step == 1
     assert torch.equal(found.extra["w"], wanted)
+
+
+class Made:
+    """Parts that are made where they are wanted; those of odd numbers are made elsewhere, and shorter than there is room for."""
+
+    def __init__(self, sizes):
+        self.sizes, self.elsewhere = sizes, 0
+
+    def __iter__(self):
+        return self.placed(lambda size: memoryview(bytearray(size)))
+
+    def __len__(self):
+        return sum(self.sizes)
+
+    def content(self):
+        return b"".join(bytes([number + 1]) * size for number, size in enumerate(self.sizes))
+
+    def placed(self, place):
+        for number, size in enumerate(self.sizes):
+            left = size
+            while left:
+                if number % 2:
+                    part = memoryview(bytearray(left))
+                    self.elsewhere += left
+                else:
+                    part = place(left)
+                    part = part[: max(1, len(part) - number)]
+                part[:] = bytes([number + 1]) * len(part)
+                left -= len(part)
+                yield part
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(0, 5 * PAGE), min_size=1, max_size=8), started=st.integers(0, 2))
+def test_parts_that_are_made_where_they_are_wanted_are_not_copied_again(tmp_path_factory, sizes, started):
+    parts, copied, real = Made(sizes), [], np.copyto
+    with (
+        refusing(started),
+        mock.patch.object(np, "copyto", lambda to, part: (copied.append(part.nbytes), real(to, part))),
+    ):
+        assert written(tmp_path_factory.mktemp("made"), parts, size_bytes=sum(sizes)) == parts.content()
+    assert sum(copied) == parts.elsewhere

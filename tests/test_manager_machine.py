@@ -7,7 +7,6 @@ import errno
 import hashlib
 import os
 import threading
-import time
 import warnings
 from contextlib import suppress
 
@@ -40,6 +39,7 @@ from trainfold.core.save_plan import MANIFEST, directory_of
 
 EXAMPLES, STEPS = {"laws": (600, 40), "soak": (20_000, 60)}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), (60, 25))
 COMPONENTS = ("model", "optimizer", "trainer")
+PAUSE = threading.Event()  # who waits for it is in no kernel, which a save need not wait for
 WANTED = make_best_record(metric="loss", direction="min")
 SAVING = {"save", "stop", "save_and_stop"}
 STOPPING = {"stop", "save_and_stop", "abort"}
@@ -183,6 +183,7 @@ class Save:
     Attributes:
         before: the manifest that it replaces, or None.
         landed: whether its own is there.
+        in_place: whether it is of the same timeline as what stood there.
         old: what the model knew of that step and of the path, when it landed.
     """
 
@@ -190,6 +191,7 @@ class Save:
     digest: str
     before: bytes | None
     landed: bool = False
+    in_place: bool = False
     old: tuple = ()
 
 
@@ -209,9 +211,11 @@ class ManagerAndDisk(RuleBasedStateMachine):
     Attributes:
         contents: step -> digest of every complete checkpoint.
         path: the steps of the present lineage, oldest first.
+        descent: the step that was loaded, or saved and acknowledged, last; None in a process that has done neither.
         save: the save that is under way.
         unsure: saves that landed and were not acknowledged: a crash may take them back.
         undead: steps whose deletion was not acknowledged: a crash may bring them back.
+        outside: those of them that a rewind has left behind meanwhile.
     """
 
     @initialize(
@@ -228,7 +232,7 @@ class ManagerAndDisk(RuleBasedStateMachine):
         self.keep_last, self.long_term = keep_last, long_term
         self.store = GatedStore(MemoryStore())
         self.contents, self.path, self.damaged, self.quarantined = {}, [], set(), set()
-        self.unsure, self.undead, self.leaving = {}, {}, {}
+        self.unsure, self.undead, self.leaving, self.outside = {}, {}, {}, set()
         self.best, self.best_perhaps, self.points_at = None, None, None
         self.looked = {}
         self.is_armed = False
@@ -236,7 +240,7 @@ class ManagerAndDisk(RuleBasedStateMachine):
 
     def open(self):
         self.waiting, self.asked, self.source = set(), set(), Asked()
-        self.last_saved, self.stops, self.aborted = None, False, False
+        self.last_saved, self.stops, self.aborted, self.descent = None, False, False, None
         self.save_, self.next, self.events, self.pruned = None, None, [], set()
         self.manager = CheckpointManager(
             self.store,
@@ -292,7 +296,7 @@ class ManagerAndDisk(RuleBasedStateMachine):
         saver = self.manager._saves._saver
         done = None if saver._thread is None else saver._submit(lambda: None)
         while done is not None and not (done.done() or self.store.is_waiting):
-            time.sleep(0.0001)
+            PAUSE.wait(0.0001)
         if self.save_ is not None:
             self.land(self.save_)
 
@@ -324,17 +328,30 @@ class ManagerAndDisk(RuleBasedStateMachine):
         if save.landed or self.store.manifest(save.step) == save.before:
             return
         step = save.step
-        save.landed, save.old = True, (self.contents.get(step), tuple(self.path), self.damaged & {step})
+        save.landed = True
+        save.old = self.contents.get(step), tuple(self.path), self.damaged & {step}, frozenset(self.outside)
+        save.in_place = self.path[-1:] == [step] and self.descent in {None, step}
         self.contents[step] = save.digest
-        self.path = [older for older in self.path if older < step] + [step]
+        self.outside.discard(step)
+        self.path = [*self.ancestors(step), step]
         self.damaged.discard(step)
         self.quarantined.discard(step)
         self.undead.pop(step, None)
         self.pruned.discard(directory_of(step))
         self.unsure[step] = save
 
+    def ancestors(self, step):
+        """Those of a state that is saved at a step: up to what it descends from, or, where nobody knows, all that are below."""
+        newest, below = max(self.path, default=0), [older for older in self.path if older < step]
+        if (newest if self.descent is None else max(newest, self.descent)) <= step and self.descent in {None, newest}:
+            return below
+        last = max(below, default=-1) if self.descent is None else self.descent
+        self.outside |= {other for other in self.undead if other > last}
+        return [older for older in below if older <= last]
+
     def committed(self, save):
         assert save.landed, f"step {save.step} was acknowledged and is not there"
+        self.descent = save.step
         self.unsure.pop(save.step, None)
         if self.mode == "sync":
             self.last_saved = save.step
@@ -415,8 +432,9 @@ class ManagerAndDisk(RuleBasedStateMachine):
         for step, digest in self.undead.items():
             if step in there and step not in self.contents:
                 self.contents[step] = digest
-                self.path = sorted([*self.path, step])
+                self.path = sorted({*self.path, step} - self.outside)
         self.undead.clear()
+        self.outside.clear()
         self.bury()
         best = best_checkpoint(self.store)
         known = None if self.best is None else directory_of(self.best[0])
@@ -429,10 +447,11 @@ class ManagerAndDisk(RuleBasedStateMachine):
         self.recover()
 
     def take_back(self, step, save):
-        digest, path, damaged = save.old
+        digest, path, damaged, outside = save.old
         if self.path[-1:] == [step]:
             self.path = [older for older in path if older in self.contents]
-        elif path[-1:] != (step,):
+            self.outside = set(outside)
+        elif step in self.path and not save.in_place:
             self.path.remove(step)
         if digest is None:
             del self.contents[step]
@@ -474,7 +493,7 @@ class ManagerAndDisk(RuleBasedStateMachine):
     def release_writer(self):
         self.store.gate.set()
         while self.store.is_waiting:
-            time.sleep(0.0001)
+            PAUSE.wait(0.0001)
         self.settle()
         self.finished(None)
 
@@ -701,7 +720,7 @@ class ManagerAndDisk(RuleBasedStateMachine):
             self.after_load(step)
 
     def after_load(self, step):
-        self.last_saved = step
+        self.last_saved = self.descent = step
         self.stops = self.aborted = False  # it is another try
         assert self.step_now == step
         assert digest_of(self.loop.state) == self.contents[step]

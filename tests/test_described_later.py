@@ -1,0 +1,172 @@
+"""A save of a state whose kind is known is described in the background: what is saved is the same, and of the same moment."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import trainfold
+from trainfold.adapters.live import attach
+from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.saves import Saves
+from trainfold.backends.memory import MemoryStore
+from trainfold.backends.runs import load
+from trainfold.core.errors import UnsupportedLeaf
+from trainfold.core.leaves import Leaves
+from trainfold.core.loss import Loss
+from trainfold.core.save_plan import MANIFEST
+from trainfold.core.state import Progress, TrainState
+
+
+class PausedStore:
+    """Nothing is read or written by the saver while it is paused."""
+
+    def __init__(self):
+        self.inner, self.may_go_on = MemoryStore(), threading.Event()
+        self.may_go_on.set()
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def list(self, prefix=""):
+        assert self.may_go_on.wait(20)
+        return self.inner.list(prefix)
+
+
+def files(store):
+    """The data files, which must be equal byte for byte; the manifest has a run's id in it."""
+    disk = store.inner._disk.files if isinstance(store, PausedStore) else store._disk.files
+    return {name: data for name, data in disk.items() if name.startswith("step-") and not name.endswith(MANIFEST)}
+
+
+def varied(step, scale):
+    """Ties within a component and between two, arrays, a scalar tensor, an empty one, a transposed one, nested containers."""
+    shared = torch.arange(6.0) * scale
+    return TrainState(
+        trainer=Progress(step=step),
+        extra={
+            "a": {"z": Leaves({"w": shared, "tied": shared}), "b": [np.arange(3) + step, (torch.tensor(scale), "text", step)]},
+            "c": Leaves({"w": shared, "empty": torch.empty(0), "t": (torch.arange(12.0) * scale).view(3, 4).t()}),
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """How each save was described: in the call or later."""
+    found, real = [], Saves._described
+
+    def spy(self, frozen):
+        before = self._kind
+        result = real(self, frozen)
+        found.append("later" if before is not None and self._kind is before else "now")
+        return result
+
+    monkeypatch.setattr(Saves, "_described", spy)
+    return found
+
+
+def test_what_is_described_later_has_the_bytes_of_what_is_described_at_once(described):
+    """D01: whatever leaves there are, and however often it was saved before."""
+    stores = {mode: MemoryStore() for mode in ("sync", "async")}
+    for mode, store in stores.items():
+        with CheckpointManager(store, mode=mode) as manager:
+            for step in (1, 2, 3):
+                manager.save(varied(step, step / 2))
+    assert described == ["now", "later", "later"]
+    assert files(stores["sync"]) == files(stores["async"])
+    for step in (1, 2, 3):
+        found = load(stores["async"], like=varied(0, 1.0), step=step)
+        assert torch.equal(found.extra["a"]["z"]["tied"], varied(step, step / 2).extra["c"]["w"])
+
+
+def test_containers_that_change_after_the_call_are_saved_as_they_were(described):
+    """D02, P10: dicts, lists and arrays of the user's own."""
+    store = PausedStore()
+    with CheckpointManager(store, mode="async") as manager:
+        for step in (1, 2):
+            state = varied(step, float(step))
+            wanted = varied(step, float(step))
+            store.may_go_on.clear()
+            manager.save(state)
+            state.extra["a"]["b"][0][:] = -1
+            state.extra["a"]["b"][1] = "gone"
+            state.extra["a"]["z"] = None
+            store.may_go_on.set()
+            manager.drain()
+            found = load(store, like=wanted, step=step)
+            assert np.array_equal(found.extra["a"]["b"][0], wanted.extra["a"]["b"][0])
+            assert found.extra["a"]["b"][1][1:] == ("text", step)
+            assert torch.equal(found.extra["a"]["z"]["w"], wanted.extra["a"]["z"]["w"])
+    assert described == ["now", "later"]
+
+
+def test_a_state_that_a_step_consumes_before_it_is_described_is_saved_as_it_was(described):
+    """D02: the lease of a donated state ends with the step; the hold is asked before."""
+    store = PausedStore()
+    sgd = trainfold.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    model = nn.Linear(3, 2)
+    state = trainfold.init_state(model, sgd)
+    step = trainfold.make_step(
+        model, lambda m, batch: Loss(sum=m(batch).square().sum(), weight=len(batch)), sgd, donate=True
+    )
+    with CheckpointManager(store, mode="async") as manager:
+        state, _ = step(state, torch.ones(2, 3))
+        for _ in range(3):
+            state, _ = step(state, torch.ones(2, 3))
+            wanted = state.model.params["weight"].clone()
+            number = state.trainer.step
+            store.may_go_on.clear()
+            manager.save(state)
+            state, _ = step(state, torch.ones(2, 3))
+            store.may_go_on.set()
+            manager.drain()
+            assert torch.equal(load(store, like=state, step=number).model.params["weight"], wanted)
+    assert described == ["now", "later", "later"]
+
+
+def test_a_state_of_another_kind_is_described_at_once(described):
+    """D05: what cannot be saved is said in the call, where it is new."""
+    store = MemoryStore()
+    with CheckpointManager(store, mode="async") as manager:
+        manager.save(TrainState(trainer=Progress(step=1), extra={"x": 1}))
+        manager.save(TrainState(trainer=Progress(step=2), extra={"x": 2}))
+        manager.save(TrainState(trainer=Progress(step=3), extra={"x": "text"}))
+        with pytest.raises(UnsupportedLeaf, match="x"):
+            manager.save(TrainState(trainer=Progress(step=4), extra={"x": object()}))
+        with pytest.raises(UnsupportedLeaf, match="x"):
+            manager.save(TrainState(trainer=Progress(step=5), extra={"x": torch.zeros(2).to_sparse()}))
+        manager.save(TrainState(trainer=Progress(step=6), extra={"x": torch.zeros(2)}))
+        manager.drain()
+        for bad in (
+            torch.zeros(2).to_sparse(),
+            torch.zeros(2, device="meta"),
+        ):  # of the same kind, and described all the same
+            with pytest.raises(UnsupportedLeaf, match="x"):
+                manager.save(TrainState(trainer=Progress(step=7), extra={"x": bad}))
+    assert described == ["now", "later", "now", "now"]
+
+
+def test_a_live_run_is_described_once_and_again_when_its_optimizer_gets_slots(described):
+    """D01: the slots come with the first step."""
+    stores = {mode: MemoryStore() for mode in ("sync", "async")}
+    for mode, store in stores.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        live = attach(model, optimizer)
+        with CheckpointManager(store, mode=mode) as manager:
+            manager.save(live)
+            for _ in range(3):
+                model(torch.randn(4, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                live.advance(samples=4)
+                manager.save(live)
+    assert described == ["now", "now", "later", "later"]
+    rng = {name for name in files(stores["sync"]) if "/rng" in name}
+    assert {n: d for n, d in files(stores["sync"]).items() if n not in rng} == {
+        n: d for n, d in files(stores["async"]).items() if n not in rng
+    }
