@@ -2,7 +2,7 @@
 
 The honest cost of a save is the wall time that the run loses by it: (time with K saves - time without) / K. Each contestant
 trains a block of steps with K saves, waits for the last one, and stands between two blocks of the same loop without saves; its
-loss is measured against the mean of these two. Blocks alternate in one process, in an order shuffled anew each round, because
+loss is measured against the mean of these two (a contestant with a loop of its own, between blocks of that). Blocks alternate in one process, in an order shuffled anew each round, because
 machines and disks throttle: compare figures of one run. The loop, the model and its fused AdamW are the same for all; every
 contestant is durable when its block ends: where a rival does not sync its files, they are synced here, in its own time where it
 saves in the foreground, and after the block, as a gift, where it saves in the background.
@@ -79,6 +79,8 @@ class Loop:
 class Trainfold:
     """The manager on the mutable loop."""
 
+    is_own_loop = False
+
     def __init__(self, loop, folder, **options):
         self.loop = loop
         self.live = trainfold.attach(loop.model, loop.optimizer)
@@ -103,7 +105,9 @@ class Trainfold:
 
 
 class Fold:
-    """The manager on states of a donating step."""
+    """The manager on states of a donating step, whose steps are compared with the same steps without saves."""
+
+    is_own_loop = True
 
     def __init__(self, loop, folder):
         self.loop = loop
@@ -133,6 +137,8 @@ class Fold:
 
 class Rival:
     """Somebody else's save; `write` says how, and returns what to wait for."""
+
+    is_own_loop = False
 
     def __init__(self, loop, folder):
         self.loop, self.folder, self.pending = loop, folder, None
@@ -242,24 +248,22 @@ def sync(path):
         os.close(fd)
 
 
-def block(loop, contestant):
+def block(loop, contestant, *, saves):
     """Train with `SAVES` saves, or none; seconds of all of it, of each call, of each step."""
     calls, steps = [], []
+    train = contestant.train if saves or contestant.is_own_loop else loop.train
     gc.collect()
     os.sync()  # nobody pays for what another one has left in the page cache
     begin = time.perf_counter()
     for index in range(SAVES * loop.every):
         start = time.perf_counter()
-        if contestant is None:
-            loop.train()
-        else:
-            contestant.train()
-            if index % loop.every == 0:
-                called = time.perf_counter()
-                contestant.save()
-                calls.append(time.perf_counter() - called)
+        train()
+        if saves and index % loop.every == 0:
+            called = time.perf_counter()
+            contestant.save()
+            calls.append(time.perf_counter() - called)
         steps.append(time.perf_counter() - start)
-    if contestant is not None:
+    if saves:
         contestant.drain()
     return time.perf_counter() - begin, calls, steps
 
@@ -273,7 +277,7 @@ def empty(folder):
 
 def run_rounds(size, names, rounds, directory):
     """For each contestant and round: lost seconds a save, seconds of the calls, longest step by the median step without saves."""
-    found = {name: {"lost": [], "calls": [], "longest": []} for name in names}
+    found = {name: {"lost": [], "calls": [], "longest": [], "longest_without": []} for name in names}
     plain_steps = []
     loop = Loop(size)
     made = {}
@@ -282,21 +286,22 @@ def run_rounds(size, names, rounds, directory):
         folder.mkdir()
         made[name] = CONTESTANTS[name](loop, folder), folder
     for turn in range(rounds + 1):
-        before = block(loop, None)
+        before, was_own_loop = None, None
         for name in random.Random(turn).sample(names, len(names)):
             contestant, folder = made[name]
-            whole, calls, steps = block(loop, contestant)
+            if before is None or contestant.is_own_loop or was_own_loop:
+                before = block(loop, contestant, saves=False)
+            whole, calls, steps = block(loop, contestant, saves=True)
             empty(folder)
-            after = block(loop, None)
+            after, was_own_loop = block(loop, contestant, saves=False), contestant.is_own_loop
             if turn:  # the first round warms up
                 usual = statistics.median(before[2] + after[2])
                 found[name]["lost"].append((whole - (before[0] + after[0]) / 2) / SAVES)
                 found[name]["calls"] += calls
                 found[name]["longest"].append(max(steps) / usual)
+                found[name]["longest_without"].append(max(before[2] + after[2]) / usual)
                 plain_steps += after[2]
-                before = after
-            else:
-                before = after
+            before = after
     for contestant, _ in made.values():
         contestant.close()
     state_bytes = sum(t.nbytes for t in tree.leaves(loop.state_dict()) if isinstance(t, torch.Tensor))
@@ -305,7 +310,7 @@ def run_rounds(size, names, rounds, directory):
         "size": size,
         "state_bytes": state_bytes,
         "step_secs": median,
-        "longest_without": max(plain_steps) / median,
+        "longest_without": statistics.median(x for each in found.values() for x in each["longest_without"]),
     }
 
 
@@ -335,11 +340,11 @@ def measure_memory(size, max_extra_bytes, saves, directory):
     loop = Loop(size)
     for _ in range(4):
         loop.train()
-    gc.collect()
-    rest = status_bytes("VmRSS")
     with Watch() as plain:
         for _ in range(2 * loop.every):
             loop.train()
+    gc.collect()
+    rest = status_bytes("VmRSS")
     contestant = Trainfold(loop, directory, max_extra_bytes=max_extra_bytes, keep_last=1)
     contestant.train()
     with Watch() as watch:
