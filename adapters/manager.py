@@ -384,6 +384,7 @@ class CheckpointManager:
         _check_run(run, Live | TrainState)
         if self._saves.is_under_way:
             self._saves.end()
+        self._saves.wait_for_retention()
         state, step = self._resumer.load_best(run)
         self._announcer.tell("restored", step=step, detail="the weights of the best, and nothing else")
         return Restored(self._store.url, step, is_fresh=False) if isinstance(run, Live) else state
@@ -408,6 +409,7 @@ class CheckpointManager:
     def _load(self, run: Live | TrainState, step: int | None, reset: Mapping[str, str] | None) -> TrainState:
         if self._saves.is_under_way:
             self._saves.end()
+        self._saves.wait_for_retention()
         try:
             state = self._resumer.load(run, step=step, reset=reset)
         except ResumeRefused as refused:

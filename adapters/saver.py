@@ -32,6 +32,7 @@ class Saver:
         self._collectives = collectives
         self._thread: ThreadPoolExecutor | None = None
         self._under_way: Future[SaveResult] | None = None
+        self._last: Future[None] | None = None
         self._protected_bytes = 0  # of the last save: what the next one gets ready for
 
     @property
@@ -81,7 +82,15 @@ class Saver:
 
     def then(self, action: Callable[[], None]) -> None:
         """Do something in the background, such as deleting what is old; the next save comes after it."""
-        self._submit(action)
+        try:
+            self._last = self._submit(action)
+        except RuntimeError:  # Python comes down, and lets nothing begin any more
+            action()
+
+    def wait(self) -> None:
+        """Return when what `then` was given last is done."""
+        if self._last is not None:
+            self._last.result()
 
     def close(self) -> None:
         """Wait for all that was begun, and end the thread; calling it again does nothing."""

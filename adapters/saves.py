@@ -1,11 +1,9 @@
 """`Saves`: begins the saves of a run, in the caller's thread or in the background, and tells how each of them ended."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, final
 
 import attrs
-import torch
 
 from trainfold.adapters.announcer import Announcer
 from trainfold.adapters.due import Before, Due
@@ -14,12 +12,12 @@ from trainfold.adapters.live import Live
 from trainfold.adapters.outcomes import SaveOutcome
 from trainfold.adapters.saver import Saver
 from trainfold.adapters.update_gate import UpdateGate
-from trainfold.backends.hold import Hold, LeafKey
+from trainfold.backends.hold import Hold
 from trainfold.backends.protocols import Store
 from trainfold.backends.run_save import SaveResult
-from trainfold.backends.snapshot import Frozen, Snapshot, freeze, save_snapshot, step_of_state, take_snapshot
+from trainfold.backends.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
 from trainfold.core.components import validate_components
-from trainfold.core.errors import UnsupportedLeaf, error_text
+from trainfold.core.errors import error_text
 from trainfold.core.inventory import Descent
 from trainfold.core.state import TrainState
 from trainfold.core.world import Collectives
@@ -73,7 +71,6 @@ class Saves:
         self._gate = UpdateGate()
         self._saver = Saver(store, world.duplicate() if is_async else world)
         self._before: Before | None = None  # what the save under way answers
-        self._kind: tuple[Any, ...] | None = None  # of the states that were described
         self._retention: Callable[[], None] | None = None  # of what was committed last, not begun yet
         self._told: BaseException | None = None  # what the call that began it has raised already
 
@@ -178,11 +175,15 @@ class Saves:
         if retention is not None:
             self._saver.then(retention)
 
+    def wait_for_retention(self) -> None:
+        """Return when nothing is being deleted: who reads the run must not do so meanwhile."""
+        self._saver.wait()
+
     def _write(self, run: Live | TrainState, step: int) -> SaveOutcome:
         """Save in the thread of the caller."""
         try:
             result = save_snapshot(
-                lambda: self._snapshot(run),
+                lambda: self._snapshot(run, _captured(run)),
                 self._store,
                 collectives=self._world,
                 lock=False,
@@ -201,9 +202,9 @@ class Saves:
     def _stage(self, run: Live | TrainState, step: int) -> SaveOutcome:
         """Hold the state, and leave the rest to the thread."""
         try:
-            state = run.capture() if isinstance(run, Live) else run
-            frozen = freeze(state, components=self._names(run), contract=self._contract)
-            leaves, take = self._described(frozen)
+            state = _captured(run)
+            snapshot = self._snapshot(run, state)
+            leaves = snapshot.named()
             hold = Hold(leaves, copied=self._gate.changing(run, state, leaves), max_extra_bytes=self._room)
         except Exception as error:
             self._announcer.tell("failed", step=step, detail=error_text(error))
@@ -213,7 +214,7 @@ class Saves:
             raise
         self._gate.close_for(hold, state)
         try:
-            self._begin(lambda: take(hold), hold, step)
+            self._begin(lambda: snapshot, hold, step)
         except BaseException:
             hold.release()
             self._gate.open()
@@ -222,29 +223,18 @@ class Saves:
         return SaveOutcome("staged", step)
 
     def _begin(self, take: Callable[[], Snapshot], hold: Hold, step: int) -> None:
+        self._before = before = self._due.begun(step)  # first, so that what interrupts the rest leaves it known
         retention, self._retention = self._retention, None
-        self._saver.begin(take, hold, descends_from=self.descends_from, before=retention, owner=self)
-        self._before = self._due.begun(step)
+        try:
+            self._saver.begin(take, hold, descends_from=self.descends_from, before=retention, owner=self)
+        except BaseException:
+            if not self.is_under_way:
+                self._due.undone(before)
+            raise
 
-    def _described(self, frozen: Frozen) -> tuple[dict[LeafKey, torch.Tensor], Callable[[Hold], Snapshot]]:
-        """The tensors to hold, and what gives the snapshot.
-
-        A state of the kind that the last one had is described in the background: what cannot be saved would have been said
-        then. Else it is described now, and so where a leaf is copied for its name.
-        """
-        if frozen.kind == self._kind and not self._gate.knows_names:
-            with suppress(UnsupportedLeaf):  # it is named below
-                return frozen.tensors(), lambda hold: _named(frozen, hold)
-        snapshot = frozen.described()
-        self._kind = frozen.kind
-        return snapshot.named(), lambda _: snapshot
-
-    def _names(self, run: Live | TrainState) -> tuple[str, ...] | None:
-        return validate_components(self._components, declared=run.names) if isinstance(run, Live) else self._components
-
-    def _snapshot(self, run: Live | TrainState) -> Snapshot:
-        state = run.capture() if isinstance(run, Live) else run
-        return take_snapshot(state, components=self._names(run), contract=self._contract)
+    def _snapshot(self, run: Live | TrainState, state: TrainState) -> Snapshot:
+        names = validate_components(self._components, declared=run.names) if isinstance(run, Live) else self._components
+        return take_snapshot(state, components=names, contract=self._contract)
 
     def _committed(self, result: SaveResult) -> None:
         self.descends_from = result.descent
@@ -253,10 +243,8 @@ class Saves:
         )
 
 
-def _named(frozen: Frozen, hold: Hold) -> Snapshot:
-    snapshot = frozen.described()
-    hold.name_leaves(frozen.names_in(snapshot))
-    return snapshot
+def _captured(run: Live | TrainState) -> TrainState:
+    return run.capture() if isinstance(run, Live) else run
 
 
 def _raising(error: Exception) -> Callable[[], Snapshot]:

@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 
 from trainfold.adapters.live import Live
-from trainfold.backends.hold import Hold, LeafKey, LeafName
+from trainfold.backends.hold import Hold, LeafName
 from trainfold.core import tree
 from trainfold.core.leaves import leaves_in
 from trainfold.core.state import TrainState
@@ -36,30 +36,27 @@ class UpdateGate:
         self._written: set[LeafName] = set()  # by somebody who announced nothing, while an earlier save was under way
 
     def changing(
-        self, run: Live | TrainState, state: TrainState, leaves: Mapping[LeafKey, torch.Tensor]
-    ) -> set[LeafKey]:
-        """The keys of the leaves that have to be copied at once, because nothing tells when they change.
+        self, run: Live | TrainState, state: TrainState, leaves: Mapping[LeafName, torch.Tensor]
+    ) -> set[LeafName]:
+        """The names of the leaves that have to be copied at once, because nothing tells when they change.
 
         Args:
             run: what is saved; the optimizers of a live run get their hooks here.
             state: the same, captured.
-            leaves: its tensors, by name where there are names that it knows.
+            leaves: its tensors by name.
         """
         if isinstance(run, Live):
             held = self._held(run)
             places = self._addresses(run) - _written_by_forwards(run)
-            return self._written | {
+            return (self._written & leaves.keys()) | {
                 key for key, leaf in leaves.items() if id(leaf) not in held and leaf.data_ptr() not in places
             }
         held_places = {
             _place(leaf) for each in leaves_in(state) for leaf in tree.leaves(each) if isinstance(leaf, torch.Tensor)
         }
-        return self._written | {name for name, leaf in leaves.items() if _place(leaf) not in held_places}
-
-    @property
-    def knows_names(self) -> bool:
-        """Whether leaves are copied for their names, because they were written to unannounced before."""
-        return bool(self._written)
+        return (self._written & leaves.keys()) | {
+            name for name, leaf in leaves.items() if _place(leaf) not in held_places
+        }
 
     def close_for(self, hold: Hold, state: TrainState) -> None:
         """From now on, let updates wait for this hold."""

@@ -21,8 +21,6 @@ from trainfold.core.errors import SaveFailed
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 LeafName: TypeAlias = tuple[str, str]
 """A component and a leaf path in it."""
-LeafKey: TypeAlias = LeafName | int
-"""A leaf's name, or a number until the names are known: see `Hold.name_leaves`."""
 
 DEVICE_PIECE_BYTES: Final = 8 << 20  # a copy from a device costs a launch, so pieces are larger than those in memory
 
@@ -83,8 +81,8 @@ class Hold:
     The leaves stay in memory until that look, and not only until they have been read.
 
     Args:
-        leaves: the tensors by name or number, in the order of reading as far as it is known.
-        copied: keys of leaves that are copied at once, because nobody says when they change.
+        leaves: the tensors by name, in the order of reading as far as it is known.
+        copied: names of leaves that are copied at once, because nobody says when they change.
         max_extra_bytes: how many bytes may be copied in all; None for as many as there are; 0: wait, never copy.
 
     Attributes:
@@ -102,9 +100,9 @@ class Hold:
 
     def __init__(
         self,
-        leaves: Mapping[LeafKey, torch.Tensor],
+        leaves: Mapping[LeafName, torch.Tensor],
         *,
-        copied: Collection[LeafKey] = (),
+        copied: Collection[LeafName] = (),
         max_extra_bytes: int | None = None,
     ) -> None:
         self._changed = threading.Condition()
@@ -112,13 +110,14 @@ class Hold:
         self._room = max_extra_bytes
         self._arena: Arena | None = None
         self._is_over = False
-        self._torn: LeafKey | None = None  # the first leaf that was found to be written to
-        self._written: set[LeafKey] = set()
+        self._torn: LeafName | None = None  # the first leaf that was found to be written to
+        self._written: set[LeafName] = set()
         self._process = os.getpid()
         self._owner = OwnerThread()
         self._rings: dict[torch.device, PinnedRing] = {}
         self.copied_bytes = 0
         self.protected_bytes = 0
+        leaves = {name: tensor.detach() for name, tensor in leaves.items()}  # `.data = ` of the owner's leads elsewhere
         for device in {tensor.device for tensor in leaves.values() if tensor.is_cuda}:
             self._ring(device)  # now, because what it reads comes after what the device was given to do before
         at_once = {key for key, tensor in leaves.items() if tensor.is_inference()}.union(copied)
@@ -128,8 +127,8 @@ class Hold:
             for key, tensor in leaves.items()
             if key not in at_once
         }
-        self._given: Mapping[LeafKey, torch.Tensor] | None = leaves  # what is left to look at, when the call is over
-        self._specs: dict[LeafKey, tuple[torch.dtype, torch.Size]] = {}
+        self._given: Mapping[LeafName, torch.Tensor] | None = leaves  # what is left to look at, when the call is over
+        self._specs: dict[LeafName, tuple[torch.dtype, torch.Size]] = {}
         self._order: list[_Held] = []
 
     @property
@@ -138,21 +137,6 @@ class Hold:
         return self._is_over and not self._watched
 
     # --- the writer's thread -----------------------------------------------------------------------------------------
-
-    def name_leaves(self, names: Mapping[LeafKey, LeafName]) -> None:
-        """Give the leaves their names; those that get none are let go."""
-        with self._changed:
-            self._unpack()
-            for key, leaf in self._leaves.items():
-                if key not in names:
-                    leaf.live = leaf.copy = None
-            self._specs = {names[key]: spec for key, spec in self._specs.items() if key in names}
-            self._leaves = {names[key]: leaf for key, leaf in self._leaves.items() if key in names}
-            self._watched = {names[key]: seen for key, seen in self._watched.items() if key in names}
-            self._written = {names[key] for key in self._written if key in names}
-            self._torn = min(self._written, default=None, key=str)
-            self._order = list(self._leaves.values())
-            self._changed.notify_all()
 
     def read_in_order(self, names: Iterable[LeafName]) -> None:
         """Say in which order the leaves will be read; those that will not be are let go."""
@@ -170,16 +154,18 @@ class Hold:
         """The leaves of a component by path, to be written."""
         with self._changed:
             self._unpack()
-        named = [(name, spec) for name, spec in self._specs.items() if isinstance(name, tuple)]
-        mine = {name[1]: (name, spec) for name, spec in named if name[0] == component}
+        mine = {name[1]: (name, spec) for name, spec in self._specs.items() if name[0] == component}
         return {path: HeldLeaf(*spec, self, name) for path, (name, spec) in mine.items()}
 
     def prepare(self, size_bytes: int) -> None:
         """Get memory for copies ready, so that `protect` need not wait for it; as much as the last save had to copy, say."""
         room = size_bytes if self._room is None else min(size_bytes, self._room - self.copied_bytes)
         if room > 0:
-            arena = Arena(room)
-            arena.make_present()
+            try:
+                arena = Arena(room)
+                arena.make_present()
+            except (MemoryError, OSError, RuntimeError):
+                return  # it is no more than a preparation
             with self._changed:
                 if not self._is_over and self._arena is None:
                     self._arena = arena
@@ -277,7 +263,7 @@ class Hold:
                 self._look()
                 if self._is_over:
                     self._watched = {}
-        return frozenset(name for name in self._written if isinstance(name, tuple))
+        return frozenset(self._written)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -358,7 +344,7 @@ class Hold:
             for leaf, start in chosen:
                 live = leaf.live
                 if live is None:
-                    return  # released meanwhile: the save has failed, and nobody reads any more
+                    continue  # released meanwhile, or let go because it is not read
                 if not leaf.is_flat:
                     copy = live.detach().clone()
                 elif leaf.ring is not None:
@@ -438,12 +424,12 @@ class Hold:
             if tensor._version != version:  # noqa: SLF001  # as above
                 self._note(name)
 
-    def _look_at(self, name: LeafKey) -> None:
+    def _look_at(self, name: LeafName) -> None:
         tensor, version = self._watched.get(name, (None, 0))
         if tensor is not None and tensor._version != version:  # noqa: SLF001  # as above
             self._note(name)
 
-    def _note(self, key: LeafKey) -> None:
+    def _note(self, key: LeafName) -> None:
         self._written.add(key)
         if self._torn is None:
             self._torn = key
@@ -456,7 +442,7 @@ class Hold:
     def _check_torn(self) -> None:
         if self._torn is not None:
             raise SaveFailed(
-                self._torn[1] if isinstance(self._torn, tuple) else f"leaf {self._torn}",
+                self._torn[1],
                 expected="a leaf that does not change while it is being saved",
                 found="a write to it before the next optimizer step",
                 mend="nothing: it is copied from now on, which costs each save the time of the copy; or call manager.wait_staging() "

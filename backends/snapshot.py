@@ -9,13 +9,12 @@ import attrs
 import torch
 
 from trainfold.backends.failures import failures_elsewhere, named_failures
-from trainfold.backends.hold import Hold, LeafKey, LeafName
+from trainfold.backends.hold import Hold, LeafName
 from trainfold.backends.inventory import RUN_FILE, check_place, examine, read_inventory, read_run_id, run_document
 from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.run_save import SaveResult, run_save
 from trainfold.backends.together import on_all_ranks, on_rank_zero
-from trainfold.core import tree
-from trainfold.core.codec import as_tensor, is_tensor_leaf
+from trainfold.core.codec import as_tensor
 from trainfold.core.components import components_of, select
 from trainfold.core.contract import checked_contract, contract_of
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState
@@ -50,104 +49,13 @@ class Snapshot:
     omitted: tuple[str, ...]
     contract: Mapping[str, Json]
 
-    def named(self) -> dict[LeafKey, torch.Tensor]:
+    def named(self) -> dict[LeafName, torch.Tensor]:
         """Every tensor by component and path, dense and detached; an array shares its memory."""
         return {
             (component, path): as_tensor(leaf, path)
             for component, leaves in self.tensors.items()
             for path, leaf in leaves.items()
         }
-
-
-@final
-@attrs.frozen(eq=False)
-class Frozen:
-    """A state whose containers nobody else has, so that it can be described later: see `freeze`.
-
-    Attributes:
-        step: the step that it is at.
-        state: the components that are saved.
-        leaves: their leaves, in the order of the tree.
-        kind: the structure and the types of the leaves. What has the kind of a state that was described can be described.
-        omitted: components that the state has and that are not saved.
-        contract: what must be equal at a resume.
-    """
-
-    step: int
-    state: TrainState
-    leaves: list[Any]
-    kind: tuple[Any, ...]
-    omitted: tuple[str, ...]
-    contract: Mapping[str, Json]
-
-    def tensors(self) -> dict[LeafKey, torch.Tensor]:
-        """Every tensor by its place among the leaves, dense and detached; an array shares its memory.
-
-        Raises:
-            UnsupportedLeaf: for one that the format cannot hold; `described` names it.
-        """
-        return {i: as_tensor(leaf, "") for i, leaf in enumerate(self.leaves) if is_tensor_leaf(leaf)}
-
-    def described(self) -> Snapshot:
-        """What is to be saved.
-
-        Raises:
-            UnsupportedLeaf: for a leaf that the format cannot hold.
-        """
-        pairs = {name: describe(component, name) for name, component in components_of(self.state).items()}
-        return Snapshot(
-            step=self.step,
-            described={name: described for name, (described, _) in pairs.items()},
-            tensors={name: tensors for name, (_, tensors) in pairs.items()},
-            omitted=self.omitted,
-            contract=self.contract,
-        )
-
-    def names_in(self, snapshot: Snapshot) -> dict[LeafKey, LeafName]:
-        """The name that each of the `tensors` has in a snapshot of this; of tied ones, one has it."""
-        places: dict[int, list[int]] = {}
-        for i, leaf in enumerate(self.leaves):
-            places.setdefault(id(leaf), []).append(i)
-        return {
-            places[id(leaf)].pop(): (component, path)
-            for component, leaves in snapshot.tensors.items()
-            for path, leaf in leaves.items()
-        }
-
-
-def freeze(
-    state: TrainState, *, components: Sequence[str] | None = None, contract: Mapping[str, Any] | None = None
-) -> Frozen:
-    """Copy the containers of a state, so that nothing but the values of its tensors can still change.
-
-    Args:
-        state: any state with a trainer component.
-        components: what to save; None for all.
-        contract: what must be equal at resume, beside what the state itself says.
-
-    Raises:
-        InvalidState: if the state has no trainer component, and so no step.
-        InvalidArgument: if it is no state.
-        UnknownComponent: for an unknown name.
-        StateDonated: if a donating step has consumed the state.
-
-    Examples:
-        >>> from trainfold.core.state import Progress
-        >>> frozen = freeze(TrainState(trainer=Progress(step=3)))
-        >>> frozen.step, frozen.described().described["trainer"].node["fields"]["step"]
-        (3, 3)
-    """
-    check_state(state, "state")
-    chosen = select(state, components)
-    leaves, structure = tree.flatten(chosen)
-    return Frozen(
-        step=step_of_state(state),
-        state=tree.unflatten(structure, leaves),
-        leaves=leaves,
-        kind=(structure, tuple(map(type, leaves))),
-        omitted=tuple(name for name in components_of(state) if name not in components_of(chosen)),
-        contract=checked_contract({**contract_of(state), **mapping_given("contract", contract)}),
-    )
 
 
 def take_snapshot(

@@ -8,6 +8,7 @@ import time
 import weakref
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -354,12 +355,17 @@ def test_what_was_written_to_is_named_until_somebody_announces():
     assert hold.is_over
 
 
+def watched_leaf():
+    """A leaf, and a reference to the array whose memory it has: every alias of the leaf keeps that."""
+    memory = np.zeros(1024, dtype=np.float32)
+    return torch.from_numpy(memory), weakref.ref(memory)
+
+
 def test_a_failed_hold_lets_go_when_it_has_said_what_was_written_to():
-    leaf = torch.zeros(1024)
+    leaf, gone = watched_leaf()
     hold = Hold({W: leaf})
     leaf.add_(1.0)
     hold.release()
-    gone = weakref.ref(leaf)
     assert hold.written() == {W}
     del leaf
     assert gone() is None
@@ -368,8 +374,7 @@ def test_a_failed_hold_lets_go_when_it_has_said_what_was_written_to():
 
 @pytest.mark.parametrize("end", ["check_unchanged", "protect", "release"])
 def test_a_leaf_that_was_read_is_let_go_when_it_needs_no_look_any_more(end):
-    leaf = torch.zeros(1024)
-    gone = weakref.ref(leaf)
+    leaf, gone = watched_leaf()
     hold = Hold({W: leaf})
     list(hold.pieces(W, PIECE))
     del leaf
@@ -477,3 +482,24 @@ def test_a_device_write_that_nobody_announced_fails_the_save():
     leaf.add_(1.0)
     with pytest.raises(SaveFailed, match="wait_staging"):
         list(pieces)
+
+
+def test_a_hold_reads_what_the_leaf_was_wherever_its_owner_leads_it_later():
+    """D02: ``.data =`` and `set_` give a tensor other memory."""
+    leaf = torch.zeros(1024)
+    hold = Hold({W: leaf})
+    leaf.data = torch.ones(1024)
+    assert b"".join(bytes(piece) for piece in hold.pieces(W, PIECE)) == bytes(4096)
+
+
+def test_a_preparation_that_gets_no_memory_fails_nothing(monkeypatch):
+    """D05: on one rank of several, an error before the ranks meet would leave them out of step."""
+
+    def full(self):
+        raise MemoryError
+
+    monkeypatch.setattr("trainfold.backends.arena.Arena.make_present", full)
+    hold = Hold({W: torch.zeros(1024)})
+    hold.prepare(4096)
+    hold.protect()
+    assert b"".join(bytes(piece) for piece in hold.pieces(W, PIECE)) == bytes(4096)
