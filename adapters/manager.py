@@ -70,8 +70,8 @@ class CheckpointManager:
         components: which components are saved and restored; None for all.
         policy: what to do about each kind of difference at a resume; see ``trainfold.plan``.
         contract: what must be equal at a resume, beside what the state, or the live run, says itself.
-        requests: where requests to save or to stop come from, such as `SignalRequests()` or `StopFile(run)`; closed with the
-            manager.
+        requests: where requests to save or to stop come from on this rank, such as `SignalRequests()`, or `StopFile(run)`, which
+            rank 0 alone makes; closed with the manager.
         on_event: is told each `Event`, in the thread that calls the manager; what it raises is logged.
         collectives: the ranks, each of which has its own manager and makes the same calls; None for a single process.
 
@@ -262,7 +262,7 @@ class CheckpointManager:
         return self._saves.end() if self._saves.has_ended_everywhere() else None
 
     def drain(self) -> SaveResult | None:
-        """Wait until the save in the background, if there is one, has ended.
+        """Wait until the save in the background, if there is one, has ended; what is old by then is deleted a moment later.
 
         Returns:
             What was saved, or None if nothing was under way.
