@@ -74,7 +74,7 @@ class Due:
     def agreed(self, mine: Boundary) -> Boundary:
         """Take the requests that have come, and make one boundary of all ranks'; every rank calls.
 
-        Requests are remembered until they are `answered`.
+        Requests are remembered until a save or a verdict that saves nothing has answered them.
 
         Raises:
             RanksDisagree: if the ranks are at different steps.

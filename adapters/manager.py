@@ -382,9 +382,7 @@ class CheckpointManager:
         """
         self._check_open()
         _check_run(run, Live | TrainState)
-        if self._saves.is_under_way:
-            self._saves.end()
-        self._saves.wait_for_retention()
+        self._saves.settle()
         state, step = self._resumer.load_best(run)
         self._announcer.tell("restored", step=step, detail="the weights of the best, and nothing else")
         return Restored(self._store.url, step, is_fresh=False) if isinstance(run, Live) else state
@@ -407,9 +405,7 @@ class CheckpointManager:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _load(self, run: Live | TrainState, step: int | None, reset: Mapping[str, str] | None) -> TrainState:
-        if self._saves.is_under_way:
-            self._saves.end()
-        self._saves.wait_for_retention()
+        self._saves.settle()
         try:
             state = self._resumer.load(run, step=step, reset=reset)
         except ResumeRefused as refused:

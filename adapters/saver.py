@@ -51,7 +51,6 @@ class Saver:
         hold: Hold,
         *,
         descends_from: Descent | None,
-        before: Callable[[], None] | None,
         owner: object,
     ) -> None:
         """Save in the background.
@@ -60,11 +59,10 @@ class Saver:
             take: gives the snapshot of the state, or raises what this rank has to tell the others.
             hold: of its tensors; released when the save has ended.
             descends_from: the checkpoint that the state comes from; None where nobody knows.
-            before: what to do first, in the background too.
             owner: who must not go before the save has ended, because it has the run's lock and stands before the updates.
         """
         assert self._under_way is None, "one save at a time (D04)"
-        self._under_way = self._submit(lambda: self._save(take, hold, descends_from, before, owner))
+        self._under_way = self._submit(lambda: self._save(take, hold, descends_from, owner))
 
     def end(self) -> SaveResult:
         """Wait for the save that is under way; it still is if the waiting was interrupted.
@@ -99,16 +97,9 @@ class Saver:
             self._thread = None
 
     def _save(
-        self,
-        take: Callable[[], Snapshot],
-        hold: Hold,
-        descends_from: Descent | None,
-        before: Callable[[], None] | None,
-        owner: object,
+        self, take: Callable[[], Snapshot], hold: Hold, descends_from: Descent | None, owner: object
     ) -> SaveResult:
         try:
-            if before is not None:
-                before()
             hold.prepare(self._protected_bytes)
             return save_snapshot(
                 take,

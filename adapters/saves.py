@@ -130,6 +130,12 @@ class Saves:
         finally:
             self._retain()
 
+    def settle(self) -> None:
+        """End the save under way, and return when nothing is being deleted: who reads the run must not do so meanwhile."""
+        if self.is_under_way:
+            self.end()
+        self._saver.wait()
+
     def protect(self) -> None:
         """Return when everything that was saved may be written to."""
         self._gate.protect()
@@ -174,10 +180,6 @@ class Saves:
         retention, self._retention = self._retention, None
         if retention is not None:
             self._saver.then(retention)
-
-    def wait_for_retention(self) -> None:
-        """Return when nothing is being deleted: who reads the run must not do so meanwhile."""
-        self._saver.wait()
 
     def _write(self, run: Live | TrainState, step: int) -> SaveOutcome:
         """Save in the thread of the caller."""
@@ -224,9 +226,9 @@ class Saves:
 
     def _begin(self, take: Callable[[], Snapshot], hold: Hold, step: int) -> None:
         self._before = before = self._due.begun(step)  # first, so that what interrupts the rest leaves it known
-        retention, self._retention = self._retention, None
+        self._retain()  # the thread does one thing after another: what is old goes before more is written
         try:
-            self._saver.begin(take, hold, descends_from=self.descends_from, before=retention, owner=self)
+            self._saver.begin(take, hold, descends_from=self.descends_from, owner=self)
         except BaseException:
             if not self.is_under_way:
                 self._due.undone(before)

@@ -48,15 +48,16 @@ class UpdateGate:
         if isinstance(run, Live):
             held = self._held(run)
             places = self._addresses(run) - _written_by_forwards(run)
-            return (self._written & leaves.keys()) | {
-                key for key, leaf in leaves.items() if id(leaf) not in held and leaf.data_ptr() not in places
+            changing = {name for name, leaf in leaves.items() if id(leaf) not in held and leaf.data_ptr() not in places}
+        else:
+            held_places = {
+                _place(leaf)
+                for each in leaves_in(state)
+                for leaf in tree.leaves(each)
+                if isinstance(leaf, torch.Tensor)
             }
-        held_places = {
-            _place(leaf) for each in leaves_in(state) for leaf in tree.leaves(each) if isinstance(leaf, torch.Tensor)
-        }
-        return (self._written & leaves.keys()) | {
-            name for name, leaf in leaves.items() if _place(leaf) not in held_places
-        }
+            changing = {name for name, leaf in leaves.items() if _place(leaf) not in held_places}
+        return changing | (self._written & leaves.keys())
 
     def close_for(self, hold: Hold, state: TrainState) -> None:
         """From now on, let updates wait for this hold."""

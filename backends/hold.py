@@ -299,16 +299,13 @@ class Hold:
             self._order = list(self._leaves.values())
 
     def _copied(self, tensor: torch.Tensor) -> _Held:
-        copy = byte_view(tensor.detach().to("cpu", copy=True))
+        copy = byte_view(tensor.to("cpu", copy=True))
         self.copied_bytes += tensor.nbytes
         return _Held(None, tensor.nbytes, is_flat=True, copied_from=0, copy=copy)
 
     def _taken(self, tensor: torch.Tensor) -> _Held:
         is_flat = (
-            tensor.layout is torch.strided
-            and tensor.is_contiguous()
-            and not (tensor.is_conj() or tensor.is_neg())
-            and (tensor.is_cpu or tensor.is_cuda)
+            tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) and (tensor.is_cpu or tensor.is_cuda)
         )
         ring = self._ring(tensor.device) if is_flat and tensor.is_cuda else None
         return _Held(tensor, tensor.nbytes, is_flat, ring, copied_from=tensor.nbytes)
@@ -429,10 +426,10 @@ class Hold:
         if tensor is not None and tensor._version != version:  # noqa: SLF001  # as above
             self._note(name)
 
-    def _note(self, key: LeafName) -> None:
-        self._written.add(key)
+    def _note(self, name: LeafName) -> None:
+        self._written.add(name)
         if self._torn is None:
-            self._torn = key
+            self._torn = name
 
     def _check(self, name: LeafName) -> None:
         self._check_torn()
