@@ -258,15 +258,17 @@ def _address(data: Bytes) -> int:
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:
     done = 0
+    may_be_direct = True
     while done < len(data):
         try:
             done += os.pwrite(fd, data[done:], offset + done)
         except OSError as error:
-            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-            if error.errno != errno.EINVAL or not flags & _O_DIRECT:
+            if error.errno != errno.EINVAL or not may_be_direct:
                 raise
-            # the filesystem took the flag and then not the write, or a short write lost the alignment
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+            # The filesystem took the flag and then not the write, or a short write lost the alignment. Whether the flag is
+            # still there says nothing: the other writer of this file may have cleared it since.
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)
+            may_be_direct = False
 
 
 def _write_small(fd: int, parts: Iterable[Buffer], size_bytes: int) -> int:

@@ -1,6 +1,7 @@
 """The store in a directory: its commit protocol, and everything that can stand in its way."""
 
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -153,9 +154,29 @@ def test_a_filesystem_without_direct_writes_or_allocation_ahead_is_served(store,
     assert store.read("step-1/a") == data
 
 
-def fcntl_flags(fd):
-    import fcntl
+def test_a_writer_whose_write_was_refused_while_the_other_gave_direct_writes_up_writes_again(store, monkeypatch):
+    """Two threads write one file, and its O_DIRECT flag is the file's: who comes second finds it cleared, and no fault."""
 
+    def refuse(fd, data, offset, real=os.pwrite):
+        if (flags := fcntl_flags(fd)) & os.O_DIRECT:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # as the other writer does
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, data, offset)
+
+    data = os.urandom(3 << 20)
+    monkeypatch.setattr(os, "pwrite", refuse)
+    store.write("step-1/a", [data], size_bytes=len(data))
+    assert store.read("step-1/a") == data
+    monkeypatch.setattr(os, "pwrite", refuse_all)
+    with pytest.raises(SaveFailed, match="Invalid argument"):
+        store.write("step-2/a", [data], size_bytes=len(data))
+
+
+def refuse_all(fd, data, offset):
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def fcntl_flags(fd):
     return fcntl.fcntl(fd, fcntl.F_GETFL)
 
 
