@@ -388,7 +388,7 @@ class Live:
         parts.update({n: part for n, part in extras.items() if n not in parts})
         parts["model"] = ModulePart(self._model, named=named)
         parts["trainer"] = CountersPart(lambda: self.progress, self._set_progress)
-        parts["rng"] = RngPart(bound_device(list(self._model.parameters())))
+        parts["rng"] = RngPart(bound_device(list(named.params.values())))
         return parts
 
     def _part(self, name: str, target: Any, names: Mapping[int, str]) -> Part:

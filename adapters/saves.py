@@ -17,6 +17,7 @@ from trainfold.backends.protocols import Store
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
 from trainfold.core.components import validate_components
+from trainfold.core.description import Describer
 from trainfold.core.errors import error_text
 from trainfold.core.inventory import Descent
 from trainfold.core.state import TrainState
@@ -69,6 +70,7 @@ class Saves:
         self._announcer = announcer
         self._held = held
         self._gate = UpdateGate()
+        self._describer = Describer()
         self._saver = Saver(store, world.duplicate() if is_async else world)
         self._before: Before | None = None  # what the save under way answers
         self._retention: Callable[[], None] | None = None  # of what was committed last, not begun yet
@@ -214,7 +216,7 @@ class Saves:
                 self._begin(_raising(error), Hold({}), step)
                 self._told = error
             raise
-        self._gate.close_for(hold, state)
+        self._gate.close_for(hold, run)
         try:
             self._begin(lambda: snapshot, hold, step)
         except BaseException:
@@ -236,7 +238,7 @@ class Saves:
 
     def _snapshot(self, run: Live | TrainState, state: TrainState) -> Snapshot:
         names = validate_components(self._components, declared=run.names) if isinstance(run, Live) else self._components
-        return take_snapshot(state, components=names, contract=self._contract)
+        return take_snapshot(state, components=names, contract=self._contract, describe=self._describer.describe)
 
     def _committed(self, result: SaveResult) -> None:
         self.descends_from = result.descent

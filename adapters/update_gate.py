@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -11,6 +11,8 @@ from trainfold.backends.hold import Hold, LeafName
 from trainfold.core import tree
 from trainfold.core.leaves import leaves_in
 from trainfold.core.state import TrainState
+
+_EMBEDDINGS: Final = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 @final
@@ -46,9 +48,14 @@ class UpdateGate:
             leaves: its tensors by name.
         """
         if isinstance(run, Live):
-            held = self._held(run)
-            places = self._addresses(run) - _written_by_forwards(run)
-            changing = {name for name, leaf in leaves.items() if id(leaf) not in held and leaf.data_ptr() not in places}
+            modules = list(run.model.modules())
+            slots, places = self._written_by_updates(run.optimizers)
+            places |= _frozen(modules)
+            others = [each for module in run.modules[1:] for each in module.modules()]
+            places -= _written_by_forwards(modules + others)
+            changing = {
+                name for name, leaf in leaves.items() if id(leaf) not in slots and leaf.data_ptr() not in places
+            }
         else:
             held_places = {
                 _place(leaf)
@@ -59,12 +66,13 @@ class UpdateGate:
             changing = {name for name, leaf in leaves.items() if _place(leaf) not in held_places}
         return changing | (self._written & leaves.keys())
 
-    def close_for(self, hold: Hold, state: TrainState) -> None:
+    def close_for(self, hold: Hold, run: Live | TrainState) -> None:
         """From now on, let updates wait for this hold."""
         self.open()
         self._hold = hold
-        for leaves in leaves_in(state):
-            leaves.lease.add_reader(hold)
+        if isinstance(run, TrainState):
+            for leaves in leaves_in(run):
+                leaves.lease.add_reader(hold)
 
     def protect(self) -> None:
         """Return when everything may be written to; a comparison where no save is under way."""
@@ -83,23 +91,20 @@ class UpdateGate:
             handle.remove()
         self._handles.clear()
 
-    def _held(self, live: Live) -> set[int]:
-        """The identities of slots that nothing but an update writes to; a captured state has the optimizer's own."""
-        return {
-            id(leaf)
-            for optimizer in live.optimizers
-            if self._is_hooked(optimizer)
-            for slots in optimizer.state.values()
-            for leaf in _leaves_of(slots)
-        }
+    def _written_by_updates(self, optimizers: Iterable[torch.optim.Optimizer]) -> tuple[set[int], set[int]]:
+        """What nothing but an update writes to: slots by identity, and parameters by address.
 
-    def _addresses(self, live: Live) -> set[int]:
-        """The addresses of parameters that nothing but an update writes to; a captured state has others at the same place."""
-        tensors = [parameter for parameter in live.model.parameters() if not parameter.requires_grad]
-        for optimizer in live.optimizers:
+        A captured state has the optimizer's own slots, and other tensors at the places of parameters.
+        """
+        slots: set[int] = set()
+        parameters: list[torch.Tensor] = []
+        for optimizer in optimizers:
             if self._is_hooked(optimizer):
-                tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return {tensor.data_ptr() for tensor in tensors if tensor.numel()}
+                for held in optimizer.state.values():
+                    slots.update(map(id, _leaves_of(held)))
+                for group in optimizer.param_groups:
+                    parameters += group["params"]
+        return slots, {parameter.data_ptr() for parameter in parameters if parameter.numel()}
 
     def _is_hooked(self, optimizer: torch.optim.Optimizer) -> bool:
         if optimizer not in self._handles:
@@ -121,10 +126,15 @@ def _leaves_of(slots: Any) -> Iterable[Any]:
     return values if all(isinstance(value, torch.Tensor) for value in values) else tree.leaves(list(values))
 
 
-def _written_by_forwards(live: Live) -> set[int]:
+def _frozen(modules: Iterable[torch.nn.Module]) -> set[int]:
+    """The addresses of parameters that are not trained."""
+    parameters = [each for module in modules for each in module._parameters.values()]  # noqa: SLF001  # one walk serves for all
+    return {each.data_ptr() for each in parameters if each is not None and not each.requires_grad and each.numel()}
+
+
+def _written_by_forwards(modules: Iterable[torch.nn.Module]) -> set[int]:
     """The addresses of weights that are rescaled by the forward that looks them up."""
-    modules = [module for each in live.modules for module in each.modules()]
-    embeddings = [module for module in modules if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)]
+    embeddings = [module for module in modules if isinstance(module, _EMBEDDINGS)]
     return {module.weight.data_ptr() for module in embeddings if module.max_norm is not None}
 
 

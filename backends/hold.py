@@ -117,16 +117,14 @@ class Hold:
         self._rings: dict[torch.device, PinnedRing] = {}
         self.copied_bytes = 0
         self.protected_bytes = 0
-        leaves = {name: tensor.detach() for name, tensor in leaves.items()}  # `.data = ` of the owner's leads elsewhere
+        leaves = dict(
+            zip(leaves, map(torch.Tensor.detach, leaves.values()), strict=True)
+        )  # `.data = ` leads owners elsewhere
         for device in {tensor.device for tensor in leaves.values() if tensor.is_cuda}:
             self._ring(device)  # now, because what it reads comes after what the device was given to do before
         at_once = {key for key, tensor in leaves.items() if tensor.is_inference()}.union(copied)
         self._leaves = {key: self._copied(leaves[key]) for key in at_once}
-        self._watched = {
-            key: (tensor, tensor._version)  # noqa: SLF001  # torch has no public name for the counter of writes
-            for key, tensor in leaves.items()
-            if key not in at_once
-        }
+        self._watched = {key: (tensor, tensor._version) for key, tensor in leaves.items() if key not in at_once}  # noqa: SLF001  # torch has no public name for the counter of writes
         self._given: Mapping[LeafName, torch.Tensor] | None = leaves  # what is left to look at, when the call is over
         self._specs: dict[LeafName, tuple[torch.dtype, torch.Size]] = {}
         self._order: list[_Held] = []

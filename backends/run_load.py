@@ -14,6 +14,7 @@ from trainfold.backends.run_save import library_versions
 from trainfold.backends.together import on_rank_zero
 from trainfold.core.components import components_of
 from trainfold.core.contract import checked_contract, contract_of
+from trainfold.core.description import describe
 from trainfold.core.errors import (
     CheckpointError,
     CheckpointUnreadable,
@@ -29,7 +30,6 @@ from trainfold.core.request import Request, Target
 from trainfold.core.resume_plan import Refusal, ResumePlan
 from trainfold.core.resume_planner import next_to_examine, plan_resume
 from trainfold.core.state import TrainState
-from trainfold.core.structure import describe
 
 _RELISTINGS: Final = 5
 _Told: TypeAlias = tuple[Problem, bool, Outcome]

@@ -17,6 +17,7 @@ from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.core.codec import as_tensor
 from trainfold.core.components import components_of, select
 from trainfold.core.contract import checked_contract, contract_of
+from trainfold.core.description import Describe, Described, describe
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState
 from trainfold.core.given import mapping_given
 from trainfold.core.inventory import Descent, next_head
@@ -25,7 +26,6 @@ from trainfold.core.node_kinds import check_kinds
 from trainfold.core.save_plan import MANIFEST, directory_of, plan_save
 from trainfold.core.scalars import Json, shown
 from trainfold.core.state import TrainState
-from trainfold.core.structure import Described, describe
 
 _MANIFEST_ROOM_BYTES = 2**20
 
@@ -51,15 +51,20 @@ class Snapshot:
 
     def named(self) -> dict[LeafName, torch.Tensor]:
         """Every tensor by component and path, dense and detached; an array shares its memory."""
+        # nearly every leaf is a plain tensor, which the description has looked at already
         return {
-            (component, path): as_tensor(leaf, path)
+            (component, path): leaf if type(leaf) is torch.Tensor and not leaf.requires_grad else as_tensor(leaf, path)
             for component, leaves in self.tensors.items()
             for path, leaf in leaves.items()
         }
 
 
 def take_snapshot(
-    state: TrainState, *, components: Sequence[str] | None = None, contract: Mapping[str, Any] | None = None
+    state: TrainState,
+    *,
+    components: Sequence[str] | None = None,
+    contract: Mapping[str, Any] | None = None,
+    describe: Describe = describe,
 ) -> Snapshot:
     """Describe a state, without looking at the values of its tensors.
 
@@ -67,6 +72,7 @@ def take_snapshot(
         state: any state with a trainer component.
         components: what to save; None for all.
         contract: what must be equal at resume, beside what the state itself says.
+        describe: that of a `Describer`, where one run is described again and again.
 
     Raises:
         InvalidState: if the state has no trainer component, and so no step.

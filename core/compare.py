@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from trainfold.core.contract import contract_of
+from trainfold.core.description import Described
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
@@ -13,7 +14,7 @@ from trainfold.core.policy import Drift, Verdict, contract_kind, make_drift
 from trainfold.core.scalars import Json
 from trainfold.core.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.state import TrainState
-from trainfold.core.structure import Described, places, rebuild
+from trainfold.core.structure import places, rebuild
 
 _OPTIMIZER = "trainfold.OptimizerState"
 _OPAQUE = "trainfold.Opaque"

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from trainfold.core.codec import digest_of, leaf_digest
 from trainfold.core.collecting import without_collecting
 from trainfold.core.components import components_of
+from trainfold.core.description import describe
 from trainfold.core.scalars import Json
 from trainfold.core.spec import leaf_spec
 from trainfold.core.state import TrainState
-from trainfold.core.structure import describe, places
+from trainfold.core.structure import places
 
 
 def fingerprint(state: TrainState) -> dict[str, str]:

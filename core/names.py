@@ -75,10 +75,11 @@ def named_tensors(module: torch.nn.Module) -> NamedTensors:
         >>> list(found.params), list(found.buffers)
         (['0.weight', '0.bias', '1.weight', '1.bias'], ['1.running_mean', '1.running_var', '1.num_batches_tracked'])
     """
+    modules = list(module.named_modules(remove_duplicate=False))
     params, param_ties = _each_once(
-        [(canonical_name(name), value) for name, value in module.named_parameters(remove_duplicate=False)]
+        [(name, value) for _, _, name, value in _places(modules, "_parameters") if value is not None]
     )
-    places = _buffer_places(module)
+    places = _places(modules, "_buffers")
     buffers, buffer_ties = _each_once([(name, value) for _, _, name, value in places if value is not None])
     first = {id(value): name for name, value in buffers.items()}
     persistent_ids = {
@@ -107,11 +108,12 @@ def named_tensors(module: torch.nn.Module) -> NamedTensors:
     )
 
 
-def _buffer_places(module: torch.nn.Module) -> list[tuple[Any, str, str, torch.Tensor | None]]:
+def _places(modules: list[tuple[str, torch.nn.Module]], kind: str) -> list[tuple[Any, str, str, Any]]:
+    """Every place of a parameter, or a buffer: its module, its key there, its name, and what is there, None included."""
     return [
         (owner, key, canonical_name(f"{prefix}.{key}" if prefix else key), value)
-        for prefix, owner in module.named_modules(remove_duplicate=False)
-        for key, value in owner._buffers.items()  # noqa: SLF001 (buffers that are None have no public iterator)
+        for prefix, owner in modules
+        for key, value in getattr(owner, kind).items()  # what is None there has no public iterator
     ]
 
 

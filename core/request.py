@@ -5,11 +5,11 @@ from typing import final
 
 import attrs
 
+from trainfold.core.description import Described
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.given import mapping_given, names_given
 from trainfold.core.policy import Verdict, check_policy
 from trainfold.core.scalars import Json
-from trainfold.core.structure import Described
 
 
 @final

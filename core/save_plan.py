@@ -14,10 +14,10 @@ import attrs
 from trainfold.core.boxes import check_cover, volume, whole_box
 from trainfold.core.codec import STORED, size_bytes, stored_shape
 from trainfold.core.collecting import without_collecting
+from trainfold.core.description import Described
 from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.scalars import Json, canonical_json
 from trainfold.core.spec import Box, LeafSpec
-from trainfold.core.structure import Described
 
 ALIGNMENT_BYTES = 4096
 DIRECTORY = re.compile(r"step-(\d{8,18})")
@@ -180,7 +180,7 @@ def plan_save(
 
     Examples:
         >>> import torch
-        >>> from trainfold.core.structure import describe
+        >>> from trainfold.core.description import describe
         >>> plan = plan_save([{"ema": describe({"w": torch.zeros(3)}, "ema")[0]}], step=7)
         >>> plan.directory, plan.files[0].name, plan.files[0].size_bytes
         ('step-00000007', 'ema-00000-of-00001.safetensors', 4108)

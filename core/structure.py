@@ -1,4 +1,6 @@
-"""The structure codec: a component as a JSON node with numbered tensors, and back, without pickle (U01).
+"""The structure codec: a JSON node with numbered tensors as a component again, without pickle (U01).
+
+The other way is `trainfold.core.description.describe`.
 
 Containers carry a tag, so that tuple and list, int and string keys, and trainfold's own nodes come back as they were.
 A tensor stands as ``{"t": index}`` into the component's tensor table; tied tensors share an index (B19). Decoding
@@ -7,44 +9,25 @@ creates only plain containers and node classes that are registered already: a ch
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import attrs
-import numpy as np
-import torch
 
 from trainfold.core import tree
-from trainfold.core.codec import as_tensor, is_tensor_leaf
-from trainfold.core.collecting import without_collecting
 from trainfold.core.cursor import DataCursor
 from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
 from trainfold.core.eval_cursor import DistributedEvalCursor
 from trainfold.core.leaves import Leaves
 from trainfold.core.metrics.nodes import ACCUMULATORS
 from trainfold.core.rng import Key
-from trainfold.core.scalars import SCALAR_TAGS, Json, decode_scalar, encode_scalar, shown
-from trainfold.core.spec import LeafSpec, leaf_spec
+from trainfold.core.scalars import SCALAR_TAGS, Json, decode_scalar, shown
 from trainfold.core.state import TrainState
 from trainfold.core.suite import Tally
 
 MAX_DEPTH = 64
-_KEYS = frozenset({tuple, str, int, bool, float, bytes, type(None)})  # what keys of a dict may be
+KEYS = frozenset({tuple, str, int, bool, float, bytes, type(None)})  # what keys of a dict may be
 # named here so that they are registered wherever a checkpoint is read
 OWN_NODES = (TrainState, Key, DataCursor, DistributedEvalCursor, Tally, *ACCUMULATORS)
-
-
-@final
-@attrs.frozen
-class Described:
-    """A component without its values: what is gathered from the ranks, planned with, and written in the manifest.
-
-    Attributes:
-        node: the JSON structure, scalars included.
-        tensors: path -> spec of each stored tensor, in the order of their indices; a tied tensor has its first path.
-    """
-
-    node: Json
-    tensors: Mapping[str, LeafSpec]
 
 
 class Leaf(NamedTuple):
@@ -61,123 +44,6 @@ class Leaf(NamedTuple):
     tensor: int | None
     value: Any = None
     as_numpy: bool = False
-
-
-@without_collecting
-def describe(component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]]:
-    """Split a component into its description and its tensors.
-
-    Args:
-        component: any tree of leaves that the format can hold.
-        name: the component's name, the root of its leaf paths.
-
-    Returns:
-        The description, and path -> tensor leaf (a tensor, a `Shard` or an array) for each stored tensor.
-
-    Raises:
-        UnsupportedLeaf: naming the leaf, for one that would need pickle.
-
-    Examples:
-        >>> described, tensors = describe({"w": torch.zeros(2), "n": (1, None)}, "ema")
-        >>> described.node
-        {'dict': {'w': {'t': 0}, 'n': {'tuple': [1, None]}}}
-        >>> list(tensors)
-        ["ema['w']"]
-    """
-    encoder = _Encoder()
-    node = encoder.node(component, name, 0)
-    specs = {path: leaf_spec(leaf, path) for path, leaf in encoder.tensors.items()}
-    return Described(node, {path: spec for path, spec in specs.items() if isinstance(spec, LeafSpec)}), encoder.tensors
-
-
-class _Encoder:
-    """One walk over a component: numbers its tensors and recognises the tied ones."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Any] = {}
-        self._first: dict[int, tuple[int, Any]] = {}  # address -> the first tensor there, almost always the only one
-        self._others: dict[int, list[tuple[int, Any]]] = {}
-
-    def node(self, value: Any, path: str, depth: int) -> Json:  # noqa: PLR0911 - one return for each container
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
-        kind = type(value)
-        if kind in (int, str, float, bool):
-            return encode_scalar(value, path)
-        if depth > MAX_DEPTH:
-            raise UnsupportedLeaf(path, expected=f"at most {MAX_DEPTH} levels", found="more", mend="flatten the tree")
-        if kind in (dict, OrderedDict):
-            return self._dict(value, path, depth, "dict" if kind is dict else "odict")
-        if kind is Leaves:
-            return {"leaves": self._items(value.alive(path).items(), Leaves, path, depth)}
-        if kind in (list, tuple):
-            children = [self.node(child, f"{path}[{i}]", depth + 1) for i, child in enumerate(value)]
-            return {kind.__name__: children}
-        if is_tensor_leaf(value):
-            return self._tensor(value, path)
-        level = tree.one_level(value)
-        if level is None:
-            return encode_scalar(value, path)
-        return self._registered(value, level, path, depth)
-
-    def _dict(self, value: Mapping[Any, Any], path: str, depth: int, tag: str) -> Json:
-        if tag == "dict" and all(type(key) is str for key in value):
-            return {"dict": self._items(value.items(), dict, path, depth)}
-        pairs = []
-        for key, child in value.items():
-            place = tree.join(path, dict, key)
-            if type(key) not in _KEYS:
-                raise UnsupportedLeaf(place, expected="a plain key", found=repr(key), mend="use str or int keys")
-            pairs.append([self.node(key, place, depth + 1), self.node(child, place, depth + 1)])
-        return {"map" if tag == "dict" else "odict": pairs}
-
-    def _items(self, items: Any, kind: type[Any], path: str, depth: int) -> Json:
-        if kind is dict or kind is Leaves:
-            return {key: self.node(child, f"{path}[{key!r}]", depth + 1) for key, child in items}
-        return {key: self.node(child, tree.join(path, kind, key), depth + 1) for key, child in items}
-
-    def _registered(self, value: Any, level: tree.OneLevel, path: str, depth: int) -> Json:
-        kind, entries, children = level
-        if not attrs.has(kind) or not all(isinstance(entry, str) for entry in entries):
-            raise UnsupportedLeaf(
-                path,
-                expected="dict, list, tuple, OrderedDict, or a registered attrs class",
-                found=f"{kind.__module__}.{kind.__qualname__}",
-                mend="hold it as one of these in the state",
-            )
-        fields = zip(entries, children, strict=True)
-        static = {f.name: getattr(value, f.name) for f in attrs.fields(kind) if f.name not in entries and f.init}
-        node: dict[str, Json] = {
-            "node": class_name(kind),
-            "fields": {key: self.node(child, tree.join(path, kind, key), depth + 1) for key, child in fields},
-        }
-        if static:
-            node["static"] = {name: self.node(held, f"{path}.{name}", depth + 1) for name, held in static.items()}
-        return node
-
-    def _tensor(self, leaf: Any, path: str) -> Json:
-        address = as_tensor(leaf, path).data_ptr() or id(leaf)
-        index = len(self.tensors)
-        first = self._first.setdefault(address, (index, leaf))
-        if first[1] is not leaf:
-            others = self._others.setdefault(address, [])
-            index = next((i for i, other in (first, *others) if _same_tensor(leaf, other)), index)
-            others.append((index, leaf))
-        else:
-            index = first[0]
-        if index == len(self.tensors):
-            self.tensors[path] = leaf
-        return {"t": index, "as": "numpy"} if isinstance(leaf, np.ndarray) else {"t": index}
-
-
-def _same_tensor(one: Any, other: Any) -> bool:
-    """Whether two leaves at one address are the same values for good: a tie, not a view of another shape."""
-    if one is other:
-        return True
-    if type(one) is not type(other) or not isinstance(one, torch.Tensor) or one.numel() == 0:
-        return False
-    same_memory = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
-    return bool(same_memory) and one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg()
 
 
 def rebuild(node: Json, name: str, tensor: Callable[[int, bool], Any]) -> tree.Tree:
@@ -258,7 +124,7 @@ class _Decoder:
                 twice = key in built
             except TypeError:
                 raise _hostile(path, "a key that can be hashed", shown(pair[0])) from None
-            if type(key) not in _KEYS:
+            if type(key) not in KEYS:
                 raise _hostile(path, "a plain key", shown(key))
             if twice:
                 raise _hostile(path, "each key once", shown(key))

@@ -16,11 +16,12 @@ from trainfold.core import tree
 from trainfold.core.codec import digest_of
 from trainfold.core.components import components_of
 from trainfold.core.cursor import make_cursor
+from trainfold.core.description import describe
 from trainfold.core.errors import CheckpointError, TrainfoldError
 from trainfold.core.manifest import END, TAIL
 from trainfold.core.resume_plan import Refusal
 from trainfold.core.state import Opaque, TrainState
-from trainfold.core.structure import describe, places
+from trainfold.core.structure import places
 
 HEAD = ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision")
 STEP = "step-00000001"

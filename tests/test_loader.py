@@ -27,9 +27,9 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from trainfold.adapters.live import attach
 from trainfold.adapters.part import copied
 from trainfold.core.codec import digest_of
+from trainfold.core.description import describe
 from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, InvalidState, RestoreRefused
 from trainfold.core.state import Opaque
-from trainfold.core.structure import describe
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
 N = 14

@@ -18,6 +18,7 @@ from trainfold.backends.memory import MemoryStore
 from trainfold.backends.native_reader import ReadRequest, read_header, read_tensor, read_tensors
 from trainfold.backends.native_writer import write_file
 from trainfold.core.codec import STORED, leaf_digest, stored_shape, tensor_bytes, torch_dtype
+from trainfold.core.description import describe
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -28,7 +29,6 @@ from trainfold.core.errors import (
     SaveFailed,
 )
 from trainfold.core.save_plan import plan_save
-from trainfold.core.structure import describe
 
 DIRECTORY = "step-00000001"
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from trainfold.adapters.live import attach
 from trainfold.adapters.rng import capture_streams, derive_streams, preserved_rng, restore_streams, stream_problems
+from trainfold.core.description import describe
 from trainfold.core.errors import RestoreRefused
 from trainfold.core.state import Opaque
-from trainfold.core.structure import describe, rebuild
+from trainfold.core.structure import rebuild
 
 
 def draw(n=5):

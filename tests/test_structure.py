@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from trainfold.core import tree
 from trainfold.core.codec import leaf_digest
+from trainfold.core.description import describe
 from trainfold.core.errors import CheckpointHostile, TrainfoldError, UnsupportedLeaf
 from trainfold.core.leaves import Leaves
 from trainfold.core.state import Opaque, Progress
 from trainfold.core.strict import strict_json
-from trainfold.core.structure import describe, places, rebuild
+from trainfold.core.structure import places, rebuild
 from trainfold.properties import strategies
 
 SLOW = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])

@@ -11,13 +11,13 @@ from trainfold.adapters.cli.output import Answer, Table, UsageError, size_text
 from trainfold.backends.inventory import examine
 from trainfold.backends.run_save import library_versions
 from trainfold.core.cadence import Cadence, advise_cadence
+from trainfold.core.description import Described
 from trainfold.core.errors import CheckpointError, InvalidArgument, ResumeRefused, TrainfoldError
 from trainfold.core.inventory import Inventory, Problem
 from trainfold.core.manifest import Manifest
 from trainfold.core.request import Request, Target, make_request
 from trainfold.core.resume_plan import Refusal, ResumePlan
 from trainfold.core.resume_planner import next_to_examine, plan_resume
-from trainfold.core.structure import Described
 
 _CAVEAT = (
     "planned for a run built exactly as it was saved; your own model, data and world are compared "

@@ -1,0 +1,257 @@
+"""Describing a component: its structure as a JSON node with numbered tensors, without pickle (U01).
+
+The form is that of `trainfold.core.structure`, which reads it back.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from itertools import islice
+from operator import attrgetter
+from typing import Any, Final, TypeAlias, final
+
+import attrs
+import numpy as np
+import torch
+
+from trainfold.core import tree
+from trainfold.core.codec import as_tensor, is_tensor_leaf
+from trainfold.core.collecting import without_collecting
+from trainfold.core.errors import UnsupportedLeaf
+from trainfold.core.leaves import Leaves
+from trainfold.core.scalars import Json, encode_scalar
+from trainfold.core.spec import LeafSpec, leaf_spec
+from trainfold.core.structure import KEYS, MAX_DEPTH, class_name
+
+_STR: Final = frozenset({str})
+_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_STRIDED: Final = frozenset({torch.strided})
+_ADDRESS: Final = torch.Tensor.data_ptr
+_LAYOUT, _IS_NESTED, _DTYPE, _SHAPE = map(
+    attrgetter, ("layout", "is_nested", "dtype", "shape")
+)  # twice as fast as in a loop
+
+
+@final
+@attrs.frozen
+class Described:
+    """A component without its values: what is gathered from the ranks, planned with, and written in the manifest.
+
+    Attributes:
+        node: the JSON structure, scalars included.
+        tensors: path -> spec of each stored tensor, in the order of their indices; a tied tensor has its first path.
+    """
+
+    node: Json
+    tensors: Mapping[str, LeafSpec]
+
+
+Describe: TypeAlias = Callable[[tree.Tree, str], tuple[Described, dict[str, Any]]]
+
+
+@without_collecting
+def describe(component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]]:
+    """Split a component into its description and its tensors.
+
+    Args:
+        component: any tree of leaves that the format can hold.
+        name: the component's name, the root of its leaf paths.
+
+    Returns:
+        The description, and path -> tensor leaf (a tensor, a `Shard` or an array) for each stored tensor.
+
+    Raises:
+        UnsupportedLeaf: naming the leaf, for one that would need pickle.
+
+    Examples:
+        >>> described, tensors = describe({"w": torch.zeros(2), "n": (1, None)}, "ema")
+        >>> described.node
+        {'dict': {'w': {'t': 0}, 'n': {'tuple': [1, None]}}}
+        >>> list(tensors)
+        ["ema['w']"]
+    """
+    return _Encoder(None).describe(component, name)
+
+
+@final
+class Describer:
+    """Describes a run again and again, at each save say: `Leaves` that hold what they held are not walked once more.
+
+    Parameters and slots are nearly all leaves of a state, and their names, dtypes and shapes hardly ever change. So they are only
+    compared with those of the last time, and what was said then is said again. Whatever else is in a component is described anew.
+
+    Law: it says what `describe` says, whatever it has described before.
+
+    Examples:
+        >>> describer = Describer()
+        >>> states = [{"slots": Leaves({"w": {"momentum": torch.full((2,), value)}}), "lr": value} for value in (0.5, 0.25)]
+        >>> nodes = [describer.describe(state, "optimizer")[0].node["dict"] for state in states]
+        >>> nodes[0]["slots"]["leaves"] is nodes[1]["slots"]["leaves"], [node["lr"] for node in nodes]
+        (True, [0.5, 0.25])
+    """
+
+    def __init__(self) -> None:
+        self._outlines: dict[str, _Outline] = {}
+
+    @without_collecting
+    def describe(self, component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]]:
+        """As `describe`; what it returns shares structure with what it returned before, and is not to be changed."""
+        return _Encoder(self._outlines).describe(component, name)
+
+
+Signature: TypeAlias = tuple[list[str], list[int], list[torch.dtype], list[torch.Size]]
+
+
+@final
+@attrs.frozen(eq=False)
+class _Outline:
+    """What was said of `Leaves` that looked so."""
+
+    signature: Signature
+    node: Json
+    specs: Mapping[str, LeafSpec]
+
+
+class _Encoder:
+    """One walk over a component: numbers its tensors and recognises the tied ones."""
+
+    def __init__(self, outlines: dict[str, _Outline] | None) -> None:
+        self.tensors: dict[str, Any] = {}
+        self._outlines = outlines
+        self._specs: Mapping[str, LeafSpec] = {}  # of the first tensors, where they are known
+        self._first: dict[int, tuple[int, Any]] = {}  # address -> the first tensor there, almost always the only one
+        self._others: dict[int, list[tuple[int, Any]]] = {}
+
+    def describe(self, component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]]:
+        node = self.node(component, name, 0)
+        return Described(node, {**self._specs, **self._specs_from(len(self._specs))}), self.tensors
+
+    def _specs_from(self, start: int) -> dict[str, LeafSpec]:
+        pairs = ((path, leaf_spec(leaf, path)) for path, leaf in islice(self.tensors.items(), start, None))
+        return {path: spec for path, spec in pairs if isinstance(spec, LeafSpec)}
+
+    def node(self, value: Any, path: str, depth: int) -> Json:  # noqa: PLR0911 - one return for each container
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        kind = type(value)
+        if kind in (int, str, float, bool):
+            return encode_scalar(value, path)
+        if depth > MAX_DEPTH:
+            raise UnsupportedLeaf(path, expected=f"at most {MAX_DEPTH} levels", found="more", mend="flatten the tree")
+        if kind in (dict, OrderedDict):
+            return self._dict(value, path, depth, "dict" if kind is dict else "odict")
+        if kind is Leaves:
+            return {"leaves": self._leaves(value.alive(path), path, depth)}
+        if kind in (list, tuple):
+            if set(map(type, value)) <= _STR:  # the names of parameters: there are many
+                return {kind.__name__: list(value)}
+            children = [self.node(child, f"{path}[{i}]", depth + 1) for i, child in enumerate(value)]
+            return {kind.__name__: children}
+        if is_tensor_leaf(value):
+            return self._tensor(value, path)
+        level = tree.one_level(value)
+        if level is None:
+            return encode_scalar(value, path)
+        return self._registered(value, level, path, depth)
+
+    def _leaves(self, items: dict[str, Any], path: str, depth: int) -> Json:
+        """The first tensors of a component may be known from an earlier walk; the indices of others depend on those before."""
+        seen = None if self._outlines is None or self.tensors else _seen(items)
+        if self._outlines is None or seen is None:
+            return self._items(items.items(), Leaves, path, depth)
+        tensors, addresses, signature = seen
+        known = self._outlines.get(path)
+        if known is None or known.signature != signature:
+            node = self._items(items.items(), Leaves, path, depth)
+            known = self._outlines[path] = _Outline(signature, node, self._specs_from(0))
+        else:
+            self.tensors = dict(zip(known.specs, tensors, strict=True))
+            self._first = dict(zip(addresses, enumerate(tensors), strict=True))
+        self._specs = known.specs
+        return known.node
+
+    def _dict(self, value: Mapping[Any, Any], path: str, depth: int, tag: str) -> Json:
+        if tag == "dict" and all(type(key) is str for key in value):
+            return {"dict": self._items(value.items(), dict, path, depth)}
+        pairs = []
+        for key, child in value.items():
+            place = tree.join(path, dict, key)
+            if type(key) not in KEYS:
+                raise UnsupportedLeaf(place, expected="a plain key", found=repr(key), mend="use str or int keys")
+            pairs.append([self.node(key, place, depth + 1), self.node(child, place, depth + 1)])
+        return {"map" if tag == "dict" else "odict": pairs}
+
+    def _items(self, items: Any, kind: type[Any], path: str, depth: int) -> Json:
+        if kind is dict or kind is Leaves:
+            return {key: self.node(child, f"{path}[{key!r}]", depth + 1) for key, child in items}
+        return {key: self.node(child, tree.join(path, kind, key), depth + 1) for key, child in items}
+
+    def _registered(self, value: Any, level: tree.OneLevel, path: str, depth: int) -> Json:
+        kind, entries, children = level
+        if not attrs.has(kind) or not all(isinstance(entry, str) for entry in entries):
+            raise UnsupportedLeaf(
+                path,
+                expected="dict, list, tuple, OrderedDict, or a registered attrs class",
+                found=f"{kind.__module__}.{kind.__qualname__}",
+                mend="hold it as one of these in the state",
+            )
+        fields = zip(entries, children, strict=True)
+        static = {f.name: getattr(value, f.name) for f in attrs.fields(kind) if f.name not in entries and f.init}
+        node: dict[str, Json] = {
+            "node": class_name(kind),
+            "fields": {key: self.node(child, tree.join(path, kind, key), depth + 1) for key, child in fields},
+        }
+        if static:
+            node["static"] = {name: self.node(held, f"{path}.{name}", depth + 1) for name, held in static.items()}
+        return node
+
+    def _tensor(self, leaf: Any, path: str) -> Json:
+        address = as_tensor(leaf, path).data_ptr() or id(leaf)
+        index = len(self.tensors)
+        first = self._first.setdefault(address, (index, leaf))
+        if first[1] is not leaf:
+            others = self._others.setdefault(address, [])
+            index = next((i for i, other in (first, *others) if _same_tensor(leaf, other)), index)
+            others.append((index, leaf))
+        else:
+            index = first[0]
+        if index == len(self.tensors):
+            self.tensors[path] = leaf
+        return {"t": index, "as": "numpy"} if isinstance(leaf, np.ndarray) else {"t": index}
+
+
+def _seen(items: dict[str, Any]) -> tuple[list[torch.Tensor], list[int], Signature] | None:
+    """The tensors of `Leaves`, their addresses, and all that a description says of them; None unless they are plain.
+
+    Plain are dense tensors that each have an address of their own, by text, or in dicts by text.
+    """
+    keys: list[Any] = []
+    counts: list[int] = []
+    tensors: list[Any] = []
+    for name, value in items.items():
+        keys.append(name)
+        if type(value) is dict:
+            keys += value
+            tensors += value.values()
+            counts.append(len(value))
+        else:
+            tensors.append(value)
+            counts.append(-1)
+    if not (set(map(type, keys)) <= _STR and set(map(type, tensors)) <= _TENSORS):
+        return None
+    if not (set(map(_LAYOUT, tensors)) <= _STRIDED and not any(map(_IS_NESTED, tensors))):
+        return None
+    addresses = list(map(_ADDRESS, tensors))
+    distinct = set(addresses)
+    if 0 in distinct or len(distinct) != len(tensors):
+        return None
+    return tensors, addresses, (keys, counts, list(map(_DTYPE, tensors)), list(map(_SHAPE, tensors)))
+
+
+def _same_tensor(one: Any, other: Any) -> bool:
+    """Whether two leaves at one address are the same values for good: a tie, not a view of another shape."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or not isinstance(one, torch.Tensor) or one.numel() == 0:
+        return False
+    same_memory = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+    return bool(same_memory) and one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg()
