@@ -128,11 +128,13 @@ class Due:
             self.last_saved = step - 1
         self._seen = step
 
-    def begun(self, step: int) -> Before:
-        """This step is saved, or being saved, and what was asked for is answered; returns what to put back if that fails."""
-        before = Before(step, self.last_saved, self._saved_at, self._asked)
+    def before(self, step: int) -> Before:
+        """What to put back if the save of a step fails that is about to be begun."""
+        return Before(step, self.last_saved, self._saved_at, self._asked)
+
+    def begun(self, step: int) -> None:
+        """This step is saved, or being saved, and what was asked for is answered."""
         self.last_saved, self._saved_at, self._asked = step, time.monotonic(), ()
-        return before
 
     def undone(self, before: Before) -> None:
         """The save that was begun has failed: what it was for is due again."""

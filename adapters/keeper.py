@@ -5,8 +5,9 @@ import time
 from collections.abc import Mapping
 from typing import final
 
-from trainfold.backends.best_reader import CHANGING_BEST, best_bytes, named_by, parsed_best, scores_in
+from trainfold.backends.best_reader import best_bytes, named_by, parsed_best, scores_in
 from trainfold.backends.inventory import examine, read_inventory
+from trainfold.backends.naming import naming_best
 from trainfold.backends.protocols import Store
 from trainfold.backends.quarantine_file import quarantined
 from trainfold.backends.run_save import SaveResult
@@ -47,7 +48,7 @@ class Keeper:
         """
         events: list[Event] = []
         try:
-            with CHANGING_BEST:
+            with naming_best():
                 self._retain(result, events)
         except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule: the checkpoint is committed all the same
             _LOG.warning(
@@ -64,6 +65,8 @@ class Keeper:
             self._store.commit(BEST_FILE, data, replaces=digest_of(data))  # else a crash may bring an earlier one back
             self._durable_best = data
         for name in deleted:
+            if name in self._store.pointers().values():
+                continue  # since the plan
             self._store.delete(f"{name}/")
             self._proved.pop(name, None)
             events.append(Event("pruned", self._store.url, checkpoint=name))

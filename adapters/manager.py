@@ -64,7 +64,8 @@ class CheckpointManager:
         keep: what else to keep, such as ``keep_every(10_000)``; the newest one and those that a rule keeps stay (E07).
         mode: ``"sync"``: a save is durable when it returns; or ``"async"``.
         max_extra_bytes: memory that an async save may take beside the state; None for as much as the state; 0: an update waits
-            until everything is written. 8 MiB of it are the writer's.
+            until everything is written. 8 MiB of it are the writer's. What changes at any moment and has no room is waited for
+            in the call; up to 1 MiB of it is copied in any case.
         when_busy: what a save does while another one is under way: ``"wait"`` for it, or ``"skip"`` (D04), which leaves its
             cadence due; the best so far and the last state wait, because they do not come again.
         components: which components are saved and restored; None for all.
@@ -312,6 +313,7 @@ class CheckpointManager:
         """
         self._check_open()
         _check_run(run, Live | TrainState)
+        self._saves.wait_for_deletions()  # what is decided for must be there afterwards
         return self._resumer.decide(run, step=step)
 
     def load(self, run: Live | TrainState, decision: LoadDecision | None = None) -> TrainState | Restored:

@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, final
+from typing import final
 
+from trainfold.adapters.worker import Job, Worker
 from trainfold.backends.direct_io import release_buffers
 from trainfold.backends.hold import Hold
 from trainfold.backends.protocols import Collectives, Store
@@ -20,7 +20,7 @@ _LOG = logging.getLogger("trainfold")
 class Saver:
     """The thread that writes, and the save that is under way in it.
 
-    The thread is no daemon: a Python that ends waits for the save that is under way (P11).
+    A Python that ends waits for the save that is under way (P11).
 
     Args:
         store: the run, whose lock is held.
@@ -30,9 +30,9 @@ class Saver:
     def __init__(self, store: Store, collectives: Collectives) -> None:
         self._store = store
         self._collectives = collectives
-        self._thread: ThreadPoolExecutor | None = None
-        self._under_way: Future[SaveResult] | None = None
-        self._last: Future[None] | None = None
+        self._worker = Worker("trainfold-save")
+        self._under_way: Job[SaveResult] | None = None
+        self._last: Job[None] | None = None
         self._protected_bytes = 0  # of the last save: what the next one gets ready for
 
     @property
@@ -43,7 +43,7 @@ class Saver:
     @property
     def has_ended(self) -> bool:
         """Whether the save under way has ended here; the other ranks may still be at it."""
-        return self._under_way is not None and self._under_way.done()
+        return self._under_way is not None and self._under_way.is_over
 
     def begin(
         self,
@@ -53,7 +53,7 @@ class Saver:
         descends_from: Descent | None,
         owner: object,
     ) -> None:
-        """Save in the background.
+        """Save in the background; if this raises, either a save is under way or nothing will be saved.
 
         Args:
             take: gives the snapshot of the state, or raises what this rank has to tell the others.
@@ -62,39 +62,42 @@ class Saver:
             owner: who must not go before the save has ended, because it has the run's lock and stands before the updates.
         """
         assert self._under_way is None, "one save at a time (D04)"
-        self._under_way = self._submit(lambda: self._save(take, hold, descends_from, owner))
-
-    def end(self) -> SaveResult:
-        """Wait for the save that is under way; it still is if the waiting was interrupted.
-
-        Raises:
-            SaveFailed: or whatever else ended it; it is told once.
-        """
-        under_way = self._under_way
-        assert under_way is not None, "begin comes first"
+        self._under_way = job = Job(lambda: self._save(take, hold, descends_from, owner))
         try:
-            return under_way.result()
-        finally:
-            if under_way.done():
+            self._worker.begin(job)
+        except BaseException:
+            if job.withdraw() or job.is_over:
                 self._under_way = None
+            raise
+
+    def wait_for_save(self) -> Job[SaveResult]:
+        """Return when the save that is under way has ended; it still counts as such, so that an interrupt loses nothing."""
+        assert self._under_way is not None, "begin comes first"
+        self._under_way.wait()
+        return self._under_way
+
+    def forget(self) -> None:
+        """How the save ended is known."""
+        self._under_way = None
 
     def then(self, action: Callable[[], None]) -> None:
         """Do something in the background, such as deleting what is old; the next save comes after it."""
+        self._last = job = Job(action)
         try:
-            self._last = self._submit(action)
-        except RuntimeError:  # Python comes down, and lets nothing begin any more
-            action()
+            self._worker.begin(job)
+        except BaseException:
+            if job.withdraw():
+                self._last = None
+            raise
 
     def wait(self) -> None:
         """Return when what `then` was given last is done."""
         if self._last is not None:
-            self._last.result()
+            self._last.wait()
 
     def close(self) -> None:
         """Wait for all that was begun, and end the thread; calling it again does nothing."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
-            self._thread = None
+        self._worker.close()
 
     def _save(
         self, take: Callable[[], Snapshot], hold: Hold, descends_from: Descent | None, owner: object
@@ -118,8 +121,3 @@ class Saver:
             self._protected_bytes = hold.protected_bytes
             release_buffers()
             del owner
-
-    def _submit(self, action: Callable[[], Any]) -> "Future[Any]":
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "trainfold-save")
-        return self._thread.submit(action)

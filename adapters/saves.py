@@ -136,6 +136,11 @@ class Saves:
         """End the save under way, and return when nothing is being deleted: who reads the run must not do so meanwhile."""
         if self.is_under_way:
             self.end()
+        self.wait_for_deletions()
+
+    def wait_for_deletions(self) -> None:
+        """Return when what was old after the last commit that was told of is deleted."""
+        self._retain()
         self._saver.wait()
 
     def protect(self) -> None:
@@ -153,35 +158,43 @@ class Saves:
         if self.is_under_way:
             try:
                 self._end()
-            except Exception as error:  # noqa: BLE001  # raised by the caller
+            except Exception as error:
+                if self.is_under_way:
+                    raise  # the waiting was interrupted, and not the save
                 failures.append(error)
 
     def _end(self) -> SaveResult | None:
         before = self._before
         assert before is not None, "begin comes first"
-        try:
-            result = self._saver.end()
-        except BaseException as error:
-            if self.is_under_way:
-                raise  # the waiting was interrupted, and not the save
-            self._gate.open()
+        ended = self._saver.wait_for_save()
+        # until it is forgotten, whatever interrupts this can be followed by the same once more
+        self._gate.open()
+        result, failure = ended.result, ended.failure
+        if result is None:
+            assert failure is not None, "a job returns or raises"
             self._due.undone(before)
             told, self._told = self._told, None
-            if told is error:
+            self._saver.forget()
+            if told is failure:
                 return None  # the call that began it has raised it
-            self._announcer.tell("failed", step=before.step, detail=error_text(error))
-            raise
-        self._gate.open()
-        self._committed(result)
+            self._announcer.tell("failed", step=before.step, detail=error_text(failure))
+            try:
+                raise failure
+            finally:
+                del ended, failure  # its traceback leads here, and to the tensors
+        self.descends_from = result.descent
         if self._world.rank == 0:
             self._retention = lambda: self._announcer.leave(self._keeper.retain(result))
+        self._saver.forget()
+        self._tell_committed(result)
         return result
 
     def _retain(self) -> None:
         """Delete what is old, in the background: there it would hold up a save that is being begun."""
-        retention, self._retention = self._retention, None
+        retention = self._retention
         if retention is not None:
             self._saver.then(retention)
+            self._retention = None  # not before: an interrupt in between has it done twice, and not never
 
     def _write(self, run: Live | TrainState, step: int) -> SaveOutcome:
         """Save in the thread of the caller."""
@@ -196,8 +209,9 @@ class Saves:
         except Exception as error:
             self._announcer.tell("failed", step=step, detail=error_text(error))
             raise
+        self.descends_from = result.descent
         self._due.begun(step)
-        self._committed(result)
+        self._tell_committed(result)
         if self._world.rank == 0:
             self._announcer.leave(self._keeper.retain(result))
         self._announcer.tell_left()
@@ -209,27 +223,35 @@ class Saves:
             state = _captured(run)
             snapshot = self._snapshot(run, state)
             leaves = snapshot.named()
-            hold = Hold(leaves, copied=self._gate.changing(run, state, leaves), max_extra_bytes=self._room)
+            unannounced = self._gate.changing(run, state, leaves)
+            hold = Hold(leaves, unannounced=unannounced, max_extra_bytes=self._room)
         except Exception as error:
             self._announcer.tell("failed", step=step, detail=error_text(error))
             if self._world.world_size > 1:  # the other ranks wait in their threads for what this one has to say
                 self._begin(_raising(error), Hold({}), step)
                 self._told = error
             raise
-        self._gate.close_for(hold, run)
         try:
+            self._gate.close_for(hold, run)
             self._begin(lambda: snapshot, hold, step)
         except BaseException:
-            hold.release()
-            self._gate.open()
+            if not self.is_under_way:  # else an interrupt came when it was begun already
+                hold.release()
+                self._gate.open()
+            raise
+        try:
+            hold.settle()
+        except BaseException:
+            hold.release()  # the save fails: what nobody announces may change from now on, and is not read
             raise
         self._announcer.tell("saved", step=step, detail=f"{hold.copied_bytes} bytes copied, the others held")
         return SaveOutcome("staged", step)
 
     def _begin(self, take: Callable[[], Snapshot], hold: Hold, step: int) -> None:
-        self._before = before = self._due.begun(step)  # first, so that what interrupts the rest leaves it known
-        self._retain()  # the thread does one thing after another: what is old goes before more is written
+        self._before = before = self._due.before(step)
         try:
+            self._due.begun(step)
+            self._retain()  # the thread does one thing after another: what is old goes before more is written
             self._saver.begin(take, hold, descends_from=self.descends_from, owner=self)
         except BaseException:
             if not self.is_under_way:
@@ -240,8 +262,7 @@ class Saves:
         names = validate_components(self._components, declared=run.names) if isinstance(run, Live) else self._components
         return take_snapshot(state, components=names, contract=self._contract, describe=self._describer.describe)
 
-    def _committed(self, result: SaveResult) -> None:
-        self.descends_from = result.descent
+    def _tell_committed(self, result: SaveResult) -> None:
         self._announcer.tell(
             "committed", step=result.step, checkpoint=result.checkpoint, detail=f"{result.size_bytes} bytes"
         )

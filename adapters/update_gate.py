@@ -7,7 +7,8 @@ from typing import Any, Final, final
 import torch
 
 from trainfold.adapters.live import Live
-from trainfold.backends.hold import Hold, LeafName
+from trainfold.backends.hold import Hold
+from trainfold.backends.write_watch import LeafName
 from trainfold.core import tree
 from trainfold.core.leaves import leaves_in
 from trainfold.core.state import TrainState
@@ -116,7 +117,9 @@ class UpdateGate:
                 if (found := gate()) is not None:
                     found.protect()
 
-            self._handles[optimizer] = optimizer.register_step_pre_hook(before_step)
+            # a compiled step calls it as it is: it waits for threads, and reads what is there now
+            hook = torch.compiler.disable(before_step)  # type: ignore[no-untyped-call]
+            self._handles[optimizer] = optimizer.register_step_pre_hook(hook)
         return True
 
 

@@ -9,7 +9,6 @@ from typing import Final, TypeVar
 import attrs
 
 from trainfold.backends.best_reader import (
-    CHANGING_BEST,
     best_bytes,
     best_checkpoint,
     best_checkpoints,
@@ -24,6 +23,7 @@ from trainfold.backends.best_reader import (
 )
 from trainfold.backends.collectives import SingleProcess
 from trainfold.backends.inventory import read_run_id
+from trainfold.backends.naming import naming_best
 from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.runs import Run, open_store
 from trainfold.backends.together import on_rank_zero
@@ -176,7 +176,7 @@ def _loaded(
 
 
 def _save(store: Store, record: BestRecord, places: tuple[BestEntry, ...] | None, *, takes_lock: bool) -> BestRecord:
-    with _locked(store) if takes_lock else nullcontext(), CHANGING_BEST:
+    with _locked(store) if takes_lock else nullcontext(), naming_best():
         return _save_locked(store, record, places)
 
 

@@ -1,8 +1,6 @@
 """Reading a run's ``best.json``: what it holds on to, and how much of it can still be loaded."""
 
-import threading
 from collections.abc import Iterable
-from typing import Final
 
 from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.protocols import Store
@@ -13,9 +11,6 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.inventory import lineage
 from trainfold.core.manifest import Head
 from trainfold.core.save_plan import directory_of
-
-CHANGING_BEST: Final = threading.RLock()
-"""Held while a best is named, and while what no best names is deleted: a manager does that in a thread of its own (E02)."""
 
 
 def best_checkpoint(store: Store) -> str | None:

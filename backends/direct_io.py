@@ -52,6 +52,10 @@ class _Pool:
             with self._mutex:
                 self._free += taken[: max(0, BUFFERS - len(self._free))]
 
+    def renew(self) -> None:
+        """In a forked child: whoever had the lock is not there any more."""
+        self._mutex = threading.Lock()
+
     def clear(self) -> None:
         with self._mutex:
             self._free.clear()
@@ -65,6 +69,8 @@ def _aligned_buffer() -> Bytes:
 
 
 _POOL: Final = _Pool()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_POOL.renew)
 
 
 def release_buffers() -> None:

@@ -2,27 +2,28 @@
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, TypeAlias, final
+from itertools import accumulate
+from typing import Final, final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trainfold.backends.arena import Arena, padded
-from trainfold.backends.owner_thread import OwnerThread
+from trainfold.backends.bell import Bell
+from trainfold.backends.held import Held, Move, steadily
 from trainfold.backends.pinned_ring import Begun, PinnedRing
 from trainfold.backends.protocols import Place
+from trainfold.backends.write_watch import LeafName, WriteWatch
 from trainfold.core.codec import byte_view
 from trainfold.core.errors import SaveFailed
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-LeafName: TypeAlias = tuple[str, str]
-"""A component and a leaf path in it."""
-
 DEVICE_PIECE_BYTES: Final = 8 << 20  # a copy from a device costs a launch, so pieces are larger than those in memory
+SMALL_COPIES_BYTES: Final = (
+    1 << 20
+)  # random states and the like: copied at once though there is no room, as the writer has buffers
 
 
 @final
@@ -38,28 +39,6 @@ class HeldLeaf:
     def pieces(self, piece_bytes: int, place: Place | None = None) -> Iterator[memoryview]:
         """The bytes of the leaf as they were when the hold was made."""
         return self._hold.pieces(self._name, piece_bytes, place)
-
-
-@final
-@attrs.define(eq=False)
-class _Held:
-    """One leaf: the bytes ``[read, copied_from)`` are still to be read from the live tensor, those after it from ``copy``."""
-
-    live: torch.Tensor | None
-    size_bytes: int
-    is_flat: bool  # its bytes lie in order, so that a part of them can be read or copied
-    ring: PinnedRing | None = None  # what reads it, on a device
-    read: int = 0
-    pinned_to: int = 0  # the writer has a view of the bytes [read, pinned_to) in its hands
-    moving_from: int | None = None  # these bytes are being copied just now
-    copied_from: int = -1
-    copy: torch.Tensor | None = None
-    array: tuple[torch.Tensor, Bytes] | None = None  # what it is read from, and that as bytes
-
-    @property
-    def is_exposed(self) -> bool:
-        """Whether a write to the live tensor would change what is saved."""
-        return self.live is not None and (self.read < self.copied_from or self.read < self.pinned_to)
 
 
 @final
@@ -82,8 +61,10 @@ class Hold:
 
     Args:
         leaves: the tensors by name, in the order of reading as far as it is known.
-        copied: names of leaves that are copied at once, because nobody says when they change.
-        max_extra_bytes: how many bytes may be copied in all; None for as many as there are; 0: wait, never copy.
+        unannounced: names of leaves that are copied at once, because nobody says when they change. Where there is no room for
+            them, `settle` waits until they have been read.
+        max_extra_bytes: how many bytes may be copied in all; None for as many as there are; 0: wait, never copy. Up to
+            ``SMALL_COPIES_BYTES`` of what is unannounced are copied all the same.
 
     Attributes:
         copied_bytes: how many were copied in all.
@@ -102,55 +83,55 @@ class Hold:
         self,
         leaves: Mapping[LeafName, torch.Tensor],
         *,
-        copied: Collection[LeafName] = (),
+        unannounced: Collection[LeafName] = (),
         max_extra_bytes: int | None = None,
     ) -> None:
-        self._changed = threading.Condition()
+        self._mutex = threading.RLock()  # itself in `with`, and no condition around it: see `Bell`
+        self._writers_bell = Bell()
+        self._owners_bell = Bell()
         self._protecting = threading.Lock()  # optimizers may step in several threads
         self._room = max_extra_bytes
         self._arena: Arena | None = None
         self._is_over = False
-        self._torn: LeafName | None = None  # the first leaf that was found to be written to
-        self._written: set[LeafName] = set()
         self._process = os.getpid()
-        self._owner = OwnerThread()
         self._rings: dict[torch.device, PinnedRing] = {}
         self.copied_bytes = 0
         self.protected_bytes = 0
         leaves = dict(
             zip(leaves, map(torch.Tensor.detach, leaves.values()), strict=True)
-        )  # `.data = ` leads owners elsewhere
+        )  # `.data =` leads owners elsewhere
         for device in {tensor.device for tensor in leaves.values() if tensor.is_cuda}:
             self._ring(device)  # now, because what it reads comes after what the device was given to do before
-        at_once = {key for key, tensor in leaves.items() if tensor.is_inference()}.union(copied)
-        self._leaves = {key: self._copied(leaves[key]) for key in at_once}
-        self._watched = {key: (tensor, tensor._version) for key, tensor in leaves.items() if key not in at_once}  # noqa: SLF001  # torch has no public name for the counter of writes
+        apart = {name for name, tensor in leaves.items() if tensor.is_inference()}.union(unannounced)
+        self._watch = WriteWatch({name: tensor for name, tensor in leaves.items() if name not in apart})
+        self._leaves = {name: self._copied(leaves[name]) for name in self._with_room({n: leaves[n] for n in apart})}
+        self._waited = apart - self._leaves.keys()
         self._given: Mapping[LeafName, torch.Tensor] | None = leaves  # what is left to look at, when the call is over
         self._specs: dict[LeafName, tuple[torch.dtype, torch.Size]] = {}
-        self._order: list[_Held] = []
+        self._order: list[Held] = []
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more will be read, or looked at."""
-        return self._is_over and not self._watched
+        return self._is_over and self._watch.is_over
 
     # --- the writer's thread -----------------------------------------------------------------------------------------
 
     def read_in_order(self, names: Iterable[LeafName]) -> None:
         """Say in which order the leaves will be read; those that will not be are let go."""
-        with self._changed:
+        with self._mutex:
             self._unpack()
             chosen = {name: self._leaves[name] for name in names}
             for name, leaf in self._leaves.items():
                 if name not in chosen:
-                    leaf.live, leaf.copy = None, None
+                    leaf.let_go()
             self._order = list(chosen.values())
-            self._watched = {name: seen for name, seen in self._watched.items() if name in chosen}
-            self._changed.notify_all()
+            self._watch.keep(chosen.keys())
+        self._owners_bell.ring()
 
     def leaves_of(self, component: str) -> dict[str, HeldLeaf]:
         """The leaves of a component by path, to be written."""
-        with self._changed:
+        with self._mutex:
             self._unpack()
         mine = {name[1]: (name, spec) for name, spec in self._specs.items() if name[0] == component}
         return {path: HeldLeaf(*spec, self, name) for path, (name, spec) in mine.items()}
@@ -164,7 +145,7 @@ class Hold:
                 arena.make_present()
             except (MemoryError, OSError, RuntimeError):
                 return  # it is no more than a preparation
-            with self._changed:
+            with self._mutex:
                 if not self._is_over and self._arena is None:
                     self._arena = arena
 
@@ -179,7 +160,7 @@ class Hold:
         Raises:
             SaveFailed: if the leaf was written to without `protect`.
         """
-        with self._changed:
+        with self._mutex:
             self._unpack()
         leaf = self._leaves[name]
         if not leaf.is_flat:
@@ -192,28 +173,12 @@ class Hold:
         place = place or _scratch(min(piece_bytes, leaf.size_bytes))
         while leaf.read < leaf.size_bytes:
             wanted = place(min(piece_bytes, leaf.size_bytes - leaf.read))  # first, because it may have to wait
-            with self._pinned(name, leaf, len(wanted)) as piece:
-                # not the live bytes themselves: nobody but a copy may hold an update up, least of all a disk
-                taken = wanted[: piece.nbytes]
-                np.copyto(np.frombuffer(taken, dtype=np.uint8), piece)
-            yield taken
-        with self._changed:
-            leaf.live = leaf.copy = leaf.array = None
-            self._changed.notify_all()
-
-    def _begun(self, name: LeafName, leaf: _Held, ring: PinnedRing) -> Begun | None:
-        """Begin to read the next piece on a device; a write that comes later waits for it there."""
-        with self._changed:
-            if leaf.read == leaf.size_bytes:
-                return None
-            self._changed.wait_for(lambda: leaf.moving_from is None or leaf.read < leaf.moving_from)
-            self._look_at(name)
-            self._check(name)
-            source, start, stop = self._next(leaf, ring.piece_bytes)
-            begun = ring.begin(byte_view(source)[leaf.read - start : stop - start])
-            leaf.read = stop
-            self._changed.notify_all()
-            return begun
+            taken = self._taken_by_writer(name, leaf, wanted)
+            if taken is not None:
+                yield taken
+        with self._mutex:
+            leaf.let_go()
+        self._owners_bell.ring()
 
     def check_unchanged(self) -> None:
         """Look once more at what was read, when all of it is written and nothing is committed.
@@ -221,26 +186,32 @@ class Hold:
         Raises:
             SaveFailed: if a leaf was written to without `protect`, at whatever time since the hold was made.
         """
-        if self._watched:
-            self._owner.wait_until_it_moves()
-        with self._changed:
-            self._settle()
-            self._check_torn()
+        self._watch.wait_for_kernels()
+        with self._mutex:
+            self._watch.end()
+            self._watch.check()
 
     def release(self) -> None:
         """Let go of everything: the save is done, or has failed; then what was written to is known when `written` is asked."""
-        with self._changed:
+        with self._mutex:
             self._is_over = True
             self._unpack()
-            self._look()
-            if not self._written:
-                self._watched = {}
+            self._watch.look()
+            if not self._watch.written:
+                self._watch.end()
             for leaf in self._leaves.values():
-                leaf.live = leaf.copy = leaf.array = None
+                leaf.let_go()
             self._arena = None
-            self._changed.notify_all()
+        self._owners_bell.ring()
+        self._writers_bell.ring()
 
     # --- the owner's thread ------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Return when what is unannounced, and had no room to be copied, has been read; the call that saves ends with it."""
+        if self._waited:
+            with self._protecting:
+                self._wait_for(lambda: [self._leaves[name] for name in self._waited])
 
     def protect(self) -> None:
         """Return when the leaves may be written to. Calling it again costs next to nothing.
@@ -257,63 +228,91 @@ class Hold:
         So a loop that writes to many leaves hears of all of them, and not only of the one that made the save fail.
         """
         if self._process == os.getpid():
-            with self._changed:
-                self._look()
+            with self._mutex:
+                self._watch.look()
                 if self._is_over:
-                    self._watched = {}
-        return frozenset(self._written)
+                    self._watch.end()
+        return frozenset(self._watch.written)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _protect(self) -> None:
-        with self._changed:
-            self._unpack()
-            self._look()
-            chosen = self._choose()
-            for leaf, start in chosen:
-                leaf.moving_from = start
+        move = Move()
         try:
+            with self._mutex:
+                self._unpack()
+                self._watch.look()
+                chosen = self._choose()
+                for leaf, start in chosen:
+                    leaf.move(move, start)
             self._move(chosen)
         finally:
-            with self._changed:
-                for leaf, _ in chosen:
-                    leaf.moving_from = None
-                self._changed.notify_all()
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_over or not any(leaf.is_exposed for leaf in self._order))
-            self._settle()  # not before: somebody else's kernel may have returned while this one waited
+            move.is_over = True
+            self._writers_bell.ring()
+        self._wait_for(lambda: self._order)
+        with self._mutex:
+            self._watch.end()  # not before: somebody else's kernel may have returned while this one waited
             for leaf in self._order:
                 leaf.live = None
         for ring in self._rings.values():
             ring.order_writes()
 
+    def _wait_for(self, leaves: Callable[[], Iterable[Held]]) -> None:
+        """Return when the writer needs these leaves no more as they are; in the owner's thread."""
+        while True:
+            with self._mutex:
+                self._unpack()
+                if self._is_over or not any(leaf.is_exposed for leaf in leaves()):
+                    return
+            self._owners_bell.wait()
+
+    @contextmanager
+    def _unmoved(self, leaf: Held) -> Iterator[None]:
+        """Wait while the owner copies what is to be read next, and do what follows before it begins with that; in the writer's thread."""
+        while True:
+            with self._mutex:
+                if leaf.moving_from is None or (leaf.is_flat and leaf.read < leaf.moving_from):
+                    yield
+                    return
+            self._writers_bell.wait()
+
     def _unpack(self) -> None:
-        """Look at what was given, in whichever thread is the first to need it."""
-        given, self._given = self._given, None
+        """Look at what was given, in whichever thread is the first to need it; again, if an interrupt came in between."""
+        given = self._given
         if given is not None:
-            self._specs = {key: (tensor.dtype, tensor.shape) for key, tensor in given.items()}
-            at_once = self._leaves
-            self._leaves = {key: at_once.get(key) or self._taken(tensor) for key, tensor in given.items()}
+            self._specs = {name: (tensor.dtype, tensor.shape) for name, tensor in given.items()}
+            copied = self._leaves
+            self._leaves = {name: copied.get(name) or self._taken(tensor) for name, tensor in given.items()}
             self._order = list(self._leaves.values())
+            self._given = None
 
-    def _copied(self, tensor: torch.Tensor) -> _Held:
-        copy = byte_view(tensor.to("cpu", copy=True))
+    def _with_room(self, tensors: Mapping[LeafName, torch.Tensor]) -> list[LeafName]:
+        """Those that are copied at once, the smallest first."""
+        if self._room is None:
+            return list(tensors)
+        room = max(self._room, SMALL_COPIES_BYTES)
+        sizes = accumulate(sorted(tensor.nbytes for tensor in tensors.values()))
+        names = sorted(tensors, key=lambda name: tensors[name].nbytes)
+        return [name for name, size_bytes in zip(names, sizes, strict=True) if size_bytes <= room]
+
+    def _copied(self, tensor: torch.Tensor) -> Held:
+        copy = byte_view(steadily(tensor, lambda source: source.to("cpu", copy=True)))
         self.copied_bytes += tensor.nbytes
-        return _Held(None, tensor.nbytes, is_flat=True, copied_from=0, copy=copy)
+        return Held(None, tensor.nbytes, is_flat=True, copied_from=0, copy=copy)
 
-    def _taken(self, tensor: torch.Tensor) -> _Held:
+    def _taken(self, tensor: torch.Tensor) -> Held:
         is_flat = (
             tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) and (tensor.is_cpu or tensor.is_cuda)
         )
         ring = self._ring(tensor.device) if is_flat and tensor.is_cuda else None
-        return _Held(tensor, tensor.nbytes, is_flat, ring, copied_from=tensor.nbytes)
+        return Held(tensor, tensor.nbytes, is_flat, ring, copied_from=tensor.nbytes)
 
     def _ring(self, device: torch.device) -> PinnedRing:
         if device not in self._rings:
             self._rings[device] = PinnedRing(device, DEVICE_PIECE_BYTES)
         return self._rings[device]
 
-    def _choose(self) -> list[tuple[_Held, int]]:
+    def _choose(self) -> list[tuple[Held, int]]:
         """What to copy, from which byte on: the last of the unread bytes, because the first ones are read the soonest."""
         room = None if self._room is None else self._room - self.copied_bytes
         chosen = []
@@ -331,7 +330,7 @@ class Hold:
                 room -= leaf.copied_from - start
         return chosen[::-1]
 
-    def _move(self, chosen: list[tuple[_Held, int]]) -> None:
+    def _move(self, chosen: list[tuple[Held, int]]) -> None:
         """Copy; the writer waits for a leaf while it is being copied, and goes on from the copy."""
         wanted = sum(padded(leaf.copied_from - start) for leaf, start in chosen if leaf.is_flat and leaf.ring is None)
         try:
@@ -340,109 +339,87 @@ class Hold:
                 live = leaf.live
                 if live is None:
                     continue  # released meanwhile, or let go because it is not read
+                stop = leaf.copied_from
                 if not leaf.is_flat:
-                    copy = live.detach().clone()
+                    copy = steadily(live, torch.clone)
                 elif leaf.ring is not None:
-                    copy = byte_view(live)[start : leaf.copied_from].clone()
+                    copy = byte_view(live)[start:stop].clone()
                     leaf.ring.wait_for_current()
                 else:
-                    unread = byte_view(live)[start : leaf.copied_from]
-                    copy = arena.take(unread.numel()).copy_(unread)
-                with self._changed:
+                    copy = arena.take(stop - start)
+                    steadily(live, lambda source: copy.copy_(byte_view(source)[start:stop]))  # noqa: B023  # called here
+                with self._mutex:
                     if self._is_over:
                         return
-                    self.copied_bytes += leaf.copied_from - start
-                    self.protected_bytes += leaf.copied_from - start
-                    leaf.copy, leaf.copied_from, leaf.moving_from = copy, start, None
-                    self._changed.notify_all()
+                    self.copied_bytes += stop - start
+                    self.protected_bytes += stop - start
+                    leaf.moved(copy, start)
+                self._writers_bell.ring()
         except (MemoryError, RuntimeError, OSError):
             return  # no memory: what is not copied is waited for
 
     def _arena_of(self, size_bytes: int) -> Arena:
         """Memory for so many bytes: what `prepare` has made ready, if that is enough."""
-        with self._changed:
+        with self._mutex:
             ready, self._arena = self._arena, None
         return ready if ready is not None and ready.left_bytes >= size_bytes else Arena(size_bytes)
 
-    @contextmanager
-    def _pinned(self, name: LeafName, leaf: _Held, piece_bytes: int) -> Iterator[Bytes]:
-        """The next piece; if it is of the live tensor, `protect` waits until it has been taken."""
-        with self._changed:
-            self._changed.wait_for(lambda: leaf.moving_from is None or leaf.read < leaf.moving_from)
+    def _taken_by_writer(self, name: LeafName, leaf: Held, wanted: memoryview) -> memoryview | None:
+        """Copy the next piece to where it is wanted; None if its memory went elsewhere meanwhile, and it is to be read again.
+
+        Not the live bytes themselves are written: nobody but a copy may hold an update up, least of all a disk.
+        """
+        with self._unmoved(leaf):
             self._check(name)
-            source, start, stop = self._next(leaf, piece_bytes)
+            source, start, stop = leaf.next_bytes(len(wanted))
             is_live = source is leaf.live
-            if leaf.array is None or leaf.array[0] is not source:
-                leaf.array = source, byte_view(source).numpy()
+            array, taken = leaf.array_of(source), wanted[: stop - leaf.read]
             leaf.pinned_to = stop if is_live else 0
         try:
-            yield leaf.array[1][leaf.read - start : stop - start]
+            np.copyto(np.frombuffer(taken, dtype=np.uint8), array[leaf.read - start : stop - start])
         finally:
-            with self._changed:
+            with self._mutex:
                 if is_live:
-                    self._look_at(name)
-                leaf.read, leaf.pinned_to = stop, 0
-                self._changed.notify_all()
-        self._check(name)
+                    self._watch.look_at(name)
+                is_taken = leaf.is_where_it_was()
+                leaf.read, leaf.pinned_to = stop if is_taken else leaf.read, 0
+            self._owners_bell.ring()
+        with self._mutex:
+            self._check(name)
+        return taken if is_taken else None
 
-    def _next(self, leaf: _Held, piece_bytes: int) -> tuple[torch.Tensor, int, int]:
-        """What the next bytes are to be read from, live or copied; of which byte it has the first one; and where they end."""
-        end = leaf.copied_from if leaf.moving_from is None else leaf.moving_from
-        is_copy = leaf.read >= leaf.copied_from
-        stop = min(leaf.read + piece_bytes, leaf.size_bytes if is_copy else end)
-        source, start = (leaf.copy, leaf.copied_from) if is_copy else (leaf.live, 0)
-        assert source is not None
-        return source, start, stop
+    def _begun(self, name: LeafName, leaf: Held, ring: PinnedRing) -> Begun | None:
+        """Begin to read the next piece on a device; a write that comes later waits for it there."""
+        if leaf.read == leaf.size_bytes:
+            return None
+        with self._unmoved(leaf):
+            self._watch.look_at(name)
+            self._check(name)
+            source, start, stop = leaf.next_bytes(ring.piece_bytes)
+            begun = ring.begin(byte_view(source)[leaf.read - start : stop - start])
+            leaf.read = stop
+        self._owners_bell.ring()
+        return begun
 
-    def _flatten(self, name: LeafName, leaf: _Held) -> None:
+    def _flatten(self, name: LeafName, leaf: Held) -> None:
         """Copy a leaf whose bytes do not lie in order, or not on the CPU; from then on the live one may change."""
-        with self._changed:
-            self._changed.wait_for(lambda: leaf.moving_from is None)
+        with self._unmoved(leaf):
+            self._check(name)
             source = leaf.live if leaf.copy is None else leaf.copy
             assert source is not None
             leaf.pinned_to = leaf.size_bytes if leaf.copy is None else 0
-        flat = byte_view(source.detach().cpu())
-        with self._changed:
+        flat = byte_view(steadily(source, lambda source: source.detach().cpu()))
+        with self._mutex:
             if leaf.pinned_to:
-                self._look_at(name)
+                self._watch.look_at(name)
             leaf.copy, leaf.copied_from, leaf.pinned_to, leaf.is_flat = flat, 0, 0, True
-            self._changed.notify_all()
-        self._check(name)
-
-    def _settle(self) -> None:
-        """Look at everything for the last time: from now on, whoever writes may."""
-        self._look()
-        self._watched = {}
-
-    def _look(self) -> None:
-        for name, (tensor, version) in self._watched.items():
-            if tensor._version != version:  # noqa: SLF001  # as above
-                self._note(name)
-
-    def _look_at(self, name: LeafName) -> None:
-        tensor, version = self._watched.get(name, (None, 0))
-        if tensor is not None and tensor._version != version:  # noqa: SLF001  # as above
-            self._note(name)
-
-    def _note(self, name: LeafName) -> None:
-        self._written.add(name)
-        if self._torn is None:
-            self._torn = name
+            self._check(name)
+        self._owners_bell.ring()
 
     def _check(self, name: LeafName) -> None:
-        self._check_torn()
+        self._watch.check()
         if self._is_over:
             raise SaveFailed(name[1], expected="a hold", found="a released one", mend="save again")
-
-    def _check_torn(self) -> None:
-        if self._torn is not None:
-            raise SaveFailed(
-                self._torn[1],
-                expected="a leaf that does not change while it is being saved",
-                found="a write to it before the next optimizer step",
-                mend="nothing: it is copied from now on, which costs each save the time of the copy; or call manager.wait_staging() "
-                "before you change it; the checkpoints before this one are whole",
-            )
 
 
 def _scratch(size_bytes: int) -> Place:

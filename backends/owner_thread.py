@@ -6,7 +6,10 @@ import time
 from types import FrameType
 from typing import Final, final
 
+from trainfold.backends import bell
+
 LONGEST_SECS: Final = 0.5
+_WAITING: Final = (vars(threading), vars(bell))
 _FIRST_NAP_SECS: Final = 0.0005
 _LONGEST_NAP_SECS: Final = 0.02
 
@@ -17,7 +20,7 @@ class OwnerThread:
 
     A kernel moves the version counter of what it writes to before it returns to Python, so once the thread's place in its
     Python code has moved, the counters tell of whatever was being written before. A thread in the module `threading`
-    waits for a lock, and is in no kernel.
+    waits for a lock, and is in no kernel; so does one at a `Bell`.
 
     Examples:
         >>> OwnerThread().wait_until_it_moves()  # in its own thread there is nothing to wait for
@@ -50,6 +53,6 @@ class OwnerThread:
     def _place(self) -> tuple[FrameType, int] | None:
         """Where the thread is in its Python code; None where it is in no operation."""
         frame = sys._current_frames().get(self._ident)  # noqa: SLF001  # public but for its name
-        if frame is None or frame.f_globals is vars(threading):
+        if frame is None or any(frame.f_globals is each for each in _WAITING):
             return None
         return frame, frame.f_lasti

@@ -9,11 +9,12 @@ import attrs
 import torch
 
 from trainfold.backends.failures import failures_elsewhere, named_failures
-from trainfold.backends.hold import Hold, LeafName
+from trainfold.backends.hold import Hold
 from trainfold.backends.inventory import RUN_FILE, check_place, examine, read_inventory, read_run_id, run_document
 from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.run_save import SaveResult, run_save
 from trainfold.backends.together import on_all_ranks, on_rank_zero
+from trainfold.backends.write_watch import LeafName
 from trainfold.core.codec import as_tensor
 from trainfold.core.components import components_of, select
 from trainfold.core.contract import checked_contract, contract_of

@@ -5,6 +5,7 @@ import concurrent.futures
 import gc
 import logging
 import os
+import signal
 import threading
 import weakref
 
@@ -21,7 +22,7 @@ from trainfold.adapters.requests import Asked
 from trainfold.backends.arena import Arena
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.hold import Hold
-from trainfold.backends.inventory import RUN_FILE, run_document
+from trainfold.backends.inventory import RUN_FILE, read_inventory, run_document
 from trainfold.backends.memory import ErrorAt, MemoryStore
 from trainfold.backends.runs import load
 from trainfold.core.errors import (
@@ -303,7 +304,7 @@ def test_a_failed_save_is_told_at_the_next_boundary_and_the_pointer_stays():
         manager.drain()
         store.inner._fault = ErrorAt(len(store.inner.effects) + 8)
         manager.save(job.live)
-        manager._saves._saver._under_way.exception()  # until it has ended
+        manager._saves._saver.wait_for_save()
         assert store.inner.point_target("latest") == "step-00000001"
         assert load(store.inner, like=job.live.capture()).trainer.step == 1
         job.train()
@@ -565,7 +566,7 @@ def test_a_manager_that_nobody_keeps_stands_before_updates_until_its_save_has_en
         pass
     train()
     store.may_go_on.set()
-    under_way.result(20)
+    under_way.wait()
     found = load(store.inner, like=live.capture())
     assert {name: digest for name, digest in fingerprint(found).items() if name != "rng"} == {
         name: digest for name, digest in wanted.items() if name != "rng"
@@ -579,10 +580,10 @@ def test_an_interrupted_wait_is_no_end_of_the_save(monkeypatch):
     manager = CheckpointManager(store, mode="async")
     manager.save(live)
     assert store.has_paused.wait(20)
-    future = manager._saves._saver._under_way
+    job = manager._saves._saver._under_way
     for call in (manager.drain, manager.close):
         with monkeypatch.context() as patched:
-            patched.setattr(type(future), "result", _interrupted)
+            patched.setattr(type(job), "wait", _interrupted)
             with pytest.raises(KeyboardInterrupt):
                 call()
     train()
@@ -641,22 +642,148 @@ def test_the_last_step_is_saved_although_the_save_before_it_failed():
     store = PausingStore(fault=ErrorAt(9))
     with CheckpointManager(store, mode="async", every=5) as manager:
         manager.step(TrainState(trainer=Progress(step=5), extra={"w": torch.ones(4)}))
-        manager._saves._saver._under_way.exception()
+        manager._saves._saver.wait_for_save()
         with pytest.raises(SaveFailed):
             manager.step(TrainState(trainer=Progress(step=7), extra={"w": torch.ones(4)}), is_last=True)
     assert [name for name in store.inner.list() if name.startswith("step-")] == ["step-00000007"]
 
 
-def test_a_thread_that_cannot_be_started_leaves_nothing_held(monkeypatch):
+@pytest.mark.parametrize("fails", [False, True])
+def test_where_no_thread_can_be_started_the_call_saves(monkeypatch, fails):
     store, (live, train) = MemoryStore(), momentum_job()
     manager = CheckpointManager(store, mode="async", max_extra_bytes=0)
     with monkeypatch.context() as patched:
         patched.setattr("threading.Thread.start", _no_thread)
-        with pytest.raises(RuntimeError, match="can't start"):
-            manager.save(live)
-    train()
+        if fails:
+            store._fault = ErrorAt(store._attempts + 1)
+        manager.save(live)
+        train()
+        if fails:
+            with pytest.raises(SaveFailed):
+                manager.drain()
+        else:
+            assert manager.drain().step == 1
+    assert [entry.head.step for entry in read_inventory(store).entries] == [1] * (not fails)
     assert manager.finish(live).step == 2
     manager.close()
+
+
+def test_what_has_no_room_and_is_not_announced_is_written_when_the_call_ends():
+    """max_extra_bytes=0: wait, never copy; an average of the weights, say, which changes whenever it likes."""
+    average = torch.arange(1 << 20, dtype=torch.float32)
+    wanted = average.clone()
+    live = attach(nn.Linear(2, 1), extra={"average": (lambda: {"w": average}, None.__class__)})
+    live.advance(samples=1)
+    store = MemoryStore()
+    with CheckpointManager(store, mode="async", max_extra_bytes=0) as manager:
+        manager.save(live)
+        average.fill_(-1.0)
+        manager.drain()
+    found = load(store, like=live.capture())
+    assert torch.equal(found.extra["average"].value["w"], wanted)
+
+
+def test_an_interrupt_while_it_is_waited_for_fails_the_save_and_tears_nothing(monkeypatch):
+    average = torch.zeros(1 << 20)
+    live = attach(nn.Linear(2, 1), extra={"average": (lambda: {"w": average}, None.__class__)})
+    live.advance(samples=1)
+    store = PausingStore(0)
+    with CheckpointManager(store, mode="async", max_extra_bytes=0) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(Hold, "_wait_for", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                manager.save(live)
+        average.fill_(-1.0)
+        store.may_go_on.set()
+        with pytest.raises(SaveFailed, match="released"):
+            manager.drain()
+        assert manager.finish(live).step == 1
+    found = load(store.inner, like=live.capture())
+    assert torch.equal(found.extra["average"].value["w"], average)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, where it is imported in being traced
+def test_a_compiled_update_is_stood_before_as_any_other():
+    """D02: the hook is called as it is and not traced."""
+    store, model = PausingStore(3), nn.Linear(4, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer)
+    update = torch.compile(optimizer.step, backend="eager")
+
+    def train():
+        model(torch.ones(2, 4)).square().sum().backward()
+        update()
+        optimizer.zero_grad()
+        live.advance(samples=2)
+
+    with CheckpointManager(store, mode="async") as manager:
+        train()
+        wanted = fingerprint(live.capture())["model"]
+        manager.save(live)
+        assert store.has_paused.wait(20)
+        train()
+        store.may_go_on.set()
+        manager.drain()
+        train()
+        manager.finish(live)
+    assert fingerprint(load(store.inner, like=live.capture(), step=1))["model"] == wanted
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of other tests' threads, on Python 3.12
+def test_a_child_forked_while_old_checkpoints_are_deleted_saves_and_deletes(monkeypatch):
+    """The lock that is held over a deletion is its parent's, as is the thread that would give it back."""
+    store, inside, may_go_on = MemoryStore(), threading.Event(), threading.Event()
+    real = store.delete
+
+    def slow(name):
+        inside.set()
+        assert may_go_on.wait(20)
+        real(name)
+
+    state = [TrainState(trainer=Progress(step=step)) for step in range(4)]
+    with CheckpointManager(store, mode="async", keep_last=1) as manager:
+        for step in (1, 2):
+            manager.save(state[step])
+            manager.drain()
+            monkeypatch.setattr(store, "delete", slow)
+        assert inside.wait(20)
+        pid = os.fork()
+        if not pid:
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(20)
+                other = MemoryStore()
+                with CheckpointManager(other, keep_last=1) as mine:
+                    for each in state:
+                        mine.save(each)
+                os._exit([name for name in other.list() if name.startswith("step-")] != ["step-00000003"])
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        may_go_on.set()
+
+
+def test_what_is_pointed_to_while_old_checkpoints_are_deleted_is_kept(monkeypatch):
+    """E02: nothing that a pointer names is deleted, though the plan to delete it was made before."""
+    store = MemoryStore()
+    real, inside, may_go_on = store.delete, threading.Event(), threading.Event()
+
+    def slow(name):
+        inside.set()
+        assert may_go_on.wait(20)
+        real(name)
+
+    with CheckpointManager(store, keep_last=3) as manager:
+        for step in (1, 2, 3):
+            manager.save(TrainState(trainer=Progress(step=step)))
+    monkeypatch.setattr(store, "delete", slow)
+    with CheckpointManager(store, mode="async", keep_last=1) as manager:
+        manager.save(TrainState(trainer=Progress(step=4)))
+        manager.drain()
+        assert inside.wait(20)  # of the first
+        store.point("milestone", "step-00000002")
+        may_go_on.set()
+    assert [name for name in store.list() if name.startswith("step-")] == ["step-00000002", "step-00000004"]
 
 
 def _no_thread(_):
@@ -680,7 +807,7 @@ def test_a_save_that_fails_unheard_is_in_the_log(caplog):
     store = PausingStore(fault=ErrorAt(9, lasting=True))
     manager = CheckpointManager(store, mode="async")
     manager.save(TrainState(trainer=Progress(step=1), extra={"w": torch.ones(4)}))
-    manager._saves._saver._under_way.exception()
+    manager._saves._saver.wait_for_save()
     assert "a save in the background failed" in caplog.text
 
 
@@ -706,7 +833,7 @@ def test_a_request_whose_save_failed_is_answered_by_the_next_one():
     with CheckpointManager(store, mode="async", requests=asked) as manager:
         asked.ask("save")
         manager.step(TrainState(trainer=Progress(step=1), extra={"w": torch.ones(4)}))
-        manager._saves._saver._under_way.exception()
+        manager._saves._saver.wait_for_save()
         with pytest.raises(SaveFailed):
             manager.step(TrainState(trainer=Progress(step=2), extra={"w": torch.ones(4)}))
     assert "step-00000002" in store.inner.list()

@@ -160,11 +160,72 @@ def test_a_write_before_an_announced_one_is_noticed_too():
         list(hold.pieces(W, PIECE))
 
 
-def test_leaves_that_nobody_answers_for_are_copied_at_once():
+@pytest.mark.parametrize("room", [None, 0, 100])
+def test_small_leaves_that_nobody_answers_for_are_copied_at_once(room):
     leaf = torch.zeros(4)
-    hold = Hold({W: leaf}, copied=[W], max_extra_bytes=0)
+    hold = Hold({W: leaf}, unannounced=[W], max_extra_bytes=room)
+    hold.settle()
     leaf.add_(1.0)
     assert b"".join(hold.pieces(W, PIECE)) == bytes(16)
+
+
+@pytest.mark.parametrize("end", [lambda hold, name: list(hold.pieces(name, 1 << 20)), lambda hold, _: hold.release()])
+def test_leaves_that_nobody_answers_for_and_that_there_is_no_room_for_are_waited_for(end):
+    """max_extra_bytes: the smallest are copied, as far as it goes; the call ends when the others are read, or the save has failed."""
+    leaves = {name_of(size): torch.zeros(size << 20, dtype=torch.uint8) for size in (3, 1, 2)}
+    hold = Hold(leaves, unannounced=leaves.keys(), max_extra_bytes=4 << 20)
+    assert hold.copied_bytes == 3 << 20
+    caller = threading.Thread(target=hold.settle)
+    caller.start()
+    caller.join(0.05)
+    assert caller.is_alive()
+    end(hold, name_of(3))
+    caller.join(10)
+    assert not caller.is_alive()
+    hold.protect()
+    assert hold.copied_bytes == 3 << 20
+
+
+@pytest.mark.parametrize("place", [None, lambda size: memoryview(bytearray(size))])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_leaf_whose_memory_goes_elsewhere_is_read_from_there(monkeypatch, at, place):
+    """``share_memory_()``, or a queue to another process, moves it and frees the old one; no version counter moves."""
+    leaf = torch.arange(1024.0)
+    wanted, copies, real = bytes_of(leaf), [], np.copyto
+    hold = Hold({W: leaf})
+
+    def copy(to, part):
+        if len(copies) == at:  # in the middle of a piece: half of it is what somebody else writes to the freed memory
+            real(to, part)
+            to[: len(to) // 2] = 255
+            leaf.share_memory_()
+        else:
+            real(to, part)
+        copies.append(len(part))
+
+    monkeypatch.setattr(np, "copyto", copy)
+    assert b"".join(bytes(piece) for piece in hold.pieces(W, 1024, place)) == wanted
+    assert sum(copies) == 4096 + 1024
+    hold.check_unchanged()
+
+
+def test_an_update_that_copies_a_leaf_whose_memory_goes_elsewhere_copies_it_again(monkeypatch):
+    leaf, real, moved = torch.arange(1024.0), torch.Tensor.copy_, []
+    wanted, hold = bytes_of(leaf), Hold({W: leaf})
+
+    def copy(to, part):
+        real(to, part)
+        if not moved:
+            to[:512] = 255
+            moved.append(leaf.share_memory_())
+        return to
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    hold.protect()
+    monkeypatch.undo()
+    leaf.zero_()
+    assert moved
+    assert b"".join(bytes(piece) for piece in hold.pieces(W, PIECE)) == wanted
 
 
 def test_inference_tensors_have_no_versions_and_are_copied():
@@ -387,7 +448,7 @@ def test_a_leaf_that_was_read_is_let_go_when_it_needs_no_look_any_more(end):
 def test_a_forked_child_waits_for_nobody():
     """Neither for a writer, who is in its parent, nor for a lock that was taken there when it was forked."""
     hold = Hold({W: torch.zeros(1024)}, max_extra_bytes=0)
-    with hold._changed, hold._protecting:
+    with hold._mutex, hold._protecting:
         pid = os.fork()
         if not pid:
             try:

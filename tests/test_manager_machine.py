@@ -22,6 +22,7 @@ import trainfold
 from trainfold.adapters.live import attach
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.adapters.requests import Asked
+from trainfold.adapters.worker import Job
 from trainfold.backends.best_file import BestIgnored, best_checkpoint, load_best, save_best
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.memory import CrashAt, Effect, ErrorAt, MemoryStore, SimulatedCrash
@@ -293,9 +294,10 @@ class ManagerAndDisk(RuleBasedStateMachine):
 
     def settle(self):
         """Wait until the thread stands still."""
-        saver = self.manager._saves._saver
-        done = None if saver._thread is None else saver._submit(lambda: None)
-        while done is not None and not (done.done() or self.store.is_waiting):
+        worker, last = self.manager._saves._saver._worker, Job(lambda: None)
+        if worker._line is not None:
+            worker.begin(last)
+        while worker._line is not None and not (last.is_over or self.store.is_waiting):
             PAUSE.wait(0.0001)
         if self.save_ is not None:
             self.land(self.save_)

@@ -1,0 +1,155 @@
+"""`Worker`: a thread that does one thing after another, and `Job`: one of these things, and how it ended.
+
+Not an executor: Python lets none begin anything once its main thread has ended, which is when the last state of a run may be
+saved (A14); and an interrupt (Ctrl-C) that falls into an executor, a future or a condition can leave its lock taken for good.
+Here the caller's thread uses primitive locks and queues only, which an interrupt does not break in two.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Generic, TypeVar, final
+
+from trainfold.backends.bell import Bell
+
+T = TypeVar("T")
+_LOOK_SECS: Final = (
+    0.2  # how long a program that ends waits for a thread that nobody has closed and that has nothing to do
+)
+
+
+@final
+class Job(Generic[T]):
+    """Something that is done once, by whoever begins it first.
+
+    Attributes:
+        is_over: whether it has ended.
+        result: what it returned.
+        failure: what it raised.
+
+    Examples:
+        >>> job = Job(lambda: 7)
+        >>> job.carry_out()
+        >>> job.is_over, job.result, job.withdraw()
+        (True, 7, False)
+    """
+
+    def __init__(self, action: Callable[[], T]) -> None:
+        self._action: Callable[[], T] | None = action
+        self._claim = threading.Lock()
+        self._bell = Bell()
+        self.is_over = False
+        self.result: T | None = None
+        self.failure: BaseException | None = None
+
+    def carry_out(self) -> None:
+        """Do it, unless somebody does it already or it was withdrawn; raises nothing."""
+        action = self._action
+        if action is None or not self._claim.acquire(blocking=False):
+            return
+        try:
+            self.result = action()
+        except BaseException as error:  # noqa: BLE001  # for whoever waits
+            self.failure = error
+        self._action = None
+        self.is_over = True
+        self._bell.ring()
+
+    def withdraw(self) -> bool:
+        """Whether it will never be done, because nobody has begun it."""
+        return self._claim.acquire(blocking=False)
+
+    def wait(self) -> None:
+        """Return when it has ended; one that was not given to anybody never does."""
+        while not self.is_over:
+            self._bell.wait()
+
+
+@final
+class Worker:
+    """A thread that carries out jobs in their order; it is there from the first one on.
+
+    A Python that ends waits for what was begun (P11), in its main thread's end and in that of a process of `multiprocessing`.
+    Where no thread can be started, the caller does the work.
+
+    Args:
+        name: of the thread.
+
+    Examples:
+        >>> worker, job = Worker("example"), Job(lambda: 7)
+        >>> worker.begin(job)
+        >>> job.wait()
+        >>> job.result
+        7
+        >>> worker.close()
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._line: _Line | None = None
+
+    def begin(self, job: "Job[Any]") -> None:
+        """Have it carried out; if this raises, it may have been begun or not: see `Job.withdraw`.
+
+        Raises:
+            BaseException: what interrupted it, where it had to be done here.
+        """
+        line = self._line
+        if line is not None and line.thread.is_alive():
+            line.queue.put(job)
+            if not line.has_left:
+                return
+            line.thread.join()  # it may have seen the job in leaving
+        self._line = line = _Line(self._name)
+        weakref.finalize(self, line.queue.put, None)
+        line.queue.put(job)
+        try:
+            line.thread.start()
+        except RuntimeError:
+            self._line = None
+            job.carry_out()
+            if job.failure is not None and not isinstance(job.failure, Exception):
+                raise job.failure from None
+
+    def close(self) -> None:
+        """Wait for all that was begun, and end the thread."""
+        line = self._line
+        if line is not None:
+            line.queue.put(None)
+            while line.thread.is_alive():
+                line.thread.join()
+            self._line = None
+
+
+@final
+class _Line:
+    """A thread and what waits for it; it does not know its worker, and so ends when nobody has that any more."""
+
+    def __init__(self, name: str) -> None:
+        self.queue: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self.has_left = False
+        self.thread = threading.Thread(target=self._work, name=name, daemon=False)  # Python waits for no other
+
+    def _work(self) -> None:
+        while not self.has_left:
+            try:
+                job = self.queue.get(timeout=_LOOK_SECS)
+            except Empty:
+                self.has_left = not threading.main_thread().is_alive()
+                continue
+            if job is None:
+                return
+            job.carry_out()
+            del job  # and with it what it holds on to, while this waits for the next one
+        while (
+            job := _next_of(self.queue)
+        ) is not None:  # whoever came too late to be waited for sees that this has left
+            job.carry_out()
+
+
+def _next_of(queue: "SimpleQueue[Job[Any] | None]") -> "Job[Any] | None":
+    try:
+        return queue.get_nowait()
+    except Empty:
+        return None

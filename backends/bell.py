@@ -1,0 +1,36 @@
+"""`Bell`: wakes the one thread that waits for something to change."""
+
+import threading
+from contextlib import suppress
+from typing import Final, final
+
+_AT_LEAST_EVERY_SECS: Final = 1.0
+
+
+@final
+class Bell:
+    """Not a condition: Ctrl-C in the middle of one of those may leave its lock taken, and then the other thread waits for ever.
+
+    One thread waits, and looks again each time it returns; any thread rings. It also returns now and then when nobody rang,
+    in case an interrupt came before somebody could.
+
+    Examples:
+        >>> bell = Bell()
+        >>> bell.ring()
+        >>> bell.ring()
+        >>> bell.wait()
+    """
+
+    def __init__(self) -> None:
+        self._is_silent = threading.Lock()
+        self._is_silent.acquire()
+
+    def ring(self) -> None:
+        """Wake the thread that waits, or the one that will."""
+        if self._is_silent.locked():
+            with suppress(RuntimeError):  # somebody else rang just now
+                self._is_silent.release()
+
+    def wait(self) -> None:
+        """Return when somebody has rung since the last time."""
+        self._is_silent.acquire(timeout=_AT_LEAST_EVERY_SECS)

@@ -1,0 +1,148 @@
+"""An interrupt at any moment of a call: what comes after it still saves the last state, right and once, and nobody waits for ever."""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import trainfold
+from trainfold.adapters.manager import CheckpointManager
+from trainfold.backends.inventory import read_inventory
+from trainfold.backends.memory import MemoryStore
+from trainfold.core.errors import SaveFailed
+
+OURS = str(Path(trainfold.__file__).parent)
+HELPERS = (contextlib.__file__, threading.__file__)  # called by ours
+STRIDE = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "soak" else 29
+
+
+class TimeIsUp(Exception):
+    """What the handler of a time limit raises."""
+
+
+@contextlib.contextmanager
+def interrupted(at, kind):
+    """Raise at the n-th place of a block where Python looks for signals: where a function begins, and where C returns."""
+    places = []
+
+    def profile(frame, event, what):
+        code = frame.f_code
+        caller = frame.f_back if code.co_filename in HELPERS else frame
+        if event not in ("call", "c_return") or not caller.f_code.co_filename.startswith(OURS):
+            return
+        places.append(f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}, {event}")
+        if len(places) == at:
+            sys.setprofile(None)
+            raise kind
+
+    sys.setprofile(profile)
+    try:
+        with contextlib.suppress(kind):
+            yield places
+    finally:
+        sys.setprofile(None)
+
+
+class Loop:
+    def __init__(self, mode, room):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(4, 4)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.live = trainfold.attach(self.model, self.optimizer)
+        self.store = MemoryStore()
+        self.manager = CheckpointManager(self.store, mode=mode, max_extra_bytes=room, every=1, keep_last=1)
+
+    def backward(self):
+        self.model(torch.ones(2, 4)).square().sum().backward()
+
+    def update(self):
+        self.optimizer.step()
+
+    def count(self):
+        self.optimizer.zero_grad()
+        self.live.advance(samples=2)
+
+    def train(self):
+        self.backward()
+        self.update()
+        self.count()
+
+    def step(self):
+        self.manager.step(self.live)
+
+    def save_and_drain(self):
+        self.manager.step(self.live)
+        self.manager.drain()
+
+
+def before_step(loop):
+    loop.train()
+
+
+def before_step_while_one_is_under_way(loop):
+    loop.train()
+    loop.step()
+    loop.train()
+
+
+def before_update(loop):
+    loop.step()
+    loop.backward()
+
+
+SCENES = {
+    "a step": (before_step, Loop.step),
+    "a step while a save is under way": (before_step_while_one_is_under_way, Loop.step),
+    "a step and a drain": (before_step_while_one_is_under_way, Loop.save_and_drain),
+    "an update": (before_update, Loop.update),
+}
+
+
+# Python tells of an interrupt in a generator that is being closed, and goes on
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeIsUp])
+@pytest.mark.parametrize(("mode", "room"), [("async", None), ("async", 0), ("sync", None)])
+@pytest.mark.parametrize("scene", SCENES)
+def test_an_interrupt_at_any_moment_loses_no_state_and_stops_nobody(scene, mode, room, kind):
+    """A14, D05, D07, P11: Ctrl-C, or a handler that raises; then `finish` and `close` as in any loop."""
+    logging.disable(logging.CRITICAL)
+    at, ended = 1, False
+    try:
+        while not ended:
+            ended, at = not interrupt_once(scene, mode, room, kind, at), at + STRIDE
+    finally:
+        logging.disable(logging.NOTSET)
+    assert at > 2 * STRIDE, "nothing was interrupted"
+
+
+def interrupt_once(scene, mode, room, kind, at):
+    """Whether there was anything left to interrupt."""
+    prepare, call = SCENES[scene]
+    loop = Loop(mode, room)
+    loop.train()
+    loop.save_and_drain()
+    prepare(loop)
+    with interrupted(at, kind) as places:
+        call(loop)
+    where = f"{scene} interrupted at {at}: {places[-1]}"
+    if call is Loop.update:
+        if len(places) == at:
+            loop.update()
+        loop.count()
+    wanted = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    with contextlib.suppress(SaveFailed):  # of a save that was interrupted: told, and done again
+        loop.manager.finish(loop.live)
+    loop.manager.close()
+    heads = [entry.head for entry in read_inventory(loop.store).entries]
+    assert heads[-1].step == loop.live.progress.step, where
+    if mode == "async":
+        assert [head.timeline for head in heads] == [0], where
+    found = Loop(mode, None)
+    CheckpointManager(loop.store).restore(found.live)
+    assert all(torch.equal(value, wanted[name]) for name, value in found.model.state_dict().items()), where
+    return len(places) == at
