@@ -154,6 +154,9 @@ class LocalStore:
                 else:
                     with self._swapping, self._lock_held():
                         self._check_replaced(name, replaces)
+                        if digest_of(data) == replaces:  # made durable once more, and no younger for it
+                            found = os.stat(last, dir_fd=parent)
+                            os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))
                         os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)
                 self._sync_committed(parent, last, undo=replaces is None)
 

@@ -123,7 +123,7 @@ class MemoryStore:
             for synced in dict.fromkeys((directory, "")):
                 self._do(Effect("sync", synced))
             self._do(Effect("commit", name, bytes(data)))
-            if self._clock is not None:
+            if self._clock is not None and replaces != digest_of(data):
                 self._committed[name] = self._clock()
             self._do(Effect("sync", directory))
 

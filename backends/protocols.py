@@ -83,6 +83,8 @@ class Store(Protocol):
     def committed_at(self, name: str) -> float | None:
         """When a committed name got its contents, in seconds since 1970; None where there is none, or the place does not know.
 
+        Committing the contents that are there once more is no new time.
+
         A hint for rules such as "keep what is newer than a day", never for what is valid: clocks are set, and a copy of the
         run may have the time of its copying.
         """

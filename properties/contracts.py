@@ -285,6 +285,7 @@ def the_time_of_a_commit_is_told_or_not_known(store: Store) -> None:
     store.write("step-1/a", [b"1"], size_bytes=1)
     store.commit("step-2/manifest.json", b"{}")
     store.point("latest", "step-1")
+    store.commit(name, b"{}", replaces=digest_of(b"{}"))
     _equal("time after other things", expected=told, found=store.committed_at(name))
     _equal("time of a directory", expected=None, found=store.committed_at("step-1"))
     store.delete("step-1/")

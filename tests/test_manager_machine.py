@@ -287,10 +287,18 @@ class ManagerAndDisk(RuleBasedStateMachine):
         assert self.is_armed or not isinstance(value, BaseException), f"failed without a fault: {value}"
         self.settle()
         failures = [event for event in self.events if event.kind == "failed"]
+        committed = [event.step for event in self.events if event.kind == "committed"]
         if not isinstance(value, SimulatedCrash):
             assert bool(failures) == isinstance(value, SaveFailed), f"{value!r}: {self.events[told:]}"
+        if committed and not self.is_armed and not self.store.is_waiting:
+            self.check_no_litter(committed[-1])
         self.hear()
         return value
+
+    def check_no_litter(self, committed):
+        """E03: what earlier faults left of saves and deletions goes with what is old."""
+        steps = {int(name.split("/")[0].removeprefix("step-")) for name in self.store.files if name.startswith("step-")}
+        assert all(self.store.manifest(step) for step in steps if step < committed)
 
     def settle(self):
         """Wait until the thread stands still."""
