@@ -4,13 +4,14 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType, UnionType
+from types import TracebackType
 from typing import Any, final
 
 from trainfold.adapters.announcer import Announcer
 from trainfold.adapters.due import Boundary, Due
 from trainfold.adapters.keeper import Keeper
 from trainfold.adapters.live import Live
+from trainfold.adapters.manager_arguments import check_run, check_source, one_of, retention_given, room_given
 from trainfold.adapters.manager_config import CheckpointConfig, manager_arguments
 from trainfold.adapters.manager_like import LoadDecision
 from trainfold.adapters.outcomes import Restored, SaveOutcome
@@ -20,7 +21,6 @@ from trainfold.adapters.saves import Saves
 from trainfold.adapters.told_afterwards import told_afterwards
 from trainfold.backends import runs
 from trainfold.backends.collectives import SingleProcess
-from trainfold.backends.direct_io import BUFFER_BYTES, BUFFERS
 from trainfold.backends.inventory import check_place
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import step_of_state
@@ -30,14 +30,13 @@ from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, 
 from trainfold.core.events import Event
 from trainfold.core.given import mapping_given, names_given
 from trainfold.core.policy import check_policy
-from trainfold.core.retention import Retention, check_keep_last, keep_last
+from trainfold.core.retention import Retention
 from trainfold.core.save_due import Verdict, make_triggers
 from trainfold.core.scalars import shown
 from trainfold.core.state import TrainState
 from trainfold.core.world import Collectives
 
 _LOG = logging.getLogger("trainfold")
-_RING_BYTES = BUFFERS * BUFFER_BYTES
 
 
 @final
@@ -118,13 +117,13 @@ class CheckpointManager:
     ) -> None:
         with ExitStack() as making:
             if requests is not None:
-                _check_source(requests)
+                check_source(requests)
                 making.callback(requests.close)  # signals that nobody takes any more must not stay caught
-            is_async = _one_of("mode", mode, ("sync", "async")) == "async"
-            self._skips = _one_of("when_busy", when_busy, ("wait", "skip")) == "skip"
+            is_async = one_of("mode", mode, ("sync", "async")) == "async"
+            self._skips = one_of("when_busy", when_busy, ("wait", "skip")) == "skip"
             triggers = make_triggers(every=every, every_secs=every_secs, at_end=at_end)
-            retention = _retention(keep_last, keep)
-            room = _room(max_extra_bytes)
+            retention = retention_given(keep_last, keep)
+            room = room_given(max_extra_bytes)
             names = names_given(components)
             policy = check_policy(policy)
             agreed = checked_contract(mapping_given("contract", contract))
@@ -177,7 +176,7 @@ class CheckpointManager:
                 checkpoints before are untouched.
         """
         self._check_open()
-        _check_run(run, Live | TrainState)
+        check_run(run, Live | TrainState)
         if isinstance(run, Live) and run.is_in_window:
             if is_last:
                 run.check_boundary()  # says how to give the window up: the run's last state must not be lost in silence
@@ -197,7 +196,7 @@ class CheckpointManager:
         background is told of, as by `poll`.
         """
         self._check_open()
-        _check_run(run, Live | TrainState)
+        check_run(run, Live | TrainState)
         with told_afterwards() as failures:
             return self._decide(run, failures, is_last=is_last, is_best=is_best)
 
@@ -238,7 +237,7 @@ class CheckpointManager:
                 untouched.
         """
         self._check_open()
-        _check_run(run, Live | TrainState)
+        check_run(run, Live | TrainState)
         with told_afterwards() as failures:
             return self._saves.save(run, failures, may_skip=self._skips)
 
@@ -312,7 +311,7 @@ class CheckpointManager:
             The decision; true if there is something that can be loaded.
         """
         self._check_open()
-        _check_run(run, Live | TrainState)
+        check_run(run, Live | TrainState)
         self._saves.wait_for_deletions()  # what is decided for must be there afterwards
         return self._resumer.decide(run, step=step)
 
@@ -332,7 +331,7 @@ class CheckpointManager:
             RestoreRefused: if the live objects cannot take the state.
         """
         self._check_open()
-        _check_run(run, Live | TrainState)
+        check_run(run, Live | TrainState)
         if decision is not None and not decision:
             raise InvalidArgument("decision", expected="one that can be loaded", found=shown(str(decision)),
                                   mend="start fresh, or look at why")  # fmt: skip
@@ -359,7 +358,7 @@ class CheckpointManager:
             SaveFailed: if a save was under way and failed.
         """
         self._check_open()
-        _check_run(live, Live)
+        check_run(live, Live)
         try:
             self._load(live, step, mapping_given("reset", reset))
         except ResumeRefused as refused:
@@ -383,7 +382,7 @@ class CheckpointManager:
             ResumeRefused: if the best checkpoint does not fit.
         """
         self._check_open()
-        _check_run(run, Live | TrainState)
+        check_run(run, Live | TrainState)
         self._saves.settle()
         state, step = self._resumer.load_best(run)
         self._announcer.tell("restored", step=step, detail="the weights of the best, and nothing else")
@@ -456,45 +455,3 @@ class CheckpointManager:
                 found="a closed one",
                 mend="make another manager for the run",
             )
-
-
-def _check_run(run: object, kinds: type | UnionType) -> None:
-    if not isinstance(run, kinds):
-        raise InvalidArgument(
-            "CheckpointManager",
-            expected="a live run" if kinds is Live else "a live run, or a state",
-            found=shown(run),
-            mend="give it what attach(model, optimizer, ...) returned",
-        )
-
-
-def _check_source(requests: object) -> None:
-    if not isinstance(requests, RequestSource):
-        raise InvalidArgument("requests", expected="a source of requests, or None", found=shown(requests),
-                              mend="such as SignalRequests() or StopFile(run)")  # fmt: skip
-
-
-def _retention(last: int | None, keep: Retention | None) -> Retention:
-    if keep is not None and not isinstance(keep, Retention):
-        raise InvalidArgument("keep", expected="a Retention, or None", found=shown(keep),
-                              mend="such as keep_last(3) | keep_every(10_000)")  # fmt: skip
-    if keep is None:
-        return keep_last(check_keep_last(last))
-    return keep | keep_last(last) if check_keep_last(last) else keep
-
-
-def _room(max_extra_bytes: int | None) -> int | None:
-    """How much of what an async save may take is left for copies, beside the writer's own buffers."""
-    if max_extra_bytes is None:
-        return None
-    if type(max_extra_bytes) is not int or max_extra_bytes < 0:
-        raise InvalidArgument("max_extra_bytes", expected="an int >= 0, or None", found=shown(max_extra_bytes),
-                              mend="0 makes updates wait; None lets a save copy what it must")  # fmt: skip
-    return max(0, max_extra_bytes - _RING_BYTES)
-
-
-def _one_of(name: str, value: object, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise InvalidArgument(f"CheckpointManager.{name}", expected=" or ".join(map(repr, known)), found=shown(value),
-                              mend=f"pass {name}={known[0]!r}")  # fmt: skip
-    return str(value)

@@ -1,0 +1,59 @@
+"""What a `CheckpointManager` is given, checked: each mistake named with what was expected and the next move."""
+
+from types import UnionType
+from typing import Final
+
+from trainfold.adapters.live import Live
+from trainfold.adapters.requests import RequestSource
+from trainfold.backends.direct_io import BUFFER_BYTES, BUFFERS
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.retention import Retention, check_keep_last, keep_last
+from trainfold.core.scalars import shown
+
+_WRITERS_BYTES: Final = BUFFERS * BUFFER_BYTES
+
+
+def check_run(run: object, kinds: type | UnionType) -> None:
+    """Whether a run is a live one, or a state, where that is allowed."""
+    if not isinstance(run, kinds):
+        raise InvalidArgument(
+            "CheckpointManager",
+            expected="a live run" if kinds is Live else "a live run, or a state",
+            found=shown(run),
+            mend="give it what attach(model, optimizer, ...) returned",
+        )
+
+
+def check_source(requests: object) -> None:
+    """Whether requests can come from there."""
+    if not isinstance(requests, RequestSource):
+        raise InvalidArgument("requests", expected="a source of requests, or None", found=shown(requests),
+                              mend="such as SignalRequests() or StopFile(run)")  # fmt: skip
+
+
+def retention_given(last: int | None, keep: Retention | None) -> Retention:
+    """One rule of ``keep_last`` and ``keep``."""
+    if keep is not None and not isinstance(keep, Retention):
+        raise InvalidArgument("keep", expected="a Retention, or None", found=shown(keep),
+                              mend="such as keep_last(3) | keep_every(10_000)")  # fmt: skip
+    if keep is None:
+        return keep_last(check_keep_last(last))
+    return keep | keep_last(last) if check_keep_last(last) else keep
+
+
+def room_given(max_extra_bytes: int | None) -> int | None:
+    """How much of what an async save may take is left for copies, beside the writer's own buffers."""
+    if max_extra_bytes is None:
+        return None
+    if type(max_extra_bytes) is not int or max_extra_bytes < 0:
+        raise InvalidArgument("max_extra_bytes", expected="an int >= 0, or None", found=shown(max_extra_bytes),
+                              mend="0 makes updates wait; None lets a save copy what it must")  # fmt: skip
+    return max(0, max_extra_bytes - _WRITERS_BYTES)
+
+
+def one_of(name: str, value: object, known: tuple[str, ...]) -> str:
+    """A word that is known."""
+    if value not in known:
+        raise InvalidArgument(f"CheckpointManager.{name}", expected=" or ".join(map(repr, known)), found=shown(value),
+                              mend=f"pass {name}={known[0]!r}")  # fmt: skip
+    return str(value)
