@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 from trainfold.adapters.worker import Job, Worker
@@ -62,11 +63,11 @@ class Saver:
             owner: who must not go before the save has ended, because it has the run's lock and stands before the updates.
         """
         assert self._under_way is None, "one save at a time (D04)"
-        self._under_way = job = Job(lambda: self._save(take, hold, descends_from, owner))
+        self._under_way = job = Job(partial(self._save, take, hold, descends_from, owner))
         try:
             self._worker.begin(job)
-        except BaseException:
-            if job.withdraw() or job.is_over:
+        except BaseException as error:
+            if job.withdraw() or job.failure is error:
                 self._under_way = None
             raise
 
@@ -82,7 +83,15 @@ class Saver:
 
     def then(self, action: Callable[[], None]) -> None:
         """Do something in the background, such as deleting what is old; the next save comes after it."""
-        self._last = job = Job(action)
+
+        def logged() -> None:
+            try:
+                action()
+            except BaseException:
+                _LOG.exception("%s: what follows a save was broken off", self._store.url)
+                raise
+
+        self._last = job = Job(logged)
         try:
             self._worker.begin(job)
         except BaseException:

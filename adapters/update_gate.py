@@ -35,6 +35,8 @@ class UpdateGate:
 
     def __init__(self) -> None:
         self._handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+        # a manager that nobody closed leaves no hooks behind; they do not lead to it
+        weakref.finalize(self, _remove, self._handles).atexit = False
         self._hold: Hold | None = None
         self._written: set[LeafName] = set()  # by somebody who announced nothing, while an earlier save was under way
 
@@ -88,9 +90,7 @@ class UpdateGate:
 
     def remove(self) -> None:
         """Take the hooks away."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+        _remove(self._handles)
 
     def _written_by_updates(self, optimizers: Iterable[torch.optim.Optimizer]) -> tuple[set[int], set[int]]:
         """What nothing but an update writes to: slots by identity, and parameters by address.
@@ -121,6 +121,12 @@ class UpdateGate:
             hook = torch.compiler.disable(before_step)  # type: ignore[no-untyped-call]
             self._handles[optimizer] = optimizer.register_step_pre_hook(hook)
         return True
+
+
+def _remove(handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]) -> None:
+    for handle in handles.values():
+        handle.remove()
+    handles.clear()
 
 
 def _leaves_of(slots: Any) -> Iterable[Any]:

@@ -7,8 +7,9 @@ Here the caller's thread uses primitive locks and queues only, which an interrup
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
+from traceback import clear_frames
 from typing import Any, Final, Generic, TypeVar, final
 
 from trainfold.backends.bell import Bell
@@ -48,13 +49,11 @@ class Job(Generic[T]):
         action = self._action
         if action is None or not self._claim.acquire(blocking=False):
             return
-        try:
-            self.result = action()
-        except BaseException as error:  # noqa: BLE001  # for whoever waits
-            self.failure = error
         self._action = None
-        self.is_over = True
-        self._bell.ring()
+        self.result, self.failure = _outcome(action)
+        self.is_over, bell = True, self._bell
+        del self, action  # this frame stays as long as a failure's traceback does, which leads to it
+        bell.ring()
 
     def withdraw(self) -> bool:
         """Whether it will never be done, because nobody has begun it."""
@@ -96,14 +95,12 @@ class Worker:
             BaseException: what interrupted it, where it had to be done here.
         """
         line = self._line
-        if line is not None and line.thread.is_alive():
+        if line is not None and not line.is_over and line.thread.is_alive():
             line.queue.put(job)
             if not line.has_left:
                 return
-            line.thread.join()  # it may have seen the job in leaving
+            line.wait()  # it may have seen the job in leaving
         self._line = line = _Line(self._name)
-        weakref.finalize(self, line.queue.put, None)
-        line.queue.put(job)
         try:
             line.thread.start()
         except RuntimeError:
@@ -111,27 +108,56 @@ class Worker:
             job.carry_out()
             if job.failure is not None and not isinstance(job.failure, Exception):
                 raise job.failure from None
+            return
+        line.end_with(self)
+        line.queue.put(job)
 
     def close(self) -> None:
-        """Wait for all that was begun, and end the thread."""
+        """Wait for all that was begun, and end the thread; if this is interrupted, it can be called again, or more be begun."""
         line = self._line
         if line is not None:
             line.queue.put(None)
-            while line.thread.is_alive():
-                line.thread.join()
+            line.wait()
+            line.end_with(None)
             self._line = None
 
 
 @final
 class _Line:
-    """A thread and what waits for it; it does not know its worker, and so ends when nobody has that any more."""
+    """A thread and what waits for it; it does not know its worker, and so ends when nobody has that any more.
+
+    Its end is told by itself: `Thread.join` believes a thread to be over when it is interrupted.
+    """
 
     def __init__(self, name: str) -> None:
         self.queue: SimpleQueue[Job[Any] | None] = SimpleQueue()
         self.has_left = False
+        self.is_over = False
         self.thread = threading.Thread(target=self._work, name=name, daemon=False)  # Python waits for no other
+        self._bell = Bell()
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def end_with(self, worker: Worker | None) -> None:
+        """End when this worker goes; None: it has ended."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = None if worker is None else weakref.finalize(worker, self.queue.put, None)
+
+    def wait(self) -> None:
+        """Return when the thread has done all, and will do no more."""
+        while not self.is_over:
+            self._bell.wait()
 
     def _work(self) -> None:
+        try:
+            self._serve()
+            for job in _rest_of(self.queue):  # whoever comes too late for this sees that it has left
+                job.carry_out()
+        finally:
+            self.is_over = True
+            self._bell.ring()
+
+    def _serve(self) -> None:
         while not self.has_left:
             try:
                 job = self.queue.get(timeout=_LOOK_SECS)
@@ -139,17 +165,30 @@ class _Line:
                 self.has_left = not threading.main_thread().is_alive()
                 continue
             if job is None:
-                return
-            job.carry_out()
+                self.has_left = True
+            else:
+                job.carry_out()
             del job  # and with it what it holds on to, while this waits for the next one
-        while (
-            job := _next_of(self.queue)
-        ) is not None:  # whoever came too late to be waited for sees that this has left
-            job.carry_out()
 
 
-def _next_of(queue: "SimpleQueue[Job[Any] | None]") -> "Job[Any] | None":
+def _rest_of(queue: "SimpleQueue[Job[Any] | None]") -> Iterator[Job[Any]]:
+    while True:
+        try:
+            job = queue.get_nowait()
+        except Empty:
+            return
+        if job is not None:
+            yield job
+
+
+def _outcome(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """What an action returns and raises; what it raises keeps nothing of what the action had in its hands."""
     try:
-        return queue.get_nowait()
-    except Empty:
-        return None
+        return action(), None
+    except BaseException as error:  # noqa: BLE001  # for whoever waits
+        del action
+        chain: BaseException | None = error
+        while chain is not None:
+            clear_frames(chain.__traceback__)
+            chain = chain.__cause__ or chain.__context__
+        return None, error

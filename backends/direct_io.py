@@ -21,6 +21,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from trainfold.backends.bell import Bell
 from trainfold.backends.protocols import Buffer, Placeable
 
 BUFFER_BYTES: Final = 2 << 20  # four of them stay in the third-level cache, where the device reads them
@@ -53,8 +54,8 @@ class _Pool:
                 self._free += taken[: max(0, BUFFERS - len(self._free))]
 
     def renew(self) -> None:
-        """In a forked child: whoever had the lock is not there any more."""
-        self._mutex = threading.Lock()
+        """In a forked child: whoever had the lock is not there any more, and what lies there is the parent's."""
+        self._mutex, self._free = threading.Lock(), []
 
     def clear(self) -> None:
         with self._mutex:
@@ -62,7 +63,7 @@ class _Pool:
 
 
 def _aligned_buffer() -> Bytes:
-    memory = mmap.mmap(-1, BUFFER_BYTES)
+    memory = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not a forked child's as well
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin for each write
     return np.frombuffer(memory, dtype=np.uint8)
@@ -70,7 +71,7 @@ def _aligned_buffer() -> Bytes:
 
 _POOL: Final = _Pool()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_POOL.renew)
+    os.register_at_fork(after_in_child=lambda: _POOL.renew())  # noqa: PLW0108  # whichever it is by then
 
 
 def release_buffers() -> None:
@@ -132,7 +133,8 @@ class _Write:
     buffer: Bytes
     count: int
     offset: int
-    has_ended: threading.Event = attrs.field(factory=threading.Event)
+    is_over: bool = False
+    bell: Bell = attrs.field(factory=Bell)
     failure: BaseException | None = None
 
     def carry_out(self) -> None:
@@ -141,15 +143,36 @@ class _Write:
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             self.failure = error
         finally:
-            self.has_ended.set()
+            self.is_over = True
+            self.bell.ring()
 
     def result(self) -> Bytes:
         """Wait for the end, and give the buffer back, or raise what failed."""
-        self.has_ended.wait()
+        while not self.is_over:
+            self.bell.wait()
         failure, self.failure = self.failure, None  # its traceback leads to this write
         if failure is not None:
             raise failure
         return self.buffer
+
+
+@final
+class _Writer:
+    """What one thread does. Its end is told by it, and not by `Thread.join`, which believes it to be over when interrupted."""
+
+    def __init__(self, waiting: "SimpleQueue[_Write | None]") -> None:
+        self._waiting = waiting
+        self.has_ended = False
+        self.bell = Bell()
+
+    def work(self) -> None:
+        """Carry out what waits, until there is a None."""
+        try:
+            while (write := self._waiting.get()) is not None:
+                write.carry_out()
+        finally:
+            self.has_ended = True
+            self.bell.ring()
 
 
 @final
@@ -162,17 +185,19 @@ class _Writers:
 
     def __init__(self, count: int) -> None:
         self._waiting: SimpleQueue[_Write | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[_Writer] = []
         self._count = count
 
     def __enter__(self) -> "_Writers":
         for _ in range(self._count):
-            thread = threading.Thread(target=self._work, name="trainfold-write", daemon=True)  # who fills waits for it
+            writer = _Writer(self._waiting)
             try:
-                thread.start()
+                threading.Thread(
+                    target=writer.work, name="trainfold-write", daemon=True
+                ).start()  # who fills waits for it
             except RuntimeError:
                 break
-            self._threads.append(thread)
+            self._threads.append(writer)
         return self
 
     def __exit__(
@@ -182,10 +207,10 @@ class _Writers:
         for _ in self._threads:
             self._waiting.put(None)
         interruption: BaseException | None = None
-        for thread in self._threads:
-            while thread.is_alive():
+        for writer in self._threads:
+            while not writer.has_ended:
                 try:
-                    thread.join()
+                    writer.bell.wait()
                 except BaseException as caught:  # noqa: BLE001 - raised below: a late write would hit another file
                     interruption = caught
         if interruption is not None:
@@ -195,10 +220,6 @@ class _Writers:
         if self._threads:
             self._waiting.put(write)
         else:
-            write.carry_out()
-
-    def _work(self) -> None:
-        while (write := self._waiting.get()) is not None:
             write.carry_out()
 
 

@@ -77,6 +77,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
+_DENSE = frozenset({torch.Tensor, torch.nn.Parameter})
 _TENSOR_LEAVES = (torch.Tensor, Shard, np.ndarray)  # a union would be built at each of the 1e5 calls
 
 
@@ -105,6 +106,8 @@ def as_tensor(leaf: Any, path: str) -> torch.Tensor:
         if leaf.dtype.hasobject or leaf.dtype.name not in STORED or not leaf.dtype.isnative:
             raise _unsupported(path, f"a numpy array of dtype {leaf.dtype}")
         return torch.from_numpy(leaf if leaf.flags.writeable and leaf.flags.c_contiguous else leaf.copy(order="C"))
+    if type(leaf) not in _DENSE and hasattr(type(leaf), "__tensor_flatten__"):
+        raise _unsupported(path, f"a {type(leaf).__name__}, which is made of other tensors")
     found: torch.Tensor = leaf.detach() if leaf.requires_grad else leaf
     if found.layout is torch.strided and found.dtype in _PLAIN and not found.is_meta and not found.is_nested:
         return found  # nearly every leaf of a model: one check each, because there are 1e5 of them

@@ -1,6 +1,7 @@
 """Names: canonical FQNs, and the named tensors of a module, each once and with its ties (B11, B17, B19)."""
 
 from functools import lru_cache
+from types import MethodType
 from typing import Any, final
 
 import attrs
@@ -76,9 +77,7 @@ def named_tensors(module: torch.nn.Module) -> NamedTensors:
         (['0.weight', '0.bias', '1.weight', '1.bias'], ['1.running_mean', '1.running_var', '1.num_batches_tracked'])
     """
     modules = list(module.named_modules(remove_duplicate=False))
-    params, param_ties = _each_once(
-        [(name, value) for _, _, name, value in _places(modules, "_parameters") if value is not None]
-    )
+    params, param_ties = _each_once(_named_parameters(module, modules))
     places = _places(modules, "_buffers")
     buffers, buffer_ties = _each_once([(name, value) for _, _, name, value in places if value is not None])
     first = {id(value): name for name, value in buffers.items()}
@@ -106,6 +105,18 @@ def named_tensors(module: torch.nn.Module) -> NamedTensors:
         ties=(*param_ties, *((alias, name) for alias, name in buffer_ties if name in kept)),
         slots=slots,
     )
+
+
+def _named_parameters(module: torch.nn.Module, modules: list[tuple[str, torch.nn.Module]]) -> list[tuple[str, Any]]:
+    """Every place of a parameter; a module that says itself what its parameters are is asked, and costs a second walk."""
+    members = module._named_members  # noqa: SLF001  # what torch's own `named_parameters` goes by
+    is_torchs = (module.named_parameters, members) == (
+        MethodType(torch.nn.Module.named_parameters, module),
+        MethodType(torch.nn.Module._named_members, module),  # noqa: SLF001  # as above
+    )
+    if not is_torchs:
+        return [(canonical_name(name), value) for name, value in module.named_parameters(remove_duplicate=False)]
+    return [(name, value) for _, _, name, value in _places(modules, "_parameters") if value is not None]
 
 
 def _places(modules: list[tuple[str, torch.nn.Module]], kind: str) -> list[tuple[Any, str, str, Any]]:

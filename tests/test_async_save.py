@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import gc
 import logging
 import os
@@ -19,6 +20,7 @@ import trainfold
 from trainfold.adapters.live import attach
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.adapters.requests import Asked
+from trainfold.adapters.worker import Worker
 from trainfold.backends.arena import Arena
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.hold import Hold
@@ -894,3 +896,61 @@ def test_ranks_that_are_processes_save_beside_their_own_collectives(processes, t
     """D08, D09: over gloo, with a group of its own for the saves."""
     wanted = ["staged", "staged", "staged", "step-00000003", 3, 3000.0]
     assert processes.run(2, train_as_a_rank, str(tmp_path / "run"), collectives={"timeout_secs": 60.0}) == [wanted] * 2
+
+
+def test_a_failed_save_keeps_nothing_of_what_it_was_to_save():
+    """Without the collector of cycles: whoever lets go of the exception lets go of the state."""
+    store = PausingStore(fault=ErrorAt(9))
+    weight = torch.ones(1000)
+    gone = weakref.ref(weight)
+    gc.disable()
+    try:
+        with CheckpointManager(store, mode="async") as manager:
+            manager.save(TrainState(trainer=Progress(step=1), extra={"w": weight}))
+            del weight
+            with contextlib.suppress(SaveFailed):
+                manager.drain()
+            assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_managers_that_nobody_closed_leave_no_hooks_behind():
+    live, train = momentum_job()
+    (optimizer,) = live.optimizers
+    before = len(optimizer._optimizer_step_pre_hooks)
+    for step in range(3):
+        manager = CheckpointManager(MemoryStore(), mode="async")
+        manager.save(live)
+        manager.drain()
+        assert len(optimizer._optimizer_step_pre_hooks) == before + 1, step
+        del manager
+        gc.collect()
+    assert len(optimizer._optimizer_step_pre_hooks) == before
+    train()
+
+
+def test_an_interrupt_after_a_save_has_ended_does_not_undo_it(monkeypatch):
+    """It is told of, it is what the next one descends from, and what is old goes."""
+    store, told = MemoryStore(), []
+    with CheckpointManager(
+        store, mode="async", keep_last=1, on_event=lambda event: told.append((event.kind, event.step))
+    ) as manager:
+        manager.save(TrainState(trainer=Progress(step=1)))
+        manager.drain()
+        manager._saves.wait_for_deletions()
+        real = Worker.begin
+
+        def begin(worker, job):
+            real(worker, job)
+            job.wait()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Worker, "begin", begin)
+            with pytest.raises(KeyboardInterrupt):
+                manager.save(TrainState(trainer=Progress(step=2)))
+        assert manager.drain().step == 2
+        manager.save(TrainState(trainer=Progress(step=3)))
+    assert ("committed", 2) in told
+    assert [(entry.head.step, entry.head.timeline) for entry in read_inventory(store).entries] == [(3, 0)]

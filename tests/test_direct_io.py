@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainfold.backends import direct_io
+from trainfold.backends.arena import Arena
+from trainfold.backends.bell import Bell
 from trainfold.backends.runs import load
 from trainfold.core.state import Progress, TrainState
 
@@ -37,7 +39,9 @@ def written(folder, parts, *, size_bytes=None):
         direct_io.write_stream(fd, parts, size_bytes=sum(map(len, parts)) if size_bytes is None else size_bytes)
         return name.read_bytes()
     finally:
-        assert set(threading.enumerate()) <= before
+        deadline = time.monotonic() + 20
+        while not set(threading.enumerate()) <= before:  # they have told of their end, and are gone in a moment
+            assert time.monotonic() < deadline
         os.close(fd)
 
 
@@ -104,31 +108,6 @@ def test_parts_that_raise_end_the_stream_and_no_thread_stays(tmp_path, after):
 
     with pytest.raises(KeyError, match="a leaf has gone"):
         written(tmp_path, parts(), size_bytes=64 * PAGE)
-
-
-def test_an_interrupted_wait_lets_go_of_no_buffer_that_is_being_written(tmp_path, small_buffers):
-    """The file is closed next: a write after that would go into somebody else's."""
-    real, real_join, is_held, seen = os.pwrite, threading.Thread.join, threading.Event(), []
-
-    def pwrite(fd, piece, offset):
-        is_held.wait(10)
-        seen.append(len(small_buffers._free))
-        return real(fd, piece, offset)
-
-    def join(thread, timeout=None):
-        if not is_held.is_set():
-            is_held.set()
-            raise KeyboardInterrupt
-        real_join(thread, timeout)
-
-    def parts():
-        yield bytes(4 * PAGE)
-        raise KeyError("over")
-
-    interrupted = mock.patch.object(threading.Thread, "join", join)
-    with mock.patch.object(os, "pwrite", pwrite), interrupted, pytest.raises(KeyboardInterrupt):
-        written(tmp_path, parts(), size_bytes=64 * PAGE)
-    assert seen == [0, 0]
 
 
 # --- the end of the program ------------------------------------------------------------------------------------------
@@ -216,3 +195,58 @@ def test_parts_that_are_made_where_they_are_wanted_are_not_copied_again(tmp_path
     ):
         assert written(tmp_path_factory.mktemp("made"), parts, size_bytes=sum(sizes)) == parts.content()
     assert sum(copied) == parts.elsewhere
+
+
+# --- interrupts and forks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 5])
+def test_a_write_that_is_interrupted_again_and_again_is_left_when_nothing_is_being_written(
+    tmp_path, monkeypatch, small_buffers, times
+):
+    """A late write would hit whatever file has the number next, and buffers that others fill."""
+    under_way, may_go_on, real, interrupts = [], threading.Event(), direct_io._write_at, []
+
+    def slow(*args):
+        under_way.append(1)
+        assert may_go_on.wait(20)
+        assert not small_buffers._free
+        real(*args)
+        under_way.pop()
+
+    def wait(bell, real=Bell.wait):
+        if threading.current_thread() is threading.main_thread() and len(interrupts) < times:
+            interrupts.append(1)
+            raise KeyboardInterrupt
+        may_go_on.set()
+        real(bell)
+
+    monkeypatch.setattr(direct_io, "_write_at", slow)
+    monkeypatch.setattr(Bell, "wait", wait)
+    size = 5 * direct_io.BUFFER_BYTES
+    with (tmp_path / "file").open("wb") as file, pytest.raises(KeyboardInterrupt):
+        direct_io.write_stream(file.fileno(), [bytes(size)], size_bytes=size)
+    assert not under_way
+    assert len(interrupts) == times
+    assert len(small_buffers._free) == direct_io.BUFFERS
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of other tests' threads, on Python 3.12
+def test_a_forked_child_has_buffers_of_its_own(tmp_path):
+    """Its saves and its parent's go through other memory, whatever waited for reuse when it was forked."""
+    with direct_io._POOL.borrow(2) as (one, other):
+        one[:] = 1
+    arena = Arena(4096).take(4096).fill_(1)
+    assert len(direct_io._POOL._free) >= 2
+    pid = os.fork()
+    if not pid:
+        try:
+            one[:] = 2
+            arena.fill_(2)
+            os._exit(len(direct_io._POOL._free))
+        finally:
+            os._exit(100)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert one.max() == 1
+    assert arena.max() == 1
+    assert other.nbytes

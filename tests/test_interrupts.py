@@ -75,6 +75,12 @@ class Loop:
     def step(self):
         self.manager.step(self.live)
 
+    def finish(self):
+        self.manager.finish(self.live)
+
+    def close(self):
+        self.manager.close()
+
     def save_and_drain(self):
         self.manager.step(self.live)
         self.manager.drain()
@@ -100,6 +106,8 @@ SCENES = {
     "a step while a save is under way": (before_step_while_one_is_under_way, Loop.step),
     "a step and a drain": (before_step_while_one_is_under_way, Loop.save_and_drain),
     "an update": (before_update, Loop.update),
+    "the end of the loop": (before_step_while_one_is_under_way, Loop.finish),
+    "a close": (before_update, Loop.close),
 }
 
 
@@ -135,8 +143,9 @@ def interrupt_once(scene, mode, room, kind, at):
             loop.update()
         loop.count()
     wanted = {name: value.clone() for name, value in loop.model.state_dict().items()}
-    with contextlib.suppress(SaveFailed):  # of a save that was interrupted: told, and done again
-        loop.manager.finish(loop.live)
+    if loop.manager._is_open and call is not Loop.close:
+        with contextlib.suppress(SaveFailed):  # of a save that was interrupted: told, and done again
+            loop.manager.finish(loop.live)
     loop.manager.close()
     heads = [entry.head for entry in read_inventory(loop.store).entries]
     assert heads[-1].step == loop.live.progress.step, where

@@ -917,3 +917,22 @@ def test_a_model_whose_shapes_are_not_known_yet_is_refused_with_what_to_do():
         attach(torch.nn.Sequential(torch.nn.LazyLinear(3)))
     with pytest.raises(InvalidState, match="meta device"):
         attach(torch.nn.Linear(2, 2, device="meta"))
+
+
+class Answering(torch.nn.Linear):
+    """A module that says itself what its parameters are: one more than are registered, and one of them not."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.held = [torch.nn.Parameter(torch.full((3,), 7.0))]
+
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        yield "weight", self.weight
+        yield "held", self.held[0]
+
+
+def test_a_module_that_answers_for_its_parameters_is_asked():
+    """B17: what it names is saved, and what it hides is not."""
+    model = Answering()
+    live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert list(live.capture().model.params) == ["weight", "held"]

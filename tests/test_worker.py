@@ -1,15 +1,18 @@
 """The thread that carries out jobs: in order, each once, and to the end, however the program ends."""
 
+import gc
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
 
 from trainfold.adapters.worker import Job, Worker
+from trainfold.backends.bell import Bell
 from trainfold.backends.runs import load
 from trainfold.core.state import Progress, TrainState
 
@@ -174,3 +177,79 @@ def test_the_last_state_is_saved_wherever_the_loop_runs_and_however_it_ends(tmp_
     found = load(tmp_path / "run", like=TrainState(trainer=Progress(), extra={"w": torch.zeros(2 << 20)}))
     assert found.trainer.step == 4
     assert torch.equal(found.extra["w"], torch.full((2 << 20,), 4.0))
+
+
+def test_a_close_that_is_interrupted_is_no_end(monkeypatch):
+    """Ctrl-C in it: what was begun goes on, more can be begun, and the next close waits for all of it."""
+    worker, go = Worker("test"), threading.Event()
+    slow = Job(lambda: go.wait(20))
+    worker.begin(slow)
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(Bell, "wait", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                worker.close()
+    job = Job(lambda: threading.current_thread().name)
+    beginning = threading.Thread(target=worker.begin, args=(job,))
+    beginning.start()
+    assert not slow.is_over
+    go.set()
+    beginning.join(20)
+    job.wait()
+    assert job.result == "test"
+    worker.close()
+    assert slow.is_over
+
+
+def _interrupt(_):
+    raise KeyboardInterrupt
+
+
+def test_what_a_job_raises_holds_on_to_nothing():
+    """Also while somebody keeps it, and without the collector of cycles."""
+
+    class Thing:
+        pass
+
+    gc.disable()
+    try:
+        worker, thing = Worker("test"), Thing()
+        job = Job(partial(_fail, thing))
+        gone = [weakref.ref(thing), weakref.ref(job)]
+        worker.begin(job)
+        job.wait()
+        failure = job.failure
+        worker.close()
+        del thing, job
+        assert [each() for each in gone] == [None, None]
+        assert isinstance(failure, ValueError)
+    finally:
+        gc.enable()
+
+
+def _fail(thing):
+    try:
+        _look_up({}, "nothing", thing)
+    except KeyError as error:
+        kept = error
+        raise ValueError("wrapped") from kept
+
+
+def _look_up(things, name, default):
+    return things[name] or default
+
+
+def test_workers_that_can_start_no_thread_leave_nothing_behind(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    gone = []
+    for _ in range(3):
+        worker, job = Worker("test"), Job(lambda: 1 // 0)
+        worker.begin(job)
+        gone += [weakref.ref(worker), weakref.ref(job)]
+        worker.close()
+    del worker, job
+    gc.collect()
+    assert [each() for each in gone] == [None] * 6
