@@ -5,16 +5,19 @@ saved (A14); and an interrupt (Ctrl-C) that falls into an executor, a future or 
 Here the caller's thread uses primitive locks and queues only, which an interrupt does not break in two.
 """
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from queue import Empty, SimpleQueue
-from traceback import clear_frames
+from traceback import walk_tb
 from typing import Any, Final, Generic, TypeVar, final
 
 from trainfold.backends.bell import Bell
 
 T = TypeVar("T")
+_SUSPENDABLE: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _LOOK_SECS: Final = (
     0.2  # how long a program that ends waits for a thread that nobody has closed and that has nothing to do
 )
@@ -49,8 +52,11 @@ class Job(Generic[T]):
         action = self._action
         if action is None or not self._claim.acquire(blocking=False):
             return
-        self._action = None
-        self.result, self.failure = _outcome(action)
+        try:
+            self._action = None
+            self.result, self.failure = _outcome(action)
+        except BaseException as error:  # noqa: BLE001  # an interrupt beside the action, where the caller carries it out
+            self.failure = error
         self.is_over, bell = True, self._bell
         del self, action  # this frame stays as long as a failure's traceback does, which leads to it
         bell.ring()
@@ -96,6 +102,7 @@ class Worker:
         """
         line = self._line
         if line is not None and not line.is_over and line.thread.is_alive():
+            line.end_with(self)
             line.queue.put(job)
             if not line.has_left:
                 return
@@ -103,7 +110,10 @@ class Worker:
         self._line = line = _Line(self._name)
         try:
             line.thread.start()
-        except RuntimeError:
+        except BaseException as error:
+            if not isinstance(error, RuntimeError):
+                self._line = None if line.thread.ident is None else line  # nobody would wait for one that never began
+                raise
             self._line = None
             job.carry_out()
             if job.failure is not None and not isinstance(job.failure, Exception):
@@ -139,9 +149,10 @@ class _Line:
 
     def end_with(self, worker: Worker | None) -> None:
         """End when this worker goes; None: it has ended."""
-        if self._finalizer is not None:
+        if worker is not None and self._finalizer is None:
+            self._finalizer = weakref.finalize(worker, self.queue.put, None)
+        elif worker is None and self._finalizer is not None:
             self._finalizer.detach()
-        self._finalizer = None if worker is None else weakref.finalize(worker, self.queue.put, None)
 
     def wait(self) -> None:
         """Return when the thread has done all, and will do no more."""
@@ -187,8 +198,21 @@ def _outcome(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return action(), None
     except BaseException as error:  # noqa: BLE001  # for whoever waits
         del action
-        chain: BaseException | None = error
-        while chain is not None:
-            clear_frames(chain.__traceback__)
-            chain = chain.__cause__ or chain.__context__
+        _clear_frames(error)
         return None, error
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let the frames that an error and its causes lead to hold nothing; generators' stay, which may go on elsewhere."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:  # causes may go in a circle
+            continue
+        seen.add(id(each))
+        left += [each.__cause__, each.__context__]
+        for frame, _ in walk_tb(each.__traceback__):
+            if not frame.f_code.co_flags & _SUSPENDABLE:
+                with suppress(RuntimeError):  # it runs
+                    frame.clear()

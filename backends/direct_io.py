@@ -204,15 +204,16 @@ class _Writers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Carry out what waits and end: after it the file is closed, and the buffers are lent again."""
-        for _ in self._threads:
-            self._waiting.put(None)
         interruption: BaseException | None = None
-        for writer in self._threads:
-            while not writer.has_ended:
-                try:
-                    writer.bell.wait()
-                except BaseException as caught:  # noqa: BLE001 - raised below: a late write would hit another file
-                    interruption = caught
+        while not all(writer.has_ended for writer in self._threads):
+            try:
+                for _ in self._threads:
+                    self._waiting.put(None)  # again after an interrupt; one too many does no harm
+                for writer in self._threads:
+                    while not writer.has_ended:
+                        writer.bell.wait()
+            except BaseException as caught:  # noqa: BLE001 - raised below: a late write would hit another file
+                interruption = caught
         if interruption is not None:
             raise interruption
 

@@ -115,7 +115,11 @@ def _named_parameters(module: torch.nn.Module, modules: list[tuple[str, torch.nn
         MethodType(torch.nn.Module._named_members, module),  # noqa: SLF001  # as above
     )
     if not is_torchs:
-        return [(canonical_name(name), value) for name, value in module.named_parameters(remove_duplicate=False)]
+        try:
+            named = module.named_parameters(remove_duplicate=False)
+        except TypeError:  # written for a torch without that argument
+            named = module.named_parameters()
+        return [(canonical_name(name), value) for name, value in named]
     return [(name, value) for _, _, name, value in _places(modules, "_parameters") if value is not None]
 
 

@@ -253,3 +253,49 @@ def test_workers_that_can_start_no_thread_leave_nothing_behind(monkeypatch):
     del worker, job
     gc.collect()
     assert [each() for each in gone] == [None] * 6
+
+
+def _fail_in_a_circle():
+    try:
+        _look_up({}, "nothing", None)
+    except KeyError as error:
+        raise error from error
+
+
+def test_a_failure_whose_causes_go_in_a_circle_ends_its_job():
+    worker, job = Worker("test"), Job(_fail_in_a_circle)
+    worker.begin(job)
+    job.wait()
+    worker.close()
+    assert isinstance(job.failure, KeyError)
+
+
+def test_a_close_after_an_interrupt_before_the_thread_began_waits_for_nobody(monkeypatch):
+    worker, job = Worker("test"), Job(lambda: 7)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            worker.begin(job)
+    worker.close()
+    assert job.withdraw()
+
+
+def test_a_generator_that_has_kept_an_error_goes_on_when_a_job_raises_it():
+    def source():
+        try:
+            _look_up({}, "a bad item", None)
+        except KeyError as error:
+            kept = error
+        yield kept
+        yield 2
+
+    items = source()
+    error = next(items)
+
+    def fail():
+        raise error
+
+    job = Job(fail)
+    job.carry_out()
+    assert job.failure is error
+    assert next(items) == 2
