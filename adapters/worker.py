@@ -14,13 +14,12 @@ from queue import Empty, SimpleQueue
 from traceback import walk_tb
 from typing import Any, Final, Generic, TypeVar, final
 
-from trainfold.backends.bell import Bell
+from trainfold.backends.bell import End
 
 T = TypeVar("T")
 _SUSPENDABLE: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-_LOOK_SECS: Final = (
-    0.2  # how long a program that ends waits for a thread that nobody has closed and that has nothing to do
-)
+# how long a program that ends waits for a thread that nobody has closed and that has nothing to do
+_LOOK_SECS: Final = 0.2
 
 
 @final
@@ -28,7 +27,6 @@ class Job(Generic[T]):
     """Something that is done once, by whoever begins it first.
 
     Attributes:
-        is_over: whether it has ended.
         result: what it returned.
         failure: what it raised.
 
@@ -42,10 +40,14 @@ class Job(Generic[T]):
     def __init__(self, action: Callable[[], T]) -> None:
         self._action: Callable[[], T] | None = action
         self._claim = threading.Lock()
-        self._bell = Bell()
-        self.is_over = False
+        self._end = End()
         self.result: T | None = None
         self.failure: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._end.is_over
 
     def carry_out(self) -> None:
         """Do it, unless somebody does it already or it was withdrawn; raises nothing."""
@@ -57,9 +59,9 @@ class Job(Generic[T]):
             self.result, self.failure = _outcome(action)
         except BaseException as error:  # noqa: BLE001  # an interrupt beside the action, where the caller carries it out
             self.failure = error
-        self.is_over, bell = True, self._bell
+        end = self._end
         del self, action  # this frame stays as long as a failure's traceback does, which leads to it
-        bell.ring()
+        end.tell()
 
     def withdraw(self) -> bool:
         """Whether it will never be done, because nobody has begun it."""
@@ -67,8 +69,7 @@ class Job(Generic[T]):
 
     def wait(self) -> None:
         """Return when it has ended; one that was not given to anybody never does."""
-        while not self.is_over:
-            self._bell.wait()
+        self._end.wait()
 
 
 @final
@@ -101,24 +102,25 @@ class Worker:
             BaseException: what interrupted it, where it had to be done here.
         """
         line = self._line
-        if line is not None and not line.is_over and line.thread.is_alive():
+        if line is not None and not line.end.is_over and line.thread.is_alive():
             line.end_with(self)
             line.queue.put(job)
             if not line.has_left:
                 return
-            line.wait()  # it may have seen the job in leaving
+            line.end.wait()  # it may have seen the job in leaving
         self._line = line = _Line(self._name)
         try:
             line.thread.start()
-        except BaseException as error:
-            if not isinstance(error, RuntimeError):
-                self._line = None if line.thread.ident is None else line  # nobody would wait for one that never began
-                raise
+        except RuntimeError:
             self._line = None
             job.carry_out()
             if job.failure is not None and not isinstance(job.failure, Exception):
                 raise job.failure from None
             return
+        except BaseException:
+            if line.thread.ident is None:
+                self._line = None  # the end of one that never began would never come
+            raise
         line.end_with(self)
         line.queue.put(job)
 
@@ -127,7 +129,7 @@ class Worker:
         line = self._line
         if line is not None:
             line.queue.put(None)
-            line.wait()
+            line.end.wait()
             line.end_with(None)
             self._line = None
 
@@ -142,9 +144,8 @@ class _Line:
     def __init__(self, name: str) -> None:
         self.queue: SimpleQueue[Job[Any] | None] = SimpleQueue()
         self.has_left = False
-        self.is_over = False
+        self.end = End()
         self.thread = threading.Thread(target=self._work, name=name, daemon=False)  # Python waits for no other
-        self._bell = Bell()
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def end_with(self, worker: Worker | None) -> None:
@@ -154,19 +155,13 @@ class _Line:
         elif worker is None and self._finalizer is not None:
             self._finalizer.detach()
 
-    def wait(self) -> None:
-        """Return when the thread has done all, and will do no more."""
-        while not self.is_over:
-            self._bell.wait()
-
     def _work(self) -> None:
         try:
             self._serve()
             for job in _rest_of(self.queue):  # whoever comes too late for this sees that it has left
                 job.carry_out()
         finally:
-            self.is_over = True
-            self._bell.ring()
+            self.end.tell()
 
     def _serve(self) -> None:
         while not self.has_left:

@@ -1,4 +1,4 @@
-"""`Bell`: wakes the one thread that waits for something to change."""
+"""`Bell`: wakes the one thread that waits for something to change; `End`: tells that something is over, for good."""
 
 import threading
 from contextlib import suppress
@@ -34,3 +34,33 @@ class Bell:
     def wait(self) -> None:
         """Return when somebody has rung since the last time."""
         self._is_silent.acquire(timeout=_AT_LEAST_EVERY_SECS)
+
+
+@final
+class End:
+    """The end of something, told by itself.
+
+    Attributes:
+        is_over: whether it was told.
+
+    Examples:
+        >>> end = End()
+        >>> end.tell()
+        >>> end.wait()
+        >>> end.is_over
+        True
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._bell = Bell()
+
+    def tell(self) -> None:
+        """It is over."""
+        self.is_over = True
+        self._bell.ring()
+
+    def wait(self) -> None:
+        """Return when it is over; if this is interrupted, it can be called again."""
+        while not self.is_over:
+            self._bell.wait()

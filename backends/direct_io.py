@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trainfold.backends.bell import Bell
+from trainfold.backends.bell import End
 from trainfold.backends.protocols import Buffer, Placeable
 
 BUFFER_BYTES: Final = 2 << 20  # four of them stay in the third-level cache, where the device reads them
@@ -133,8 +133,7 @@ class _Write:
     buffer: Bytes
     count: int
     offset: int
-    is_over: bool = False
-    bell: Bell = attrs.field(factory=Bell)
+    end: End = attrs.field(factory=End)
     failure: BaseException | None = None
 
     def carry_out(self) -> None:
@@ -143,13 +142,11 @@ class _Write:
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             self.failure = error
         finally:
-            self.is_over = True
-            self.bell.ring()
+            self.end.tell()
 
     def result(self) -> Bytes:
         """Wait for the end, and give the buffer back, or raise what failed."""
-        while not self.is_over:
-            self.bell.wait()
+        self.end.wait()
         failure, self.failure = self.failure, None  # its traceback leads to this write
         if failure is not None:
             raise failure
@@ -162,8 +159,7 @@ class _Writer:
 
     def __init__(self, waiting: "SimpleQueue[_Write | None]") -> None:
         self._waiting = waiting
-        self.has_ended = False
-        self.bell = Bell()
+        self.end = End()
 
     def work(self) -> None:
         """Carry out what waits, until there is a None."""
@@ -171,8 +167,7 @@ class _Writer:
             while (write := self._waiting.get()) is not None:
                 write.carry_out()
         finally:
-            self.has_ended = True
-            self.bell.ring()
+            self.end.tell()
 
 
 @final
@@ -191,10 +186,9 @@ class _Writers:
     def __enter__(self) -> "_Writers":
         for _ in range(self._count):
             writer = _Writer(self._waiting)
+            thread = threading.Thread(target=writer.work, name="trainfold-write", daemon=True)  # who fills waits for it
             try:
-                threading.Thread(
-                    target=writer.work, name="trainfold-write", daemon=True
-                ).start()  # who fills waits for it
+                thread.start()
             except RuntimeError:
                 break
             self._threads.append(writer)
@@ -205,13 +199,12 @@ class _Writers:
     ) -> None:
         """Carry out what waits and end: after it the file is closed, and the buffers are lent again."""
         interruption: BaseException | None = None
-        while not all(writer.has_ended for writer in self._threads):
+        while not all(writer.end.is_over for writer in self._threads):
             try:
                 for _ in self._threads:
                     self._waiting.put(None)  # again after an interrupt; one too many does no harm
                 for writer in self._threads:
-                    while not writer.has_ended:
-                        writer.bell.wait()
+                    writer.end.wait()
             except BaseException as caught:  # noqa: BLE001 - raised below: a late write would hit another file
                 interruption = caught
         if interruption is not None:
