@@ -133,10 +133,10 @@ class Live:
         return self._model
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Every attached optimizer, those under ``extra`` included."""
-        attached = (self._optimizer, *self._extra.values())
-        return [each for each in attached if isinstance(each, torch.optim.Optimizer)]
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Every attached optimizer by its component, those under ``extra`` included."""
+        attached = {"optimizer": self._optimizer, **self._extra}
+        return {name: each for name, each in attached.items() if isinstance(each, torch.optim.Optimizer)}
 
     @property
     def modules(self) -> list[torch.nn.Module]:

@@ -58,7 +58,7 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
             name
             for mine, theirs in zip(groups, optimizer.param_groups, strict=True)
             for name, parameter in zip(mine.params, theirs["params"], strict=True)
-            if parameter.grad is not None and parameter.grad.layout is torch.strided  # no zeros are like a sparse one
+            if (grad := parameter.grad) is not None and grad.layout is torch.strided  # no zeros are like a sparse one
         ),
     )
 

@@ -9,9 +9,11 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
+from trainfold.core.scalars import SCALARS
 from trainfold.core.state import Opaque
 
 Undo = Callable[[], None]
+_TENSORS = frozenset({torch.Tensor})
 
 
 @runtime_checkable
@@ -45,7 +47,9 @@ def nothing() -> None:
 
 def copied_containers(value: Any) -> Any:
     """The same tree in new dicts and lists; tensors and arrays are shared."""
-    if type(value) is dict and all(isinstance(each, torch.Tensor) for each in value.values()):
+    if type(value) in SCALARS:
+        return value
+    if type(value) is dict and set(map(type, value.values())) == _TENSORS:
         return dict(value)  # the slots of a parameter: there are many
     return tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else copy.copy(leaf), value)
 

@@ -231,9 +231,12 @@ class Saves:
                 self._begin(_raising(error), Hold({}), step)
                 self._told = error
             raise
+        # the writer frees what the call has made: Torch lets go of the interpreter to free a tensor, and a writer that waits for
+        # it then has it for milliseconds
+        made = (snapshot, leaves, None if state is run else state)
         try:
             self._gate.close_for(hold, run)
-            self._begin(lambda: snapshot, hold, step)
+            self._begin(lambda: made[0], hold, step)
         except BaseException:
             if not self.is_under_way:  # else an interrupt came when it was begun already
                 hold.release()

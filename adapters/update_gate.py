@@ -1,7 +1,8 @@
 """`UpdateGate`: knows which tensors of a run only an update writes to, and lets a save finish or copy before it does (D02)."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Final, final
 
 import torch
@@ -13,6 +14,7 @@ from trainfold.core import tree
 from trainfold.core.leaves import leaves_in
 from trainfold.core.state import TrainState
 
+_ADDRESS: Final = torch.Tensor.data_ptr
 _EMBEDDINGS: Final = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
@@ -50,23 +52,7 @@ class UpdateGate:
             state: the same, captured.
             leaves: its tensors by name.
         """
-        if isinstance(run, Live):
-            modules = list(run.model.modules())
-            slots, places = self._written_by_updates(run.optimizers)
-            places |= _frozen(modules)
-            others = [each for module in run.modules[1:] for each in module.modules()]
-            places -= _written_by_forwards(modules + others)
-            changing = {
-                name for name, leaf in leaves.items() if id(leaf) not in slots and leaf.data_ptr() not in places
-            }
-        else:
-            held_places = {
-                _place(leaf)
-                for each in leaves_in(state)
-                for leaf in tree.leaves(each)
-                if isinstance(leaf, torch.Tensor)
-            }
-            changing = {name for name, leaf in leaves.items() if _place(leaf) not in held_places}
+        changing = self._changing_in_live(run, leaves) if isinstance(run, Live) else _elsewhere(state, leaves)
         return changing | (self._written & leaves.keys())
 
     def close_for(self, hold: Hold, run: Live | TrainState) -> None:
@@ -92,20 +78,16 @@ class UpdateGate:
         """Take the hooks away."""
         _remove(self._handles)
 
-    def _written_by_updates(self, optimizers: Iterable[torch.optim.Optimizer]) -> tuple[set[int], set[int]]:
-        """What nothing but an update writes to: slots by identity, and parameters by address.
-
-        A captured state has the optimizer's own slots, and other tensors at the places of parameters.
-        """
-        slots: set[int] = set()
-        parameters: list[torch.Tensor] = []
-        for optimizer in optimizers:
-            if self._is_hooked(optimizer):
-                for held in optimizer.state.values():
-                    slots.update(map(id, _leaves_of(held)))
-                for group in optimizer.param_groups:
-                    parameters += group["params"]
-        return slots, {parameter.data_ptr() for parameter in parameters if parameter.numel()}
+    def _changing_in_live(self, run: Live, leaves: Mapping[LeafName, torch.Tensor]) -> set[LeafName]:
+        modules = list(run.model.modules())
+        hooked = {name: each for name, each in run.optimizers.items() if self._is_hooked(each)}
+        # by address, as a captured state has other tensors at the places of parameters
+        places = {_ADDRESS(each) for optimizer in hooked.values() for each in _parameters_of(optimizer)}
+        places |= _frozen(modules)
+        others = [each for module in run.modules[1:] for each in module.modules()]
+        places -= {0, *_written_by_forwards(modules + others)}  # 0: of all that is empty
+        slots = tuple(f"{name}.slots[" for name in hooked)
+        return {name for name, leaf in leaves.items() if not name[1].startswith(slots) and _ADDRESS(leaf) not in places}
 
     def _is_hooked(self, optimizer: torch.optim.Optimizer) -> bool:
         if optimizer not in self._handles:
@@ -129,16 +111,24 @@ def _remove(handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]) -> N
     handles.clear()
 
 
-def _leaves_of(slots: Any) -> Iterable[Any]:
-    """The leaves of a parameter's slots, which nearly always lie in one dict."""
-    values = slots.values() if type(slots) is dict else (slots,)
-    return values if all(isinstance(value, torch.Tensor) for value in values) else tree.leaves(list(values))
+def _elsewhere(state: TrainState, leaves: Mapping[LeafName, torch.Tensor]) -> set[LeafName]:
+    """The names of those that no `Leaves` of a state hold."""
+    held = [leaf for each in leaves_in(state) for leaf in tree.leaves(each) if isinstance(leaf, torch.Tensor)]
+    known = set(map(id, held))
+    others = {name: leaf for name, leaf in leaves.items() if id(leaf) not in known}
+    addresses = set(map(_ADDRESS, others.values()))
+    places = {_place(leaf) for leaf in held if _ADDRESS(leaf) in addresses}
+    return {name for name, leaf in others.items() if _place(leaf) not in places}
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def _frozen(modules: Iterable[torch.nn.Module]) -> set[int]:
     """The addresses of parameters that are not trained."""
     parameters = [each for module in modules for each in module._parameters.values()]  # noqa: SLF001  # one walk serves for all
-    return {each.data_ptr() for each in parameters if each is not None and not each.requires_grad and each.numel()}
+    return {_ADDRESS(each) for each in parameters if each is not None and not each.requires_grad}
 
 
 def _written_by_forwards(modules: Iterable[torch.nn.Module]) -> set[int]:

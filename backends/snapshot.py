@@ -51,10 +51,10 @@ class Snapshot:
     contract: Mapping[str, Json]
 
     def named(self) -> dict[LeafName, torch.Tensor]:
-        """Every tensor by component and path, dense and detached; an array shares its memory."""
+        """Every tensor by component and path, dense; an array shares its memory."""
         # nearly every leaf is a plain tensor, which the description has looked at already
         return {
-            (component, path): leaf if type(leaf) is torch.Tensor and not leaf.requires_grad else as_tensor(leaf, path)
+            (component, path): leaf if type(leaf) is torch.Tensor else as_tensor(leaf, path)
             for component, leaves in self.tensors.items()
             for path, leaf in leaves.items()
         }
@@ -97,7 +97,7 @@ def take_snapshot(
         described={name: described for name, (described, _) in pairs.items()},
         tensors={name: tensors for name, (_, tensors) in pairs.items()},
         omitted=omitted,
-        contract=checked_contract({**contract_of(state), **mapping_given("contract", contract)}),
+        contract=dict(sorted((contract_of(state) | checked_contract(mapping_given("contract", contract))).items())),
     )
 
 

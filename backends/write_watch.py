@@ -1,7 +1,8 @@
 """`WriteWatch`: notices writes to tensors that nobody announced, by torch's version counters."""
 
 from collections.abc import Collection, Mapping
-from typing import TypeAlias, final
+from operator import attrgetter
+from typing import Final, TypeAlias, final
 
 import torch
 
@@ -10,6 +11,7 @@ from trainfold.core.errors import SaveFailed
 
 LeafName: TypeAlias = tuple[str, str]
 """A component and a leaf path in it."""
+_VERSION: Final = attrgetter("_version")  # torch has no public name for the counter
 
 
 @final
@@ -19,15 +21,20 @@ class WriteWatch:
     Torch moves the counter when a kernel returns, so a write that is at work shows later; see `OwnerThread`.
 
     Args:
-        leaves: the tensors by name; each has a counter, which those of inference mode have not.
+        leaves: the tensors by name.
+        but: the names of those that are not watched, such as tensors of inference mode, which have no counter.
 
     Attributes:
         written: the names of those that were found to be written to.
     """
 
-    def __init__(self, leaves: Mapping[LeafName, torch.Tensor]) -> None:
-        # torch has no public name for the counter
-        self._seen = {name: (tensor, tensor._version) for name, tensor in leaves.items()}  # noqa: SLF001
+    def __init__(self, leaves: Mapping[LeafName, torch.Tensor], *, but: Collection[LeafName] = ()) -> None:
+        watched = dict(leaves)
+        for name in but:
+            watched.pop(name, None)
+        # one value, so that an interrupt leaves them together
+        self._seen = watched, list(map(_VERSION, watched.values()))
+        self._version_of: dict[LeafName, int] | None = None
         self._first: LeafName | None = None
         self._owner = OwnerThread()
         self.written: set[LeafName] = set()
@@ -35,33 +42,41 @@ class WriteWatch:
     @property
     def is_over(self) -> bool:
         """Whether nothing more will be looked at."""
-        return not self._seen
+        return not self._seen[0]
 
     def wait_for_kernels(self) -> None:
         """Return when the thread that made this has left the kernel that it is in; to be called without a lock."""
-        if self._seen:
+        if not self.is_over:
             self._owner.wait_until_it_moves()
 
     def keep(self, names: Collection[LeafName]) -> None:
         """Look at no others from now on."""
-        self._seen = {name: seen for name, seen in self._seen.items() if name in names}
+        watched, _ = self._seen
+        kept = [(name, version) for name, version in zip(*self._seen, strict=True) if name in names]
+        self._seen = {name: watched[name] for name, _ in kept}, [version for _, version in kept]
 
     def look_at(self, name: LeafName) -> None:
         """Look at one, if it is watched."""
-        tensor, version = self._seen.get(name, (None, 0))
-        if tensor is not None and tensor._version != version:  # noqa: SLF001  # as above
+        watched, versions = self._seen
+        if self._version_of is None:
+            self._version_of = dict(zip(watched, versions, strict=True))
+        tensor = watched.get(name)
+        if tensor is not None and _VERSION(tensor) != self._version_of[name]:
             self._note(name)
 
     def look(self) -> None:
         """Look at all of them."""
-        for name, (tensor, version) in self._seen.items():
-            if tensor._version != version:  # noqa: SLF001  # as above
-                self._note(name)
+        watched, versions = self._seen
+        now = list(map(_VERSION, watched.values()))
+        if now != versions:
+            for name, one, other in zip(watched, now, versions, strict=True):
+                if one != other:
+                    self._note(name)
 
     def end(self) -> None:
         """Look at all of them for the last time: from now on, whoever writes may."""
         self.look()
-        self._seen = {}
+        self._seen = {}, []
 
     def check(self) -> None:
         """Fail if a write was found.

@@ -8,7 +8,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import UnsupportedLeaf
-from trainfold.core.scalars import Json, encode_scalar
+from trainfold.core.scalars import SCALARS, Json, encode_scalar
 from trainfold.core.state import OptimizerState, TrainState
 
 STEP_PREFIX = "step."
@@ -84,6 +84,8 @@ def _optimizer(optimizer: OptimizerState) -> dict[str, Any]:
 
 
 def _plain(value: Any, path: str) -> Json:
+    if type(value) in SCALARS:  # nearly every one
+        return encode_scalar(value, path)
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, list | tuple):

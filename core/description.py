@@ -5,7 +5,7 @@ The form is that of `trainfold.core.structure`, which reads it back.
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Final, TypeAlias, final
 
@@ -18,16 +18,16 @@ from trainfold.core.codec import as_tensor, is_tensor_leaf
 from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.leaves import Leaves
-from trainfold.core.scalars import Json, encode_scalar
+from trainfold.core.scalars import SCALARS, Json, encode_scalar
 from trainfold.core.spec import LeafSpec, leaf_spec
 from trainfold.core.structure import KEYS, MAX_DEPTH, class_name
 
 _STR: Final = frozenset({str})
 _TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-_STRIDED: Final = frozenset({torch.strided})
-_ADDRESS: Final = torch.Tensor.data_ptr
+_DICT: Final = frozenset({dict})
 # in `map`, these are twice as fast as a loop
-_LAYOUT, _IS_NESTED, _DTYPE, _SHAPE = map(attrgetter, ("layout", "is_nested", "dtype", "shape"))
+_ADDRESS, _VALUES = torch.Tensor.data_ptr, dict.values
+_DTYPE, _SHAPE = map(attrgetter, ("dtype", "shape"))
 
 
 @final
@@ -119,10 +119,13 @@ class _Encoder:
         self._specs: Mapping[str, LeafSpec] = {}  # of the first tensors, where they are known
         self._first: dict[int, tuple[int, Any]] = {}  # address -> the first tensor there, almost always the only one
         self._others: dict[int, list[tuple[int, Any]]] = {}
+        self._unmet: tuple[list[int], list[torch.Tensor]] | None = None  # the first ones, until another comes
 
     def describe(self, component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]]:
         node = self.node(component, name, 0)
-        return Described(node, {**self._specs, **self._specs_from(len(self._specs))}), self.tensors
+        known = self._specs
+        specs = known if len(known) == len(self.tensors) else {**known, **self._specs_from(len(known))}
+        return Described(node, specs), self.tensors
 
     def _specs_from(self, start: int) -> dict[str, LeafSpec]:
         pairs = ((path, leaf_spec(leaf, path)) for path, leaf in islice(self.tensors.items(), start, None))
@@ -132,7 +135,7 @@ class _Encoder:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         kind = type(value)
-        if kind in (int, str, float, bool):
+        if kind in SCALARS:
             return encode_scalar(value, path)
         if depth > MAX_DEPTH:
             raise UnsupportedLeaf(path, expected=f"at most {MAX_DEPTH} levels", found="more", mend="flatten the tree")
@@ -164,7 +167,7 @@ class _Encoder:
             known = self._outlines[path] = _Outline(signature, node, self._specs_from(0))
         else:
             self.tensors = dict(zip(known.specs, tensors, strict=True))
-            self._first = dict(zip(addresses, enumerate(tensors), strict=True))
+            self._unmet = addresses, tensors
         self._specs = known.specs
         return known.node
 
@@ -204,6 +207,9 @@ class _Encoder:
         return node
 
     def _tensor(self, leaf: Any, path: str) -> Json:
+        if self._unmet is not None:
+            addresses, tensors = self._unmet
+            self._first, self._unmet = dict(zip(addresses, enumerate(tensors), strict=True)), None
         address = as_tensor(leaf, path).data_ptr() or id(leaf)
         index = len(self.tensors)
         first = self._first.setdefault(address, (index, leaf))
@@ -221,29 +227,24 @@ class _Encoder:
 def _seen(items: dict[str, Any]) -> tuple[list[torch.Tensor], list[int], Signature] | None:
     """The tensors of `Leaves`, their addresses, and all that a description says of them; None unless they are plain.
 
-    Plain are dense tensors that each have an address of their own, by text, or in dicts by text.
+    Plain are dense tensors that each have an address of their own, by text; or all of them in dicts, by text.
     """
-    keys: list[Any] = []
+    names, tensors = list(items), list(items.values())
     counts: list[int] = []
-    tensors: list[Any] = []
-    for name, value in items.items():
-        keys.append(name)
-        if type(value) is dict:
-            keys += value
-            tensors += value.values()
-            counts.append(len(value))
-        else:
-            tensors.append(value)
-            counts.append(-1)
-    if not (set(map(type, keys)) <= _STR and set(map(type, tensors)) <= _TENSORS):
+    if set(map(type, tensors)) == _DICT:
+        counts = list(map(len, tensors))
+        names += chain.from_iterable(tensors)
+        tensors = list(chain.from_iterable(map(_VALUES, tensors)))
+    if not (set(map(type, names)) <= _STR and set(map(type, tensors)) <= _TENSORS):
         return None
-    if not (set(map(_LAYOUT, tensors)) <= _STRIDED and not any(map(_IS_NESTED, tensors))):
+    try:
+        addresses, shapes = list(map(_ADDRESS, tensors)), list(map(_SHAPE, tensors))
+    except RuntimeError:  # what is sparse has no address, and what is nested no shape
         return None
-    addresses = list(map(_ADDRESS, tensors))
     distinct = set(addresses)
     if 0 in distinct or len(distinct) != len(tensors):
         return None
-    return tensors, addresses, (keys, counts, list(map(_DTYPE, tensors)), list(map(_SHAPE, tensors)))
+    return tensors, addresses, (names, counts, list(map(_DTYPE, tensors)), shapes)
 
 
 def _same_tensor(one: Any, other: Any) -> bool:

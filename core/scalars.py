@@ -26,6 +26,7 @@ from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
 
 Json: TypeAlias = Any
 EXACT_INT = 2**53
+SCALARS = frozenset({bool, int, float, str})
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
 

@@ -125,10 +125,22 @@ def test_consumed_leaves_are_refused_though_they_look_as_they_did():
         describer.describe(value, "part")
 
 
-@pytest.mark.parametrize("other", [lambda: torch.zeros(2, device="meta"), lambda: torch.zeros(2).to_sparse()])
-def test_a_leaf_without_values_is_refused_where_one_with_values_stood(other):
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: torch.zeros(2, 2, device="meta"),
+        *(lambda to=to: to(torch.eye(2)) for to in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc)),
+        lambda: torch.eye(2).to_sparse_bsr((1, 1)),
+        lambda: torch.eye(2).to_sparse_bsc((1, 1)),
+        lambda: torch.eye(2).to_mkldnn(),
+        lambda: NESTED,
+        lambda: QUANTIZED,
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_leaf_that_cannot_be_saved_is_refused_where_one_that_can_stood(other):
     describer = Describer()
-    describer.describe(Leaves({"w": torch.zeros(2)}), "part")
+    describer.describe(Leaves({"w": torch.eye(2)}), "part")
     with pytest.raises(UnsupportedLeaf):
         describer.describe(Leaves({"w": other()}), "part")
 
