@@ -9,6 +9,7 @@ import torch
 
 from trainfold.adapters.boundary import Boundary
 from trainfold.adapters.feed import Feed, mismatch
+from trainfold.adapters.lent import Lent
 from trainfold.adapters.loader import feed_of
 from trainfold.adapters.module import ModulePart
 from trainfold.adapters.optimizer import OptimizerPart
@@ -107,7 +108,9 @@ class Live:
                 found="that of the states which modules of this model declare with get_extra_state",
                 mend="choose another name",
             )
-        optimizers = {name: part for name, part in self._parts().items() if isinstance(part, OptimizerPart)}
+        optimizers = {
+            name: part for name, part in self._parts(self._named()).items() if isinstance(part, OptimizerPart)
+        }
         self._watch = SchedulerWatch()
         for name, part in optimizers.items():
             self._watch.add(name, part.optimizer)
@@ -259,8 +262,15 @@ class Live:
                 stepped, without `advance`; `advance` with ``steps=0``; gradients that changed since `advance` (A06).
         """
         self.check_boundary()
-        captured = {name: part.capture() for name, part in self._parts().items()}
-        return state_of({**captured, **copied_containers(self._pending)}).evolve(contract=self.contract())
+        return self._state_of({name: part.capture() for name, part in self._parts(self._named()).items()})
+
+    def lend(self) -> Lent:
+        """As `capture`, for a save; parameters in it are the model's own objects."""
+        self.check_boundary()
+        named = self._named()
+        parts = self._parts(named)
+        lent = {name: part.lend() if isinstance(part, ModulePart) else part.capture() for name, part in parts.items()}
+        return Lent(self._state_of(lent), named)
 
     def restore(self, state: TrainState, *, components: Iterable[str] | None = None) -> None:
         """Make the live objects what a state says: all of it, or nothing if any part does not fit (V12).
@@ -277,7 +287,7 @@ class Live:
             RestoreRefused: with every reason; nothing was changed.
             UnknownComponent: for a name that neither this run nor the state has.
         """
-        parts, saved = self._parts(), components_of(state)
+        parts, saved = self._parts(self._named()), components_of(state)
         chosen = validate_components(components, declared=(*self.names, *state.extra))
         reasons = refusals(parts, saved, chosen)
         if reasons:
@@ -307,10 +317,11 @@ class Live:
             InvalidArgument: if the name is taken or cannot be one.
             RestoreRefused: if the target cannot take its state; it is not registered then.
         """
-        if name in self._parts():
+        named = self._named()
+        if name in self._parts(named):
             raise InvalidArgument("register.name", expected="a new name", found=name, mend="choose another name")
         components_of(TrainState(extra={name: target}))
-        part = self._part(name, target, self._names(named_tensors(self._model)))
+        part = self._part(name, target, named, _names(named))
         if name in self._pending:
             reasons = part.problems(self._pending[name])
             if reasons:
@@ -363,20 +374,18 @@ class Live:
     def _schedulers(self) -> list[Any]:
         return [] if self._scheduler is None else tree.leaves(self._scheduler.schedulers)
 
-    def _names(self, named: NamedTensors) -> dict[int, str]:
-        """``id(parameter)`` -> name, for the model, whose tensors these are, and the modules among the extras."""
-        found = {id(value): name for name, value in named.params.items()}
-        for prefix, module in self._extra.items():
-            if isinstance(module, torch.nn.Module):
-                for name, value in named_tensors(module).params.items():
-                    found.setdefault(id(value), f"{prefix}.{name}")
-        return found
+    def _state_of(self, captured: Mapping[str, Any]) -> TrainState:
+        return state_of({**captured, **copied_containers(self._pending)}).evolve(contract=self.contract())
 
-    def _parts(self) -> dict[str, Part]:
+    def _named(self) -> dict[str, NamedTensors]:
+        """What the attached modules hold, by component."""
+        modules = {"model": self._model, **self._extra}
+        return {name: named_tensors(each) for name, each in modules.items() if isinstance(each, torch.nn.Module)}
+
+    def _parts(self, named: Mapping[str, NamedTensors]) -> dict[str, Part]:
         """The components, in the order in which they are written: what may refuse comes first, random streams last."""
-        named = named_tensors(self._model)
-        names = self._names(named)
-        extras = {name: self._part(name, target, names) for name, target in self._extra.items()}
+        names = _names(named)
+        extras = {name: self._part(name, target, named, names) for name, target in self._extra.items()}
         extras.update(self._implied)
         parts: dict[str, Part] = {n: part for n, part in extras.items() if isinstance(part, ObjectPart | TreePart)}
         if self._scheduler is not None:
@@ -386,14 +395,14 @@ class Live:
         if self._optimizer is not None:
             parts["optimizer"] = OptimizerPart(self._optimizer, names)
         parts.update({n: part for n, part in extras.items() if n not in parts})
-        parts["model"] = ModulePart(self._model, named=named)
+        parts["model"] = ModulePart(self._model, named=named["model"])
         parts["trainer"] = CountersPart(lambda: self.progress, self._set_progress)
-        parts["rng"] = RngPart(bound_device(list(named.params.values())))
+        parts["rng"] = RngPart(bound_device(list(named["model"].params.values())))
         return parts
 
-    def _part(self, name: str, target: Any, names: Mapping[int, str]) -> Part:
+    def _part(self, name: str, target: Any, named: Mapping[str, NamedTensors], names: Mapping[int, str]) -> Part:
         if isinstance(target, torch.nn.Module):
-            return ModulePart(target, name)
+            return ModulePart(target, name, named.get(name))
         if isinstance(target, torch.optim.Optimizer):
             return OptimizerPart(target, names, name)
         if isinstance(target, Stateful):
@@ -409,3 +418,12 @@ class Live:
 
     def _set_progress(self, progress: Progress) -> None:
         self._progress = progress
+
+
+def _names(named: Mapping[str, NamedTensors]) -> dict[int, str]:
+    """``id(parameter)`` -> name, for the model and the modules among the extras."""
+    found = {id(value): name for name, value in named["model"].params.items()}
+    for component, each in named.items():
+        for name, value in each.params.items() if component != "model" else ():
+            found.setdefault(id(value), f"{component}.{name}")
+    return found

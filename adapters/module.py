@@ -27,7 +27,7 @@ def capture_module(module: torch.nn.Module) -> ModelState:
         >>> list(state.params), list(state.buffers)
         (['weight', 'bias'], [])
     """
-    return _state_of(named_tensors(module))
+    return ModulePart(module).capture()
 
 
 @final
@@ -47,7 +47,13 @@ class ModulePart:
 
     def capture(self) -> ModelState:
         """The module's tensors, not copied."""
-        return _state_of(self.named or named_tensors(self.module))
+        found = self.lend()
+        return attrs.evolve(found, params=Leaves({name: value.detach() for name, value in found.params.items()}))
+
+    def lend(self) -> ModelState:
+        """The same with the parameters themselves, for somebody who only reads, and at once."""
+        named = self.named or named_tensors(self.module)
+        return ModelState(params=Leaves(named.params), buffers=Leaves(named.buffers), ties=named.ties)
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every missing, unexpected and differing tensor at once."""
@@ -71,11 +77,6 @@ class ModulePart:
         for parameter in self.module.parameters():
             parameter.grad = None
         return nothing
-
-
-def _state_of(named: NamedTensors) -> ModelState:
-    params = {name: parameter.detach() for name, parameter in named.params.items()}
-    return ModelState(params=Leaves(params), buffers=Leaves(named.buffers), ties=named.ties)
 
 
 def _as_named_by(saved: ModelState, own: ModelState) -> ModelState:

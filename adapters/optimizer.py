@@ -1,6 +1,6 @@
 """A torch optimizer as the ``optimizer`` component: slots by canonical name, written without torch's casts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import attrs
@@ -41,14 +41,13 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     groups = tuple(
         ParamGroup(
             hyper={key: copied_containers(value) for key, value in group.items() if key not in _NOT_HYPER},
-            params=tuple(_name(parameter, names, f"optimizer.groups[{number}]") for parameter in group["params"]),
+            params=tuple(_names_of(group["params"], names, f"optimizer.groups[{number}]")),
         )
         for number, group in enumerate(optimizer.param_groups)
     )
-    slots = {}
-    for parameter, held in optimizer.state.items():
-        if held:  # an empty entry is left by a look at the state of a parameter that has none
-            slots[_name(parameter, names, "optimizer.state")] = copied_containers(held)
+    held = [(parameter, each) for parameter, each in optimizer.state.items() if each]  # a look may leave an empty entry
+    names_held = _names_of([parameter for parameter, _ in held], names, "optimizer.state")
+    slots = {name: copied_containers(each) for name, (_, each) in zip(names_held, held, strict=True)}
     order = [name for group in groups for name in group.params if name in slots]
     return OptimizerState(
         kind=kind_of(optimizer),
@@ -63,9 +62,10 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     )
 
 
-def _name(parameter: Any, names: Mapping[int, str], where: str) -> str:
-    name = names.get(id(parameter))
-    if name is None:
+def _names_of(parameters: Iterable[Any], names: Mapping[int, str], where: str) -> list[str]:
+    found = list(map(names.get, map(id, parameters)))
+    if None in found:
+        parameter = next(each for each, name in zip(parameters, found, strict=True) if name is None)
         shape = list(parameter.shape) if isinstance(parameter, torch.Tensor) else parameter
         raise InvalidState(
             where,
@@ -74,7 +74,7 @@ def _name(parameter: Any, names: Mapping[int, str], where: str) -> str:
             mend="build the optimizer from the parameters of this model, after it was wrapped or moved; "
             "or attach the module that has it under extra=",
         )
-    return name
+    return [name for name in found if name is not None]
 
 
 @final
@@ -216,17 +216,11 @@ class OptimizerPart:
 
     def _params(self) -> dict[str, torch.Tensor]:
         """The parameters in the optimizer's order, by name."""
-        return {
-            _name(parameter, self.names, self.path): parameter
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        }
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return dict(zip(_names_of(parameters, self.names, self.path), parameters, strict=True))
 
     def _groups(self) -> list[tuple[str, ...]]:
-        return [
-            tuple(_name(parameter, self.names, self.path) for parameter in group["params"])
-            for group in self.optimizer.param_groups
-        ]
+        return [tuple(_names_of(group["params"], self.names, self.path)) for group in self.optimizer.param_groups]
 
     def _hyper_of(self, saved: OptimizerState) -> list[Mapping[str, Any]]:
         """For each of `_params`, the hyperparameters of its group."""

@@ -47,10 +47,10 @@ def nothing() -> None:
 
 def copied_containers(value: Any) -> Any:
     """The same tree in new dicts and lists; tensors and arrays are shared."""
-    if type(value) in SCALARS:
-        return value
     if type(value) is dict and set(map(type, value.values())) == _TENSORS:
         return dict(value)  # the slots of a parameter: there are many
+    if type(value) in SCALARS:
+        return value
     return tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else copy.copy(leaf), value)
 
 

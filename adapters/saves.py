@@ -8,6 +8,7 @@ import attrs
 from trainfold.adapters.announcer import Announcer
 from trainfold.adapters.due import Before, Due
 from trainfold.adapters.keeper import Keeper
+from trainfold.adapters.lent import Lent
 from trainfold.adapters.live import Live
 from trainfold.adapters.outcomes import SaveOutcome
 from trainfold.adapters.saver import Saver
@@ -200,7 +201,7 @@ class Saves:
         """Save in the thread of the caller."""
         try:
             result = save_snapshot(
-                lambda: self._snapshot(run, _captured(run)),
+                lambda: self._snapshot(run, _lent(run).state),
                 self._store,
                 collectives=self._world,
                 lock=False,
@@ -220,10 +221,10 @@ class Saves:
     def _stage(self, run: Live | TrainState, step: int) -> SaveOutcome:
         """Hold the state, and leave the rest to the thread."""
         try:
-            state = _captured(run)
-            snapshot = self._snapshot(run, state)
+            lent = _lent(run)
+            snapshot = self._snapshot(run, lent.state)
             leaves = snapshot.named()
-            unannounced = self._gate.changing(run, state, leaves)
+            unannounced = self._gate.changing(run, lent, leaves)
             hold = Hold(leaves, unannounced=unannounced, max_extra_bytes=self._room)
         except Exception as error:
             self._announcer.tell("failed", step=step, detail=error_text(error))
@@ -233,7 +234,7 @@ class Saves:
             raise
         # the writer frees what the call has made: Torch lets go of the interpreter to free a tensor, and a writer that waits for
         # it then has it for milliseconds
-        made = (snapshot, leaves, None if state is run else state)
+        made = (snapshot, leaves, lent if isinstance(run, Live) else None)
         try:
             self._gate.close_for(hold, run)
             self._begin(lambda: made[0], hold, step)
@@ -271,8 +272,8 @@ class Saves:
         )
 
 
-def _captured(run: Live | TrainState) -> TrainState:
-    return run.capture() if isinstance(run, Live) else run
+def _lent(run: Live | TrainState) -> Lent:
+    return run.lend() if isinstance(run, Live) else Lent(run, {})
 
 
 def _raising(error: Exception) -> Callable[[], Snapshot]:

@@ -1,21 +1,21 @@
 """`UpdateGate`: knows which tensors of a run only an update writes to, and lets a save finish or copy before it does (D02)."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any, Final, final
 
 import torch
 
+from trainfold.adapters.lent import Lent
 from trainfold.adapters.live import Live
 from trainfold.backends.hold import Hold
 from trainfold.backends.write_watch import LeafName
 from trainfold.core import tree
 from trainfold.core.leaves import leaves_in
+from trainfold.core.names import NamedTensors
 from trainfold.core.state import TrainState
 
 _ADDRESS: Final = torch.Tensor.data_ptr
-_EMBEDDINGS: Final = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 @final
@@ -42,17 +42,18 @@ class UpdateGate:
         self._hold: Hold | None = None
         self._written: set[LeafName] = set()  # by somebody who announced nothing, while an earlier save was under way
 
-    def changing(
-        self, run: Live | TrainState, state: TrainState, leaves: Mapping[LeafName, torch.Tensor]
-    ) -> set[LeafName]:
+    def changing(self, run: Live | TrainState, lent: Lent, leaves: Mapping[LeafName, torch.Tensor]) -> set[LeafName]:
         """The names of the leaves that have to be copied at once, because nothing tells when they change.
 
         Args:
             run: what is saved; the optimizers of a live run get their hooks here.
-            state: the same, captured.
+            lent: the same, to be read.
             leaves: its tensors by name.
         """
-        changing = self._changing_in_live(run, leaves) if isinstance(run, Live) else _elsewhere(state, leaves)
+        if isinstance(run, Live):
+            changing = self._changing_in_live(run.optimizers, lent.modules, leaves)
+        else:
+            changing = _elsewhere(run, leaves)
         return changing | (self._written & leaves.keys())
 
     def close_for(self, hold: Hold, run: Live | TrainState) -> None:
@@ -78,14 +79,20 @@ class UpdateGate:
         """Take the hooks away."""
         _remove(self._handles)
 
-    def _changing_in_live(self, run: Live, leaves: Mapping[LeafName, torch.Tensor]) -> set[LeafName]:
-        modules = list(run.model.modules())
-        hooked = {name: each for name, each in run.optimizers.items() if self._is_hooked(each)}
-        # by address, as a captured state has other tensors at the places of parameters
-        places = {_ADDRESS(each) for optimizer in hooked.values() for each in _parameters_of(optimizer)}
-        places |= _frozen(modules)
-        others = [each for module in run.modules[1:] for each in module.modules()]
-        places -= {0, *_written_by_forwards(modules + others)}  # 0: of all that is empty
+    def _changing_in_live(
+        self,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        modules: Mapping[str, NamedTensors],
+        leaves: Mapping[LeafName, torch.Tensor],
+    ) -> set[LeafName]:
+        hooked = {name: each for name, each in optimizers.items() if self._is_hooked(each)}
+        steady = [parameter for parameter in modules["model"].params.values() if not parameter.requires_grad]
+        for optimizer in hooked.values():
+            for group in optimizer.param_groups:
+                steady += group["params"]
+        rescaled = [parameter for each in modules.values() for parameter in each.rescaled]
+        # by address, because other tensors may lie there too, such as those of a `state_dict`; 0: of all that is empty
+        places = set(map(_ADDRESS, steady)) - {0, *map(_ADDRESS, rescaled)}
         slots = tuple(f"{name}.slots[" for name in hooked)
         return {name for name, leaf in leaves.items() if not name[1].startswith(slots) and _ADDRESS(leaf) not in places}
 
@@ -119,22 +126,6 @@ def _elsewhere(state: TrainState, leaves: Mapping[LeafName, torch.Tensor]) -> se
     addresses = set(map(_ADDRESS, others.values()))
     places = {_place(leaf) for leaf in held if _ADDRESS(leaf) in addresses}
     return {name for name, leaf in others.items() if _place(leaf) not in places}
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
-
-
-def _frozen(modules: Iterable[torch.nn.Module]) -> set[int]:
-    """The addresses of parameters that are not trained."""
-    parameters = [each for module in modules for each in module._parameters.values()]  # noqa: SLF001  # one walk serves for all
-    return {_ADDRESS(each) for each in parameters if each is not None and not each.requires_grad}
-
-
-def _written_by_forwards(modules: Iterable[torch.nn.Module]) -> set[int]:
-    """The addresses of weights that are rescaled by the forward that looks them up."""
-    embeddings = [module for module in modules if isinstance(module, _EMBEDDINGS)]
-    return {module.weight.data_ptr() for module in embeddings if module.max_norm is not None}
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:

@@ -24,7 +24,7 @@ from trainfold.core.errors import SaveFailed
 DEVICE_PIECE_BYTES: Final = 8 << 20  # a copy from a device costs a launch, so pieces are larger than those in memory
 # random states and the like: copied at once though there is no room, as the writer has buffers
 SMALL_COPIES_BYTES: Final = 1 << 20
-_IS_CUDA, _IS_INFERENCE = attrgetter("is_cuda"), torch.Tensor.is_inference
+_DATA, _IS_CUDA, _IS_INFERENCE = attrgetter("data"), attrgetter("is_cuda"), torch.Tensor.is_inference
 
 
 @final
@@ -98,16 +98,16 @@ class Hold:
         self._rings: dict[torch.device, PinnedRing] = {}
         self.copied_bytes = 0
         self.protected_bytes = 0
-        leaves = dict(
-            zip(leaves, map(torch.Tensor.detach, leaves.values()), strict=True)
-        )  # `.data =` leads owners elsewhere
+        watched = leaves
+        # other tensors of the same memory: `.data =` leads the owner's elsewhere. The counter stays with those
+        leaves = dict(zip(leaves, map(_DATA, leaves.values()), strict=True))
         if any(map(_IS_CUDA, leaves.values())):
             for device in {tensor.device for tensor in leaves.values() if tensor.is_cuda}:
                 self._ring(device)  # now, because what it reads comes after what the device was given to do before
         apart = set(unannounced)
         if any(map(_IS_INFERENCE, leaves.values())):
             apart |= {name for name, tensor in leaves.items() if tensor.is_inference()}
-        self._watch = WriteWatch(leaves, but=apart)
+        self._watch = WriteWatch(watched, but=apart)
         self._leaves = {name: self._copied(leaves[name]) for name in self._with_room({n: leaves[n] for n in apart})}
         self._waited = apart - self._leaves.keys()
         self._given: Mapping[LeafName, torch.Tensor] | None = leaves  # what is left to look at, when the call is over

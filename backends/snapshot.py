@@ -15,7 +15,7 @@ from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.run_save import SaveResult, run_save
 from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.backends.write_watch import LeafName
-from trainfold.core.codec import as_tensor
+from trainfold.core.codec import DENSE, as_tensor
 from trainfold.core.components import components_of, select
 from trainfold.core.contract import checked_contract, contract_of
 from trainfold.core.description import Describe, Described, describe
@@ -54,7 +54,7 @@ class Snapshot:
         """Every tensor by component and path, dense; an array shares its memory."""
         # nearly every leaf is a plain tensor, which the description has looked at already
         return {
-            (component, path): leaf if type(leaf) is torch.Tensor else as_tensor(leaf, path)
+            (component, path): leaf if type(leaf) in DENSE else as_tensor(leaf, path)
             for component, leaves in self.tensors.items()
             for path, leaf in leaves.items()
         }

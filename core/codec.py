@@ -62,6 +62,7 @@ STORED: dict[str, StoredAs] = {
 
 
 _PLAIN = frozenset(getattr(torch, name) for name in STORED)
+_ARRAYS = frozenset(np.dtype(name) for name in STORED if name in np.sctypeDict)  # those of this machine's byte order
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -77,7 +78,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-_DENSE = frozenset({torch.Tensor, torch.nn.Parameter})
+DENSE = frozenset({torch.Tensor, torch.nn.Parameter})
 _TENSOR_LEAVES = (torch.Tensor, Shard, np.ndarray)  # a union would be built at each of the 1e5 calls
 
 
@@ -103,10 +104,10 @@ def as_tensor(leaf: Any, path: str) -> torch.Tensor:
     if isinstance(leaf, Shard):
         leaf = leaf.tensor
     if isinstance(leaf, np.ndarray):
-        if leaf.dtype.hasobject or leaf.dtype.name not in STORED or not leaf.dtype.isnative:
+        if leaf.dtype not in _ARRAYS:
             raise _unsupported(path, f"a numpy array of dtype {leaf.dtype}")
         return torch.from_numpy(leaf if leaf.flags.writeable and leaf.flags.c_contiguous else leaf.copy(order="C"))
-    if type(leaf) not in _DENSE and hasattr(type(leaf), "__tensor_flatten__"):
+    if type(leaf) not in DENSE and hasattr(type(leaf), "__tensor_flatten__"):
         raise _unsupported(path, f"a {type(leaf).__name__}, which is made of other tensors")
     found: torch.Tensor = leaf.detach() if leaf.requires_grad else leaf
     if found.layout is torch.strided and found.dtype in _PLAIN and not found.is_meta and not found.is_nested:

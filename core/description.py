@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trainfold.core import tree
-from trainfold.core.codec import as_tensor, is_tensor_leaf
+from trainfold.core.codec import DENSE, as_tensor, is_tensor_leaf
 from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.leaves import Leaves
@@ -23,7 +23,6 @@ from trainfold.core.spec import LeafSpec, leaf_spec
 from trainfold.core.structure import KEYS, MAX_DEPTH, class_name
 
 _STR: Final = frozenset({str})
-_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _DICT: Final = frozenset({dict})
 # in `map`, these are twice as fast as a loop
 _ADDRESS, _VALUES = torch.Tensor.data_ptr, dict.values
@@ -135,7 +134,7 @@ class _Encoder:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         kind = type(value)
-        if kind in SCALARS:
+        if value is None or kind in SCALARS:
             return encode_scalar(value, path)
         if depth > MAX_DEPTH:
             raise UnsupportedLeaf(path, expected=f"at most {MAX_DEPTH} levels", found="more", mend="flatten the tree")
@@ -235,7 +234,7 @@ def _seen(items: dict[str, Any]) -> tuple[list[torch.Tensor], list[int], Signatu
         counts = list(map(len, tensors))
         names += chain.from_iterable(tensors)
         tensors = list(chain.from_iterable(map(_VALUES, tensors)))
-    if not (set(map(type, names)) <= _STR and set(map(type, tensors)) <= _TENSORS):
+    if not (set(map(type, names)) <= _STR and set(map(type, tensors)) <= DENSE):
         return None
     try:
         addresses, shapes = list(map(_ADDRESS, tensors)), list(map(_SHAPE, tensors))

@@ -104,7 +104,7 @@ def leaf_spec(leaf: Any, path: str) -> AnySpec:
         box = tuple((start, start + size) for start, size in zip(leaf.starts, leaf.tensor.shape, strict=True))
         return LeafSpec(dtype_name(leaf.tensor.dtype), leaf.shape, (box,))
     if isinstance(leaf, np.ndarray):
-        return LeafSpec(str(leaf.dtype), tuple(leaf.shape))
+        return _array_spec(leaf.dtype, leaf.shape)
     if isinstance(leaf, np.generic):
         return ScalarSpec(f"numpy.{leaf.dtype}")
     if leaf is None or type(leaf) in (bool, int, float, str, bytes, Counter):
@@ -123,6 +123,11 @@ def leaf_spec(leaf: Any, path: str) -> AnySpec:
 def _shared_spec(dtype: str, shape: tuple[int, ...]) -> LeafSpec:
     """One value for all leaves of a shape: a model has 1e5 leaves and a handful of shapes."""
     return LeafSpec(dtype, shape)
+
+
+@lru_cache(maxsize=4096)
+def _array_spec(dtype: np.dtype[Any], shape: tuple[int, ...]) -> LeafSpec:
+    return LeafSpec(str(dtype), shape)
 
 
 def spec_of(values: tree.Tree, prefix: str = "") -> dict[str, AnySpec]:

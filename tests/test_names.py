@@ -1,0 +1,84 @@
+"""Names of a module's tensors: those of torch without the wrappers' prefixes, whoever names them (B11, B17, B19)."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from trainfold.core.errors import InvalidState
+from trainfold.core.names import canonical_name, named_tensors
+
+
+class Hiding(nn.Module):
+    """Says itself which modules it has: all but one."""
+
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            if "hidden" not in name[len(prefix) :]:
+                yield name, module
+
+
+CHILDREN = ("a", "b", "hidden", "module", "_orig_mod", "_checkpoint_wrapped_module")
+
+
+@st.composite
+def modules(draw, depth=3):
+    module = draw(st.sampled_from([nn.Module, Hiding]))()
+    pool = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1)), None]
+    for key in draw(st.sets(st.sampled_from(["w", "module"]))):
+        module.register_parameter(key, draw(st.sampled_from(pool)))
+    for key in draw(st.sets(st.sampled_from(["n", "m"]))):
+        module.register_buffer(key, draw(st.sampled_from([torch.zeros(2), None])), persistent=draw(st.booleans()))
+    made = [None]
+    for name in draw(st.sets(st.sampled_from(CHILDREN), max_size=3)) if depth else ():
+        if name not in module._parameters:
+            child = draw(st.sampled_from(made) | modules(depth=depth - 1))
+            made.append(child)
+            module.add_module(name, child)
+    return module
+
+
+def places(module, kind):
+    """Every place by torch's own walk."""
+    return [
+        (canonical_name(f"{prefix}.{key}" if prefix else key), value)
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for key, value in getattr(owner, kind).items()
+        if value is not None
+    ]
+
+
+@given(modules())
+def test_names_are_those_of_torch_without_the_prefixes_of_wrappers(module):
+    params, buffers = places(module, "_parameters"), places(module, "_buffers")
+    try:
+        found = named_tensors(module)
+    except InvalidState:
+        assert any(
+            one[0] == other[0] and one[1] is not other[1] for one in params + buffers for other in params + buffers
+        )
+        return
+    for named, expected in ((found.params, params), (found.buffers, buffers)):
+        first = {}
+        for name, value in expected:
+            first.setdefault(id(value), (name, value))
+        assert named.items() <= dict(first.values()).items()
+    assert len(found.params) == len({id(value) for _, value in params})
+    aliases = {(name, next(n for n, v in params if v is value)) for name, value in params}
+    assert {pair for pair in found.ties if pair[1] in found.params} == {pair for pair in aliases if pair[0] != pair[1]}
+
+
+def test_a_module_that_names_its_modules_itself_is_asked_however_it_does_it():
+    inner = nn.Module()
+    inner.shown, inner.hidden = nn.Linear(1, 1), nn.Linear(1, 1)
+    outer = nn.Sequential(inner)
+    assert len(named_tensors(outer).params) == 4
+    inner.named_modules = lambda memo=None, prefix="", remove_duplicate=True: [("", inner), ("shown", inner.shown)]
+    assert list(named_tensors(outer).params) == ["0.shown.weight", "0.shown.bias"]
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_weights_that_a_forward_rescales_are_told(kind):
+    model = nn.Sequential(kind(2, 2, max_norm=1.0), kind(2, 2))
+    assert [each is model[0].weight for each in named_tensors(model).rescaled] == [True]
