@@ -20,6 +20,7 @@ from trainfold.adapters.resumer import Resumer
 from trainfold.adapters.saves import Saves
 from trainfold.adapters.told_afterwards import told_afterwards
 from trainfold.backends import runs
+from trainfold.backends.bell import End
 from trainfold.backends.collectives import SingleProcess
 from trainfold.backends.inventory import check_place
 from trainfold.backends.run_save import SaveResult
@@ -94,7 +95,8 @@ class CheckpointManager:
         (True, [None, 2, None, 4])
     """
 
-    _is_open = False  # so that close works whatever failed before (D07)
+    _is_open = False
+    _let_go: End | None = None  # so that close works whatever failed before (D07)
 
     def __init__(  # noqa: PLR0913 (one keyword for each decision)
         self,
@@ -142,8 +144,10 @@ class CheckpointManager:
             self._held = ExitStack()
             self._saves = Saves(self._store, world, components=names, contract=agreed, is_async=is_async, room=room, due=self._due,
                                 keeper=Keeper(self._store, retention), announcer=self._announcer, held=self._held)  # fmt: skip
+            let_go = End()
+            self._held.callback(let_go.tell)  # the first is the last to be called
             self._held.push(making.pop_all())
-        self._is_open = True
+        self._is_open, self._let_go = True, let_go
 
     @classmethod
     def from_config(cls, config: CheckpointConfig, **extra: Any) -> "CheckpointManager":
@@ -283,17 +287,18 @@ class CheckpointManager:
         Raises:
             SaveFailed: if the save in the background failed and nobody was told yet; the run is let go of all the same.
         """
-        if not self._is_open or os.getpid() != self._pid:  # a forked child has neither the thread nor the lock
+        if (
+            self._let_go is None or self._let_go.is_over or os.getpid() != self._pid
+        ):  # a forked child has neither the thread nor the lock
             return
         self._check_not_telling()
         with told_afterwards() as failures:
-            self._saves.end_previous(
-                failures
-            )  # where it is interrupted, the manager stays open: it is still being written
+            # where it is interrupted, the manager stays open: it is still being written
+            self._saves.end_previous(failures)
             self._saves.close()
             self._is_open = False
             try:
-                with self._held:
+                with self._held:  # where this is interrupted, closing it again lets go of what is left
                     self._announcer.tell_left()
             except Exception as error:  # noqa: BLE001  # raised below, after what a save has to say
                 failures.append(error)

@@ -209,7 +209,7 @@ class _Encoder:
         if self._unmet is not None:
             addresses, tensors = self._unmet
             self._first, self._unmet = dict(zip(addresses, enumerate(tensors), strict=True)), None
-        address = as_tensor(leaf, path).data_ptr() or id(leaf)
+        address = _address(leaf, path)
         index = len(self.tensors)
         first = self._first.setdefault(address, (index, leaf))
         if first[1] is not leaf:
@@ -244,6 +244,27 @@ def _seen(items: dict[str, Any]) -> tuple[list[torch.Tensor], list[int], Signatu
     if 0 in distinct or len(distinct) != len(tensors):
         return None
     return tensors, addresses, (names, counts, list(map(_DTYPE, tensors)), shapes)
+
+
+def _address(leaf: Any, path: str) -> int:
+    """Where the values of a leaf are; its identity if it has none."""
+    try:
+        dense = as_tensor(leaf, path)
+        address = dense.data_ptr()
+    except (RuntimeError, ValueError) as error:  # lazy parameters, and tensors inside a transform
+        raise _without_memory(leaf, path, f": {str(error)[:200]}") from error
+    if address == 0 and dense.numel():  # a wrapper, such as a fake one
+        raise _without_memory(leaf, path, "")
+    return address or id(leaf)
+
+
+def _without_memory(leaf: Any, path: str, why: str) -> UnsupportedLeaf:
+    return UnsupportedLeaf(
+        path,
+        expected="a tensor with values",
+        found=f"a {type(leaf).__qualname__} without memory of its own{why}",
+        mend="save outside of torch's transforms, and what a wrapper is made of; run a lazy module once before",
+    )
 
 
 def _same_tensor(one: Any, other: Any) -> bool:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfold.core import description
 from trainfold.core.description import Describer, describe
@@ -164,3 +166,28 @@ def test_leaves_that_nearly_look_as_others_did_are_told_from_them(before, after)
         said(describer.describe, Leaves(filled(one)))
         value = Leaves(filled(other))
         assert said(describer.describe, value) == said(describe, value)
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.zeros(2)
+
+
+@pytest.mark.parametrize("inside", [dict, Leaves])
+@pytest.mark.parametrize("made", [fake, lambda: nn.LazyLinear(3).weight, nn.parameter.UninitializedBuffer])
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_tensor_that_has_no_memory_is_refused_by_name(made, inside):
+    """Torch raises errors of its own for some, and gives the address 0 for others."""
+    for describe_it in (describe, Describer().describe):
+        with pytest.raises(UnsupportedLeaf, match=r"part\['w'\]"):
+            describe_it(inside({"w": made()}), "part")
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.functionalize])
+def test_a_tensor_inside_a_transform_is_refused_by_name(transform):
+    def inside(value):
+        with pytest.raises(UnsupportedLeaf, match=r"part\['w'\]"):
+            describe(Leaves({"w": value}), "part")
+        return value.sum()
+
+    transform(inside)(torch.ones(3))

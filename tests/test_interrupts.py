@@ -119,13 +119,13 @@ SCENES = {
 def test_an_interrupt_at_any_moment_loses_no_state_and_stops_nobody(scene, mode, room, kind):
     """A14, D05, D07, P11: Ctrl-C, or a handler that raises; then `finish` and `close` as in any loop."""
     logging.disable(logging.CRITICAL)
-    at, ended = 1, False
+    at, ended, stride = 1, False, 1 if scene == "a close" else STRIDE  # a close has few places
     try:
         while not ended:
-            ended, at = not interrupt_once(scene, mode, room, kind, at), at + STRIDE
+            ended, at = not interrupt_once(scene, mode, room, kind, at), at + stride
     finally:
         logging.disable(logging.NOTSET)
-    assert at > 2 * STRIDE, "nothing was interrupted"
+    assert at > 2 * stride, "nothing was interrupted"
 
 
 def interrupt_once(scene, mode, room, kind, at):
