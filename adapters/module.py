@@ -6,6 +6,7 @@ import attrs
 import torch
 
 from trainfold.adapters.part import Undo, nothing, wrong_kind
+from trainfold.core.codec import DENSE
 from trainfold.core.errors import SpecMismatch, TrainfoldError
 from trainfold.core.leaves import Leaves
 from trainfold.core.names import NamedTensors, named_tensors
@@ -53,7 +54,10 @@ class ModulePart:
     def lend(self) -> ModelState:
         """The same with the parameters themselves, for somebody who only reads, and at once."""
         named = self.named or named_tensors(self.module)
-        return ModelState(params=Leaves(named.params), buffers=Leaves(named.buffers), ties=named.ties)
+        params = named.params
+        if not set(map(type, params.values())) <= DENSE:
+            params = {name: value if type(value) in DENSE else value.detach() for name, value in params.items()}
+        return ModelState(params=Leaves(params), buffers=Leaves(named.buffers), ties=named.ties)
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every missing, unexpected and differing tensor at once."""

@@ -127,6 +127,7 @@ class Saver:
             raise
         finally:
             hold.release()
+            hold.forget()
             self._protected_bytes = hold.protected_bytes
             release_buffers()
             del owner

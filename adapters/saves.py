@@ -224,7 +224,7 @@ class Saves:
             lent = _lent(run)
             snapshot = self._snapshot(run, lent.state)
             leaves = snapshot.named()
-            unannounced = self._gate.changing(run, lent, leaves)
+            unannounced = self._gate.changing(run, lent, leaves) | snapshot.arrays()
             hold = Hold(leaves, unannounced=unannounced, max_extra_bytes=self._room)
         except Exception as error:
             self._announcer.tell("failed", step=step, detail=error_text(error))

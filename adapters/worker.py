@@ -63,6 +63,12 @@ class Job(Generic[T]):
         del self, action  # this frame stays as long as a failure's traceback does, which leads to it
         end.tell()
 
+    def break_off(self, error: BaseException) -> None:
+        """End it where an interrupt fell into `carry_out` beside the action; it may have been done."""
+        if not self.is_over and self.result is None and self.failure is None:
+            self.failure = error
+        self._end.tell()
+
     def withdraw(self) -> bool:
         """Whether it will never be done, because nobody has begun it."""
         return self._claim.acquire(blocking=False)
@@ -113,13 +119,18 @@ class Worker:
             line.thread.start()
         except RuntimeError:
             self._line = None
-            job.carry_out()
+            try:
+                job.carry_out()
+            except BaseException as error:
+                job.break_off(error)
+                raise
             if job.failure is not None and not isinstance(job.failure, Exception):
                 raise job.failure from None
             return
         except BaseException:
             if line.thread.ident is None:
                 self._line = None  # the end of one that never began would never come
+                line.queue.put(None)  # and one that begins all the same has nothing to do
             raise
         line.end_with(self)
         line.queue.put(job)

@@ -24,7 +24,7 @@ from trainfold.core.errors import SaveFailed
 DEVICE_PIECE_BYTES: Final = 8 << 20  # a copy from a device costs a launch, so pieces are larger than those in memory
 # random states and the like: copied at once though there is no room, as the writer has buffers
 SMALL_COPIES_BYTES: Final = 1 << 20
-_DATA, _IS_CUDA, _IS_INFERENCE = attrgetter("data"), attrgetter("is_cuda"), torch.Tensor.is_inference
+_IS_CUDA, _IS_INFERENCE = attrgetter("is_cuda"), torch.Tensor.is_inference
 
 
 @final
@@ -98,16 +98,15 @@ class Hold:
         self._rings: dict[torch.device, PinnedRing] = {}
         self.copied_bytes = 0
         self.protected_bytes = 0
-        watched = leaves
-        # other tensors of the same memory: `.data =` leads the owner's elsewhere. The counter stays with those
-        leaves = dict(zip(leaves, map(_DATA, leaves.values()), strict=True))
+        # other tensors of the same memory and counter: `.data =` and `swap_tensors` lead the owner's elsewhere
+        leaves = dict(zip(leaves, map(torch.Tensor.detach, leaves.values()), strict=True))
         if any(map(_IS_CUDA, leaves.values())):
             for device in {tensor.device for tensor in leaves.values() if tensor.is_cuda}:
                 self._ring(device)  # now, because what it reads comes after what the device was given to do before
         apart = set(unannounced)
         if any(map(_IS_INFERENCE, leaves.values())):
             apart |= {name for name, tensor in leaves.items() if tensor.is_inference()}
-        self._watch = WriteWatch(watched, but=apart)
+        self._watch = WriteWatch(leaves, but=apart)
         self._leaves = {name: self._copied(leaves[name]) for name in self._with_room({n: leaves[n] for n in apart})}
         self._waited = apart - self._leaves.keys()
         self._given: Mapping[LeafName, torch.Tensor] | None = leaves  # what is left to look at, when the call is over
@@ -125,7 +124,6 @@ class Hold:
         """Say in which order the leaves will be read; those that will not be are let go."""
         with self._mutex:
             self._unpack()
-            self._check("a state")
             chosen = {name: self._leaves[name] for name in names}
             for name, leaf in self._leaves.items():
                 if name not in chosen:
@@ -138,7 +136,6 @@ class Hold:
         """The leaves of a component by path, to be written."""
         with self._mutex:
             self._unpack()
-            self._check(component)
         mine = {name[1]: (name, spec) for name, spec in self._specs.items() if name[0] == component}
         return {path: HeldLeaf(*spec, self, name) for path, (name, spec) in mine.items()}
 
@@ -168,8 +165,7 @@ class Hold:
         """
         with self._mutex:
             self._unpack()
-            self._check(name[1])
-            leaf = self._leaves[name]
+        leaf = self._leaves[name]
         if not leaf.is_flat:
             self._flatten(name, leaf)
         if leaf.ring is not None:
@@ -208,9 +204,14 @@ class Hold:
                 self._watch.end()
             for leaf in self._leaves.values():
                 leaf.let_go()
-            self._leaves, self._specs, self._order, self._arena = {}, {}, [], None
+            self._arena = None
         self._owners_bell.ring()
         self._writers_bell.ring()
+
+    def forget(self) -> None:
+        """The writer asks for nothing any more: what is left goes here, and not in the owner's next call."""
+        with self._mutex:
+            self._leaves, self._specs, self._order = {}, {}, []
 
     # --- the owner's thread ------------------------------------------------------------------------------------------
 
@@ -377,7 +378,7 @@ class Hold:
         Not the live bytes themselves are written: nobody but a copy may hold an update up, least of all a disk.
         """
         with self._unmoved(leaf):
-            self._check(name[1])
+            self._check(name)
             source, start, stop = leaf.next_bytes(len(wanted))
             is_live = source is leaf.live
             array, taken = leaf.array_of(source), wanted[: stop - leaf.read]
@@ -392,7 +393,7 @@ class Hold:
                 leaf.read, leaf.pinned_to = stop if is_taken else leaf.read, 0
             self._owners_bell.ring()
         with self._mutex:
-            self._check(name[1])
+            self._check(name)
         return taken if is_taken else None
 
     def _begun(self, name: LeafName, leaf: Held, ring: PinnedRing) -> Begun | None:
@@ -401,7 +402,7 @@ class Hold:
             return None
         with self._unmoved(leaf):
             self._watch.look_at(name)
-            self._check(name[1])
+            self._check(name)
             source, start, stop = leaf.next_bytes(ring.piece_bytes)
             begun = ring.begin(byte_view(source)[leaf.read - start : stop - start])
             leaf.read = stop
@@ -411,7 +412,7 @@ class Hold:
     def _flatten(self, name: LeafName, leaf: Held) -> None:
         """Copy a leaf whose bytes do not lie in order, or not on the CPU; from then on the live one may change."""
         with self._unmoved(leaf):
-            self._check(name[1])
+            self._check(name)
             source = leaf.live if leaf.copy is None else leaf.copy
             assert source is not None
             leaf.pinned_to = leaf.size_bytes if leaf.copy is None else 0
@@ -420,13 +421,13 @@ class Hold:
             if leaf.pinned_to:
                 self._watch.look_at(name)
             leaf.copy, leaf.copied_from, leaf.pinned_to, leaf.is_flat = flat, 0, 0, True
-            self._check(name[1])
+            self._check(name)
         self._owners_bell.ring()
 
-    def _check(self, place: str) -> None:
+    def _check(self, name: LeafName) -> None:
         self._watch.check()
         if self._is_over:
-            raise SaveFailed(place, expected="a hold", found="a released one", mend="save again")
+            raise SaveFailed(name[1], expected="a hold", found="a released one", mend="save again")
 
 
 def _scratch(size_bytes: int) -> Place:

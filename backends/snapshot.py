@@ -6,6 +6,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, final
 
 import attrs
+import numpy as np
 import torch
 
 from trainfold.backends.failures import failures_elsewhere, named_failures
@@ -57,6 +58,16 @@ class Snapshot:
             (component, path): leaf if type(leaf) in DENSE else as_tensor(leaf, path)
             for component, leaves in self.tensors.items()
             for path, leaf in leaves.items()
+        }
+
+    def arrays(self) -> set[LeafName]:
+        """The names of those that are numpy's: nothing tells of a write to them."""
+        return {
+            (component, path)
+            for component, leaves in self.tensors.items()
+            if not set(map(type, leaves.values())) <= DENSE
+            for path, leaf in leaves.items()
+            if isinstance(leaf, np.ndarray)
         }
 
 

@@ -112,10 +112,15 @@ def named_tensors(module: torch.nn.Module) -> NamedTensors:
         buffers={name: value for name, value in buffers.items() if name in kept},
         ties=(*param_ties, *((alias, name) for alias, name in buffer_ties if name in kept)),
         slots=slots,
-        rescaled=tuple(
-            each.weight for _, each in modules if isinstance(each, _EMBEDDINGS) and each.max_norm is not None
-        ),
+        rescaled=_rescaled(modules),
     )
+
+
+def _rescaled(modules: list[tuple[str, torch.nn.Module]]) -> tuple[torch.Tensor, ...]:
+    embeddings = [each for _, each in modules if isinstance(each, _EMBEDDINGS) and each.max_norm is not None]
+    # not `each.weight`, which may be computed, with buffers and random streams that move
+    weights = [each._parameters.get("weight") for each in embeddings]  # noqa: SLF001
+    return tuple(weight for weight in weights if weight is not None)
 
 
 def _walk(module: torch.nn.Module, prefix: str, found: list[tuple[str, torch.nn.Module]]) -> None:

@@ -10,6 +10,7 @@ import signal
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -979,3 +980,86 @@ def test_the_call_frees_no_tensor_once_the_writer_waits(monkeypatch, kind):
     manager.close()
     assert freed == 0, f"{freed} of {len(made)}"
     assert job.failure is None, "saved all the same"
+
+
+def test_a_rank_that_knows_of_a_write_before_the_others_keeps_in_step_with_them():
+    """D08: its save fails where all ranks fail together, and the next one succeeds."""
+    store, may_go_on = PausingStore(), threading.Event()
+    real = store.inner.reserve
+    store.reserve = lambda size_bytes: (may_go_on.wait(20), real(size_bytes))
+
+    def run(collectives):
+        told = []
+        model = nn.Linear(4, 4)
+        live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with CheckpointManager(store, mode="async", collectives=collectives) as manager:
+            for number in range(2):
+                live.advance(samples=1)
+                manager.save(live)
+                if (collectives.rank, number) == (1, 0):
+                    with torch.no_grad():
+                        model.weight.add_(1.0)
+                    manager.wait_staging()
+                    may_go_on.set()
+                try:
+                    told.append(manager.drain().step)
+                except SaveFailed as error:
+                    told.append(type(error).__name__)
+        return told
+
+    assert run_threads(2, run) == [["SaveFailedElsewhere", 2], ["SaveFailed", 2]]
+
+
+@pytest.mark.parametrize("was_written_to", [False, True], ids=["as new", "written to before"])
+@pytest.mark.parametrize("is_written_to", [False, True], ids=["left alone", "written to after"])
+def test_a_parameter_that_is_swapped_with_another_tensor_is_saved_as_it_was(was_written_to, is_written_to):
+    """As `load_state_dict` does with `set_swap_module_params_on_conversion`, and who swaps averaged weights in."""
+    store, model = PausingStore(0), nn.Linear(4, 4)
+    model.teacher = nn.Parameter(torch.ones(8), requires_grad=False)
+    live = attach(model, torch.optim.SGD([model.weight, model.bias], lr=0.1))
+    other = nn.Parameter(torch.full((8,), 5.0), requires_grad=False)
+    if was_written_to:
+        other.add_(0.0)
+    manager = CheckpointManager(store, mode="async")
+    live.advance(samples=1)
+    manager.save(live)
+    assert store.has_paused.wait(20)
+    torch.utils.swap_tensors(model.teacher, other)
+    if is_written_to:
+        other.mul_(7.0)  # what is being saved
+    store.may_go_on.set()
+    with pytest.raises(SaveFailed, match="teacher") if is_written_to else contextlib.nullcontext():
+        manager.close()
+    if not is_written_to:
+        assert load(store.inner, like=live.capture()).model.params["teacher"].tolist() == [1.0] * 8
+
+
+def test_an_array_among_the_slots_of_an_optimizer_is_copied_in_the_call():
+    """Nothing tells of a write to an array."""
+    store, model = PausingStore(0), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model.weight]["history"] = history = np.zeros(100)
+    live = attach(model, optimizer)
+    live.advance(samples=1)
+    with CheckpointManager(store, mode="async") as manager:
+        manager.save(live)
+        assert store.has_paused.wait(20)
+        history[:] = 7.0
+        store.may_go_on.set()
+    assert load(store.inner, like=live.capture()).optimizer.slots["weight"]["history"].tolist() == [0.0] * 100
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_live_run_and_its_capture_are_the_same_bytes(mode):
+    """Also where a buffer lies in the memory of a parameter: a tie, which is written once."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("alias", model.weight.data)
+    live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    live.advance(samples=1)
+    stores = PausingStore(), PausingStore()
+    for store, run in zip(stores, (live, live.capture()), strict=True):
+        with CheckpointManager(store, mode=mode) as manager:
+            manager.save(run)
+    assert stores[0].files() == stores[1].files()
+    found = load(stores[0].inner, like=live.capture()).model
+    assert found.params["weight"].data_ptr() == found.buffers["alias"].data_ptr()

@@ -82,3 +82,20 @@ def test_a_module_that_names_its_modules_itself_is_asked_however_it_does_it():
 def test_weights_that_a_forward_rescales_are_told(kind):
     model = nn.Sequential(kind(2, 2, max_norm=1.0), kind(2, 2))
     assert [each is model[0].weight for each in named_tensors(model).rescaled] == [True]
+
+
+def test_a_weight_that_is_computed_is_not_asked_for():
+    """C14: looking at it may move buffers and random streams."""
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))
+    nn.utils.parametrizations.spectral_norm(model[0])
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    found = named_tensors(model)
+    assert found.rescaled == ()
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+def test_an_embedding_without_a_weight_has_none_to_rescale():
+    model = nn.Embedding(4, 2, max_norm=1.0)
+    del model.weight
+    model.factor = nn.Parameter(torch.ones(4, 1))
+    assert list(named_tensors(model).params) == ["factor"]

@@ -299,3 +299,36 @@ def test_a_generator_that_has_kept_an_error_goes_on_when_a_job_raises_it():
     job.carry_out()
     assert job.failure is error
     assert next(items) == 2
+
+
+def test_an_interrupt_around_a_job_that_the_caller_carries_out_leaves_nobody_waiting(monkeypatch):
+    """Where no thread can be started; at each place where Python looks for signals."""
+
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    at, was_interrupted = 0, True
+    while was_interrupted:
+        at += 1
+        job, worker = Job(lambda: 7), Worker("test")
+        seen, was_interrupted = 0, False
+
+        def profile(frame, event, _):
+            nonlocal seen, was_interrupted
+            seen += event in ("call", "c_return") and frame.f_code.co_filename.endswith(("worker.py", "bell.py"))
+            if seen == at:  # noqa: B023
+                was_interrupted = True
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        sys.setprofile(profile)
+        try:
+            worker.begin(job)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert job.is_over or job.withdraw(), f"interrupted at {at}"
+        assert not job.is_over or job.result == 7 or job.failure is not None, f"interrupted at {at}"
+    assert at > 5
