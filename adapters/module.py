@@ -54,7 +54,7 @@ class ModulePart:
     def lend(self) -> ModelState:
         """The same with the parameters themselves, for somebody who only reads, and at once."""
         named = self.named or named_tensors(self.module)
-        params = named.params
+        params: dict[str, torch.Tensor] = dict(named.params)
         if not set(map(type, params.values())) <= DENSE:
             params = {name: value if type(value) in DENSE else value.detach() for name, value in params.items()}
         return ModelState(params=Leaves(params), buffers=Leaves(named.buffers), ties=named.ties)
