@@ -1,6 +1,7 @@
 """A torch optimizer as the ``optimizer`` component: slots by canonical name, written without torch's casts."""
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, final
 
 import attrs
@@ -47,11 +48,11 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     )
     held = [(parameter, each) for parameter, each in optimizer.state.items() if each]  # a look may leave an empty entry
     names_held = _names_of([parameter for parameter, _ in held], names, "optimizer.state")
-    slots = {name: copied_containers(each) for name, (_, each) in zip(names_held, held, strict=True)}
-    order = [name for group in groups for name in group.params if name in slots]
+    slots = dict(zip(names_held, _copied_slots([each for _, each in held]), strict=True))
+    order = list(filter(slots.__contains__, chain.from_iterable(group.params for group in groups)))
     return OptimizerState(
         kind=kind_of(optimizer),
-        slots=Leaves((name, slots[name]) for name in order),
+        slots=Leaves(zip(order, map(slots.__getitem__, order), strict=True)),
         groups=groups,
         with_grad=tuple(
             name
@@ -60,6 +61,12 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
             if (grad := parameter.grad) is not None and grad.layout is torch.strided  # no zeros are like a sparse one
         ),
     )
+
+
+def _copied_slots(held: list[Any]) -> Iterable[Any]:
+    if set(map(type, held)) <= {dict} and set(map(type, chain.from_iterable(map(dict.values, held)))) <= {torch.Tensor}:
+        return map(dict.copy, held)  # there are many, and nearly all are so
+    return map(copied_containers, held)
 
 
 def _names_of(parameters: Iterable[Any], names: Mapping[int, str], where: str) -> list[str]:

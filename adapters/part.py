@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, Protocol, final, runtime_checkable
 
 import attrs
-import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
@@ -13,7 +12,6 @@ from trainfold.core.scalars import SCALARS
 from trainfold.core.state import Opaque
 
 Undo = Callable[[], None]
-_TENSORS = frozenset({torch.Tensor})
 
 
 @runtime_checkable
@@ -47,8 +45,6 @@ def nothing() -> None:
 
 def copied_containers(value: Any) -> Any:
     """The same tree in new dicts and lists; tensors and arrays are shared."""
-    if type(value) is dict and set(map(type, value.values())) == _TENSORS:
-        return dict(value)  # the slots of a parameter: there are many
     if type(value) in SCALARS:
         return value
     return tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else copy.copy(leaf), value)

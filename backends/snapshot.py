@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from itertools import repeat
 from typing import Any, final
 
 import attrs
@@ -53,12 +54,14 @@ class Snapshot:
 
     def named(self) -> dict[LeafName, torch.Tensor]:
         """Every tensor by component and path, dense; an array shares its memory."""
-        # nearly every leaf is a plain tensor, which the description has looked at already
-        return {
-            (component, path): leaf if type(leaf) in DENSE else as_tensor(leaf, path)
-            for component, leaves in self.tensors.items()
-            for path, leaf in leaves.items()
-        }
+        found: dict[LeafName, torch.Tensor] = {}
+        for component, leaves in self.tensors.items():
+            names, tensors = zip(repeat(component), leaves), leaves.values()
+            if set(map(type, tensors)) <= DENSE:  # nearly all of them
+                found.update(zip(names, tensors, strict=False))
+            else:
+                found.update(zip(names, map(as_tensor, tensors, leaves), strict=False))
+        return found
 
     def arrays(self) -> set[LeafName]:
         """The names of those that are numpy's: nothing tells of a write to them."""
