@@ -11,7 +11,7 @@ from trainfold.adapters.boundary import Boundary
 from trainfold.adapters.feed import Feed, mismatch
 from trainfold.adapters.lent import Lent
 from trainfold.adapters.loader import feed_of
-from trainfold.adapters.module import ModulePart
+from trainfold.adapters.module import ModulePart, lent_module
 from trainfold.adapters.optimizer import OptimizerPart
 from trainfold.adapters.part import ObjectPart, Part, Stateful, TreePart, copied, copied_containers
 from trainfold.adapters.restoring import CountersPart, extra_state_parts, refusals, write_all
@@ -269,7 +269,10 @@ class Live:
         self.check_boundary()
         named = self._named()
         parts = self._parts(named)
-        lent = {name: part.lend() if isinstance(part, ModulePart) else part.capture() for name, part in parts.items()}
+        others = {name: part.capture() for name, part in parts.items() if not isinstance(part, ModulePart)}
+        if any(isinstance(part, ObjectPart | TreePart) for part in parts.values()):
+            named = self._named()  # code of the user's has run, and may have put other tensors into the modules
+        lent = {name: lent_module(named[name]) if name in named else others[name] for name in parts}
         return Lent(self._state_of(lent), named)
 
     def restore(self, state: TrainState, *, components: Iterable[str] | None = None) -> None:
@@ -321,7 +324,7 @@ class Live:
         if name in self._parts(named):
             raise InvalidArgument("register.name", expected="a new name", found=name, mend="choose another name")
         components_of(TrainState(extra={name: target}))
-        part = self._part(name, target, named, _names(named))
+        part = self._part(name, target, _names(named))
         if name in self._pending:
             reasons = part.problems(self._pending[name])
             if reasons:
@@ -385,7 +388,7 @@ class Live:
     def _parts(self, named: Mapping[str, NamedTensors]) -> dict[str, Part]:
         """The components, in the order in which they are written: what may refuse comes first, random streams last."""
         names = _names(named)
-        extras = {name: self._part(name, target, named, names) for name, target in self._extra.items()}
+        extras = {name: self._part(name, target, names) for name, target in self._extra.items()}
         extras.update(self._implied)
         parts: dict[str, Part] = {n: part for n, part in extras.items() if isinstance(part, ObjectPart | TreePart)}
         if self._scheduler is not None:
@@ -395,14 +398,14 @@ class Live:
         if self._optimizer is not None:
             parts["optimizer"] = OptimizerPart(self._optimizer, names)
         parts.update({n: part for n, part in extras.items() if n not in parts})
-        parts["model"] = ModulePart(self._model, named=named["model"])
+        parts["model"] = ModulePart(self._model)
         parts["trainer"] = CountersPart(lambda: self.progress, self._set_progress)
         parts["rng"] = RngPart(bound_device(list(named["model"].params.values())))
         return parts
 
-    def _part(self, name: str, target: Any, named: Mapping[str, NamedTensors], names: Mapping[int, str]) -> Part:
+    def _part(self, name: str, target: Any, names: Mapping[int, str]) -> Part:
         if isinstance(target, torch.nn.Module):
-            return ModulePart(target, name, named.get(name))
+            return ModulePart(target, name)
         if isinstance(target, torch.optim.Optimizer):
             return OptimizerPart(target, names, name)
         if isinstance(target, Stateful):

@@ -117,7 +117,9 @@ class CheckpointManager:
         on_event: Callable[[Event], object] | None = None,
         collectives: Collectives | None = None,
     ) -> None:
+        let_go, kept = End(), list[ExitStack]()
         with ExitStack() as making:
+            making.callback(let_go.tell)  # the first is the last to be called
             if requests is not None:
                 check_source(requests)
                 making.callback(requests.close)  # signals that nobody takes any more must not stay caught
@@ -141,13 +143,10 @@ class CheckpointManager:
             self._announcer = Announcer(self._store.url, on_event)
             self._resumer = Resumer(self._store, world, names, policy, agreed)
             self._due = Due(triggers, requests, world)
-            self._held = ExitStack()
             self._saves = Saves(self._store, world, components=names, contract=agreed, is_async=is_async, room=room, due=self._due,
-                                keeper=Keeper(self._store, retention), announcer=self._announcer, held=self._held)  # fmt: skip
-            let_go = End()
-            self._held.callback(let_go.tell)  # the first is the last to be called
-            self._held.push(making.pop_all())
-        self._is_open, self._let_go = True, let_go
+                                keeper=Keeper(self._store, retention), announcer=self._announcer, held=kept)  # fmt: skip
+            kept.append(making.pop_all())
+        self._held, self._is_open, self._let_go = kept[0], True, let_go
 
     @classmethod
     def from_config(cls, config: CheckpointConfig, **extra: Any) -> "CheckpointManager":

@@ -31,6 +31,14 @@ def capture_module(module: torch.nn.Module) -> ModelState:
     return ModulePart(module).capture()
 
 
+def lent_module(named: NamedTensors) -> ModelState:
+    """As `capture_module`, with the parameters themselves: for somebody who only reads, and at once."""
+    params: dict[str, torch.Tensor] = dict(named.params)
+    if not set(map(type, params.values())) <= DENSE:
+        params = {name: value if type(value) in DENSE else value.detach() for name, value in params.items()}
+    return ModelState(params=Leaves(params), buffers=Leaves(named.buffers), ties=named.ties)
+
+
 @final
 @attrs.frozen
 class ModulePart:
@@ -39,25 +47,15 @@ class ModulePart:
     Attributes:
         module: the live module; its parameter objects stay, so that ties and the optimizer's references survive.
         path: the component, for messages.
-        named: its tensors by name, if somebody has just looked.
     """
 
     module: torch.nn.Module
     path: str = "model"
-    named: NamedTensors | None = None
 
     def capture(self) -> ModelState:
         """The module's tensors, not copied."""
-        found = self.lend()
+        found = lent_module(named_tensors(self.module))
         return attrs.evolve(found, params=Leaves({name: value.detach() for name, value in found.params.items()}))
-
-    def lend(self) -> ModelState:
-        """The same with the parameters themselves, for somebody who only reads, and at once."""
-        named = self.named or named_tensors(self.module)
-        params: dict[str, torch.Tensor] = dict(named.params)
-        if not set(map(type, params.values())) <= DENSE:
-            params = {name: value if type(value) in DENSE else value.detach() for name, value in params.items()}
-        return ModelState(params=Leaves(params), buffers=Leaves(named.buffers), ties=named.ties)
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every missing, unexpected and differing tensor at once."""

@@ -165,7 +165,9 @@ class Hold:
         """
         with self._mutex:
             self._unpack()
-        leaf = self._leaves[name]
+            if name not in self._leaves:
+                self._check(name)
+            leaf = self._leaves[name]
         if not leaf.is_flat:
             self._flatten(name, leaf)
         if leaf.ring is not None:

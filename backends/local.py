@@ -215,9 +215,16 @@ class LocalStore:
                 collect(self._root)
             yield
         finally:
-            with self._mutex:
-                self._held = None
-            run_lock.release(held)
+            try:
+                self._let_go(held)
+            except BaseException:  # an interrupt: nobody could do it later
+                self._let_go(held)
+                raise
+
+    def _let_go(self, held: run_lock.HeldLock) -> None:
+        with self._mutex:
+            self._held = None
+        run_lock.release(held)
 
     def reserve(self, size_bytes: int) -> None:
         """See `Store.reserve`: free space by ``statvfs``, and a file made and removed."""

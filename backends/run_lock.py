@@ -135,11 +135,11 @@ def release(held: HeldLock) -> None:
     In a forked child nothing is done: it let go when it was made, and the descriptor may be another file's by now.
     """
     if held in _HELD:
-        _HELD.discard(held)
         with suppress(OSError):  # of a device that has gone: what was saved is saved
-            fcntl.flock(
-                held.fd, fcntl.LOCK_UN
-            )  # for every copy: a child that was forked just now may not have let go yet
+            # for every copy: a child that was forked just now may not have let go yet
+            fcntl.flock(held.fd, fcntl.LOCK_UN)
+        _HELD.discard(held)  # here, so that who was interrupted can do it again, and nothing is closed twice
+        with suppress(OSError):
             os.close(held.fd)
 
 

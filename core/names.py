@@ -117,16 +117,20 @@ def named_tensors(module: torch.nn.Module) -> NamedTensors:
 
 
 def _rescaled(modules: list[tuple[str, torch.nn.Module]]) -> tuple[torch.Tensor, ...]:
-    embeddings = [each for _, each in modules if isinstance(each, _EMBEDDINGS) and each.max_norm is not None]
-    # not `each.weight`, which may be computed, with buffers and random streams that move
-    weights = [each._parameters.get("weight") for each in embeddings]  # noqa: SLF001
-    return tuple(weight for weight in weights if weight is not None)
+    found: list[torch.Tensor | None] = []
+    for _, each in modules:
+        if isinstance(each, _EMBEDDINGS) and each.max_norm is not None:
+            # not `each.weight`, which may be computed, with buffers and random streams that move
+            found.append(each._parameters.get("weight"))  # noqa: SLF001
+            computed = each._modules.get("parametrizations")  # noqa: SLF001
+            found += [] if computed is None else computed.parameters()
+    return tuple(weight for weight in found if weight is not None)
 
 
 def _walk(module: torch.nn.Module, prefix: str, found: list[tuple[str, torch.nn.Module]]) -> None:
     """Every place of a module, and the canonical prefix of the names of what it holds; who names modules itself is asked."""
     if type(module).named_modules is not torch.nn.Module.named_modules or "named_modules" in vars(module):
-        for path, each in module.named_modules(remove_duplicate=False):
+        for path, each in module.named_modules(None, "", False):  # noqa: FBT003  # as torch calls it for a child
             inner = [part for part in path.split(".") if part and part not in _WRAPPERS]
             found.append(("".join([prefix, *(f"{part}." for part in inner)]), each))
         return

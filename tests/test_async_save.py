@@ -1063,3 +1063,38 @@ def test_a_live_run_and_its_capture_are_the_same_bytes(mode):
     assert stores[0].files() == stores[1].files()
     found = load(stores[0].inner, like=live.capture()).model
     assert found.params["weight"].data_ptr() == found.buffers["alias"].data_ptr()
+
+
+class Remaking:
+    """An object of the user's that makes another's tensors anew, when it is asked for its state and when it gets one."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def state_dict(self):
+        self.module.shift = torch.full((2,), 7.0)
+        return {"n": 1}
+
+    def load_state_dict(self, _):
+        self.module.weight = nn.Parameter(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("where", ["model", "extra"])
+def test_a_module_whose_tensors_another_component_replaces_is_saved_and_restored_as_it_is_then(mode, where):
+    def job(value):
+        module, other = nn.Linear(2, 2), nn.Linear(2, 2)
+        nn.init.constant_(module.weight, value)
+        module.register_buffer("shift", torch.zeros(2))
+        model, extra = (module, other) if where == "model" else (other, module)
+        return module, attach(model, extra={"a": Remaking(module), "b": extra})
+
+    store = MemoryStore()
+    _, live = job(3.0)
+    with CheckpointManager(store, mode=mode) as manager:
+        manager.save(live)
+    module, live = job(1.0)
+    with CheckpointManager(store) as manager:
+        manager.restore(live)
+    assert module.weight.tolist() == [[3.0, 3.0]] * 2
+    assert module.shift.tolist() == [7.0, 7.0]

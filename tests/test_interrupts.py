@@ -12,9 +12,10 @@ import torch
 
 import trainfold
 from trainfold.adapters.manager import CheckpointManager
+from trainfold.backends import run_lock
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.memory import MemoryStore
-from trainfold.core.errors import SaveFailed
+from trainfold.core.errors import RunLocked, SaveFailed
 
 OURS = str(Path(trainfold.__file__).parent)
 HELPERS = (contextlib.__file__, threading.__file__)  # called by ours
@@ -155,3 +156,32 @@ def interrupt_once(scene, mode, room, kind, at):
     CheckpointManager(loop.store).restore(found.live)
     assert all(torch.equal(value, wanted[name]) for name, value in found.model.state_dict().items()), where
     return len(places) == at
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeIsUp])
+def test_an_interrupt_while_a_manager_lets_go_leaves_no_lock(tmp_path, kind):
+    at, ended = 1, False
+    while not ended:
+        manager = CheckpointManager(tmp_path)
+        with interrupted(at, kind) as places:
+            manager.close()
+        manager.close()
+        ended = len(places) < at
+        try:
+            CheckpointManager(tmp_path).close()
+        except RunLocked:
+            pytest.fail(f"locked, after an interrupt at {at}: {places[-1]}")
+        at += 1
+    assert at > 10
+
+
+def test_an_interrupted_release_can_be_done_again(tmp_path):
+    at, ended = 1, False
+    while not ended:
+        held = run_lock.acquire(str(tmp_path))
+        with interrupted(at, KeyboardInterrupt) as places:
+            run_lock.release(held)
+        run_lock.release(held)
+        run_lock.release(run_lock.acquire(str(tmp_path)))
+        ended, at = len(places) < at, at + 1
+    assert at > 5

@@ -90,7 +90,7 @@ def test_a_weight_that_is_computed_is_not_asked_for():
     nn.utils.parametrizations.spectral_norm(model[0])
     before = {name: value.clone() for name, value in model.named_buffers()}
     found = named_tensors(model)
-    assert found.rescaled == ()
+    assert [each is model[0].parametrizations.weight.original for each in found.rescaled] == [True]
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
 
 
@@ -99,3 +99,19 @@ def test_an_embedding_without_a_weight_has_none_to_rescale():
     del model.weight
     model.factor = nn.Parameter(torch.ones(4, 1))
     assert list(named_tensors(model).params) == ["factor"]
+
+
+@pytest.mark.parametrize("made", [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm])
+def test_what_a_rescaled_weight_is_computed_of_may_be_rescaled(made):
+    """A parametrization may return its weight itself, which the forward then writes to."""
+    model = nn.Sequential(made(nn.Embedding(4, 2, max_norm=1.0)))
+    expected = {id(each) for each in model[0].parametrizations.parameters()}
+    assert {id(each) for each in named_tensors(model).rescaled} == expected
+
+
+def test_a_module_may_call_the_arguments_of_named_modules_what_it_likes():
+    class Own(nn.Linear):
+        def named_modules(self, memo=None, start="", dedupe=True):
+            return super().named_modules(memo, start, dedupe)
+
+    assert list(named_tensors(nn.Sequential(Own(1, 1))).params) == ["0.weight", "0.bias"]
