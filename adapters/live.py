@@ -131,11 +131,6 @@ class Live:
         return attrs.evolve(self._progress, epoch=self._feed.epoch)
 
     @property
-    def model(self) -> torch.nn.Module:
-        """The attached model."""
-        return self._model
-
-    @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Every attached optimizer by its component, those under ``extra`` included."""
         attached = {"optimizer": self._optimizer, **self._extra}

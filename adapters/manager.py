@@ -117,7 +117,7 @@ class CheckpointManager:
         on_event: Callable[[Event], object] | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        let_go, kept = End(), list[ExitStack]()
+        let_go, kept = End(), list[ExitStack]()  # the saves keep the latter, which gets the lock when all is made
         with ExitStack() as making:
             making.callback(let_go.tell)  # the first is the last to be called
             if requests is not None:
@@ -286,9 +286,8 @@ class CheckpointManager:
         Raises:
             SaveFailed: if the save in the background failed and nobody was told yet; the run is let go of all the same.
         """
-        if (
-            self._let_go is None or self._let_go.is_over or os.getpid() != self._pid
-        ):  # a forked child has neither the thread nor the lock
+        # a forked child has neither the thread nor the lock
+        if self._let_go is None or self._let_go.is_over or os.getpid() != self._pid:
             return
         self._check_not_telling()
         with told_afterwards() as failures:

@@ -1,6 +1,6 @@
 """A torch optimizer as the ``optimizer`` component: slots by canonical name, written without torch's casts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any, final
 
@@ -69,7 +69,7 @@ def _copied_slots(held: list[Any]) -> Iterable[Any]:
     return map(copied_containers, held)
 
 
-def _names_of(parameters: Iterable[Any], names: Mapping[int, str], where: str) -> list[str]:
+def _names_of(parameters: Collection[Any], names: Mapping[int, str], where: str) -> list[str]:
     found = list(map(names.get, map(id, parameters)))
     if None in found:
         parameter = next(each for each, name in zip(parameters, found, strict=True) if name is None)

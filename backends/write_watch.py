@@ -52,8 +52,8 @@ class WriteWatch:
     def keep(self, names: Collection[LeafName]) -> None:
         """Look at no others from now on."""
         watched, _ = self._seen
-        kept = [(name, version) for name, version in zip(*self._seen, strict=True) if name in names]
-        self._seen = {name: watched[name] for name, _ in kept}, [version for _, version in kept]
+        kept = {name: version for name, version in zip(*self._seen, strict=True) if name in names}
+        self._seen = {name: watched[name] for name in kept}, list(kept.values())
 
     def look_at(self, name: LeafName) -> None:
         """Look at one, if it is watched."""

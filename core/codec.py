@@ -78,7 +78,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-DENSE = frozenset({torch.Tensor, torch.nn.Parameter})
+DENSE = frozenset({torch.Tensor, torch.nn.Parameter})  # the types of nearly all leaves, none of which is made of others
 _TENSOR_LEAVES = (torch.Tensor, Shard, np.ndarray)  # a union would be built at each of the 1e5 calls
 
 

@@ -271,9 +271,9 @@ def _same_tensor(one: Any, other: Any) -> bool:
     """Whether two leaves at one address are the same values for good: a tie, not a view of another shape."""
     if one is other:
         return True
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.numel() == 0:
+    if not (type(one) is type(other) or {type(one), type(other)} <= DENSE):
         return False
-    if type(one) is not type(other) and not {type(one), type(other)} <= DENSE:
+    if not isinstance(one, torch.Tensor) or one.numel() == 0:
         return False
     same_memory = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
     return bool(same_memory) and one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg()

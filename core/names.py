@@ -1,6 +1,5 @@
 """Names: canonical FQNs, and the named tensors of a module, each once and with its ties (B11, B17, B19)."""
 
-from functools import lru_cache
 from types import MethodType
 from typing import Any, final
 
@@ -51,7 +50,6 @@ class NamedTensors:
     rescaled: tuple[torch.Tensor, ...] = ()
 
 
-@lru_cache(maxsize=1 << 14)  # the names of a model are asked for at each save
 def canonical_name(name: str) -> str:
     """Strip the prefixes of wrappers (DDP, compile, activation checkpointing, FSDP) at any depth.
 
@@ -131,8 +129,7 @@ def _walk(module: torch.nn.Module, prefix: str, found: list[tuple[str, torch.nn.
     """Every place of a module, and the canonical prefix of the names of what it holds; who names modules itself is asked."""
     if type(module).named_modules is not torch.nn.Module.named_modules or "named_modules" in vars(module):
         for path, each in module.named_modules(None, "", False):  # noqa: FBT003  # as torch calls it for a child
-            inner = [part for part in path.split(".") if part and part not in _WRAPPERS]
-            found.append(("".join([prefix, *(f"{part}." for part in inner)]), each))
+            found.append((prefix + canonical_name(f"{path}.") if path else prefix, each))
         return
     found.append((prefix, module))
     for name, child in module._modules.items():  # noqa: SLF001  # what torch's `named_modules` goes by, at half the cost
