@@ -1,7 +1,7 @@
 """`Lent`: a live run as a value for a save, which reads it at once; so nothing is made that only a keeper would need."""
 
-from collections.abc import Mapping
-from typing import final
+from collections.abc import Callable, Mapping
+from typing import Any, final
 
 import attrs
 
@@ -15,9 +15,16 @@ class Lent:
     """A live run at a boundary.
 
     Attributes:
-        state: as `Live.capture` returns it, with the parameters themselves.
+        state: what the loop has a hand on: as `Live.capture` returns it, with the parameters themselves and without random streams.
         modules: what the attached modules hold, by component.
+        rng: makes the component of the random streams, which were read already; in any thread. None where the state has it.
     """
 
     state: TrainState
-    modules: Mapping[str, NamedTensors]
+    modules: Mapping[str, NamedTensors] = attrs.field(factory=dict)
+    rng: Callable[[], Any] | None = None
+
+    @property
+    def whole(self) -> TrainState:
+        """The state with everything in it."""
+        return self.state if self.rng is None else self.state.evolve(rng=self.rng())

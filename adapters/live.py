@@ -264,11 +264,14 @@ class Live:
         self.check_boundary()
         named = self._named()
         parts = self._parts(named)
+        rng = parts.pop("rng")
+        assert isinstance(rng, RngPart)
         others = {name: part.capture() for name, part in parts.items() if not isinstance(part, ModulePart)}
+        streams = rng.read()  # last, because the user's objects may draw to say what they hold
         if any(isinstance(part, ObjectPart | TreePart) for part in parts.values()):
             named = self._named()  # code of the user's has run, and may have put other tensors into the modules
         lent = {name: lent_module(named[name]) if name in named else others[name] for name in parts}
-        return Lent(self._state_of(lent), named)
+        return Lent(self._state_of(lent), named, streams)
 
     def restore(self, state: TrainState, *, components: Iterable[str] | None = None) -> None:
         """Make the live objects what a state says: all of it, or nothing if any part does not fit (V12).

@@ -5,9 +5,10 @@ the device that the model is bound to is read, so that a state does not depend o
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias, final
+from operator import attrgetter
+from typing import Any, Final, TypeAlias, final
 
 import attrs
 import numpy as np
@@ -21,14 +22,14 @@ from trainfold.core.state import Opaque
 Streams: TypeAlias = dict[str, Any]
 
 VERSION = 1
+_IS_CPU: Final = attrgetter("is_cpu")
 
 
 def bound_device(tensors: list[torch.Tensor]) -> torch.device | None:
     """The accelerator that these tensors are on, or None for the CPU."""
-    for tensor in tensors:
-        if tensor.device.type not in ("cpu", "meta"):
-            return tensor.device
-    return None
+    if all(map(_IS_CPU, tensors)):  # nearly always, or never
+        return None
+    return next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
 
 
 def capture_streams(device: torch.device | None = None) -> Streams:
@@ -45,17 +46,33 @@ def capture_streams(device: torch.device | None = None) -> Streams:
         >>> sorted(streams)
         ['numpy', 'python', 'seed', 'torch', 'version']
     """
+    return read_streams(device)()
+
+
+def read_streams(device: torch.device | None = None) -> Callable[[], Streams]:
+    """Read every global stream now, and make plain values of what was read later, in whichever thread.
+
+    Examples:
+        >>> streams = read_streams()
+        >>> before = torch.rand(1)
+        >>> restore_streams(streams())
+        >>> torch.equal(before, torch.rand(1))
+        True
+    """
     version, words, gauss = random.getstate()
-    found: Streams = {
-        "version": VERSION,
-        "seed": torch.initial_seed(),
-        "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
+    read: Streams = {
         "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 (user code draws from this stream)
         "torch": torch.get_rng_state(),
     }
     if device is not None:
-        found[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return found
+        read[device.type] = torch.get_device_module(device).get_rng_state(device)
+    seed = torch.initial_seed()
+
+    def streams() -> Streams:
+        python = {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
+        return {"version": VERSION, "seed": seed, "python": python, **read}
+
+    return streams
 
 
 def restore_streams(streams: Streams, device: torch.device | None = None) -> None:
@@ -204,7 +221,12 @@ class RngPart:
 
     def capture(self) -> Opaque:
         """The streams; as `Opaque`, because a generator knows best what its state looks like."""
-        return Opaque(capture_streams(self.device))
+        return self.read()()
+
+    def read(self) -> Callable[[], Opaque]:
+        """As `capture`, in two parts: the streams are read now, and may be made a component of later, in another thread."""
+        streams = read_streams(self.device)
+        return lambda: Opaque(streams())
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Whether every stream is there and usable (H04)."""

@@ -201,7 +201,7 @@ class Saves:
         """Save in the thread of the caller."""
         try:
             result = save_snapshot(
-                lambda: self._snapshot(run, _lent(run).state),
+                lambda: self._snapshot(run, _lent(run).whole),
                 self._store,
                 collectives=self._world,
                 lock=False,
@@ -237,7 +237,8 @@ class Saves:
         made = (snapshot, leaves, lent if isinstance(run, Live) else None)
         try:
             self._gate.close_for(hold, run)
-            self._begin(lambda: made[0], hold, step)
+            streams = lent.rng
+            self._begin(lambda: self._with_streams(made[0], streams), hold, step)
         except BaseException:
             if not self.is_under_way:  # else an interrupt came when it was begun already
                 hold.release()
@@ -266,6 +267,13 @@ class Saves:
         names = validate_components(self._components, declared=run.names) if isinstance(run, Live) else self._components
         return take_snapshot(state, components=names, contract=self._contract, describe=self._describer.describe)
 
+    def _with_streams(self, snapshot: Snapshot, streams: Callable[[], Any] | None) -> Snapshot:
+        """With what was only read in the call; in the thread."""
+        if streams is None:
+            return snapshot
+        is_saved = self._components is None or "rng" in self._components
+        return snapshot.with_own("rng", streams(), is_saved=is_saved)
+
     def _tell_committed(self, result: SaveResult) -> None:
         self._announcer.tell(
             "committed", step=result.step, checkpoint=result.checkpoint, detail=f"{result.size_bytes} bytes"
@@ -273,7 +281,7 @@ class Saves:
 
 
 def _lent(run: Live | TrainState) -> Lent:
-    return run.lend() if isinstance(run, Live) else Lent(run, {})
+    return run.lend() if isinstance(run, Live) else Lent(run)
 
 
 def _raising(error: Exception) -> Callable[[], Snapshot]:

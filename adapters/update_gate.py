@@ -91,10 +91,16 @@ class UpdateGate:
             for group in optimizer.param_groups:
                 steady += group["params"]
         rescaled = [parameter for each in modules.values() for parameter in each.rescaled]
+        slots = tuple(f"{name}.slots[" for name in hooked)
+        known = set() if rescaled else set(map(id, steady))  # nearly all leaves
+        others = {
+            name: leaf for name, leaf in leaves.items() if id(leaf) not in known and not name[1].startswith(slots)
+        }
+        if not others:
+            return set()
         # by address, because other tensors may lie there too, such as those of a `state_dict`; 0: of all that is empty
         places = set(map(_ADDRESS, steady)) - {0, *map(_ADDRESS, rescaled)}
-        slots = tuple(f"{name}.slots[" for name in hooked)
-        return {name for name, leaf in leaves.items() if not name[1].startswith(slots) and _ADDRESS(leaf) not in places}
+        return {name for name, leaf in others.items() if _ADDRESS(leaf) not in places}
 
     def _is_hooked(self, optimizer: torch.optim.Optimizer) -> bool:
         if optimizer not in self._handles:

@@ -18,7 +18,7 @@ from trainfold.backends.run_save import SaveResult, run_save
 from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.backends.write_watch import LeafName
 from trainfold.core.codec import DENSE, as_tensor
-from trainfold.core.components import components_of, select
+from trainfold.core.components import components_of, in_order, select
 from trainfold.core.contract import checked_contract, contract_of
 from trainfold.core.description import Describe, Described, describe
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState
@@ -44,6 +44,7 @@ class Snapshot:
         tensors: component -> leaf path -> the tensor leaf itself.
         omitted: components that the state has and that are not saved.
         contract: what must be equal at a resume.
+        own: components whose tensors nobody else has a hand on.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Snapshot:
     tensors: Mapping[str, Mapping[str, Any]]
     omitted: tuple[str, ...]
     contract: Mapping[str, Json]
+    own: frozenset[str] = frozenset()
 
     def named(self) -> dict[LeafName, torch.Tensor]:
         """Every tensor by component and path, dense; an array shares its memory."""
@@ -62,6 +64,29 @@ class Snapshot:
             else:
                 found.update(zip(names, map(as_tensor, tensors, leaves), strict=False))
         return found
+
+    def with_own(self, name: str, component: Any, *, is_saved: bool) -> "Snapshot":
+        """With a component that was made for it, and that nobody else has a hand on.
+
+        Args:
+            name: one that it does not have yet.
+            component: the tree.
+            is_saved: False if it is only to be counted among those that are omitted.
+
+        Raises:
+            UnsupportedLeaf: for a leaf that the format cannot hold.
+        """
+        if not is_saved:
+            return attrs.evolve(self, omitted=tuple(in_order((*self.omitted, name))))
+        described, tensors = describe(component, name)
+        order = in_order((*self.described, name))
+        every = {**self.described, name: described}, {**self.tensors, name: tensors}
+        return attrs.evolve(
+            self,
+            described={each: every[0][each] for each in order},
+            tensors={each: every[1][each] for each in order},
+            own=self.own | {name},
+        )
 
     def arrays(self) -> set[LeafName]:
         """The names of those that are numpy's: nothing tells of a write to them."""
@@ -167,9 +192,12 @@ def save_snapshot(  # noqa: PLR0913 - keywords
         on_rank_zero(collectives, lambda: store.reserve(plan.size_bytes + _MANIFEST_ROOM_BYTES))
         tensors = snapshot.tensors
         if hold is not None:
-            mine = [(file, placed) for file in plan.files_of(collectives.rank) for placed in file.tensors]
-            hold.read_in_order((file.component, placed.path) for file, placed in mine)
-            tensors = {name: hold.leaves_of(name) for name in snapshot.tensors}
+            mine = [file for file in plan.files_of(collectives.rank) if file.component not in snapshot.own]
+            hold.read_in_order((file.component, placed.path) for file in mine for placed in file.tensors)
+            tensors = {
+                name: leaves if name in snapshot.own else hold.leaves_of(name)
+                for name, leaves in snapshot.tensors.items()
+            }
         return run_save(
             plan,
             tensors,

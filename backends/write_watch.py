@@ -29,9 +29,7 @@ class WriteWatch:
     """
 
     def __init__(self, leaves: Mapping[LeafName, torch.Tensor], *, but: Collection[LeafName] = ()) -> None:
-        watched = dict(leaves)
-        for name in but:
-            watched.pop(name, None)
+        watched = {name: leaf for name, leaf in leaves.items() if name not in but} if but else leaves
         # one value, so that an interrupt leaves them together
         self._seen = watched, list(map(_VERSION, watched.values()))
         self._version_of: dict[LeafName, int] | None = None

@@ -1,6 +1,7 @@
 """Components: the named parts of a state, and the selection of some of them."""
 
 from collections.abc import Collection, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from trainfold.core.errors import InvalidArgument, UnknownComponent
@@ -9,6 +10,7 @@ from trainfold.core.masters import with_fitting_masters
 from trainfold.core.state import OptimizerState, TrainState
 
 BUILTIN_COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng")
+_BUILTIN = attrgetter(*BUILTIN_COMPONENTS)
 
 
 def components_of(state: TrainState) -> dict[str, Any]:
@@ -19,11 +21,23 @@ def components_of(state: TrainState) -> dict[str, Any]:
         >>> list(components_of(TrainState(trainer=Progress(), extra={"ema": {}})))
         ['trainer', 'ema']
     """
-    found = {name: getattr(state, name) for name in BUILTIN_COMPONENTS if getattr(state, name) is not None}
+    found = {name: held for name, held in zip(BUILTIN_COMPONENTS, _BUILTIN(state), strict=True) if held is not None}
     for name, component in state.extra.items():
         _check_extra_name(name)
         found[name] = component
     return found
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of components as `components_of` has them: built-in ones first, the others as they come.
+
+    Examples:
+        >>> in_order(["ema", "rng", "model"])
+        ['model', 'rng', 'ema']
+    """
+    given = list(names)
+    builtin = [name for name in BUILTIN_COMPONENTS if name in given]
+    return [*builtin, *(name for name in given if name not in builtin)]
 
 
 def state_of(components: Mapping[str, Any]) -> TrainState:

@@ -159,7 +159,10 @@ def _named_parameters(module: torch.nn.Module, modules: list[tuple[str, torch.nn
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = dict(pairs)
+    if len(found) == len(pairs) == len(set(map(id, found.values()))):
+        return found, []  # nearly always
+    found = {}
     first: dict[int, str] = {}
     ties: list[tuple[str, str]] = []
     for name, value in pairs:
