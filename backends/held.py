@@ -56,6 +56,11 @@ class Held:
         return self.live is not None and (self.read < self.copied_from or self.read < self.pinned_to)
 
     @property
+    def is_in_arena(self) -> bool:
+        """Whether a copy of it goes to the memory that the hold has for copies."""
+        return self.live is not None and self.is_flat and self.ring is None
+
+    @property
     def moving_from(self) -> int | None:
         """The byte from which on it is being copied just now."""
         return None if self._moving is None or self._moving[0].is_over else self._moving[1]

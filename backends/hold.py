@@ -93,7 +93,7 @@ class Hold:
         self._protecting = threading.Lock()  # optimizers may step in several threads
         self._room = max_extra_bytes
         self._arena: Arena | None = None
-        self._is_over = False
+        self._is_over = self._is_protected = False
         self._process = os.getpid()
         self._rings: dict[torch.device, PinnedRing] = {}
         self.copied_bytes = 0
@@ -141,16 +141,17 @@ class Hold:
 
     def prepare(self, size_bytes: int) -> None:
         """Get memory for copies ready, so that `protect` need not wait for it; as much as the last save had to copy, say."""
-        room = size_bytes if self._room is None else min(size_bytes, self._room - self.copied_bytes)
-        if room > 0:
-            try:
-                arena = Arena(room)
-                arena.make_present()
-            except (MemoryError, OSError, RuntimeError):
-                return  # it is no more than a preparation
+        try:
             with self._mutex:
-                if not self._is_over and self._arena is None:
-                    self._arena = arena
+                self._unpack()
+                ready = size_bytes if self._room is None else min(size_bytes, self._room - self.copied_bytes)
+                if ready <= 0 or self._is_over or self._is_protected:
+                    return  # a thread that comes late would only add to what has been copied
+                # of all that may be copied, so that there is never a second one beside it
+                self._arena = arena = Arena(sum(padded(leaf.size_bytes) for leaf in self._order if leaf.is_in_arena))
+            arena.make_present(ready)
+        except (MemoryError, OSError, RuntimeError):
+            return  # it is no more than a preparation
 
     def pieces(self, name: LeafName, piece_bytes: int, place: Place | None = None) -> Iterator[memoryview]:
         """The bytes of a leaf as they were, in order.
@@ -251,6 +252,7 @@ class Hold:
         try:
             with self._mutex:
                 self._unpack()
+                self._is_protected = True
                 self._watch.look()
                 chosen = self._choose()
                 for leaf, start in chosen:
@@ -342,7 +344,7 @@ class Hold:
 
     def _move(self, chosen: list[tuple[Held, int]]) -> None:
         """Copy; the writer waits for a leaf while it is being copied, and goes on from the copy."""
-        wanted = sum(padded(leaf.copied_from - start) for leaf, start in chosen if leaf.is_flat and leaf.ring is None)
+        wanted = sum(padded(leaf.copied_from - start) for leaf, start in chosen if leaf.is_in_arena)
         try:
             arena = self._arena_of(wanted)
             for leaf, start in chosen:

@@ -88,9 +88,10 @@ class Trainfold:
         self.manager = trainfold.CheckpointManager(folder, mode="async", **options)
 
     def train(self):
-        """One step, counted."""
+        """One step, counted; and a look at what the save under way has come to, as a loop has that asks whether to save."""
         self.loop.train()
         self.live.advance(samples=1)
+        self.manager.poll()
 
     def save(self):
         """Save."""
@@ -119,9 +120,10 @@ class Fold:
         self.train()
 
     def train(self):
-        """One step."""
+        """One step, and the same look."""
         self.state, _ = self.step(self.state, self.loop.batches[self.loop.count % len(self.loop.batches)])
         self.loop.count += 1
+        self.manager.poll()
 
     def save(self):
         """Save."""

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainfold.backends.arena import Arena
 from trainfold.backends.hold import Hold
 from trainfold.backends.owner_thread import OwnerThread
 from trainfold.core.codec import tensor_bytes
@@ -470,6 +471,47 @@ def test_memory_that_was_made_ready_is_used():
     assert b"".join(bytes(piece) for piece in hold.pieces(W, PIECE)) == bytes_of(torch.arange(4096.0))
 
 
+@pytest.mark.parametrize("ready_bytes", [4096, 8192, 16384, 1 << 20])
+@pytest.mark.parametrize("when", ["before", "meanwhile", "after"])
+@pytest.mark.parametrize("room", [None, 8192])
+def test_memory_for_copies_is_there_once_however_late_it_is_made_ready(monkeypatch, when, ready_bytes, room):
+    """Extra memory is at most the state, or `max_extra_bytes`: a writer that comes late makes nothing ready for what was copied."""
+    made, present = [], []
+    leaf, reader_is_done = torch.arange(4096.0), []
+    hold = Hold({W: leaf}, max_extra_bytes=room)
+
+    class Counted(Arena):
+        def __init__(self, size_bytes):
+            super().__init__(size_bytes)
+            made.append(size_bytes)
+
+        def make_present(self, size_bytes):
+            if when == "meanwhile":
+                protect()
+            present.append(min(size_bytes, self.size_bytes))
+            super().make_present(size_bytes)
+
+    def protect():
+        thread = threading.Thread(target=hold.protect)  # it waits for what there is no room for
+        thread.start()
+        reader_is_done.append(thread.join)
+        while not hold.copied_bytes:
+            time.sleep(0.001)
+
+    monkeypatch.setattr("trainfold.backends.hold.Arena", Counted)
+    if when == "after":
+        protect()
+    hold.prepare(ready_bytes)
+    if when == "before":
+        protect()
+    assert b"".join(bytes(piece) for piece in hold.pieces(W, PIECE)) == bytes_of(torch.arange(4096.0))
+    for join in reader_is_done:
+        join(20)
+    assert hold.copied_bytes == (room or 16384)
+    assert len(made) == 1
+    assert sum(present) <= min(ready_bytes, hold.copied_bytes)
+
+
 def test_a_machine_without_memory_for_copies_waits(monkeypatch):
     leaf = torch.zeros(1024)
     hold = Hold({W: leaf})
@@ -556,7 +598,7 @@ def test_a_hold_reads_what_the_leaf_was_wherever_its_owner_leads_it_later():
 def test_a_preparation_that_gets_no_memory_fails_nothing(monkeypatch):
     """D05: on one rank of several, an error before the ranks meet would leave them out of step."""
 
-    def full(self):
+    def full(self, size_bytes):
         raise MemoryError
 
     monkeypatch.setattr("trainfold.backends.arena.Arena.make_present", full)
