@@ -51,8 +51,8 @@ class CheckpointManager:
     With ``mode="async"`` a save returns at once, and a thread writes while the loop goes on. Nothing is copied that only an
     update writes to: parameters, slots of attached optimizers, the leaves of a state. Before the next update, be it a step of
     an attached optimizer or a donating step, what is not written yet is copied within ``max_extra_bytes`` and else waited
-    for; what changes at other moments (buffers, an average of the weights, random states) is copied in the call. Both modes
-    write the same bytes (D01).
+    for; what changes at other moments (buffers, an average of the weights) is copied in the call, and random streams are read in
+    it. Both modes write the same bytes (D01).
 
     Args:
         run: a directory, or a store.

@@ -24,9 +24,9 @@ class UpdateGate:
 
     Of a live run, parameters and slots of an attached optimizer, and the model's frozen parameters, change at no other
     moment than in a step, so they are held and not copied; a hook that runs before each step of each attached optimizer
-    protects them. What else it has (buffers, which a forward writes to, an average of the weights, random states) is copied
-    at once; so are the weights of an embedding with ``max_norm``, which its forward writes to. An optimizer that takes no
-    hooks, because its class never called ``Optimizer.__init__``, answers for nothing: what it holds is copied.
+    protects them. What else it has (buffers, which a forward writes to, an average of the weights) is copied at once; so are
+    the weights of an embedding with ``max_norm``, which its forward writes to. An optimizer that takes no hooks, because its
+    class never called ``Optimizer.__init__``, answers for nothing: what it holds is copied.
 
     A forward that writes to other parameters, such as one that moves a frozen teacher, makes one save fail, and what it wrote
     to is copied from then on. If it writes through ``tensor.data``, nothing shows it, and what is saved is torn: such a loop
