@@ -55,8 +55,10 @@ class Arena:
         """So many bytes, as uint8.
 
         Args:
-            size_bytes: > 0; `padded`, no more than are left.
+            size_bytes: `padded`, no more than are left.
         """
+        if not size_bytes:
+            return torch.empty(0, dtype=torch.uint8)
         taken = torch.frombuffer(self._memory, dtype=torch.uint8, offset=self._used, count=size_bytes)
         self._used += padded(size_bytes)
         return taken

@@ -58,7 +58,7 @@ class Held:
     @property
     def is_in_arena(self) -> bool:
         """Whether a copy of it goes to the memory that the hold has for copies."""
-        return self.live is not None and self.is_flat and self.ring is None
+        return self.live is not None and self.live.is_cpu
 
     @property
     def moving_from(self) -> int | None:
@@ -69,8 +69,9 @@ class Held:
         """It is being copied from this byte on, until the move is over."""
         self._moving = move, start
 
-    def moved(self, copy: torch.Tensor, start: int) -> None:
+    def moved(self, copy: torch.Tensor, start: int, *, is_flat: bool) -> None:
         """It has been copied from this byte on."""
+        self.is_flat = is_flat  # first: an interrupt may come in between
         self.copy, self.copied_from, self._moving = copy, start, None
 
     def next_bytes(self, piece_bytes: int) -> tuple[torch.Tensor, int, int]:

@@ -107,7 +107,7 @@ class Hold:
         if any(map(_IS_INFERENCE, leaves.values())):
             apart |= {name for name, tensor in leaves.items() if tensor.is_inference()}
         self._watch = WriteWatch(leaves, but=apart)
-        self._leaves = {name: self._copied(leaves[name]) for name in self._with_room({n: leaves[n] for n in apart})}
+        self._leaves = self._copied_at_once({name: leaves[name] for name in apart}) if apart else {}
         self._waited = apart - self._leaves.keys()
         self._given: Mapping[LeafName, torch.Tensor] | None = leaves  # what is left to look at, when the call is over
         self._specs: dict[LeafName, tuple[torch.dtype, torch.Size]] = {}
@@ -307,10 +307,15 @@ class Hold:
         names = sorted(tensors, key=lambda name: tensors[name].nbytes)
         return [name for name, size_bytes in zip(names, sizes, strict=True) if size_bytes <= room]
 
-    def _copied(self, tensor: torch.Tensor) -> Held:
-        copy = byte_view(steadily(tensor, lambda source: source.to("cpu", copy=True)))
-        self.copied_bytes += tensor.nbytes
-        return Held(None, tensor.nbytes, is_flat=True, copied_from=0, copy=copy)
+    def _copied_at_once(self, tensors: Mapping[LeafName, torch.Tensor]) -> dict[LeafName, Held]:
+        chosen = {name: tensors[name] for name in self._with_room(tensors)}
+        arena = Arena(sum(padded(tensor.nbytes) for tensor in chosen.values()))
+        found = {}
+        for name, tensor in chosen.items():
+            copy = _copied_to(arena.take(tensor.nbytes), tensor)
+            self.copied_bytes += tensor.nbytes
+            found[name] = Held(None, tensor.nbytes, is_flat=True, copied_from=0, copy=copy)
+        return found
 
     def _taken(self, tensor: torch.Tensor) -> Held:
         is_flat = (
@@ -352,20 +357,21 @@ class Hold:
                 if live is None:
                     continue  # released meanwhile, or let go because it is not read
                 stop = leaf.copied_from
-                if not leaf.is_flat:
-                    copy = steadily(live, torch.clone)
-                elif leaf.ring is not None:
-                    copy = byte_view(live)[start:stop].clone()
-                    leaf.ring.wait_for_current()
-                else:
+                if not live.is_cpu:
+                    copy = steadily(live, torch.clone) if leaf.ring is None else byte_view(live)[start:stop].clone()
+                    if leaf.ring is not None:
+                        leaf.ring.wait_for_current()
+                elif leaf.is_flat:
                     copy = arena.take(stop - start)
                     steadily(live, lambda source: copy.copy_(byte_view(source)[start:stop]))  # noqa: B023  # called here
+                else:
+                    copy = _copied_to(arena.take(leaf.size_bytes), live)
                 with self._mutex:
                     if self._is_over:
                         return
                     self.copied_bytes += stop - start
                     self.protected_bytes += stop - start
-                    leaf.moved(copy, start)
+                    leaf.moved(copy, start, is_flat=leaf.is_flat or live.is_cpu)
                 self._writers_bell.ring()
         except (MemoryError, RuntimeError, OSError):
             return  # no memory: what is not copied is waited for
@@ -417,10 +423,12 @@ class Hold:
         """Copy a leaf whose bytes do not lie in order, or not on the CPU; from then on the live one may change."""
         with self._unmoved(leaf):
             self._check(name)
+            if leaf.is_flat:
+                return  # the owner has just copied it
             source = leaf.live if leaf.copy is None else leaf.copy
             assert source is not None
             leaf.pinned_to = leaf.size_bytes if leaf.copy is None else 0
-        flat = byte_view(steadily(source, lambda source: source.detach().cpu()))
+        flat = _copied_to(Arena(leaf.size_bytes).take(leaf.size_bytes), source)
         with self._mutex:
             if leaf.pinned_to:
                 self._watch.look_at(name)
@@ -432,6 +440,13 @@ class Hold:
         self._watch.check()
         if self._is_over:
             raise SaveFailed(name[1], expected="a hold", found="a released one", mend="save again")
+
+
+def _copied_to(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, row-major, in the memory that is given for them."""
+    wanted = memory.view(tensor.dtype).view(tensor.shape)
+    steadily(tensor, wanted.copy_)
+    return memory
 
 
 def _scratch(size_bytes: int) -> Place:

@@ -512,6 +512,33 @@ def test_memory_for_copies_is_there_once_however_late_it_is_made_ready(monkeypat
     assert sum(present) <= min(ready_bytes, hold.copied_bytes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64])
+@pytest.mark.parametrize("how", ["in the call", "by an update", "by the writer"])
+@pytest.mark.parametrize(
+    "look", [lambda t: t.t(), lambda t: t[::2], lambda t: t.view(2, 2, 1024, 512).permute(3, 0, 2, 1), lambda t: t]
+)
+def test_copies_lie_in_memory_that_goes_back_at_once_and_are_made_once(monkeypatch, dtype, how, look):
+    """Extra memory is 0 at rest: malloc keeps what was copied by `clone` or `to`, by tens of megabytes."""
+    taken, made = [], []
+    take = Arena.take
+    monkeypatch.setattr(Arena, "take", lambda self, size_bytes: (taken.append(size_bytes), take(self, size_bytes))[1])
+    leaf = look(torch.randint(0, 2, (2048, 1024)).to(dtype))
+    expected = bytes_of(leaf)
+    hold = Hold({W: leaf}, unannounced=[W] if how == "in the call" else [])
+    assert (taken == [leaf.nbytes]) == (how == "in the call")
+    if how == "by an update":
+        hold.protect()
+        leaf.zero_()
+    contiguous = torch.Tensor.contiguous
+    monkeypatch.setattr(
+        torch.Tensor, "contiguous", lambda self: made.append(self) if not self.is_contiguous() else contiguous(self)
+    )
+    assert b"".join(bytes(piece) for piece in hold.pieces(W, 1 << 20)) == expected
+    assert taken == ([] if how == "by the writer" and leaf.is_contiguous() else [leaf.nbytes])
+    assert hold.copied_bytes == (0 if how == "by the writer" else leaf.nbytes)
+    assert not made
+
+
 def test_a_machine_without_memory_for_copies_waits(monkeypatch):
     leaf = torch.zeros(1024)
     hold = Hold({W: leaf})
