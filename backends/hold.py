@@ -144,7 +144,8 @@ class Hold:
         try:
             with self._mutex:
                 self._unpack()
-                ready = size_bytes if self._room is None else min(size_bytes, self._room - self.copied_bytes)
+                room = self._left_room()
+                ready = size_bytes if room is None else min(size_bytes, room)
                 if ready <= 0 or self._is_over or self._is_protected:
                     return  # a thread that comes late would only add to what has been copied
                 # of all that may be copied, so that there is never a second one beside it
@@ -318,9 +319,7 @@ class Hold:
         return found
 
     def _taken(self, tensor: torch.Tensor) -> Held:
-        is_flat = (
-            tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) and (tensor.is_cpu or tensor.is_cuda)
-        )
+        is_flat = _is_flat(tensor)
         ring = self._ring(tensor.device) if is_flat and tensor.is_cuda else None
         return Held(tensor, tensor.nbytes, is_flat, ring, copied_from=tensor.nbytes)
 
@@ -329,9 +328,18 @@ class Hold:
             self._rings[device] = PinnedRing(device, DEVICE_PIECE_BYTES)
         return self._rings[device]
 
+    def _left_room(self) -> int | None:
+        """How many bytes may be copied beside the leaf that the writer copies as a whole, one at a time, because they are not in order."""
+        if self._room is None:
+            return None
+        read_from_copies = (
+            leaf.size_bytes for leaf in self._order if leaf.live is not None and not _is_flat(leaf.live)
+        )
+        return self._room - self.copied_bytes - max(read_from_copies, default=0)
+
     def _choose(self) -> list[tuple[Held, int]]:
         """What to copy, from which byte on: the last of the unread bytes, because the first ones are read the soonest."""
-        room = None if self._room is None else self._room - self.copied_bytes
+        room = self._left_room()
         chosen = []
         for leaf in reversed(self._order):
             start = max(leaf.read, leaf.pinned_to)
@@ -440,6 +448,11 @@ class Hold:
         self._watch.check()
         if self._is_over:
             raise SaveFailed(name[1], expected="a hold", found="a released one", mend="save again")
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in order, where they can be read."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) and (tensor.is_cpu or tensor.is_cuda)
 
 
 def _copied_to(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -539,6 +539,25 @@ def test_copies_lie_in_memory_that_goes_back_at_once_and_are_made_once(monkeypat
     assert not made
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_leaf_that_is_copied_to_be_read_counts_among_the_extra_bytes(begun):
+    """Its bytes do not lie in order; the writer has a copy of all of it while the update makes its own."""
+    leaves = {W: torch.arange(4096.0).view(64, 64).t(), ("model", "flat"): torch.arange(16384.0)}
+    expected = {name: bytes_of(leaf) for name, leaf in leaves.items()}
+    hold = Hold(leaves, max_extra_bytes=24 << 10)
+    first = hold.pieces(W, PIECE)
+    found = bytes(next(first)) if begun else b""
+    thread = threading.Thread(target=hold.protect)
+    thread.start()
+    while not hold.copied_bytes:
+        time.sleep(0.001)
+    found += b"".join(bytes(piece) for piece in first)
+    assert found == expected[W]
+    assert b"".join(bytes(piece) for piece in hold.pieces(("model", "flat"), PIECE)) == expected["model", "flat"]
+    thread.join(20)
+    assert hold.copied_bytes == 8 << 10
+
+
 def test_a_machine_without_memory_for_copies_waits(monkeypatch):
     leaf = torch.zeros(1024)
     hold = Hold({W: leaf})
