@@ -23,8 +23,3 @@ class Lent:
     state: TrainState
     modules: Mapping[str, NamedTensors] = attrs.field(factory=dict)
     rng: Callable[[], Any] | None = None
-
-    @property
-    def whole(self) -> TrainState:
-        """The state with everything in it."""
-        return self.state if self.rng is None else self.state.evolve(rng=self.rng())

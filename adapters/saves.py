@@ -201,7 +201,7 @@ class Saves:
         """Save in the thread of the caller."""
         try:
             result = save_snapshot(
-                lambda: self._snapshot(run, _lent(run).whole),
+                lambda: self._whole_snapshot(run),
                 self._store,
                 collectives=self._world,
                 lock=False,
@@ -267,8 +267,12 @@ class Saves:
         names = validate_components(self._components, declared=run.names) if isinstance(run, Live) else self._components
         return take_snapshot(state, components=names, contract=self._contract, describe=self._describer.describe)
 
+    def _whole_snapshot(self, run: Live | TrainState) -> Snapshot:
+        lent = _lent(run)
+        return self._with_streams(self._snapshot(run, lent.state), lent.rng)
+
     def _with_streams(self, snapshot: Snapshot, streams: Callable[[], Any] | None) -> Snapshot:
-        """With what was only read in the call; in the thread."""
+        """With what was only read so far; in the background it is the thread that does this."""
         if streams is None:
             return snapshot
         is_saved = self._components is None or "rng" in self._components

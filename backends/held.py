@@ -69,9 +69,9 @@ class Held:
         """It is being copied from this byte on, until the move is over."""
         self._moving = move, start
 
-    def moved(self, copy: torch.Tensor, start: int, *, is_flat: bool) -> None:
-        """It has been copied from this byte on."""
-        self.is_flat = is_flat  # first: an interrupt may come in between
+    def moved(self, copy: torch.Tensor, start: int) -> None:
+        """It has been copied from this byte on; on the CPU, to where its bytes lie in order."""
+        self.is_flat = self.is_flat or copy.is_cpu  # first: an interrupt may come in between
         self.copy, self.copied_from, self._moving = copy, start, None
 
     def next_bytes(self, piece_bytes: int) -> tuple[torch.Tensor, int, int]:

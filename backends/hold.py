@@ -365,10 +365,11 @@ class Hold:
                 if live is None:
                     continue  # released meanwhile, or let go because it is not read
                 stop = leaf.copied_from
-                if not live.is_cpu:
-                    copy = steadily(live, torch.clone) if leaf.ring is None else byte_view(live)[start:stop].clone()
-                    if leaf.ring is not None:
-                        leaf.ring.wait_for_current()
+                if leaf.ring is not None:
+                    copy = byte_view(live)[start:stop].clone()
+                    leaf.ring.wait_for_current()
+                elif not live.is_cpu:
+                    copy = steadily(live, torch.clone)
                 elif leaf.is_flat:
                     copy = arena.take(stop - start)
                     steadily(live, lambda source: copy.copy_(byte_view(source)[start:stop]))  # noqa: B023  # called here
@@ -379,7 +380,7 @@ class Hold:
                         return
                     self.copied_bytes += stop - start
                     self.protected_bytes += stop - start
-                    leaf.moved(copy, start, is_flat=leaf.is_flat or live.is_cpu)
+                    leaf.moved(copy, start)
                 self._writers_bell.ring()
         except (MemoryError, RuntimeError, OSError):
             return  # no memory: what is not copied is waited for

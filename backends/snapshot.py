@@ -79,12 +79,11 @@ class Snapshot:
         if not is_saved:
             return attrs.evolve(self, omitted=tuple(in_order((*self.omitted, name))))
         described, tensors = describe(component, name)
-        order = in_order((*self.described, name))
-        every = {**self.described, name: described}, {**self.tensors, name: tensors}
+        every = {**self.described, name: described}
         return attrs.evolve(
             self,
-            described={each: every[0][each] for each in order},
-            tensors={each: every[1][each] for each in order},
+            described={each: every[each] for each in in_order(every)},
+            tensors={**self.tensors, name: tensors},
             own=self.own | {name},
         )
 

@@ -133,13 +133,13 @@ class Job:
         self.live.advance(samples=8)
 
 
-def trained(mode, kind, store, *, steps=5, **options):
+def trained(mode, kind, store, *, steps=5, taken=lambda live: live, **options):
     """Train with a save after each step but the last; return what lies in the store."""
     job = Job(kind)
     with CheckpointManager(store, mode=mode, **options) as manager:
         for _ in range(steps):
             job.train()
-            manager.save(job.live)
+            manager.save(taken(job.live))
         job.train()
     return store.files()
 
@@ -160,6 +160,16 @@ def test_sync_and_async_write_the_same_bytes_of_some_components(components):
     sync, background = (trained(mode, "adamw", PausingStore(), components=components) for mode in ("sync", "async"))
     assert len(sync) > 3
     assert background == sync
+
+
+@pytest.mark.parametrize("components", [None, ["model", "trainer"], ["trainer", "rng"]])
+def test_a_live_run_with_all_kinds_of_components_and_its_capture_are_the_same_bytes(components):
+    """D01, B01: the random streams of a live run come to the others later, in the same place or among what is left out."""
+    of_live, of_captured = (
+        trained("sync", "adamw", PausingStore(), components=components, taken=taken, steps=2)
+        for taken in (lambda live: live, lambda live: live.capture())
+    )
+    assert of_live == of_captured
 
 
 def test_random_streams_are_those_of_the_call_and_no_byte_of_them_is_copied():
