@@ -388,7 +388,7 @@ class CheckpointManager:
         check_run(run, Live | TrainState)
         self._saves.settle()
         state, step = self._resumer.load_best(run)
-        self._announcer.tell("restored", step=step, detail="the weights of the best, and nothing else")
+        self._announcer.tell("restored_best", step=step, detail="its weights, and nothing else")
         return Restored(self._store.url, step, is_fresh=False) if isinstance(run, Live) else state
 
     def __enter__(self) -> "CheckpointManager":
