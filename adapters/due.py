@@ -102,9 +102,9 @@ class Due:
         )
 
     def decide(self, boundary: Boundary) -> Verdict:
-        """What happens at a boundary; changes nothing but `last_saved`, where the loop went back."""
+        """What happens at a boundary; what it says of the loop's end is remembered, whoever carries out the rest."""
         self.see(boundary.step)
-        return decide(
+        verdict = decide(
             boundary.step,
             triggers=self._triggers,
             last_saved=self.last_saved,
@@ -113,11 +113,12 @@ class Due:
             is_last=boundary.is_last,
             is_best=boundary.is_best,
         )
-
-    def take_up(self, verdict: Verdict) -> None:
-        """Remember what a verdict says of the loop's end; one that saves nothing has answered what was asked."""
         self.stops = self.stops or verdict.stop
         self.is_aborted = self.is_aborted or "abort" in verdict.reasons
+        return verdict
+
+    def take_up(self, verdict: Verdict) -> None:
+        """A verdict that saves nothing, and is followed, has answered what was asked."""
         if not verdict.save:
             self._asked = ()
 

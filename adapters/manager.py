@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -11,7 +12,14 @@ from trainfold.adapters.announcer import Announcer
 from trainfold.adapters.due import Boundary, Due
 from trainfold.adapters.keeper import Keeper
 from trainfold.adapters.live import Live
-from trainfold.adapters.manager_arguments import check_run, check_source, one_of, retention_given, room_given
+from trainfold.adapters.manager_arguments import (
+    check_decision,
+    check_run,
+    check_source,
+    one_of,
+    retention_given,
+    room_given,
+)
 from trainfold.adapters.manager_config import CheckpointConfig, manager_arguments
 from trainfold.adapters.manager_like import LoadDecision
 from trainfold.adapters.outcomes import Restored, SaveOutcome
@@ -33,7 +41,6 @@ from trainfold.core.given import mapping_given, names_given
 from trainfold.core.policy import check_policy
 from trainfold.core.retention import Retention
 from trainfold.core.save_due import Verdict, make_triggers
-from trainfold.core.scalars import shown
 from trainfold.core.state import TrainState
 from trainfold.core.world import Collectives
 
@@ -96,6 +103,9 @@ class CheckpointManager:
     """
 
     _is_open = False
+    _handled: int | None = (
+        None  # the id of what was being handled when it was made; not the exception, which keeps frames
+    )
     _let_go: End | None = None  # so that close works whatever failed before (D07)
 
     def __init__(  # noqa: PLR0913 (one keyword for each decision)
@@ -117,6 +127,8 @@ class CheckpointManager:
         on_event: Callable[[Event], object] | None = None,
         collectives: Collectives | None = None,
     ) -> None:
+        handled = sys.exc_info()[1]
+        self._handled = None if handled is None else id(handled)
         let_go, kept = End(), list[ExitStack]()  # the saves keep the latter, which gets the lock when all is made
         with ExitStack() as making:
             making.callback(let_go.tell)  # the first is the last to be called
@@ -284,8 +296,22 @@ class CheckpointManager:
         It saves nothing new: the last state is saved by `finish`, or by a call of `step` or `save` before.
 
         Raises:
-            SaveFailed: if the save in the background failed and nobody was told yet; the run is let go of all the same.
+            SaveFailed: if the save in the background failed and nobody was told yet; the run is let go of all the same. Where another
+                exception is on its way, in a ``finally`` say, or is handled, it is logged, and becomes a note on that one.
         """
+        primary = sys.exc_info()[1]
+        self._close_after(None if primary is None or id(primary) == self._handled else primary)
+
+    def _close_after(self, primary: BaseException | None) -> None:
+        try:
+            self._close()
+        except Exception as failure:
+            if primary is None:
+                raise
+            _LOG.exception("%s: the save under way failed", self._store.url)  # it must not mask what ended the loop
+            primary.add_note(f"while this was on its way, a save failed: {error_text(failure)}")
+
+    def _close(self) -> None:
         # a forked child has neither the thread nor the lock
         if self._let_go is None or self._let_go.is_over or os.getpid() != self._pid:
             return
@@ -304,7 +330,7 @@ class CheckpointManager:
     # --- resuming ----------------------------------------------------------------------------------------------------
 
     def should_load(self, run: Live | TrainState, *, step: int | None = None) -> LoadDecision:
-        """Say whether there is something to resume, from where, and how; loads nothing.
+        """Say whether there is something to resume, from where, and how; loads nothing. A save under way is waited for.
 
         Args:
             run: what would be loaded into.
@@ -312,10 +338,13 @@ class CheckpointManager:
 
         Returns:
             The decision; true if there is something that can be loaded.
+
+        Raises:
+            SaveFailed: if a save was under way and failed.
         """
         self._check_open()
         check_run(run, Live | TrainState)
-        self._saves.wait_for_deletions()  # what is decided for must be there afterwards
+        self._saves.settle()  # what is decided for must be there afterwards, and be the newest
         return self._resumer.decide(run, step=step)
 
     def load(self, run: Live | TrainState, decision: LoadDecision | None = None) -> TrainState | Restored:
@@ -329,16 +358,15 @@ class CheckpointManager:
             A new state; or, for a live run, which is written in place, what was done.
 
         Raises:
-            InvalidArgument: for a decision that there is nothing to load.
+            InvalidArgument: for a decision that there is nothing to load, that another manager has made, or for the newest where a
+                newer one is there now.
+            SaveFailed: if a save was under way and failed.
             ResumeRefused: with every reason why a resume would not be exact, or if there is nothing to resume.
             RestoreRefused: if the live objects cannot take the state.
         """
         self._check_open()
         check_run(run, Live | TrainState)
-        if decision is not None and not decision:
-            raise InvalidArgument("decision", expected="one that can be loaded", found=shown(str(decision)),
-                                  mend="start fresh, or look at why")  # fmt: skip
-        asked = decision.step if decision is not None and decision.source == "step" else None
+        asked = None if decision is None else self._decided(run, decision)
         state = self._load(run, asked, None)
         return self._restored(run) if isinstance(run, Live) else state
 
@@ -397,16 +425,20 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-            return
-        try:
-            self.close()
-        except Exception as failure:  # noqa: BLE001  # it must not mask what ended the loop
-            _LOG.exception("%s: the save under way failed", self._store.url)
-            error.add_note(f"while this was on its way, a save failed: {error_text(failure)}")
+        self._close_after(error)
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _decided(self, run: Live | TrainState, decision: LoadDecision) -> int | None:
+        """The step that a decision asks for; None for the newest, if that is still the one that it was made for."""
+        check_decision(decision)
+        if decision.source == "step":
+            return decision.step
+        now = self.should_load(run)
+        if now.checkpoint != decision.checkpoint:
+            raise InvalidArgument("decision", expected=f"{decision.checkpoint}, the newest when it was made", found=f"{now.checkpoint} is the newest",
+                                  mend="call should_load again; with step= it is for one checkpoint, whatever comes after")  # fmt: skip
+        return None
 
     def _load(self, run: Live | TrainState, step: int | None, reset: Mapping[str, str] | None) -> TrainState:
         self._saves.settle()

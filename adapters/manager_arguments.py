@@ -4,6 +4,7 @@ from types import UnionType
 from typing import Final
 
 from trainfold.adapters.live import Live
+from trainfold.adapters.manager_like import LoadDecision
 from trainfold.adapters.requests import RequestSource
 from trainfold.backends.direct_io import BUFFER_BYTES, BUFFERS
 from trainfold.core.errors import InvalidArgument
@@ -22,6 +23,19 @@ def check_run(run: object, kinds: type | UnionType) -> None:
             found=shown(run),
             mend="give it what attach(model, optimizer, ...) returned",
         )
+
+
+def check_decision(decision: object) -> None:
+    """Whether it is a decision to load that a `CheckpointManager` has made."""
+    if not isinstance(decision, LoadDecision):
+        found, mend = shown(decision), "pass what should_load returned, or None"
+    elif not decision:
+        found, mend = shown(str(decision)), "start fresh, or look at why"
+    elif decision.source not in ("newest", "step") or (decision.source == "step" and decision.step is None):
+        found, mend = shown(str(decision)), "give it to the manager that has made it"
+    else:
+        return
+    raise InvalidArgument("decision", expected="one of this manager's that can be loaded", found=found, mend=mend)
 
 
 def check_source(requests: object) -> None:

@@ -293,7 +293,7 @@ def _built(build: Callable[..., Any], config: CheckpointConfig, extra: Mapping[s
         manager = build(config, **extra)
     except TrainfoldError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # as in its import: a tool's own way out is not the program's
         raise ManagerNotBuilt(_WHERE, expected=f"a manager of {config.manager!r}", found=error_text(error),
                               mend="see the cause") from error  # fmt: skip
     if not isinstance(manager, CheckpointManagerLike):

@@ -115,6 +115,11 @@ def test_ls_shows_what_is_in_quarantine_and_what_is_resumed_instead(run, call, a
     assert lines[-2].endswith("complete, resumed next")
     assert "CheckpointQuarantined" in lines[-1]
     assert answered("ls", run)[0]["newest"] == "step-00000004"
+    found, _ = answered("plan", run)
+    assert found["checkpoint"] == "step-00000004"
+    assert "CheckpointQuarantined" in str(found["passed_over"])
+    asked_for, _ = answered("plan", run, "--step", "6")
+    assert asked_for["checkpoint"] == "step-00000006", "as a load that asks for it takes it out"
 
 
 def test_ls_shows_what_did_not_become_a_checkpoint(run, answered):

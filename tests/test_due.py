@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainfold.adapters.disabled_manager import DisabledManager
 from trainfold.adapters.due import Boundary, Due
 from trainfold.adapters.live import attach
 from trainfold.adapters.manager import CheckpointManager
-from trainfold.adapters.requests import SignalRequests
+from trainfold.adapters.requests import Asked, SignalRequests
 from trainfold.adapters.told_afterwards import told_afterwards
 from trainfold.backends.collectives import SingleProcess, run_threads, thread_outcomes
 from trainfold.backends.inventory import read_inventory
@@ -300,3 +301,39 @@ def test_a_boundary_is_made_of_what_every_rank_says():
         return agreed.step, agreed.is_last, agreed.is_best, agreed.has_ended
 
     assert run_threads(2, main) == [(3, True, True, False)] * 2
+
+
+# --- a loop that asks what is due, and saves by itself ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("request_", ["stop", "save_and_stop", "abort"])
+def test_a_request_to_stop_is_not_lost_where_the_loop_saves_by_hand(request_, mode):
+    """R01, P29: `should_save` and `save` are all that the protocol has; what a boundary decided is not forgotten by the save."""
+    mine = Asked()
+    with CheckpointManager(MemoryStore(), mode=mode, requests=mine) as manager:
+        mine.ask(request_)
+        assert manager.should_save(state_at(1)).stop
+        manager.save(state_at(1))
+        assert manager.should_stop
+        manager.step(state_at(2))
+        assert manager.should_stop
+    disabled = DisabledManager(requests=mine)
+    mine.ask(request_)
+    assert disabled.should_save(state_at(1)).stop
+    disabled.save(state_at(1))
+    assert disabled.should_stop
+
+
+@pytest.mark.parametrize(("elapsed", "is_due"), [((11.0, 3.0), True), ((3.0, 11.0), False)])
+def test_the_cadence_in_seconds_goes_by_the_clock_of_one_rank(elapsed, is_due, monkeypatch):
+    """R01: ranks whose clocks differ save together, or not at all."""
+    store, clocks = MemoryStore(), threading.local()
+    monkeypatch.setattr("trainfold.adapters.due.time.monotonic", lambda: getattr(clocks, "now", 0.0))
+
+    def run(collectives):
+        with CheckpointManager(store, every_secs=10, collectives=collectives) as manager:
+            clocks.now = elapsed[collectives.rank]
+            return manager.step(state_at(1)) is not None
+
+    assert run_threads(2, run) == [is_due, is_due]

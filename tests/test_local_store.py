@@ -488,3 +488,25 @@ def test_a_living_writers_file_is_not_collected(store):
 
     store.write("step-1/a", parts(), size_bytes=4)
     assert store.read("step-1/a") == b"1234"
+
+
+def test_a_pointer_leads_somewhere_at_every_instant(store, tmp_path, monkeypatch):
+    """E14: after each system call that changes a directory it is the old one or the new one, relative; never none."""
+    save(store, 1), save(store, 2)
+    store.point("latest", "step-1")
+    seen = []
+
+    def spied(real):
+        def spy(*args, **kwargs):
+            found = real(*args, **kwargs)
+            seen.append(str((tmp_path / "run" / "latest").readlink()))
+            return found
+
+        return spy
+
+    with monkeypatch.context() as patch:
+        for name in ("symlink", "link", "rename", "replace", "unlink", "remove"):
+            patch.setattr(os, name, spied(getattr(os, name)))
+        store.point("latest", "step-2")
+    assert set(seen) <= {"step-1", "step-2"}
+    assert seen[-1] == "step-2"

@@ -3,6 +3,7 @@
 import os
 import signal
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -53,6 +54,29 @@ def test_a_manager_says_what_it_can_load_and_loads_it(run):
         assert not missing
         with pytest.raises(InvalidArgument, match="decision"):
             manager.load(state_at(0), missing)
+
+
+def test_what_is_loaded_is_what_was_decided(run):
+    """O01: a decision that is no longer true is refused, and nothing else is loaded in its place."""
+    with CheckpointManager(run) as manager:
+        stale, older = manager.should_load(state_at(0)), manager.should_load(state_at(0), step=1)
+        manager.save(state_at(4))
+        with pytest.raises(InvalidArgument, match=r"step-00000003.*step-00000004"):
+            manager.load(state_at(0), stale)
+        assert manager.load(state_at(0), older).trainer.step == 1
+        for foreign in (attrs.evolve(older, source="peer"), attrs.evolve(older, step=None), True):
+            with pytest.raises(InvalidArgument, match="decision"):
+                manager.load(state_at(0), foreign)
+
+
+def test_a_decision_waits_for_the_save_under_way():
+    """O01: else it would be about a run that holds something else a moment later."""
+    with CheckpointManager(MemoryStore(), mode="async") as manager:
+        for step in (1, 2):
+            manager.save(state_at(step))
+        decision = manager.should_load(state_at(0))
+        assert (decision.step, decision.reason) == (2, "")
+        assert manager.load(state_at(0), decision).trainer.step == 2
 
 
 def test_a_manager_of_an_empty_run_can_load_nothing():

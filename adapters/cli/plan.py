@@ -9,12 +9,14 @@ from trainfold.adapters.cli.duration import duration_text
 from trainfold.adapters.cli.locate import error_of, open_run
 from trainfold.adapters.cli.output import Answer, Table, UsageError, size_text
 from trainfold.backends.inventory import examine
+from trainfold.backends.quarantine_file import quarantined
 from trainfold.backends.run_save import library_versions
 from trainfold.core.cadence import Cadence, advise_cadence
 from trainfold.core.description import Described
 from trainfold.core.errors import CheckpointError, InvalidArgument, ResumeRefused, TrainfoldError
 from trainfold.core.inventory import Inventory, Problem
 from trainfold.core.manifest import Manifest
+from trainfold.core.quarantine import with_quarantined
 from trainfold.core.request import Request, Target, make_request
 from trainfold.core.resume_plan import Refusal, ResumePlan
 from trainfold.core.resume_planner import next_to_examine, plan_resume
@@ -64,6 +66,8 @@ def plan_run(run: Path, *, step: int | None = None, costs: Mapping[str, float | 
 
 def _resume(run: Path, request: Request) -> Answer:
     store, inventory = open_run(run)
+    if request.step is None:  # asking for a step takes it out of quarantine
+        inventory = with_quarantined(inventory, quarantined(store))
     while (name := next_to_examine(inventory, request)) is not None:
         inventory = examine(store, inventory, name)
     planned = plan_resume(inventory, _same_run(inventory, request), request)
