@@ -30,6 +30,7 @@ from trainfold.adapters.told_afterwards import told_afterwards
 from trainfold.backends import runs
 from trainfold.backends.bell import End
 from trainfold.backends.collectives import SingleProcess
+from trainfold.backends.failures import named_failures
 from trainfold.backends.inventory import check_place
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import step_of_state
@@ -88,6 +89,7 @@ class CheckpointManager:
         UnsupportedLeaf: for a value of the contract that has no exact form.
         CheckpointForeign: if the place holds something else than a run; nothing is written there.
         RunLocked: if another process saves into this run.
+        SaveFailed: if the place cannot be read or written to, or the subclass that fits.
 
     Examples:
         >>> import torch, trainfold
@@ -148,8 +150,9 @@ class CheckpointManager:
             self._store = runs.open_store(run)
 
             def begin() -> None:
-                check_place(self._store)  # before the lock, which is a file
-                making.enter_context(self._store.lock())
+                with named_failures(self._store.url):
+                    check_place(self._store)  # before the lock, which is a file
+                    making.enter_context(self._store.lock())
 
             on_rank_zero(world, begin)
             self._announcer = Announcer(self._store.url, on_event)

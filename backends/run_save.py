@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from typing import Any, final
 
@@ -69,7 +70,13 @@ def library_versions() -> dict[str, str]:
         >>> sorted(library_versions())
         ['numpy', 'torch', 'trainfold']
     """
-    return {"trainfold": metadata.version("trainfold"), "torch": torch.__version__, "numpy": np.__version__}
+    return {"trainfold": _own_version(), "torch": torch.__version__, "numpy": np.__version__}
+
+
+@cache
+def _own_version() -> str:
+    """That of the code that runs, whatever is installed meanwhile; it is in a file, which no later save needs any more."""
+    return metadata.version("trainfold")
 
 
 def run_save(  # noqa: PLR0913 - keywords

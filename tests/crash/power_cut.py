@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
@@ -21,6 +22,7 @@ from typing import Any, final
 import attrs
 
 IMAGE_BYTES = 64 << 20
+KEPT = 3
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN = _IOR('X', 125, __u32)
 _NO_LOG_FLUSH = struct.pack("I", 2)  # EXT4_GOING_FLAGS_NOLOGFLUSH
 
@@ -115,7 +117,7 @@ def _call(*words: str) -> str:
 
 @final
 class Writer:
-    """A process that saves until it cannot, and says what it does: lines of JSON, ``[what, step, digest]``."""
+    """A process that saves until it cannot, and says what it does: lines of JSON, ``[what, step, more]``."""
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
@@ -155,7 +157,8 @@ class Writer:
 
 def _write() -> None:
     savers: dict[str, Callable[[Path], Iterator[tuple[str, int, Any]]]] = {
-        "trainfold": _save_on,
+        "sync": partial(_save_on, "sync"),
+        "async": partial(_save_on, "async"),
         "torch": _torch_save_on,
     }
     for line in sys.stdin:
@@ -174,19 +177,35 @@ def _say(said: tuple[str, int, object]) -> None:
     sys.stdout.flush()
 
 
-def _save_on(run: Path) -> Iterator[tuple[str, int, Any]]:
-    """Steps go on; now and then one is saved again, or the run is rewound; a manager keeps the last three."""
+def _save_on(mode: str, run: Path) -> Iterator[tuple[str, int, Any]]:
+    """Steps go on; now and then one is saved again, or the run is rewound; a manager keeps the last three, and the best.
+
+    What it acknowledges comes with the names of the checkpoints that it does not delete: whatever else is there may go.
+    """
     import trainfold
     from crash.scenarios import digest_of_state, state_at
+    from trainfold.backends.best_file import save_best
+    from trainfold.backends.inventory import read_inventory
+    from trainfold.core.best import make_best_record, updated
+    from trainfold.core.inventory import lineage
+    from trainfold.core.save_plan import directory_of
 
-    step = 0
-    with trainfold.CheckpointManager(run, mode="sync") as manager:
+    step, store, best = 0, trainfold.LocalStore(run), ""
+    with trainfold.CheckpointManager(store, mode=mode, keep_last=KEPT) as manager:
         for count in range(1, 400):
             step += {5: 0, 9: -2}.get(count % 10, 1)
             state = state_at(step, count)
-            yield "begin", step, digest_of_state(state)
+            yield "begin", step, {"digest": digest_of_state(state)}
             manager.save(state)
-            yield "ack", step, digest_of_state(state)
+            manager.drain()
+            newest = [entry.name for entry in lineage(read_inventory(store))][:KEPT]
+            yield "ack", step, {"digest": digest_of_state(state), "kept": [*newest, best]}
+            if count % 10 == 2:  # of a step that no rewind leaves behind
+                score = 1000.0 - count
+                yield "begin", step, {"best": score}
+                save_best(store, updated(make_best_record(metric="loss", direction="min"), {"loss": score}, step=step))
+                best = directory_of(step)
+                yield "ack", step, {"best": score}
 
 
 def _torch_save_on(run: Path) -> Iterator[tuple[str, int, Any]]:

@@ -27,6 +27,7 @@ from trainfold.backends.quarantine_file import begin_attempt, end_attempt
 from trainfold.core import tree
 from trainfold.core.best import make_best_record, updated
 from trainfold.core.components import components_of
+from trainfold.core.quarantine import LIMIT, Outcome
 from trainfold.core.save_plan import directory_of
 from trainfold.core.state import TrainState
 
@@ -40,8 +41,8 @@ class Doing:
 
     Attributes:
         step: of the save.
-        digest: of the state that is saved.
-        gone: checkpoints that may be deleted meanwhile, and are afterwards.
+        digest: of the state that is saved; or of the one that is loaded once an attempt is one too many.
+        gone: checkpoints that may be deleted once the save is durable, and are afterwards.
         best: the score that is written, if it is one.
         attempts: how many attempts to load are recorded, if one is being recorded.
     """
@@ -170,17 +171,28 @@ def background(scene: Scene) -> None:
 
 
 def quarantine(scene: Scene) -> None:
-    """Attempts to load are recorded before, taken back after, and recorded again until there are too many."""
+    """Attempts to load are recorded before and taken back after; then there are too many, and another one has wrong bytes.
+
+    What a resume takes then is an older one; saving the step again takes it out of quarantine.
+    """
+    older, store = digest_of_state(state_at(1)), LocalStore(scene.run)
     scene.save(1)
-    store = LocalStore(scene.run)
-    for attempts in (1, 2):
-        with scene.doing(Doing(1, attempts=attempts)):
-            begin_attempt(store, directory_of(1))
-    with scene.doing(Doing(1, attempts=0)):
-        end_attempt(store, directory_of(1))
-    with scene.doing(Doing(1, attempts=1)):
-        begin_attempt(store, directory_of(1))
     scene.save(2)
+
+    def attempt(attempts: int, digest: str = "") -> None:
+        with scene.doing(Doing(2, digest, attempts=attempts)):
+            begin_attempt(store, directory_of(2))
+
+    attempt(1)
+    with scene.doing(Doing(2, attempts=0)):
+        end_attempt(store, directory_of(2))
+    attempt(1)
+    attempt(2)
+    attempt(LIMIT, older)
+    scene.save(3)
+    with scene.doing(Doing(3, older, attempts=LIMIT + 1)):
+        end_attempt(store, directory_of(3), Outcome("damaged", "its digest is another one"))
+    scene.save(3, variant=1)
 
 
 def long_life(scene: Scene) -> None:
