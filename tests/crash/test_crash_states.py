@@ -20,7 +20,7 @@ FEWEST = {
     "prune": (300, 50_000),
     "pointers": (300, 9_000),
     "background": (300, 50_000),
-    "quarantine": (300, 10_000),
+    "quarantine": (300, 30_000),
     "long_life": (300, 60_000),  # naming a best syncs what it names, which leaves a crash less to take back
     "two_ranks": (300, 40_000),
     "direct": (300, 18_000),
