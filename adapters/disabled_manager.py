@@ -53,7 +53,8 @@ class DisabledManager:
     def step(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> None:
         """Save nothing; decide whether the loop ends."""
         if is_last or not (isinstance(run, Live) and run.is_in_window):
-            self._due.take_up(self.should_save(run, is_last=is_last, is_best=is_best))
+            self.should_save(run, is_last=is_last, is_best=is_best)
+            self._due.answered()
 
     def should_save(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> Verdict:
         """Say what has been asked for, and whether the loop ends; one decision for all ranks, never to save."""
@@ -69,7 +70,7 @@ class DisabledManager:
     def save(self, run: Live | TrainState) -> None:
         """Save nothing; a request to save is answered."""
         del run
-        self._due.take_up(Verdict(save=False, stop=False))
+        self._due.answered()
 
     def wait_staging(self) -> None:
         """Nothing is held."""

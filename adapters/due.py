@@ -117,10 +117,9 @@ class Due:
         self.is_aborted = self.is_aborted or "abort" in verdict.reasons
         return verdict
 
-    def take_up(self, verdict: Verdict) -> None:
-        """A verdict that saves nothing, and is followed, has answered what was asked."""
-        if not verdict.save:
-            self._asked = ()
+    def answered(self) -> None:
+        """What was asked for is answered, without a save."""
+        self._asked = ()
 
     def see(self, step: int) -> None:
         """Notice a step that is before one that was seen."""

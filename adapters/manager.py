@@ -105,9 +105,8 @@ class CheckpointManager:
     """
 
     _is_open = False
-    _handled: int | None = (
-        None  # the id of what was being handled when it was made; not the exception, which keeps frames
-    )
+    # the id of what was being handled when it was made; not the exception itself, which keeps frames
+    _handled: int | None = None
     _let_go: End | None = None  # so that close works whatever failed before (D07)
 
     def __init__(  # noqa: PLR0913 (one keyword for each decision)
@@ -129,8 +128,7 @@ class CheckpointManager:
         on_event: Callable[[Event], object] | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        handled = sys.exc_info()[1]
-        self._handled = None if handled is None else id(handled)
+        self._handled = id(sys.exc_info()[1])
         let_go, kept = End(), list[ExitStack]()  # the saves keep the latter, which gets the lock when all is made
         with ExitStack() as making:
             making.callback(let_go.tell)  # the first is the last to be called
@@ -201,8 +199,8 @@ class CheckpointManager:
             return None
         with told_afterwards() as failures:
             verdict = self._decide(run, failures, is_last=is_last, is_best=is_best)
-            self._due.take_up(verdict)
             if not verdict.save:
+                self._due.answered()
                 return None
             may_skip = self._skips and not verdict.stop and "best" not in verdict.reasons
             return self._saves.save(run, failures, may_skip=may_skip)
@@ -303,7 +301,7 @@ class CheckpointManager:
                 exception is on its way, in a ``finally`` say, or is handled, it is logged, and becomes a note on that one.
         """
         primary = sys.exc_info()[1]
-        self._close_after(None if primary is None or id(primary) == self._handled else primary)
+        self._close_after(None if id(primary) == self._handled else primary)
 
     def _close_after(self, primary: BaseException | None) -> None:
         try:

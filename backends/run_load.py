@@ -82,7 +82,7 @@ def plan_run(
     collectives: Collectives,
 ) -> ResumePlan | Refusal:
     """Say what `load_run` would do; see `trainfold.plan`. The arguments are those of `load_run`."""
-    known = _passed_over(store, request, collectives)
+    known = passed_over(store, request, collectives)
     target = target_of(like, contract, collectives)
     return _planned(store, with_quarantined(read_inventory(store), known), target, request)[1]
 
@@ -108,7 +108,7 @@ def load_run(  # noqa: PLR0913 - keywords
             over by all, unless its step is asked for.
     """
     world, target = collectives, target_of(like, contract, collectives)
-    known = _passed_over(store, request, world)
+    known = passed_over(store, request, world)
     inventory = listed = read_inventory(store)
     relistings = 0
     while True:
@@ -140,7 +140,8 @@ def load_run(  # noqa: PLR0913 - keywords
         inventory = _without(inventory, outcome.checkpoint, failed[0][0])
 
 
-def _passed_over(store: Store, request: Request, world: Collectives) -> Mapping[str, Problem]:
+def passed_over(store: Store, request: Request, world: Collectives) -> Mapping[str, Problem]:
+    """What is in quarantine, for `with_quarantined`; nothing where a step is asked for, which takes it out."""
     return {} if request.step is not None else on_rank_zero(world, lambda: quarantined(store))
 
 
@@ -155,9 +156,15 @@ def _planned(
     store: Store, inventory: Inventory, target: Target, request: Request
 ) -> tuple[Inventory, ResumePlan | Refusal]:
     """Read the manifests that matter, and plan; the inventory with what is known of them now, and the plan."""
+    inventory = examined(store, inventory, request)
+    return inventory, plan_resume(inventory, target, request)
+
+
+def examined(store: Store, inventory: Inventory, request: Request) -> Inventory:
+    """The inventory with what the manifests say that matter for a request."""
     while (name := next_to_examine(inventory, request)) is not None:
         inventory = examine(store, inventory, name)
-    return inventory, plan_resume(inventory, target, request)
+    return inventory
 
 
 def _agree(outcome: ResumePlan | Refusal, store: Store, world: Collectives) -> None:

@@ -8,8 +8,8 @@ import attrs
 from trainfold.adapters.cli.duration import duration_text
 from trainfold.adapters.cli.locate import error_of, open_run
 from trainfold.adapters.cli.output import Answer, Table, UsageError, size_text
-from trainfold.backends.inventory import examine
-from trainfold.backends.quarantine_file import quarantined
+from trainfold.backends.collectives import SingleProcess
+from trainfold.backends.run_load import examined, passed_over
 from trainfold.backends.run_save import library_versions
 from trainfold.core.cadence import Cadence, advise_cadence
 from trainfold.core.description import Described
@@ -19,7 +19,7 @@ from trainfold.core.manifest import Manifest
 from trainfold.core.quarantine import with_quarantined
 from trainfold.core.request import Request, Target, make_request
 from trainfold.core.resume_plan import Refusal, ResumePlan
-from trainfold.core.resume_planner import next_to_examine, plan_resume
+from trainfold.core.resume_planner import plan_resume
 
 _CAVEAT = (
     "planned for a run built exactly as it was saved; your own model, data and world are compared "
@@ -66,10 +66,8 @@ def plan_run(run: Path, *, step: int | None = None, costs: Mapping[str, float | 
 
 def _resume(run: Path, request: Request) -> Answer:
     store, inventory = open_run(run)
-    if request.step is None:  # asking for a step takes it out of quarantine
-        inventory = with_quarantined(inventory, quarantined(store))
-    while (name := next_to_examine(inventory, request)) is not None:
-        inventory = examine(store, inventory, name)
+    known = passed_over(store, request, SingleProcess())
+    inventory = examined(store, with_quarantined(inventory, known), request)
     planned = plan_resume(inventory, _same_run(inventory, request), request)
     return _refused(planned) if isinstance(planned, Refusal) else _planned(planned)
 

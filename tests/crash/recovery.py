@@ -131,10 +131,8 @@ def look(store: Store) -> Found:
             except (TrainfoldError, OSError) as error:
                 wrong.append(f"{entry.name} has a manifest and is not whole: {error}")
         best = _best_of(store, wrong)
-    expected = (
-        "a save that did not finish",
-        "CheckpointQuarantined",
-    )  # what is loaded is compared with what was promised
+    # whether it was right to pass them over is seen in what was loaded
+    expected = ("a save that did not finish", "CheckpointQuarantined")
     wrong += [f"warned: {each.message}" for each in told if not any(text in str(each.message) for text in expected)]
     return Found(newest, tuple(whole), best, _attempts_of(store, wrong), tuple(wrong))
 

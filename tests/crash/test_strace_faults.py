@@ -112,9 +112,8 @@ def test_a_call_that_the_kernel_refuses_costs_one_save_and_harms_nothing(saver, 
             is_refused = True
             commits = [index for index, line in enumerate(lines) if " linkat(" in line and index not in refused]
             is_before = not commits or refused[0] < commits[0]
-            is_needed = (
-                is_before and call in NEEDED and '"process ' not in lines[refused[0]]
-            )  # who has the lock: for people
+            is_note = '"process ' in lines[refused[0]]  # of who has the lock, for people
+            is_needed = is_before and call in NEEDED and not is_note
             assert said in ({KINDS[code]} if is_needed else {None, KINDS[code]}), what
             assert loaded(run) == digest_of_state(state_at(1 if said else 2)), what
             trainfold.save(state_at(3), run)
