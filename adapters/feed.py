@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainfold.adapters.part import Stateful, Undo
+from trainfold.adapters.components.component import Stateful, Undo
 from trainfold.core.errors import DataPositionMismatch, InvalidState, TrainfoldError
 from trainfold.core.state import Opaque
 

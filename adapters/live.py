@@ -8,15 +8,15 @@ import attrs
 import torch
 
 from trainfold.adapters.boundary import Boundary
+from trainfold.adapters.components.component import ObjectPart, Part, Stateful, TreePart, copied, copied_containers
+from trainfold.adapters.components.module import ModulePart, lent_module
+from trainfold.adapters.components.optimizer import OptimizerPart
+from trainfold.adapters.components.rng_streams import RngPart, bound_device
+from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
 from trainfold.adapters.feed import Feed, mismatch
 from trainfold.adapters.lent import Lent
 from trainfold.adapters.loader import feed_of
-from trainfold.adapters.module import ModulePart, lent_module
-from trainfold.adapters.optimizer import OptimizerPart
-from trainfold.adapters.part import ObjectPart, Part, Stateful, TreePart, copied, copied_containers
 from trainfold.adapters.restoring import CountersPart, extra_state_parts, refusals, write_all
-from trainfold.adapters.rng import RngPart, bound_device
-from trainfold.adapters.scheduler import SchedulerPart, check_schedulers
 from trainfold.adapters.script import SchedulerWatch, frozen, hyperparameters
 from trainfold.core import tree
 from trainfold.core.components import components_of, state_of, validate_components

@@ -17,9 +17,9 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from trainfold.adapters.components.component import Stateful, kind_of
 from trainfold.adapters.feed import Feed, samplers_of
 from trainfold.adapters.map_feed import MapFeed
-from trainfold.adapters.part import Stateful, kind_of
 from trainfold.adapters.replay import iterates, torchdatas
 from trainfold.adapters.stateful_feed import StatefulFeed
 from trainfold.core.errors import InvalidArgument

@@ -6,6 +6,8 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader
 
+from trainfold.adapters.components.component import Undo, copied, kind_of
+from trainfold.adapters.components.rng_streams import preserved_rng
 from trainfold.adapters.feed import (
     END,
     VERSION,
@@ -19,8 +21,6 @@ from trainfold.adapters.feed import (
     stale,
     tell_epoch,
 )
-from trainfold.adapters.part import Undo, copied, kind_of
-from trainfold.adapters.rng import preserved_rng
 from trainfold.adapters.tap import Tap, capture_order, order_problems, unfollowed
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.state import Opaque

@@ -6,8 +6,8 @@ from typing import Any, final
 import attrs
 import torch
 
-from trainfold.adapters.optimizer import OptimizerPart
-from trainfold.adapters.part import Part, TreePart, Undo, nothing
+from trainfold.adapters.components.component import Part, TreePart, Undo, nothing
+from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.core.errors import InvalidArgument, InvalidState, RestoreRefused, TrainfoldError
 from trainfold.core.names import canonical_name
 from trainfold.core.state import Opaque, Progress, make_progress

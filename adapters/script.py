@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from trainfold.adapters.optimizer import OptimizerPart
+from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.core.codec import digest_of
 from trainfold.core.contract import contract_of
 from trainfold.core.errors import InvalidArgument

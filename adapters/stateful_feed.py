@@ -5,6 +5,8 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader
 
+from trainfold.adapters.components.component import Undo, copied, copied_containers, kind_of
+from trainfold.adapters.components.rng_streams import preserved_rng
 from trainfold.adapters.feed import (
     END,
     OTHER,
@@ -20,9 +22,7 @@ from trainfold.adapters.feed import (
     stale,
     tell_epoch,
 )
-from trainfold.adapters.part import Undo, copied, copied_containers, kind_of
 from trainfold.adapters.replay import Replay, ended_in_part, iterates, keeps_nothing, torchdatas
-from trainfold.adapters.rng import preserved_rng
 from trainfold.adapters.tap import capture_order, order_problems, restore_order
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, TrainfoldError
 from trainfold.core.state import Opaque

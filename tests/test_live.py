@@ -14,10 +14,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainfold.adapters.components.component import copied
+from trainfold.adapters.components.optimizer import _device_of
 from trainfold.adapters.live import Live, attach
 from trainfold.adapters.manager import CheckpointManager
-from trainfold.adapters.optimizer import _device_of
-from trainfold.adapters.part import copied
 from trainfold.backends.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.components import components_of, select

@@ -8,8 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainfold.adapters.components.rng_streams import (
+    capture_streams,
+    derive_streams,
+    preserved_rng,
+    restore_streams,
+    stream_problems,
+)
 from trainfold.adapters.live import attach
-from trainfold.adapters.rng import capture_streams, derive_streams, preserved_rng, restore_streams, stream_problems
 from trainfold.core.description import describe
 from trainfold.core.errors import RestoreRefused
 from trainfold.core.state import Opaque

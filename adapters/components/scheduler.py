@@ -4,7 +4,7 @@ from typing import Any, final
 
 import attrs
 
-from trainfold.adapters.part import ObjectPart, Stateful, Undo, kind_of
+from trainfold.adapters.components.component import ObjectPart, Stateful, Undo, kind_of
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, TrainfoldError
 from trainfold.core.state import Opaque

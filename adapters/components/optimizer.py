@@ -7,7 +7,7 @@ from typing import Any, final
 import attrs
 import torch
 
-from trainfold.adapters.part import Undo, copied, copied_containers, kind_of, nothing, wrong_kind
+from trainfold.adapters.components.component import Undo, copied, copied_containers, kind_of, nothing, wrong_kind
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.leaves import Leaves

@@ -5,7 +5,7 @@ from typing import Any, final
 import attrs
 import torch
 
-from trainfold.adapters.part import Undo, nothing, wrong_kind
+from trainfold.adapters.components.component import Undo, nothing, wrong_kind
 from trainfold.core.codec import DENSE
 from trainfold.core.errors import SpecMismatch, TrainfoldError
 from trainfold.core.leaves import Leaves

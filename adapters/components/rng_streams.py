@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import torch
 
-from trainfold.adapters.part import Undo, wrong_kind
+from trainfold.adapters.components.component import Undo, wrong_kind
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.rng import fold_in, make_key, seed_of
 from trainfold.core.state import Opaque
