@@ -13,9 +13,9 @@ from trainfold.adapters.components.module import ModulePart, lent_module
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.rng_streams import RngPart, bound_device
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
-from trainfold.adapters.feed import Feed, mismatch
 from trainfold.adapters.lent import Lent
-from trainfold.adapters.loader import feed_of
+from trainfold.adapters.loaders.choose import feed_of
+from trainfold.adapters.loaders.feed import Feed, mismatch
 from trainfold.adapters.restoring import CountersPart, extra_state_parts, refusals, write_all
 from trainfold.adapters.script import SchedulerWatch, frozen, hyperparameters
 from trainfold.core import tree

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainfold.adapters.components.rng_streams import capture_streams, derive_streams, preserved_rng, restore_streams
-from trainfold.adapters.feed import END, mismatch
+from trainfold.adapters.loaders.feed import END, mismatch
 from trainfold.core import tree
 from trainfold.core.codec import digest_of, leaf_digest
 from trainfold.core.errors import TrainfoldError

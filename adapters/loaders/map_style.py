@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from trainfold.adapters.components.component import Undo, copied, kind_of
 from trainfold.adapters.components.rng_streams import preserved_rng
-from trainfold.adapters.feed import (
+from trainfold.adapters.loaders.feed import (
     END,
     VERSION,
     Deliveries,
@@ -21,7 +21,7 @@ from trainfold.adapters.feed import (
     stale,
     tell_epoch,
 )
-from trainfold.adapters.tap import Tap, capture_order, order_problems, unfollowed
+from trainfold.adapters.loaders.sampler_tap import Tap, capture_order, order_problems, unfollowed
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.state import Opaque
 

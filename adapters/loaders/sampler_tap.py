@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainfold.adapters.components.rng_streams import capture_streams, restore_streams, stream_problems
-from trainfold.adapters.feed import END, OTHER, generator_problems, mismatch, set_generators
+from trainfold.adapters.loaders.feed import END, OTHER, generator_problems, mismatch, set_generators
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.state import Opaque
 

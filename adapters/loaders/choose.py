@@ -18,10 +18,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data.distributed import DistributedSampler
 
 from trainfold.adapters.components.component import Stateful, kind_of
-from trainfold.adapters.feed import Feed, samplers_of
-from trainfold.adapters.map_feed import MapFeed
-from trainfold.adapters.replay import iterates, torchdatas
-from trainfold.adapters.stateful_feed import StatefulFeed
+from trainfold.adapters.loaders.feed import Feed, samplers_of
+from trainfold.adapters.loaders.iterable import iterates, torchdatas
+from trainfold.adapters.loaders.map_style import MapFeed
+from trainfold.adapters.loaders.stateful import StatefulFeed
 from trainfold.core.errors import InvalidArgument
 
 

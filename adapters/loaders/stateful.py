@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from trainfold.adapters.components.component import Undo, copied, copied_containers, kind_of
 from trainfold.adapters.components.rng_streams import preserved_rng
-from trainfold.adapters.feed import (
+from trainfold.adapters.loaders.feed import (
     END,
     OTHER,
     VERSION,
@@ -22,8 +22,8 @@ from trainfold.adapters.feed import (
     stale,
     tell_epoch,
 )
-from trainfold.adapters.replay import Replay, ended_in_part, iterates, keeps_nothing, torchdatas
-from trainfold.adapters.tap import capture_order, order_problems, restore_order
+from trainfold.adapters.loaders.iterable import Replay, ended_in_part, iterates, keeps_nothing, torchdatas
+from trainfold.adapters.loaders.sampler_tap import capture_order, order_problems, restore_order
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, TrainfoldError
 from trainfold.core.state import Opaque
 
