@@ -8,7 +8,7 @@ from typing import Any, final
 import attrs
 
 from trainfold.adapters.due import Boundary, Due
-from trainfold.adapters.live import Live
+from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager_config import CheckpointConfig
 from trainfold.adapters.manager_like import LoadDecision
 from trainfold.adapters.outcomes import Restored

@@ -11,7 +11,7 @@ from typing import Any, final
 from trainfold.adapters.announcer import Announcer
 from trainfold.adapters.due import Boundary, Due
 from trainfold.adapters.keeper import Keeper
-from trainfold.adapters.live import Live
+from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager_arguments import (
     check_decision,
     check_run,
@@ -93,7 +93,7 @@ class CheckpointManager:
 
     Examples:
         >>> import torch, trainfold
-        >>> from trainfold.adapters.live import attach
+        >>> from trainfold.adapters.live.live import attach
         >>> from trainfold.backends.memory import MemoryStore
         >>> store = MemoryStore()
         >>> with CheckpointManager(store, every=2, keep_last=1) as manager:

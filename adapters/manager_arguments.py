@@ -3,7 +3,7 @@
 from types import UnionType
 from typing import Final
 
-from trainfold.adapters.live import Live
+from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager_like import LoadDecision
 from trainfold.adapters.requests import RequestSource
 from trainfold.backends.direct_io import BUFFER_BYTES, BUFFERS

@@ -4,7 +4,7 @@ from typing import Protocol, runtime_checkable
 
 import attrs
 
-from trainfold.adapters.live import Live
+from trainfold.adapters.live.live import Live
 from trainfold.adapters.outcomes import Restored, SaveOutcome
 from trainfold.backends.run_save import SaveResult
 from trainfold.core.resume_plan import Refusal, ResumePlan

@@ -5,7 +5,7 @@ from typing import Any, final
 
 import attrs
 
-from trainfold.adapters.live import Live
+from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager_like import LoadDecision, load_decision
 from trainfold.backends.best_reader import measured_best
 from trainfold.backends.protocols import Store

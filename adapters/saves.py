@@ -8,8 +8,8 @@ import attrs
 from trainfold.adapters.announcer import Announcer
 from trainfold.adapters.due import Before, Due
 from trainfold.adapters.keeper import Keeper
-from trainfold.adapters.lent import Lent
-from trainfold.adapters.live import Live
+from trainfold.adapters.live.live import Live
+from trainfold.adapters.live.view import Lent
 from trainfold.adapters.outcomes import SaveOutcome
 from trainfold.adapters.saver import Saver
 from trainfold.adapters.update_gate import UpdateGate

@@ -6,8 +6,8 @@ from typing import Any, Final, final
 
 import torch
 
-from trainfold.adapters.lent import Lent
-from trainfold.adapters.live import Live
+from trainfold.adapters.live.live import Live
+from trainfold.adapters.live.view import Lent
 from trainfold.backends.hold import Hold
 from trainfold.backends.write_watch import LeafName
 from trainfold.core import tree

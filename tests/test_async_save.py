@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import trainfold
-from trainfold.adapters.live import attach
+from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.adapters.requests import Asked
 from trainfold.adapters.worker import Worker

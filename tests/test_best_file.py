@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trainfold.adapters.cli import main
 from trainfold.adapters.keeper import Keeper
-from trainfold.adapters.live import attach
+from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.backends.best_file import (
     BestIgnored,

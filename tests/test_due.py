@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainfold.adapters.disabled_manager import DisabledManager
 from trainfold.adapters.due import Boundary, Due
-from trainfold.adapters.live import attach
+from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.adapters.requests import Asked, SignalRequests
 from trainfold.adapters.told_afterwards import told_afterwards

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainfold.adapters.live import attach
+from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.backends import run_load, runs
 from trainfold.backends.memory import MemoryStore

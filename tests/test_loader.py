@@ -25,7 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from trainfold.adapters.components.component import copied
-from trainfold.adapters.live import attach
+from trainfold.adapters.live.live import attach
 from trainfold.core.codec import digest_of
 from trainfold.core.description import describe
 from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, InvalidState, RestoreRefused

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainfold.adapters.disabled_manager import DisabledManager
-from trainfold.adapters.live import attach
+from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import trainfold
-from trainfold.adapters.live import attach
+from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.backends.best_file import save_best
 from trainfold.backends.collectives import run_threads

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import nn
 
 import trainfold
-from trainfold.adapters.live import attach
+from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.adapters.requests import Asked
 from trainfold.adapters.worker import Job

@@ -10,7 +10,7 @@ from torch import nn
 
 import trainfold
 from trainfold.adapters.keeper import Keeper
-from trainfold.adapters.live import attach
+from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainfold.adapters.keeper import Keeper
-from trainfold.adapters.live import Live, attach
+from trainfold.adapters.live.live import Live, attach
 from trainfold.adapters.resumer import Resumer
 from trainfold.backends.best_file import BestIgnored, best_scores, load_best, load_best_n, save_best
 from trainfold.backends.collectives import SingleProcess, run_threads

@@ -15,7 +15,7 @@ from trainfold.adapters.components.rng_streams import (
     restore_streams,
     stream_problems,
 )
-from trainfold.adapters.live import attach
+from trainfold.adapters.live.live import attach
 from trainfold.core.description import describe
 from trainfold.core.errors import RestoreRefused
 from trainfold.core.state import Opaque

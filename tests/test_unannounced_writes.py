@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainfold.adapters.live import attach
+from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.hold import Hold

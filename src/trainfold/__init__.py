@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from trainfold import metrics as metrics
     from trainfold.adapters.disabled_manager import DisabledManager as DisabledManager
     from trainfold.adapters.evaluate import evaluate as evaluate
-    from trainfold.adapters.live import Live as Live
-    from trainfold.adapters.live import attach as attach
+    from trainfold.adapters.live.live import Live as Live
+    from trainfold.adapters.live.live import attach as attach
     from trainfold.adapters.manager import CheckpointManager as CheckpointManager
     from trainfold.adapters.manager_config import CheckpointConfig as CheckpointConfig
     from trainfold.adapters.manager_config import create_checkpoint_manager as create_checkpoint_manager
@@ -169,7 +169,7 @@ _MODULE_OF = {
     "Key": "trainfold.core.rng",
     "LeafSpec": "trainfold.core.spec",
     "Leaves": "trainfold.core.leaves",
-    "Live": "trainfold.adapters.live",
+    "Live": "trainfold.adapters.live.live",
     "LoadDecision": "trainfold.adapters.manager_like",
     "LocalStore": "trainfold.backends.local",
     "Loss": "trainfold.core.loss",
@@ -213,7 +213,7 @@ _MODULE_OF = {
     "World": "trainfold.core.world",
     "accumulation_steps": "trainfold.core.window",
     "advise_cadence": "trainfold.core.cadence",
-    "attach": "trainfold.adapters.live",
+    "attach": "trainfold.adapters.live.live",
     "bind_model": "trainfold.core.forward",
     "check_plan": "trainfold.core.window",
     "constant": "trainfold.core.schedule",

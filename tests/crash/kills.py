@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainfold.adapters.live import Live, attach
+from trainfold.adapters.live.live import Live, attach
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.backends.best_file import load_best, save_best
 from trainfold.backends.inventory import read_inventory

@@ -7,17 +7,17 @@ from typing import Any, final
 import attrs
 import torch
 
-from trainfold.adapters.boundary import Boundary
 from trainfold.adapters.components.component import ObjectPart, Part, Stateful, TreePart, copied, copied_containers
 from trainfold.adapters.components.module import ModulePart, lent_module
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.rng_streams import RngPart, bound_device
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
-from trainfold.adapters.lent import Lent
+from trainfold.adapters.live.open_window import Boundary
+from trainfold.adapters.live.restore import CountersPart, extra_state_parts, refusals, write_all
+from trainfold.adapters.live.script_contract import SchedulerWatch, frozen, hyperparameters
+from trainfold.adapters.live.view import Lent
 from trainfold.adapters.loaders.choose import feed_of
 from trainfold.adapters.loaders.feed import Feed, mismatch
-from trainfold.adapters.restoring import CountersPart, extra_state_parts, refusals, write_all
-from trainfold.adapters.script import SchedulerWatch, frozen, hyperparameters
 from trainfold.core import tree
 from trainfold.core.components import components_of, state_of, validate_components
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused

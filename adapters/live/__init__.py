@@ -1,0 +1,1 @@
+"""A mutable run as one value: attach, count, capture, restore. May import `loaders` and `components`."""
