@@ -12,7 +12,7 @@ from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager_config import CheckpointConfig
 from trainfold.adapters.manager_like import LoadDecision
 from trainfold.adapters.outcomes import Restored
-from trainfold.adapters.requests import RequestSource
+from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.collectives import SingleProcess
 from trainfold.core.save_due import Verdict, make_triggers
 from trainfold.core.state import TrainState

@@ -5,7 +5,7 @@ from typing import final
 
 import attrs
 
-from trainfold.adapters.requests import RequestSource
+from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.together import on_all_ranks
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.requests import Request, merge_requests

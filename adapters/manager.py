@@ -23,7 +23,7 @@ from trainfold.adapters.manager_arguments import (
 from trainfold.adapters.manager_config import CheckpointConfig, manager_arguments
 from trainfold.adapters.manager_like import LoadDecision
 from trainfold.adapters.outcomes import Restored, SaveOutcome
-from trainfold.adapters.requests import RequestSource
+from trainfold.adapters.requests.sources import RequestSource
 from trainfold.adapters.resumer import Resumer
 from trainfold.adapters.saves import Saves
 from trainfold.adapters.told_afterwards import told_afterwards

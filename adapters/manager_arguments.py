@@ -5,7 +5,7 @@ from typing import Final
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager_like import LoadDecision
-from trainfold.adapters.requests import RequestSource
+from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.direct_io import BUFFER_BYTES, BUFFERS
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.retention import Retention, check_keep_last, keep_last

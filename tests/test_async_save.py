@@ -22,7 +22,7 @@ from torch import nn
 import trainfold
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager import CheckpointManager
-from trainfold.adapters.requests import Asked
+from trainfold.adapters.requests.sources import Asked
 from trainfold.adapters.worker import Worker
 from trainfold.backends.arena import Arena
 from trainfold.backends.collectives import run_threads

@@ -13,7 +13,7 @@ import trainfold
 from trainfold.adapters.disabled_manager import DisabledManager
 from trainfold.adapters.manager import CheckpointManager
 from trainfold.adapters.manager_config import CheckpointConfig, create_checkpoint_manager
-from trainfold.adapters.requests import Asked, SignalRequests
+from trainfold.adapters.requests.sources import Asked, SignalRequests
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.memory import MemoryStore
 from trainfold.core.requests import REQUESTS

@@ -12,7 +12,7 @@ from trainfold.adapters.disabled_manager import DisabledManager
 from trainfold.adapters.due import Boundary, Due
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager import CheckpointManager
-from trainfold.adapters.requests import Asked, SignalRequests
+from trainfold.adapters.requests.sources import Asked, SignalRequests
 from trainfold.adapters.told_afterwards import told_afterwards
 from trainfold.backends.collectives import SingleProcess, run_threads, thread_outcomes
 from trainfold.backends.inventory import read_inventory

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager import CheckpointManager
-from trainfold.adapters.requests import Asked, Combined, SignalRequests
-from trainfold.adapters.stop_file import StopFile
+from trainfold.adapters.requests.sources import Asked, Combined, SignalRequests
+from trainfold.adapters.requests.stop_file import StopFile
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.memory import MemoryStore

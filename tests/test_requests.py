@@ -15,8 +15,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainfold.adapters.dispositions import disposition_of
-from trainfold.adapters.requests import FILES, Asked, Combined, RequestSource, SignalRequests, StopFile
+from trainfold.adapters.requests.signal_handlers import disposition_of
+from trainfold.adapters.requests.sources import FILES, Asked, Combined, RequestSource, SignalRequests, StopFile
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.runs import load, save
@@ -60,7 +60,7 @@ def child():
 
 PREAMBLE = """
 import os, signal, sys, threading, time
-from trainfold.adapters.requests import SignalRequests
+from trainfold.adapters.requests.sources import SignalRequests
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background without
 def say(*words): print(*words, flush=True)
 def until(happens):
@@ -229,7 +229,7 @@ def test_handlers_of_c_code_are_there_again_after_a_close(child):
         faulthandler.register(signal.SIGUSR1)
         signal.signal(signal.SIGUSR2, lambda *_: None)
         signal.siginterrupt(signal.SIGUSR2, False)
-        from trainfold.adapters.dispositions import disposition_of
+        from trainfold.adapters.requests.signal_handlers import disposition_of
         flags = disposition_of(signal.SIGUSR2).raw[136:140]
         with SignalRequests({"SIGUSR1": "save", "SIGUSR2": "save"}) as source:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -558,7 +558,7 @@ def test_a_run_that_is_asked_to_end_in_an_evaluation_ends_at_the_next_boundary_a
         import warnings
         warnings.simplefilter("ignore")
         from trainfold.adapters.manager import CheckpointManager
-        from trainfold.adapters.requests import Combined, StopFile
+        from trainfold.adapters.requests.sources import Combined, StopFile
         from trainfold.core.state import Progress, TrainState
         for how in ("signal", "STOP", "ABORT"):
             run, step, events = {str(tmp_path)!r} + "/" + how, 0, []

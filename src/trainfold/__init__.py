@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from trainfold.adapters.manager_like import LoadDecision as LoadDecision
     from trainfold.adapters.outcomes import Restored as Restored
     from trainfold.adapters.outcomes import SaveOutcome as SaveOutcome
-    from trainfold.adapters.requests import Asked as Asked
-    from trainfold.adapters.requests import Combined as Combined
-    from trainfold.adapters.requests import RequestSource as RequestSource
-    from trainfold.adapters.requests import SignalRequests as SignalRequests
-    from trainfold.adapters.stop_file import StopFile as StopFile
+    from trainfold.adapters.requests.sources import Asked as Asked
+    from trainfold.adapters.requests.sources import Combined as Combined
+    from trainfold.adapters.requests.sources import RequestSource as RequestSource
+    from trainfold.adapters.requests.sources import SignalRequests as SignalRequests
+    from trainfold.adapters.requests.stop_file import StopFile as StopFile
     from trainfold.adapters.torch_metric import TorchMetric as TorchMetric
     from trainfold.backends.best_file import load_best as load_best
     from trainfold.backends.best_file import save_best as save_best
@@ -150,7 +150,7 @@ if TYPE_CHECKING:
 
 
 _MODULE_OF = {
-    "Asked": "trainfold.adapters.requests",
+    "Asked": "trainfold.adapters.requests.sources",
     "BestRecord": "trainfold.core.best",
     "CheckpointConfig": "trainfold.adapters.manager_config",
     "CheckpointDamaged": "trainfold.core.errors",
@@ -158,7 +158,7 @@ _MODULE_OF = {
     "CheckpointManagerLike": "trainfold.adapters.manager_like",
     "CheckpointPassedOver": "trainfold.backends.run_load",
     "Collectives": "trainfold.core.world",
-    "Combined": "trainfold.adapters.requests",
+    "Combined": "trainfold.adapters.requests.sources",
     "DataCursor": "trainfold.core.cursor",
     "Difference": "trainfold.core.spec",
     "DisabledManager": "trainfold.adapters.disabled_manager",
@@ -185,7 +185,7 @@ _MODULE_OF = {
     "QuarantineIgnored": "trainfold.backends.quarantine_file",
     "RankFailed": "trainfold.core.errors",
     "Refusal": "trainfold.core.resume_plan",
-    "RequestSource": "trainfold.adapters.requests",
+    "RequestSource": "trainfold.adapters.requests.sources",
     "RestoreRefused": "trainfold.core.errors",
     "Restored": "trainfold.adapters.outcomes",
     "ResumeDrift": "trainfold.backends.run_load",
@@ -199,10 +199,10 @@ _MODULE_OF = {
     "SaveResult": "trainfold.backends.run_save",
     "ScalarSpec": "trainfold.core.spec",
     "Schedule": "trainfold.core.schedule",
-    "SignalRequests": "trainfold.adapters.requests",
+    "SignalRequests": "trainfold.adapters.requests.sources",
     "SingleProcess": "trainfold.backends.collectives",
     "StateDonated": "trainfold.core.errors",
-    "StopFile": "trainfold.adapters.stop_file",
+    "StopFile": "trainfold.adapters.requests.stop_file",
     "Store": "trainfold.backends.protocols",
     "Tally": "trainfold.core.suite",
     "TorchCollectives": "trainfold.backends.torch_collectives",

@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Protocol, TypeVar, final, runtime_checkable
 
-from trainfold.adapters.dispositions import Disposition, deliver_again, disposition_of, hand_on, put_back
-from trainfold.adapters.stop_file import FILES, StopFile
+from trainfold.adapters.requests.signal_handlers import Disposition, deliver_again, disposition_of, hand_on, put_back
+from trainfold.adapters.requests.stop_file import FILES, StopFile
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.requests import Request, checked_request
 from trainfold.core.scalars import shown

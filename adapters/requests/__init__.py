@@ -1,0 +1,1 @@
+"""Where requests to save or to stop come from. May import core, backends."""
