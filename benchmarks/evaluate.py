@@ -21,7 +21,7 @@ from trainfold.adapters.cli.demo.corpus import as_batch, help_text, make_corpus
 from trainfold.adapters.cli.demo.evaluation import SUITE
 from trainfold.adapters.cli.demo.model import make_model
 from trainfold.adapters.cli.demo.settings import make_settings
-from trainfold.adapters.evaluate import evaluate
+from trainfold.adapters.evaluation.evaluate import evaluate
 from trainfold.backends.collectives import run_threads
 from trainfold.core.exact import exact_add, exact_value, exact_zero, rounded
 from trainfold.core.suite import merge_tallies, no_tally, observe, results_of

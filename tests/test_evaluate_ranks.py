@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import trainfold
 from trainfold import metrics as M
-from trainfold.adapters.evaluate import evaluate
+from trainfold.adapters.evaluation.evaluate import evaluate
 from trainfold.core.errors import RankFailed
 from trainfold.core.eval_cursor import eval_batches, make_eval_cursor
 

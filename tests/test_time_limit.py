@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfold.adapters.evaluate import evaluate
+from trainfold.adapters.evaluation.evaluate import evaluate
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.time_limit import time_limit
 from trainfold.core.errors import InvalidArgument

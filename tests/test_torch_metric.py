@@ -19,7 +19,7 @@ from torchmetrics.classification import (
 )
 
 from trainfold import metrics as M
-from trainfold.adapters.evaluate import evaluate
+from trainfold.adapters.evaluation.evaluate import evaluate
 from trainfold.adapters.torch_metric import TorchMetric
 from trainfold.backends.collectives import run_threads, thread_outcomes
 from trainfold.backends.memory import MemoryStore

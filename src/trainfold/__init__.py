@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from trainfold import metrics as metrics
     from trainfold.adapters.disabled_manager import DisabledManager as DisabledManager
-    from trainfold.adapters.evaluate import evaluate as evaluate
+    from trainfold.adapters.evaluation.evaluate import evaluate as evaluate
     from trainfold.adapters.live.live import Live as Live
     from trainfold.adapters.live.live import attach as attach
     from trainfold.adapters.manager import CheckpointManager as CheckpointManager
@@ -222,7 +222,7 @@ _MODULE_OF = {
     "decide_best": "trainfold.core.best",
     "diff_specs": "trainfold.core.spec",
     "eval_batches": "trainfold.core.eval_cursor",
-    "evaluate": "trainfold.adapters.evaluate",
+    "evaluate": "trainfold.adapters.evaluation.evaluate",
     "evaluation_of": "trainfold.core.evaluation",
     "even_split": "trainfold.core.partition",
     "fingerprint": "trainfold.core.fingerprint",

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from trainfold.adapters.cli.demo.corpus import Corpus, as_batch
 from trainfold.adapters.cli.demo.model import GPT
-from trainfold.adapters.evaluate import evaluate
+from trainfold.adapters.evaluation.evaluate import evaluate
 from trainfold.core.forward import bind_model
 from trainfold.core.metrics.perplexity import Perplexity
 from trainfold.core.metrics.ratio import Ratio

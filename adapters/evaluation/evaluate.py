@@ -8,8 +8,9 @@ from typing import Any, TypeVar, final
 import attrs
 import torch
 
-from trainfold.adapters.drawn import Source, Span, begin_of, source_of, span_of, together
-from trainfold.adapters.in_step import (
+from trainfold.adapters.evaluation.batch_source import Source, Span, begin_of, source_of, span_of, together
+from trainfold.adapters.evaluation.eval_mode import communicate, modules_of, undisturbed
+from trainfold.adapters.evaluation.lockstep import (
     NOTHING,
     Agreed,
     Ahead,
@@ -20,7 +21,6 @@ from trainfold.adapters.in_step import (
     see_alone,
     see_in_step,
 )
-from trainfold.adapters.undisturbed import communicate, modules_of, undisturbed
 from trainfold.backends.closing import close_generators
 from trainfold.backends.collectives import SingleProcess
 from trainfold.core import tree

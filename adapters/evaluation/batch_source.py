@@ -6,7 +6,7 @@ from typing import Any, final
 import attrs
 import torch
 
-from trainfold.adapters.reach import reachable
+from trainfold.adapters.evaluation.reachability import reachable
 from trainfold.backends.time_limit import TimeLimit
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.eval_cursor import EvalBatches

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainfold.adapters.components.rng_streams import bound_device, preserved_rng
-from trainfold.adapters.reach import reachable
+from trainfold.adapters.evaluation.reachability import reachable
 
 _LOCK = threading.RLock()
 _MODES: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, bool]] = weakref.WeakKeyDictionary()
