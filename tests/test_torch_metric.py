@@ -19,8 +19,8 @@ from torchmetrics.classification import (
 )
 
 from trainfold import metrics as M
+from trainfold.adapters.bridges.torchmetrics import TorchMetric
 from trainfold.adapters.evaluation.evaluate import evaluate
-from trainfold.adapters.torch_metric import TorchMetric
 from trainfold.backends.collectives import run_threads, thread_outcomes
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
@@ -431,7 +431,7 @@ def test_it_can_be_copied():
 
 
 def test_torchmetrics_is_imported_by_nobody_but_its_user():
-    code = "import sys, trainfold.adapters.torch_metric; print('torchmetrics' in sys.modules)"
+    code = "import sys, trainfold.adapters.bridges.torchmetrics; print('torchmetrics' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

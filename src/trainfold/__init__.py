@@ -32,6 +32,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from trainfold import metrics as metrics
+    from trainfold.adapters.bridges.torchmetrics import TorchMetric as TorchMetric
     from trainfold.adapters.disabled_manager import DisabledManager as DisabledManager
     from trainfold.adapters.evaluation.evaluate import evaluate as evaluate
     from trainfold.adapters.live.live import Live as Live
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from trainfold.adapters.requests.sources import RequestSource as RequestSource
     from trainfold.adapters.requests.sources import SignalRequests as SignalRequests
     from trainfold.adapters.requests.stop_file import StopFile as StopFile
-    from trainfold.adapters.torch_metric import TorchMetric as TorchMetric
     from trainfold.backends.best_file import load_best as load_best
     from trainfold.backends.best_file import save_best as save_best
     from trainfold.backends.collectives import SingleProcess as SingleProcess
@@ -206,7 +206,7 @@ _MODULE_OF = {
     "Store": "trainfold.backends.protocols",
     "Tally": "trainfold.core.suite",
     "TorchCollectives": "trainfold.backends.torch_collectives",
-    "TorchMetric": "trainfold.adapters.torch_metric",
+    "TorchMetric": "trainfold.adapters.bridges.torchmetrics",
     "TrainState": "trainfold.core.state",
     "TrainfoldError": "trainfold.core.errors",
     "Verdict": "trainfold.core.save_due",

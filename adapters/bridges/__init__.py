@@ -1,0 +1,1 @@
+"""Objects of other libraries behind trainfold's protocols. May import core, backends."""
