@@ -21,9 +21,9 @@ from torch import nn
 
 import trainfold
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.adapters.manager.worker import Worker
 from trainfold.adapters.requests.sources import Asked
-from trainfold.adapters.worker import Worker
 from trainfold.backends.arena import Arena
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.hold import Hold

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainfold.adapters.cli import main
-from trainfold.adapters.keeper import Keeper
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.adapters.manager.retention import Keeper
 from trainfold.backends.best_file import (
     BestIgnored,
     best_checkpoint,

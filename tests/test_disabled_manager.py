@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainfold
-from trainfold.adapters.disabled_manager import DisabledManager
-from trainfold.adapters.manager import CheckpointManager
-from trainfold.adapters.manager_config import CheckpointConfig, create_checkpoint_manager
+from trainfold.adapters.manager.config import CheckpointConfig, create_checkpoint_manager
+from trainfold.adapters.manager.disabled import DisabledManager
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked, SignalRequests
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.memory import MemoryStore

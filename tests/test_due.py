@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.adapters.disabled_manager import DisabledManager
-from trainfold.adapters.due import Boundary, Due
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.disabled import DisabledManager
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.adapters.manager.told_afterwards import told_afterwards
+from trainfold.adapters.manager.triggers import Boundary, Due
 from trainfold.adapters.requests.sources import Asked, SignalRequests
-from trainfold.adapters.told_afterwards import told_afterwards
 from trainfold.backends.collectives import SingleProcess, run_threads, thread_outcomes
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.memory import ErrorAt, MemoryStore
@@ -329,7 +329,7 @@ def test_a_request_to_stop_is_not_lost_where_the_loop_saves_by_hand(request_, mo
 def test_the_cadence_in_seconds_goes_by_the_clock_of_one_rank(elapsed, is_due, monkeypatch):
     """R01: ranks whose clocks differ save together, or not at all."""
     store, clocks = MemoryStore(), threading.local()
-    monkeypatch.setattr("trainfold.adapters.due.time.monotonic", lambda: getattr(clocks, "now", 0.0))
+    monkeypatch.setattr("trainfold.adapters.manager.triggers.time.monotonic", lambda: getattr(clocks, "now", 0.0))
 
     def run(collectives):
         with CheckpointManager(store, every_secs=10, collectives=collectives) as manager:

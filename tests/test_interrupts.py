@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import trainfold
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends import run_lock
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.memory import MemoryStore

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.memory import MemoryStore
 from trainfold.core.state import Progress, TrainState
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.components.optimizer import _device_of
 from trainfold.adapters.live.live import Live, attach
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.components import components_of, select

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends import run_load, runs
 from trainfold.backends.memory import MemoryStore
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused, ResumeRefused

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainfold.adapters.disabled_manager import DisabledManager
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.disabled import DisabledManager
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore

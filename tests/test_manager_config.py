@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfold.adapters.manager import CheckpointManager
-from trainfold.adapters.manager_config import (
+from trainfold.adapters.manager.config import (
     CALLS,
     CheckpointConfig,
     create_checkpoint_manager,
     manager_arguments,
 )
-from trainfold.adapters.manager_like import CheckpointManagerLike, LoadDecision, load_decision
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.adapters.manager.protocol import CheckpointManagerLike, LoadDecision, load_decision
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import plan, save
 from trainfold.core import errors
@@ -38,7 +38,7 @@ from trainfold.core.state import Progress, TrainState
 
 LIKE = TrainState(trainer=Progress())
 WHOLE = """
-from trainfold.adapters.manager_like import LoadDecision
+from trainfold.adapters.manager.protocol import LoadDecision
 from trainfold.core.save_due import Verdict
 
 class Whole:
@@ -192,7 +192,7 @@ def test_a_path_that_is_none_is_refused_before_all_else(path):
 )
 def test_what_is_not_allowed_is_not_imported(path, monkeypatch):
     """U03, O02: `ours.` lets nothing in that only begins like it; the import does not happen."""
-    monkeypatch.setattr("trainfold.adapters.manager_config.import_module", lambda name: pytest.fail(f"imported {name}"))
+    monkeypatch.setattr("trainfold.adapters.manager.config.import_module", lambda name: pytest.fail(f"imported {name}"))
     error = refusal(ManagerNotAllowed, path)
     assert "nothing was imported" in error.mend
 
@@ -207,7 +207,7 @@ def test_whatever_the_path_only_what_is_below_a_prefix_is_imported(path):
         raise ImportError
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("trainfold.adapters.manager_config.import_module", importing)
+        patched.setattr("trainfold.adapters.manager.config.import_module", importing)
         with pytest.raises(ManagerUnusable):
             create_checkpoint_manager(config_of(path), allow=("ours.", "a.b."))
     assert all(f"{name}.".startswith(("ours.", "a.b.")) for name in imported)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked, Combined, SignalRequests
 from trainfold.adapters.requests.stop_file import StopFile
 from trainfold.backends.collectives import run_threads
@@ -153,7 +153,7 @@ def test_a_file_stops_a_run(tmp_path):
 def test_seconds_are_a_cadence_too(monkeypatch):
     """By a monotonic clock; the steps that it hits are those that are due."""
     now = [0.0]
-    monkeypatch.setattr("trainfold.adapters.due.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainfold.adapters.manager.triggers.time.monotonic", lambda: now[0])
     store = MemoryStore()
     with CheckpointManager(store, every_secs=10) as manager:
         for step in range(1, 8):

@@ -10,7 +10,7 @@ from torch import nn
 
 import trainfold
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.best_file import save_best
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.local import LocalStore

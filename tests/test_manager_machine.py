@@ -20,9 +20,9 @@ from torch import nn
 
 import trainfold
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.adapters.manager.worker import Job
 from trainfold.adapters.requests.sources import Asked
-from trainfold.adapters.worker import Job
 from trainfold.backends.best_file import BestIgnored, best_checkpoint, load_best, save_best
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.memory import CrashAt, Effect, ErrorAt, MemoryStore, SimulatedCrash

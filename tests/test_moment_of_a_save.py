@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import trainfold
-from trainfold.adapters.keeper import Keeper
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.adapters.manager.retention import Keeper
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load
 from trainfold.core.errors import SaveFailed, UnsupportedLeaf

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.local import LocalStore
 from trainfold.backends.runs import save
 from trainfold.core.errors import RunLocked, RunReplaced
@@ -29,7 +29,7 @@ def told(script, *arguments):
     head = """
         import os, sys
         from pathlib import Path
-        from trainfold.adapters.manager import CheckpointManager
+        from trainfold.adapters.manager.manager import CheckpointManager
         from trainfold.backends.local import LocalStore
         from trainfold.backends.runs import save
         from trainfold.core.errors import TrainfoldError

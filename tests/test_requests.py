@@ -557,7 +557,7 @@ def test_a_run_that_is_asked_to_end_in_an_evaluation_ends_at_the_next_boundary_a
     process = child(f"""
         import warnings
         warnings.simplefilter("ignore")
-        from trainfold.adapters.manager import CheckpointManager
+        from trainfold.adapters.manager.manager import CheckpointManager
         from trainfold.adapters.requests.sources import Combined, StopFile
         from trainfold.core.state import Progress, TrainState
         for how in ("signal", "STOP", "ABORT"):

@@ -9,9 +9,9 @@ import attrs
 import pytest
 import torch
 
-from trainfold.adapters.keeper import Keeper
 from trainfold.adapters.live.live import Live, attach
-from trainfold.adapters.resumer import Resumer
+from trainfold.adapters.manager.loading import Resumer
+from trainfold.adapters.manager.retention import Keeper
 from trainfold.backends.best_file import BestIgnored, best_scores, load_best, load_best_n, save_best
 from trainfold.backends.collectives import SingleProcess, run_threads
 from trainfold.backends.inventory import read_inventory, read_manifest

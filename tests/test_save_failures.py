@@ -6,7 +6,7 @@ import resource
 import pytest
 import torch
 
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save

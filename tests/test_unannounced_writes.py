@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.hold import Hold
 from trainfold.backends.memory import MemoryStore

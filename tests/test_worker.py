@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from trainfold.adapters.worker import Job, Worker
+from trainfold.adapters.manager.worker import Job, Worker
 from trainfold.backends.bell import Bell
 from trainfold.backends.runs import load
 from trainfold.core.state import Progress, TrainState

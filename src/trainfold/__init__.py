@@ -33,17 +33,17 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from trainfold import metrics as metrics
     from trainfold.adapters.bridges.torchmetrics import TorchMetric as TorchMetric
-    from trainfold.adapters.disabled_manager import DisabledManager as DisabledManager
     from trainfold.adapters.evaluation.evaluate import evaluate as evaluate
     from trainfold.adapters.live.live import Live as Live
     from trainfold.adapters.live.live import attach as attach
-    from trainfold.adapters.manager import CheckpointManager as CheckpointManager
-    from trainfold.adapters.manager_config import CheckpointConfig as CheckpointConfig
-    from trainfold.adapters.manager_config import create_checkpoint_manager as create_checkpoint_manager
-    from trainfold.adapters.manager_like import CheckpointManagerLike as CheckpointManagerLike
-    from trainfold.adapters.manager_like import LoadDecision as LoadDecision
-    from trainfold.adapters.outcomes import Restored as Restored
-    from trainfold.adapters.outcomes import SaveOutcome as SaveOutcome
+    from trainfold.adapters.manager.config import CheckpointConfig as CheckpointConfig
+    from trainfold.adapters.manager.config import create_checkpoint_manager as create_checkpoint_manager
+    from trainfold.adapters.manager.disabled import DisabledManager as DisabledManager
+    from trainfold.adapters.manager.manager import CheckpointManager as CheckpointManager
+    from trainfold.adapters.manager.outcomes import Restored as Restored
+    from trainfold.adapters.manager.outcomes import SaveOutcome as SaveOutcome
+    from trainfold.adapters.manager.protocol import CheckpointManagerLike as CheckpointManagerLike
+    from trainfold.adapters.manager.protocol import LoadDecision as LoadDecision
     from trainfold.adapters.requests.sources import Asked as Asked
     from trainfold.adapters.requests.sources import Combined as Combined
     from trainfold.adapters.requests.sources import RequestSource as RequestSource
@@ -152,16 +152,16 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Asked": "trainfold.adapters.requests.sources",
     "BestRecord": "trainfold.core.best",
-    "CheckpointConfig": "trainfold.adapters.manager_config",
+    "CheckpointConfig": "trainfold.adapters.manager.config",
     "CheckpointDamaged": "trainfold.core.errors",
-    "CheckpointManager": "trainfold.adapters.manager",
-    "CheckpointManagerLike": "trainfold.adapters.manager_like",
+    "CheckpointManager": "trainfold.adapters.manager.manager",
+    "CheckpointManagerLike": "trainfold.adapters.manager.protocol",
     "CheckpointPassedOver": "trainfold.backends.run_load",
     "Collectives": "trainfold.core.world",
     "Combined": "trainfold.adapters.requests.sources",
     "DataCursor": "trainfold.core.cursor",
     "Difference": "trainfold.core.spec",
-    "DisabledManager": "trainfold.adapters.disabled_manager",
+    "DisabledManager": "trainfold.adapters.manager.disabled",
     "DistributedEvalCursor": "trainfold.core.eval_cursor",
     "Drift": "trainfold.core.policy",
     "Evaluation": "trainfold.core.evaluation",
@@ -170,7 +170,7 @@ _MODULE_OF = {
     "LeafSpec": "trainfold.core.spec",
     "Leaves": "trainfold.core.leaves",
     "Live": "trainfold.adapters.live.live",
-    "LoadDecision": "trainfold.adapters.manager_like",
+    "LoadDecision": "trainfold.adapters.manager.protocol",
     "LocalStore": "trainfold.backends.local",
     "Loss": "trainfold.core.loss",
     "MemoryStore": "trainfold.backends.memory",
@@ -187,14 +187,14 @@ _MODULE_OF = {
     "Refusal": "trainfold.core.resume_plan",
     "RequestSource": "trainfold.adapters.requests.sources",
     "RestoreRefused": "trainfold.core.errors",
-    "Restored": "trainfold.adapters.outcomes",
+    "Restored": "trainfold.adapters.manager.outcomes",
     "ResumeDrift": "trainfold.backends.run_load",
     "ResumePlan": "trainfold.core.resume_plan",
     "ResumeRefused": "trainfold.core.errors",
     "Retention": "trainfold.core.retention",
     "RunLocked": "trainfold.core.errors",
     "SaveFailed": "trainfold.core.errors",
-    "SaveOutcome": "trainfold.adapters.outcomes",
+    "SaveOutcome": "trainfold.adapters.manager.outcomes",
     "SavePlan": "trainfold.core.save_plan",
     "SaveResult": "trainfold.backends.run_save",
     "ScalarSpec": "trainfold.core.spec",
@@ -218,7 +218,7 @@ _MODULE_OF = {
     "check_plan": "trainfold.core.window",
     "constant": "trainfold.core.schedule",
     "cosine": "trainfold.core.schedule",
-    "create_checkpoint_manager": "trainfold.adapters.manager_config",
+    "create_checkpoint_manager": "trainfold.adapters.manager.config",
     "decide_best": "trainfold.core.best",
     "diff_specs": "trainfold.core.spec",
     "eval_batches": "trainfold.core.eval_cursor",

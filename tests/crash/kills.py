@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from trainfold.adapters.live.live import Live, attach
-from trainfold.adapters.manager import CheckpointManager
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.best_file import load_best, save_best
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore

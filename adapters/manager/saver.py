@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
-from trainfold.adapters.worker import Job, Worker
+from trainfold.adapters.manager.worker import Job, Worker
 from trainfold.backends.direct_io import release_buffers
 from trainfold.backends.hold import Hold
 from trainfold.backends.protocols import Collectives, Store

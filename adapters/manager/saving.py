@@ -5,14 +5,14 @@ from typing import Any, final
 
 import attrs
 
-from trainfold.adapters.announcer import Announcer
-from trainfold.adapters.due import Before, Due
-from trainfold.adapters.keeper import Keeper
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.view import Lent
-from trainfold.adapters.outcomes import SaveOutcome
-from trainfold.adapters.saver import Saver
-from trainfold.adapters.update_gate import UpdateGate
+from trainfold.adapters.manager.events import Announcer
+from trainfold.adapters.manager.outcomes import SaveOutcome
+from trainfold.adapters.manager.retention import Keeper
+from trainfold.adapters.manager.saver import Saver
+from trainfold.adapters.manager.triggers import Before, Due
+from trainfold.adapters.manager.update_hooks import UpdateGate
 from trainfold.backends.hold import Hold
 from trainfold.backends.protocols import Store
 from trainfold.backends.run_save import SaveResult

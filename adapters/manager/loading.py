@@ -6,7 +6,7 @@ from typing import Any, final
 import attrs
 
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.manager_like import LoadDecision, load_decision
+from trainfold.adapters.manager.protocol import LoadDecision, load_decision
 from trainfold.backends.best_reader import measured_best
 from trainfold.backends.protocols import Store
 from trainfold.backends.run_load import Quarantine, load_run, plan_run

@@ -4,7 +4,7 @@ from types import UnionType
 from typing import Final
 
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.manager_like import LoadDecision
+from trainfold.adapters.manager.protocol import LoadDecision
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.direct_io import BUFFER_BYTES, BUFFERS
 from trainfold.core.errors import InvalidArgument

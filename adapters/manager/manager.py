@@ -8,11 +8,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, final
 
-from trainfold.adapters.announcer import Announcer
-from trainfold.adapters.due import Boundary, Due
-from trainfold.adapters.keeper import Keeper
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.manager_arguments import (
+from trainfold.adapters.manager.arguments import (
     check_decision,
     check_run,
     check_source,
@@ -20,13 +17,16 @@ from trainfold.adapters.manager_arguments import (
     retention_given,
     room_given,
 )
-from trainfold.adapters.manager_config import CheckpointConfig, manager_arguments
-from trainfold.adapters.manager_like import LoadDecision
-from trainfold.adapters.outcomes import Restored, SaveOutcome
+from trainfold.adapters.manager.config import CheckpointConfig, manager_arguments
+from trainfold.adapters.manager.events import Announcer
+from trainfold.adapters.manager.loading import Resumer
+from trainfold.adapters.manager.outcomes import Restored, SaveOutcome
+from trainfold.adapters.manager.protocol import LoadDecision
+from trainfold.adapters.manager.retention import Keeper
+from trainfold.adapters.manager.saving import Saves
+from trainfold.adapters.manager.told_afterwards import told_afterwards
+from trainfold.adapters.manager.triggers import Boundary, Due
 from trainfold.adapters.requests.sources import RequestSource
-from trainfold.adapters.resumer import Resumer
-from trainfold.adapters.saves import Saves
-from trainfold.adapters.told_afterwards import told_afterwards
 from trainfold.backends import runs
 from trainfold.backends.bell import End
 from trainfold.backends.collectives import SingleProcess

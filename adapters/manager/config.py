@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 
 import attrs
 
-from trainfold.adapters.manager_like import CheckpointManagerLike
+from trainfold.adapters.manager.protocol import CheckpointManagerLike
 from trainfold.backends.protocols import Store
 from trainfold.core.errors import (
     InvalidArgument,
@@ -215,7 +215,7 @@ def _check_protocol(cls: Any, path: str) -> None:
             _WHERE,
             expected=f"the methods {', '.join(CALLS)}",
             found=f"{path} without {', '.join(missing)}",
-            mend="add them: see trainfold.adapters.manager_like.CheckpointManagerLike",
+            mend="add them: see trainfold.adapters.manager.protocol.CheckpointManagerLike",
         )
 
 
@@ -236,7 +236,7 @@ def _check_signatures(cls: type, build: Callable[..., Any], config: CheckpointCo
             _WHERE,
             expected="methods that can be called as trainfold calls them",
             found=f"{len(wrong)} that cannot:\n" + "\n".join(f"  {each}" for each in wrong) + "\n",
-            mend="give them the parameters of trainfold.adapters.manager_like.CheckpointManagerLike",
+            mend="give them the parameters of trainfold.adapters.manager.protocol.CheckpointManagerLike",
         )
 
 

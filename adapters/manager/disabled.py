@@ -7,11 +7,11 @@ from typing import Any, final
 
 import attrs
 
-from trainfold.adapters.due import Boundary, Due
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.manager_config import CheckpointConfig
-from trainfold.adapters.manager_like import LoadDecision
-from trainfold.adapters.outcomes import Restored
+from trainfold.adapters.manager.config import CheckpointConfig
+from trainfold.adapters.manager.outcomes import Restored
+from trainfold.adapters.manager.protocol import LoadDecision
+from trainfold.adapters.manager.triggers import Boundary, Due
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.collectives import SingleProcess
 from trainfold.core.save_due import Verdict, make_triggers

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 import attrs
 
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.outcomes import Restored, SaveOutcome
+from trainfold.adapters.manager.outcomes import Restored, SaveOutcome
 from trainfold.backends.run_save import SaveResult
 from trainfold.core.resume_plan import Refusal, ResumePlan
 from trainfold.core.save_due import Verdict

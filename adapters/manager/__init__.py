@@ -1,0 +1,1 @@
+"""When a run is saved, resumed and pruned, and the manager that a loop calls. May import `live` and `requests`."""
