@@ -35,6 +35,8 @@ def merge_requests(per_rank: Sequence[Iterable[Request]]) -> tuple[Request, ...]
         ('abort',)
     """
     asked = {checked_request(request) for requests in per_rank for request in requests}
+    if not asked:
+        return ()
     return ("abort",) if "abort" in asked else tuple(request for request in REQUESTS if request in asked)
 
 

@@ -67,6 +67,9 @@ class Verdict:
         return f"{what}: {why or 'nothing is due'}"
 
 
+_NOTHING_DUE: Final = Verdict(save=False, stop=False)
+
+
 def make_triggers(*, every: int | None = None, every_secs: float | None = None, at_end: bool = True) -> Triggers:
     """Return checked triggers.
 
@@ -137,12 +140,13 @@ def decide(  # noqa: PLR0913 - one keyword for each source
     """
     asked = merge_requests([requests])
     is_new = step != last_saved
+    every = should_save(step, every=triggers.every, last_saved=last_saved)
+    every_secs = is_new and step > 0 and triggers.every_secs is not None and secs_since_save >= triggers.every_secs
+    if not (every or every_secs or is_best or is_last or asked):
+        return _NOTHING_DUE  # nearly every step ends here
     facts: dict[str, bool] = {
-        "every": should_save(step, every=triggers.every, last_saved=last_saved),
-        "every_secs": is_new
-        and step > 0
-        and triggers.every_secs is not None
-        and secs_since_save >= triggers.every_secs,
+        "every": every,
+        "every_secs": every_secs,
         "best": is_best,
         "last": is_last,
         **dict.fromkeys(asked, True),
