@@ -108,16 +108,15 @@ def run_save(  # noqa: PLR0913 - keywords
         What was saved; the same on every rank.
 
     Raises:
-        SaveFailed: of the kind that fits; what was written is removed, and what stood there before stands.
+        SaveFailed: of the kind that fits; what was written is removed by rank 0, and what stood there before stands. Where
+            rank 0 has died, the files stay until the next save of the step, or retention, removes them.
         RankFailed: on the other ranks.
     """
-    written: list[str] = []
     data = b""
 
     def write() -> list[WrittenFile]:
         records = []
         for file in plan.files_of(collectives.rank):
-            written.append(file.name)
             held = {
                 path: leaf if isinstance(leaf, HeldLeaf) else as_tensor(leaf, path)
                 for path, leaf in tensors[file.component].items()
@@ -142,7 +141,8 @@ def run_save(  # noqa: PLR0913 - keywords
         manifest = _manifest(plan, everyone, head, contract, omitted)
         on_rank_zero(collectives, commit)
     except BaseException:
-        _clean_up(plan, written, data, store)
+        if collectives.rank == 0:
+            _clean_up(plan, data, store)
         raise
     fingerprints = {component.name: component.fingerprint for component in manifest.components}
     return SaveResult(
@@ -150,8 +150,11 @@ def run_save(  # noqa: PLR0913 - keywords
     )
 
 
-def _clean_up(plan: SavePlan, written: list[str], data: bytes, store: Store) -> None:
-    """Remove what a failed save wrote, unless its manifest is visible all the same: then it is a whole checkpoint.
+def _clean_up(plan: SavePlan, data: bytes, store: Store) -> None:
+    """Remove what all ranks wrote for a failed save, unless its manifest is visible all the same: then it is a whole checkpoint.
+
+    Only the committer calls this: it alone knows whether it has committed, and it holds the run's lock (W25). A rank that hears of
+    a failure after its vote to write cannot tell a committer that died before the commit from one that died after it.
 
     A manifest that was taken back has to be gone for good before the files that it names go: else a crash leaves a half.
     """
@@ -164,9 +167,9 @@ def _clean_up(plan: SavePlan, written: list[str], data: bytes, store: Store) -> 
                 return
     except (TrainfoldError, OSError):
         return
-    for name in written:
+    for file in plan.files:
         with suppress(TrainfoldError, OSError):
-            store.delete(f"{plan.directory}/{name}")
+            store.delete(f"{plan.directory}/{file.name}")
 
 
 def _after_commit(manifest: Manifest, plan: SavePlan, store: Store) -> None:
