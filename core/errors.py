@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
+from trainfold.core.printable import printable
+
 if TYPE_CHECKING:
     from trainfold.core.resume_plan import Refusal
     from trainfold.core.spec import Difference
@@ -31,7 +33,8 @@ class TrainfoldError(Exception):
         self.mend = mend
 
     def __str__(self) -> str:
-        return f"{self.where}: expected {self.expected}, found {self.found}; {self.mend}"
+        text = f"{self.where}: expected {self.expected}, found {self.found}; {self.mend}"
+        return printable(text, keep="\n")  # a refusal lists its reasons, one a line
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.where, self.expected, self.found, self.mend))

@@ -7,6 +7,7 @@ import attrs
 
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.manifest import Head, Manifest
+from trainfold.core.printable import printable
 
 
 @final
@@ -22,7 +23,8 @@ class Problem:
     exit_code: int = attrs.field(default=1, eq=False)
 
     def __str__(self) -> str:
-        return f"{self.error}: {self.where}: expected {self.expected}, found {self.found}; {self.mend}"
+        text = f"{self.error}: {self.where}: expected {self.expected}, found {self.found}; {self.mend}"
+        return printable(text, keep="\n")
 
 
 def problem_of(error: TrainfoldError) -> Problem:

@@ -32,7 +32,7 @@ from trainfold.core.strict import (
     strict_json,
     text_of,
 )
-from trainfold.core.structure import MAX_DEPTH, Leaf, places
+from trainfold.core.structure import MAX_DEPTH, Leaf, places, rebuild
 from trainfold.core.upgrade import upgraded
 
 _MAX_DIMENSIONS = 64
@@ -78,21 +78,34 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 
 @without_collecting
 def check_structures(manifest: Manifest, where: str) -> None:
-    """Check that every structure is one that can be rebuilt, holds what its classes say, and points at listed tensors.
+    """Check that every structure can be rebuilt, holds what its classes say, and agrees with the tensor tables and the head.
 
     Raises:
         CheckpointHostile: naming the leaf.
     """
     for component in manifest.components:
         for node, table in zip(component.nodes, component.tensors, strict=True):
+            first: dict[int, str] = {}
             for leaf in _places(node, component.name, where):
                 if leaf.tensor is not None and leaf.tensor >= len(table):
                     raise hostile(f"{where}: {leaf.path}", f"a tensor index below {len(table)}", leaf.tensor)
+                if leaf.tensor is not None and table[leaf.tensor].path != first.setdefault(leaf.tensor, leaf.path):
+                    raise hostile(f"{where}: {leaf.path}", "its own path in the tensor table", table[leaf.tensor].path)
                 if leaf.as_numpy and leaf.tensor is not None and table[leaf.tensor].dtype not in _OF_NUMPY:
                     raise hostile(f"{where}: {leaf.path}", "a dtype of numpy", table[leaf.tensor].dtype)
             misfit = misfit_of(node, component.name)
             if misfit is not None:
                 raise hostile(f"{where}: {misfit.path}", misfit.expected, misfit.found)
+    _check_step(manifest, where)
+
+
+def _check_step(manifest: Manifest, where: str) -> None:
+    """The head orders checkpoints by its step, and the counters of the trainer are what a run goes on from: they are one."""
+    trainer = manifest.component("trainer")
+    for node in () if trainer is None else trainer.nodes:
+        step = None if node is None else rebuild(node, "trainer", lambda *_: None).step
+        if step is not None and step != manifest.head.step:
+            raise hostile(f"{where}: trainer.step", f"the step of the head, {manifest.head.step}", shown(step))
 
 
 def _places(node: Json, name: str, where: str) -> list[Leaf]:

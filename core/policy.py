@@ -7,6 +7,7 @@ import attrs
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.given import mapping_given
+from trainfold.core.printable import printable
 
 Verdict: TypeAlias = Literal["refuse", "warn", "adapt"]
 
@@ -56,7 +57,7 @@ class Drift:
     verdict: Verdict
 
     def __str__(self) -> str:
-        return f"{self.verdict:7} {self.kind:18} {self.where}: saved {self.saved}, wanted {self.wanted}"
+        return printable(f"{self.verdict:7} {self.kind:18} {self.where}: saved {self.saved}, wanted {self.wanted}")
 
 
 def check_policy(policy: Mapping[str, str] | None) -> dict[str, Verdict]:

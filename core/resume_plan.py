@@ -9,6 +9,7 @@ from trainfold.core.codec import digest_of
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import Manifest
 from trainfold.core.policy import Drift
+from trainfold.core.printable import printable
 from trainfold.core.scalars import Json
 
 Verb: TypeAlias = Literal["load", "adopt", "reset", "keep"]
@@ -98,7 +99,7 @@ class ResumePlan:
             f"{f'  ({action.note})' if action.note else ''}"
             for action in self.actions
         ]
-        return "\n".join(
+        text = "\n".join(
             [
                 f"resume {self.run} from {self.checkpoint}: step {self.step}, {self.size_bytes:,} bytes",
                 *rows,
@@ -107,6 +108,7 @@ class ResumePlan:
                 *(f"note         {note}" for note in self.notes),
             ]
         )
+        return printable(text, keep="\n")
 
 
 @final

@@ -12,8 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import attrs
+import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import trainfold
 from trainfold import __version__
@@ -23,10 +25,12 @@ from trainfold.adapters.cli.output import Answer, OutputFailed, Table, aligned, 
 from trainfold.backends.local import LocalStore
 from trainfold.backends.quarantine_file import begin_attempt
 from trainfold.backends.runs import save
+from trainfold.core.codec import digest_of
 from trainfold.core.cursor import make_cursor
-from trainfold.core.errors import CheckpointDamaged
+from trainfold.core.errors import CheckpointDamaged, ResumeRefused
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.init import init_state
+from trainfold.core.manifest import END, TAIL
 from trainfold.core.optim import optimizer
 from trainfold.core.quarantine import LIMIT
 from trainfold.core.schedule import wsd
@@ -536,3 +540,64 @@ def test_a_mend_names_only_commands_that_there_are():
     }
     assert named
     assert named <= set(COMMANDS)
+
+
+# --- what files say, in a terminal -----------------------------------------------------------------------------------
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\ud800\nstep 9: verified"
+
+
+def written_with_escapes(run):
+    """A run whose newest manifest has escapes wherever it may have text, and a digest that fits."""
+    path = run / "step-00000006" / "manifest.json"
+    document = json.loads(path.read_bytes())
+    document.pop("digest")
+    document["versions"] = {"torch": ESCAPES, ESCAPES: "1"}
+    document["contract"] |= {"tokenizer": ESCAPES, ESCAPES: ESCAPES}
+    extra = next(each for each in document["components"] if each["name"] == "ema")
+    extra["nodes"] = [
+        {"dict": {ESCAPES: ESCAPES, "w": {"t": 0}, "node": {"node": ESCAPES, "fields": {ESCAPES: ESCAPES}}}}
+    ]
+    lines = json.dumps(document, separators=(",", ":")).replace(',"world_size"', ',\n"world_size"', 1)
+    covered = lines[:-1].encode()
+    path.write_bytes(covered + TAIL + digest_of(covered).encode() + END)
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "plan", "diff"])
+@pytest.mark.parametrize("in_terminal", [False, True])
+def test_nothing_that_a_file_says_moves_the_cursor_or_begins_a_line(run, command, in_terminal, capsys, monkeypatch):
+    """W23: escapes of versions, names, keys and values are shown, not sent."""
+    older = run / "step-00000004"
+    written_with_escapes(run)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(Console, "is_terminal", property(lambda _: in_terminal))
+    main([command, str(run), *([str(older)] if command == "diff" else [])])
+    captured = capsys.readouterr()
+    text = captured.out + captured.err
+    text.encode()
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", text)  # colours, and the bar of `verify`
+    assert "\x1b[2J" not in text
+    assert not {c for c in drawn if not c.isprintable()} - {"\n"}
+    assert not [line for line in drawn.splitlines() if line.startswith("step 9")]
+    assert command in ("ls", "verify") or "\\x1b[2J" in drawn
+
+
+def test_errors_plans_and_warnings_show_what_a_file_says_and_do_not_send_it(run):
+    """W23: also outside of the command line, in a log or a traceback."""
+    written_with_escapes(run)
+    plan = trainfold.plan(run, like=state_at(0), contract={"tokenizer": "mine"})
+    for text in (str(plan), str(ResumeRefused(str(run), plan)), *map(str, plan.reasons)):
+        assert not {c for c in text if not c.isprintable()} - {"\n"}
+        assert "\nstep 9" not in text
+
+
+def test_values_that_json_and_decimal_digits_cannot_hold_are_inspected(tmp_path, call):
+    """A numpy scalar of an ordinary checkpoint, and an int that Python refuses to write out."""
+    values = {"scale": np.float32(0.5), "flag": np.bool_(True), "huge": 2**20_000, "z": np.complex64(1j), "none": None}
+    save(TrainState(trainer=Progress(step=1), extra={"mine": values}), tmp_path / "run")
+    out, _ = call("inspect", tmp_path / "run")
+    assert "0.5" in out
+    out, _ = call("inspect", tmp_path / "run", "--json")
+    found = json.loads(out)["values"]
+    assert found["mine['scale']"] == "np.float32(0.5)"
+    assert int(found["mine['huge']"], 16) == 2**20_000

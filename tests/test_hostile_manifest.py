@@ -263,6 +263,9 @@ FOUND = {  # each was a raw error, or gave something else than was saved; the on
     "a tensor as a key": (lambda d: mine(d)["pairs"]["map"].append([{"t": 0}, 1]), False),
     "a tensor in a static field": (lambda d: mine(d).update(raw=IN_STATIC), False),
     "a field that is not of the format": (lambda d: fields_of(d, "loader").update(value={**NODE, "more": 1}), False),
+    "a head of another step than the trainer's": (lambda d: fields_of(d, "trainer").update(step=2), False),
+    "counters without a step": (lambda d: fields_of(d, "trainer").pop("step"), False),
+    "a tensor under another's path": (lambda d: component(d, "mine")["tensors"][0][0].update(path="\x1b[2J"), False),
     "a dtype that is a list": (lambda d: mine(d).update(raw={"numpy": [["f4"], "00000000"]}), False),
 }
 

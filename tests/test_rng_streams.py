@@ -15,6 +15,7 @@ from trainfold.adapters.components.rng_streams import (
     restore_streams,
     stream_problems,
 )
+from trainfold.adapters.components.stream_states import check_numpy_state
 from trainfold.adapters.live.live import attach
 from trainfold.core.description import describe
 from trainfold.core.errors import RestoreRefused
@@ -73,6 +74,20 @@ def test_a_numpy_stream_of_another_generator_comes_back_too():
     assert "MT19937" in str(problem)
 
 
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_the_state_of_each_of_numpys_generators_is_taken_and_a_place_outside_of_its_buffer_is_not(kind):
+    """W20."""
+    state = np.random.RandomState(getattr(np.random, kind)(0)).get_state(legacy=False)
+    check_numpy_state(stored_and_loaded(state), kind)
+    places = {"MT19937": (state["state"], "pos"), "Philox": (state, "buffer_pos")}
+    if kind in places:
+        held, name = places[kind]
+        for outside in (-1, 10**6):
+            held[name] = outside
+            with pytest.raises(ValueError, match="position"):
+                check_numpy_state(state, kind)
+
+
 def test_capturing_moves_no_stream():
     """H05."""
     streams = capture_streams()
@@ -108,13 +123,33 @@ def test_a_block_can_draw_without_a_trace():
         (lambda s: s.update(numpy={"bit_generator": "MT19937"}), "numpy"),
         (lambda s: s.update(cuda=torch.zeros(16, dtype=torch.uint8)), "cuda"),
         (lambda s: s.update(version=9), "version"),
+        (lambda s: s.update(version=torch.ones(2)), "version"),
+        (lambda s: s.update(seed="0"), "seed"),
+        (lambda s: s["numpy"]["state"].update(pos=625), "numpy"),
+        (lambda s: s["numpy"]["state"].update(pos=-1), "numpy"),
+        (lambda s: s["numpy"]["state"].update(pos=10**8), "numpy"),  # the next draw read there, and the process died
+        (lambda s: s["numpy"]["state"].update(pos=1.0), "numpy"),
+        (lambda s: s["numpy"]["state"].update(key=np.zeros(3, np.uint32)), "numpy"),
+        (lambda s: s["numpy"]["state"].update(key=np.zeros(624, np.int64)), "numpy"),
+        (lambda s: s["numpy"].update(has_gauss=2), "numpy"),
+        (lambda s: s["numpy"].update(gauss=None), "numpy"),
+        (lambda s: s["numpy"].update(state=None), "numpy"),
+        (lambda s: s["python"].update(gauss="0.5"), "python"),
+        (lambda s: s["python"].update(version=2), "python"),
+        (lambda s: s["python"].update(words=np.full(625, 700, np.uint32)), "python"),
+        (lambda s: s["python"].update(words=torch.zeros(625)), "python"),
+        (lambda s: s.update(torch=torch.zeros(5056)), "torch"),
+        (lambda s: s.update(torch=None), "torch"),
+        (lambda s: s["torch"][8:12].fill_(9), "torch"),
+        (lambda s: s["torch"][16:18].copy_(torch.tensor([100, 2])), "torch"),  # 612 words on, 624 of them left
     ],
 )
 def test_a_stream_that_is_missing_or_damaged_is_refused_by_name(change, words):
-    """H04: never silence."""
+    """H04, W20: never silence; by type, size and range, before anything is written."""
     streams = capture_streams()
     change(streams)
     assert [words in str(problem) for problem in stream_problems(streams)] == [True]
+    describe(Opaque(streams), "rng")  # a checkpoint can hold it
     live = attach(torch.nn.Linear(1, 1))
     state = live.capture().evolve(rng=Opaque(streams))
     before = torch.get_rng_state()

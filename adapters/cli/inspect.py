@@ -11,6 +11,7 @@ from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.structure import places
 
 _SHOWN_SCALARS = 60
+_WRITTEN_BITS = 4096
 
 
 def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
@@ -117,8 +118,12 @@ def _record_size(record: TensorRecord) -> int:
 
 
 def _text(value: object) -> str:
-    return "" if value == () else str(value)
+    if type(value) is int and value.bit_length() > _WRITTEN_BITS:
+        return hex(value)  # Python refuses to write out thousands of decimal digits
+    return "" if type(value) is tuple and not value else str(value)
 
 
 def _jsonable(value: object) -> object:
+    if type(value) is int and value.bit_length() > _WRITTEN_BITS:
+        return hex(value)
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

@@ -14,6 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from trainfold.core.errors import InvalidArgument, TrainfoldError
+from trainfold.core.printable import printable
 
 INTERRUPTED = 130
 _UNBOUNDED = 10_000  # columns: wider than any row
@@ -178,7 +179,7 @@ def exit_code(kind: type[TrainfoldError]) -> int:
 def show_tables(tables: tuple[Table, ...], stream: TextIO) -> None:
     """Write tables: drawn in a terminal, else columns that two or more spaces keep apart and nothing truncates."""
     console = Screen(file=stream)
-    for number, table in enumerate(tables):
+    for number, table in enumerate(map(_printable, tables)):
         if number:
             stream.write("\n")
         if console.is_terminal:
@@ -189,6 +190,12 @@ def show_tables(tables: tuple[Table, ...], stream: TextIO) -> None:
             )
         else:
             stream.write("\n".join(aligned(table)) + "\n")
+
+
+def _printable(table: Table) -> Table:
+    """The table as a terminal may have it, whatever the files say that it was made from (W23)."""
+    rows = tuple(tuple(map(printable, row)) for row in table.rows)
+    return attrs.evolve(table, title=printable(table.title), columns=tuple(map(printable, table.columns)), rows=rows)
 
 
 def aligned(table: Table) -> list[str]:
@@ -207,9 +214,10 @@ def aligned(table: Table) -> list[str]:
 def show_error(error: TrainfoldError) -> None:
     """Write an error to the standard error: what it concerns, what was expected and found, and the next move."""
     console = Console(stderr=True)
-    console.print(Text(f"{type(error).__name__}: {error.where}", style="bold red"), soft_wrap=True)
+    console.print(Text(f"{type(error).__name__}: {printable(error.where)}", style="bold red"), soft_wrap=True)
     for name, value in (("expected", error.expected), ("found", error.found), ("mend", error.mend)):
-        console.print(Text(f"  {name:<9} {value}"), soft_wrap=True)
+        text = printable(str(value), keep="\n")  # a refusal lists its reasons, one a line
+        console.print(Text(f"  {name:<9} {text}"), soft_wrap=True)
 
 
 def error_fields(error: TrainfoldError) -> dict[str, Any]:

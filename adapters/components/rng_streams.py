@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from trainfold.adapters.components.component import Undo, wrong_kind
+from trainfold.adapters.components.stream_states import check_numpy_state, check_python_state, check_torch_state
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.rng import fold_in, make_key, seed_of
+from trainfold.core.scalars import shown
 from trainfold.core.state import Opaque
 
 Streams: TypeAlias = dict[str, Any]
@@ -143,7 +145,7 @@ def derive_streams(seed: int, *, step: int, rank: int = 0, device: torch.device 
 def stream_problems(
     streams: Any, device: torch.device | None = None, *, path: str = "state.rng"
 ) -> list[TrainfoldError]:
-    """Every reason why streams cannot be written here: each is tried on a generator of its own.
+    """Every reason why streams cannot be written here: each is checked, and tried on a generator of its own.
 
     Args:
         streams: a value that may come from anywhere.
@@ -153,21 +155,22 @@ def stream_problems(
     Returns:
         The problems; none for streams captured on the same layout.
     """
-    if not isinstance(streams, dict) or streams.get("version") != VERSION:
-        version = streams.get("version") if isinstance(streams, dict) else type(streams).__qualname__
+    version = streams.get("version") if isinstance(streams, dict) else type(streams).__qualname__
+    if type(version) is not int or version != VERSION:
         return [
             InvalidState(
                 f"{path}.version",
                 expected=f"random streams of version {VERSION}",
-                found=version,
+                found=shown(version),
                 mend="resume with the trainfold that wrote them, or put derive_streams(seed, step=...) in their place",
             )
         ]
     wanted = ["python", "numpy", "torch", *([device.type] if device is not None else [])]
-    extra = sorted(set(streams) - {"version", "seed", *wanted})
-    found: list[TrainfoldError] = (
-        [] if not extra else [_not_usable(f"{path}[{extra[0]!r}]", "no stream of a device that this run is not on")]
-    )
+    found: list[TrainfoldError] = []
+    if extra := sorted(map(shown, streams.keys() - {"version", "seed", *wanted})):
+        found.append(_not_usable(f"{path}[{extra[0]}]", "no stream of a device that this run is not on"))
+    if type(streams.get("seed", 0)) is not int:
+        found.append(_not_usable(f"{path}['seed']", "an int", shown(streams["seed"])))
     for name in wanted:
         where = f"{path}[{name!r}]"
         if name not in streams:
@@ -175,23 +178,18 @@ def stream_problems(
             continue
         try:
             _try_stream(name, streams[name], device)
-        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+        except Exception as error:  # noqa: BLE001 - a generator raises what it likes about what it cannot take
             found.append(_not_usable(where, f"the state of this process's {name} generator", str(error)))
     return found
 
 
 def _try_stream(name: str, value: Any, device: torch.device | None) -> None:
     if name == "python":
-        random.Random().setstate(_python_state(value))  # noqa: S311 (no secret)
+        check_python_state(value)
     elif name == "numpy":
-        kind = value["bit_generator"]
-        present = np.random.get_state(legacy=False)["bit_generator"]  # noqa: NPY002 (user code draws from this stream)
-        if kind != present:
-            raise ValueError(f"of a {kind}, and numpy's global generator is a {present}")
-        bits = getattr(np.random, kind)(0)
-        np.random.RandomState(bits).set_state(value)
+        check_numpy_state(value, np.random.get_state(legacy=False)["bit_generator"])  # noqa: NPY002 (user code draws from it)
     else:
-        torch.Generator(device if name != "torch" and device is not None else "cpu").set_state(value.cpu())
+        check_torch_state(value, device if name != "torch" and device is not None else "cpu")
 
 
 def _python_state(value: Any) -> tuple[int, tuple[int, ...], float | None]:
