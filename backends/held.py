@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from trainfold.backends.pinned_ring import PinnedRing
-from trainfold.core.codec import byte_view
+from trainfold.core.codec import byte_array, byte_view
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Held:
         """The memory of what it is read from; to be asked for again for each piece, since it may go elsewhere."""
         address = source.data_ptr()
         if self._array is None or self._array[0] is not source or self._array[1] != address:
-            self._array = source, address, byte_view(source).numpy()
+            self._array = source, address, byte_array(byte_view(source))
         return self._array[2]
 
     def is_where_it_was(self) -> bool:
@@ -107,7 +107,21 @@ def steadily(tensor: torch.Tensor, copy: Callable[[torch.Tensor], T]) -> T:
         tensor([1., 1.])
     """
     while True:
+        if is_gone(tensor):
+            raise RuntimeError("its memory was given back")
         address = tensor.data_ptr()
         copied = copy(tensor)
         if tensor.data_ptr() == address:
             return copied
+
+
+def is_gone(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor was given back, as ``untyped_storage().resize_(0)`` does.
+
+    Examples:
+        >>> weight = torch.ones(2)
+        >>> _ = weight.untyped_storage().resize_(0)
+        >>> is_gone(weight), is_gone(torch.ones(2)), is_gone(torch.ones(0))
+        (True, False, False)
+    """
+    return tensor.data_ptr() == 0 and tensor.numel() > 0

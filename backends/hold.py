@@ -14,7 +14,7 @@ import torch
 
 from trainfold.backends.arena import Arena, padded
 from trainfold.backends.bell import Bell
-from trainfold.backends.held import Held, Move, steadily
+from trainfold.backends.held import Held, Move, is_gone, steadily
 from trainfold.backends.pinned_ring import Begun, PinnedRing
 from trainfold.backends.protocols import Place
 from trainfold.backends.write_watch import LeafName, WriteWatch
@@ -54,7 +54,7 @@ class Hold:
     counter when a kernel returns, which may be after the last piece was read; so every leaf is looked at once more, whether
     it was read or not, by `protect` (what comes later is announced) or, where nobody announced anything, by
     `check_unchanged`, before the commit, which waits until the thread that made the hold has left the kernel that it is in.
-    What the counters do not show is not seen, and saved torn: writes through ``tensor.data`` or numpy, fused optimizers, and a kernel that
+    What the counters do not show is seen with ``check`` alone, and else saved torn: writes through ``tensor.data`` or numpy, fused optimizers, and a kernel that
     is at work from the reading of its leaf to the last look, in another thread or for longer than `OwnerThread` waits. Who
     writes by such means calls `protect` before.
 
@@ -66,6 +66,8 @@ class Hold:
             them, `settle` waits until they have been read.
         max_extra_bytes: how many bytes may be copied in all; None for as many as there are; 0: wait, never copy. Up to
             ``SMALL_COPIES_BYTES`` of what is unannounced are copied all the same.
+        check: whether what is held is digested now and at the last look, and what is written is compared with that, so that a
+            writer that moves no version counter is found (W16).
 
     Attributes:
         copied_bytes: how many were copied in all.
@@ -86,6 +88,7 @@ class Hold:
         *,
         unannounced: Collection[LeafName] = (),
         max_extra_bytes: int | None = None,
+        check: bool = False,
     ) -> None:
         self._mutex = threading.RLock()  # itself in `with`, and no condition around it: see `Bell`
         self._writers_bell = Bell()
@@ -106,7 +109,7 @@ class Hold:
         apart = set(unannounced)
         if any(map(_IS_INFERENCE, leaves.values())):
             apart |= {name for name, tensor in leaves.items() if tensor.is_inference()}
-        self._watch = WriteWatch(leaves, but=apart)
+        self._watch = WriteWatch(leaves, but=apart, by_bytes=check)
         self._leaves = self._copied_at_once({name: leaves[name] for name in apart}) if apart else {}
         self._waited = apart - self._leaves.keys()
         self._given: Mapping[LeafName, torch.Tensor] | None = leaves  # what is left to look at, when the call is over
@@ -175,7 +178,7 @@ class Hold:
         if leaf.ring is not None:
             ring = leaf.ring
             for host in ring.pieces(lambda: self._begun(name, leaf, ring)):
-                yield memoryview(host.numpy())  # type: ignore[arg-type]  # an array is a buffer
+                yield memoryview(host.numpy())  # type: ignore[arg-type]  # an array is a buffer; this memory is the ring's own
             return
         place = place or _scratch(min(piece_bytes, leaf.size_bytes))
         while leaf.read < leaf.size_bytes:
@@ -196,6 +199,17 @@ class Hold:
         self._watch.wait_for_kernels()
         with self._mutex:
             self._watch.end()
+            self._watch.check()
+
+    def check_written(self, component: str, digests: Mapping[str, str]) -> None:
+        """Compare what was written of a component, path by path, with what was held; nothing is compared without ``check``.
+
+        Raises:
+            SaveFailed: if the bytes of a leaf are not those that it had in the call.
+        """
+        with self._mutex:
+            for path, digest in digests.items():
+                self._watch.compare((component, path), digest)
             self._watch.check()
 
     def release(self) -> None:
@@ -399,6 +413,7 @@ class Hold:
         with self._unmoved(leaf):
             self._check(name)
             source, start, stop = leaf.next_bytes(len(wanted))
+            _check_there(name, source)
             is_live = source is leaf.live
             array, taken = leaf.array_of(source), wanted[: stop - leaf.read]
             leaf.pinned_to = stop if is_live else 0
@@ -436,6 +451,7 @@ class Hold:
                 return  # the owner has just copied it
             source = leaf.live if leaf.copy is None else leaf.copy
             assert source is not None
+            _check_there(name, source)
             leaf.pinned_to = leaf.size_bytes if leaf.copy is None else 0
         flat = _copied_to(Arena(leaf.size_bytes).take(leaf.size_bytes), source)
         with self._mutex:
@@ -456,8 +472,20 @@ def _is_flat(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) and (tensor.is_cpu or tensor.is_cuda)
 
 
+def _check_there(name: LeafName, tensor: torch.Tensor) -> None:
+    if is_gone(tensor):
+        raise SaveFailed(
+            name[1],
+            expected="memory that stays until it is saved",
+            found="memory that was given back meanwhile, as untyped_storage().resize_(0) does",
+            mend="call manager.wait_staging() before you resize or free what is being saved",
+        )
+
+
 def _copied_to(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, row-major, in the memory that is given for them."""
+    if tensor.dtype is torch.bool:
+        tensor = tensor.view(torch.uint8)  # else the copy makes a 1 of every byte that is not 0
     wanted = memory.view(tensor.dtype).view(tensor.shape)
     steadily(tensor, wanted.copy_)
     return memory

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final, Protocol, final, runtime_checkable
 
 import attrs
+import numpy as np
 import torch
 import xxhash
 
@@ -104,7 +105,10 @@ class _Stream:
             yield from self._padding(placed.start, placed.path)
             digest = xxhash.xxh3_128()
             begin = self._position
+            is_bool = placed.dtype == "bool"
             for piece in self._pieces_of(placed, place):
+                if is_bool:
+                    _check_bools(piece, f"{self._where}: {placed.path}")
                 digest.update(piece)
                 yield self._hashed(piece)
             if self._position != placed.stop:
@@ -142,3 +146,11 @@ class _Stream:
             found=found,
             mend="plan the save again from the state that is saved; it changed after it was planned",
         )
+
+
+def _check_bools(piece: memoryview, where: str) -> None:
+    """Refuse what torch would change as soon as it copies it: a bool whose byte is neither 0 nor 1 (W17)."""
+    largest = int(np.frombuffer(piece, dtype=np.uint8).max(initial=0))
+    if largest > 1:
+        raise SaveFailed(where, expected="bools whose bytes are 0 or 1", found=f"a byte of {largest}",
+                         mend="write leaf = leaf.view(torch.uint8) != 0 before it is saved; no copy of torch would keep that byte")  # fmt: skip

@@ -122,6 +122,8 @@ def run_save(  # noqa: PLR0913 - keywords
                 for path, leaf in tensors[file.component].items()
             }
             records.append(write_file(file, held, store=store, directory=plan.directory))
+            if hold is not None:
+                hold.check_written(file.component, records[-1].tensor_digests)
         if hold is not None:
             hold.check_unchanged()
         return records

@@ -1,4 +1,4 @@
-"""`WriteWatch`: notices writes to tensors that nobody announced, by torch's version counters."""
+"""`WriteWatch`: notices writes to tensors that nobody announced, by torch's version counters and, where asked, by their bytes."""
 
 from collections.abc import Collection, Mapping
 from operator import attrgetter
@@ -6,12 +6,23 @@ from typing import Final, TypeAlias, final
 
 import torch
 
+from trainfold.backends.held import is_gone, steadily
 from trainfold.backends.owner_thread import OwnerThread
+from trainfold.core.codec import leaf_digest
 from trainfold.core.errors import SaveFailed
 
 LeafName: TypeAlias = tuple[str, str]
 """A component and a leaf path in it."""
 _VERSION: Final = attrgetter("_version")  # torch has no public name for the counter
+_WRITE: Final = "a write to it before the next optimizer step"
+_WRITE_MEND: Final = "nothing: it is copied from now on, which costs each save the time of the copy; or call manager.wait_staging() before you change it"
+_AROUND: Final = (
+    "other bytes, and no version counter that moved: something writes to it around torch and the optimizer's hooks"
+)
+_AROUND_MEND: Final = (
+    "look for tensor.data, numpy or dlpack views, a flat parameter, or a fused optimizer that is not attached; "
+    "call manager.wait_staging() before it writes; without hold_check=True nobody would have seen it"
+)
 
 
 @final
@@ -20,20 +31,28 @@ class WriteWatch:
 
     Torch moves the counter when a kernel returns, so a write that is at work shows later; see `OwnerThread`.
 
+    Some writes move no counter: those through ``tensor.data``, numpy or dlpack, and those of a fused optimizer that is not
+    attached. With ``by_bytes`` every tensor is digested when this is made, and again at the last look, which finds them (W16).
+
     Args:
         leaves: the tensors by name.
         but: the names of those that are not watched, such as tensors of inference mode, which have no counter.
+        by_bytes: whether their bytes are compared too. That costs two readings of all of them, in the threads that call.
 
     Attributes:
         written: the names of those that were found to be written to.
+        digests: name -> digest of the bytes when this was made; empty unless they are compared.
     """
 
-    def __init__(self, leaves: Mapping[LeafName, torch.Tensor], *, but: Collection[LeafName] = ()) -> None:
+    def __init__(
+        self, leaves: Mapping[LeafName, torch.Tensor], *, but: Collection[LeafName] = (), by_bytes: bool = False
+    ) -> None:
         watched = {name: leaf for name, leaf in leaves.items() if name not in but} if but else leaves
         # one value, so that an interrupt leaves them together
         self._seen = watched, list(map(_VERSION, watched.values()))
         self._version_of: dict[LeafName, int] | None = None
-        self._first: LeafName | None = None
+        self._first: tuple[LeafName, str, str] | None = None
+        self.digests = {name: steadily(leaf, leaf_digest) for name, leaf in watched.items()} if by_bytes else {}
         self._owner = OwnerThread()
         self.written: set[LeafName] = set()
 
@@ -74,7 +93,13 @@ class WriteWatch:
     def end(self) -> None:
         """Look at all of them for the last time: from now on, whoever writes may."""
         self.look()
+        self._look_at_bytes()
         self._seen = {}, []
+
+    def compare(self, name: LeafName, digest: str) -> None:
+        """Compare the digest of what was written for a leaf with that of what was held."""
+        if self.digests.get(name, digest) != digest:
+            self._note(name, found=_AROUND, mend=_AROUND_MEND)
 
     def check(self) -> None:
         """Fail if a write was found.
@@ -83,14 +108,21 @@ class WriteWatch:
             SaveFailed: naming the first leaf.
         """
         if self._first is not None:
+            name, found, mend = self._first
             raise SaveFailed(
-                self._first[1],
+                name[1],
                 expected="a leaf that does not change while it is being saved",
-                found="a write to it before the next optimizer step",
-                mend="nothing: it is copied from now on, which costs each save the time of the copy; or call manager.wait_staging() "
-                "before you change it; the checkpoints before this one are whole",
+                found=found,
+                mend=f"{mend}; the checkpoints before this one are whole",
             )
 
-    def _note(self, name: LeafName) -> None:
+    def _look_at_bytes(self) -> None:
+        for name, tensor in self._seen[0].items():
+            if name not in self.digests or name in self.written:
+                continue
+            if is_gone(tensor) or steadily(tensor, leaf_digest) != self.digests[name]:
+                self._note(name, found=_AROUND, mend=_AROUND_MEND)
+
+    def _note(self, name: LeafName, *, found: str = _WRITE, mend: str = _WRITE_MEND) -> None:
         self.written.add(name)
-        self._first = self._first or name
+        self._first = self._first or (name, found, mend)

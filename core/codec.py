@@ -9,6 +9,7 @@ from typing import Any, final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
@@ -106,6 +107,8 @@ def as_tensor(leaf: Any, path: str) -> torch.Tensor:
     if isinstance(leaf, np.ndarray):
         if leaf.dtype not in _ARRAYS:
             raise _unsupported(path, f"a numpy array of dtype {leaf.dtype}")
+        if type(leaf) is not np.ndarray:
+            raise _loses_its_type(path, leaf)
         return torch.from_numpy(leaf if leaf.flags.writeable and leaf.flags.c_contiguous else leaf.copy(order="C"))
     if type(leaf) not in DENSE and hasattr(type(leaf), "__tensor_flatten__"):
         raise _unsupported(path, f"a {type(leaf).__name__}, which is made of other tensors")
@@ -119,6 +122,36 @@ def as_tensor(leaf: Any, path: str) -> torch.Tensor:
     if found.is_meta:
         raise _unsupported(path, "a tensor on the meta device, which has no values")
     return found
+
+
+def check_type(leaf: Any, path: str) -> None:
+    """Refuse a leaf whose type would not come back: where no module keeps it, a load gives a plain tensor or array.
+
+    Args:
+        leaf: a tensor, a `Shard` or a numpy array, anywhere but among the parameters, buffers and slots that objects keep.
+        path: the leaf path, for the error.
+
+    Raises:
+        UnsupportedLeaf: for a ``Parameter``, a ``Buffer``, any other subclass of tensor or array, and a tensor with names.
+
+    Examples:
+        >>> check_type(torch.nn.Parameter(torch.ones(2)), "extra['scale']")
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.UnsupportedLeaf: extra['scale']: expected a plain tensor, found a torch.nn.parameter.Parameter; \
+save leaf.detach(), and copy what is loaded into your own object
+    """
+    kind = type(leaf)
+    if kind is torch.Tensor:
+        names = getattr(leaf, "names", ())  # newer torch has none
+        if any(names):
+            raise UnsupportedLeaf(path, expected="a plain tensor", found=f"one with dimension names {names}",
+                                  mend="save leaf.rename(None), and name the dimensions again after the load")  # fmt: skip
+        if not getattr(leaf, "_is_buffer", False):
+            return
+    elif not isinstance(leaf, torch.Tensor | np.ndarray) or kind is np.ndarray:
+        return
+    raise _loses_its_type(path, leaf)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -136,7 +169,32 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """
     if sys.byteorder != "little":
         raise UnsupportedLeaf("sys.byteorder", expected="little", found=sys.byteorder, mend="use a little-endian host")
-    return memoryview(byte_view(tensor.cpu()).numpy())  # type: ignore[arg-type] # an array is a buffer
+    return memoryview(byte_array(byte_view(tensor.cpu())))  # type: ignore[arg-type] # an array is a buffer
+
+
+def byte_array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The memory of a contiguous tensor on the CPU as an array of bytes, which keeps it alive.
+
+    Not ``tensor.numpy()``: torch then refuses for good to resize the storage, and a save must not change a model (W17).
+
+    Examples:
+        >>> weight = torch.ones(2, dtype=torch.int16)
+        >>> byte_array(weight), weight.untyped_storage().resizable()
+        (array([1, 0, 1, 0], dtype=uint8), True)
+    """
+    return np.asarray(_Memory(tensor))
+
+
+@final
+class _Memory:
+    """What numpy asks an object for that lends it memory."""
+
+    __slots__ = ("__array_interface__", "_kept")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._kept = tensor
+        place = (tensor.data_ptr(), False)  # False: it may be written to
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (tensor.nbytes,), "data": place}
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,6 +204,8 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
         >>> byte_view(torch.tensor([1, -1], dtype=torch.int16))
         tensor([  1,   0, 255, 255], dtype=torch.uint8)
     """
+    if tensor.dtype is torch.bool:
+        tensor = tensor.view(torch.uint8)  # else a copy makes a 1 of every byte that is not 0
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # reshape would keep any stride of one element
 
@@ -193,6 +253,21 @@ def size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     for size in shape:
         total *= size
     return total
+
+
+def _loses_its_type(path: str, leaf: Any) -> UnsupportedLeaf:
+    kind = type(leaf)
+    name = "torch.nn.Buffer" if kind is torch.Tensor else f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(leaf, np.ma.MaskedArray):
+        mend = "save leaf.data and leaf.mask, and put them together again after the load"
+    elif isinstance(leaf, np.ndarray):
+        mend = "save numpy.array(leaf, subok=False), and make it what it was after the load"
+    elif kind is torch.Tensor or isinstance(leaf, torch.nn.Parameter):
+        mend = "save leaf.detach(), and copy what is loaded into your own object"
+    else:
+        mend = "save leaf.as_subclass(torch.Tensor), and make it what it was after the load"
+    plain = "array" if isinstance(leaf, np.ndarray) else "tensor"
+    return UnsupportedLeaf(path, expected=f"a plain {plain}", found=f"a {name}", mend=mend)
 
 
 def _unsupported(path: str, found: str) -> UnsupportedLeaf:

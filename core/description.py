@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trainfold.core import tree
-from trainfold.core.codec import DENSE, as_tensor, is_tensor_leaf
+from trainfold.core.codec import DENSE, as_tensor, check_type, is_tensor_leaf
 from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.leaves import Leaves
@@ -119,6 +119,7 @@ class _Encoder:
         self._first: dict[int, tuple[int, Any]] = {}  # address -> the first tensor there, almost always the only one
         self._others: dict[int, list[tuple[int, Any]]] = {}
         self._unmet: tuple[list[int], list[torch.Tensor]] | None = None  # the first ones, until another comes
+        self._kept_types = 0  # inside `Leaves`: what holds these tensors keeps its own objects at a restore
 
     def describe(self, component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]]:
         node = self.node(component, name, 0)
@@ -158,17 +159,24 @@ class _Encoder:
         """The first tensors of a component may be known from an earlier walk; the indices of others depend on those before."""
         seen = None if self._outlines is None or self.tensors else _seen(items)
         if self._outlines is None or seen is None:
-            return self._items(items.items(), Leaves, path, depth)
+            return self._kept(items, path, depth)
         tensors, addresses, signature = seen
         known = self._outlines.get(path)
         if known is None or known.signature != signature:
-            node = self._items(items.items(), Leaves, path, depth)
+            node = self._kept(items, path, depth)
             known = self._outlines[path] = _Outline(signature, node, self._specs_from(0))
         else:
             self.tensors = dict(zip(known.specs, tensors, strict=True))
             self._unmet = addresses, tensors
         self._specs = known.specs
         return known.node
+
+    def _kept(self, items: dict[str, Any], path: str, depth: int) -> Json:
+        self._kept_types += 1
+        try:
+            return self._items(items.items(), Leaves, path, depth)
+        finally:
+            self._kept_types -= 1
 
     def _dict(self, value: Mapping[Any, Any], path: str, depth: int, tag: str) -> Json:
         if tag == "dict" and all(type(key) is str for key in value):
@@ -210,6 +218,8 @@ class _Encoder:
             addresses, tensors = self._unmet
             self._first, self._unmet = dict(zip(addresses, enumerate(tensors), strict=True)), None
         address = _address(leaf, path)
+        if not self._kept_types:
+            check_type(leaf, path)
         index = len(self.tensors)
         first = self._first.setdefault(address, (index, leaf))
         if first[1] is not leaf:

@@ -41,3 +41,24 @@ def processes() -> Iterator[Any]:
     server = module.Processes()
     yield server
     server.close()
+
+
+ASYNC_BATTERY = {
+    "test_async_save", "test_direct_io", "test_due", "test_events", "test_hold", "test_interrupts", "test_manager_end", "test_manager_load",
+    "test_manager_machine", "test_moment_of_a_save", "test_save_failures", "test_unannounced_writes",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hold_check(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All tests of async saves compare the bytes that are held with those that are committed (W16), unless they say otherwise."""
+    if request.module.__name__.rpartition(".")[2] not in ASYNC_BATTERY:
+        yield
+        return
+    from trainfold.adapters.manager.manager import CheckpointManager
+    from trainfold.backends.hold import Hold
+
+    with pytest.MonkeyPatch.context() as patch:
+        for made, name in ((CheckpointManager, "hold_check"), (Hold, "check")):
+            patch.setitem(made.__init__.__kwdefaults__, name, True)  # type: ignore[misc]
+        yield

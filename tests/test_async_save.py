@@ -1095,18 +1095,20 @@ def test_a_rank_that_knows_of_a_write_before_the_others_keeps_in_step_with_them(
 def test_a_parameter_that_is_swapped_with_another_tensor_is_saved_as_it_was(was_written_to, is_written_to):
     """As `load_state_dict` does with `set_swap_module_params_on_conversion`, and who swaps averaged weights in."""
     store, model = PausingStore(0), nn.Linear(4, 4)
-    model.teacher = nn.Parameter(torch.ones(8), requires_grad=False)
-    live = attach(model, torch.optim.SGD([model.weight, model.bias], lr=0.1))
-    other = nn.Parameter(torch.full((8,), 5.0), requires_grad=False)
+    model.teacher = nn.Parameter(torch.ones(8))
+    live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    other = nn.Parameter(torch.full((8,), 5.0))
     if was_written_to:
-        other.add_(0.0)
+        with torch.no_grad():
+            other.add_(0.0)
     manager = CheckpointManager(store, mode="async")
     live.advance(samples=1)
     manager.save(live)
     assert store.has_paused.wait(20)
     torch.utils.swap_tensors(model.teacher, other)
     if is_written_to:
-        other.mul_(7.0)  # what is being saved
+        with torch.no_grad():
+            other.mul_(7.0)  # what is being saved
     store.may_go_on.set()
     with pytest.raises(SaveFailed, match="teacher") if is_written_to else contextlib.nullcontext():
         manager.close()

@@ -71,3 +71,11 @@ def one_of(name: str, value: object, known: tuple[str, ...]) -> str:
         raise InvalidArgument(f"CheckpointManager.{name}", expected=" or ".join(map(repr, known)), found=shown(value),
                               mend=f"pass {name}={known[0]!r}")  # fmt: skip
     return str(value)
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False, and nothing that only counts as such."""
+    if type(value) is not bool:
+        raise InvalidArgument(f"CheckpointManager.{name}", expected="True or False", found=shown(value),
+                              mend=f"pass {name}=True or leave it out")  # fmt: skip
+    return value

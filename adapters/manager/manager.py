@@ -13,6 +13,7 @@ from trainfold.adapters.manager.arguments import (
     check_decision,
     check_run,
     check_source,
+    flag,
     one_of,
     retention_given,
     room_given,
@@ -74,6 +75,9 @@ class CheckpointManager:
         max_extra_bytes: memory that an async save may take beside the state; None for as much as the state; 0: an update waits
             until everything is written. 8 MiB of it are the writer's. What changes at any moment and has no room is waited for
             in the call; up to 1 MiB of it is copied in any case.
+        hold_check: for an async save: digest what it holds in the call and again before the commit, so that a writer that neither
+            a hook nor a version counter shows fails the save by name, and nothing torn is committed (W16). It costs two readings of
+            the state in each save; turn it on to try a loop.
         when_busy: what a save does while another one is under way: ``"wait"`` for it, or ``"skip"`` (D04), which leaves its
             cadence due; the best so far and the last state wait, because they do not come again.
         components: which components are saved and restored; None for all.
@@ -120,6 +124,7 @@ class CheckpointManager:
         keep: Retention | None = None,
         mode: str = "sync",
         max_extra_bytes: int | None = None,
+        hold_check: bool = False,
         when_busy: str = "wait",
         components: Sequence[str] | None = None,
         policy: Mapping[str, str] | None = None,
@@ -156,7 +161,7 @@ class CheckpointManager:
             self._announcer = Announcer(self._store.url, on_event)
             self._resumer = Resumer(self._store, world, names, policy, agreed)
             self._due = Due(triggers, requests, world)
-            self._saves = Saves(self._store, world, components=names, contract=agreed, is_async=is_async, room=room, due=self._due,
+            self._saves = Saves(self._store, world, components=names, contract=agreed, is_async=is_async, room=room, hold_check=flag("hold_check", hold_check), due=self._due,
                                 keeper=Keeper(self._store, retention), announcer=self._announcer, held=kept)  # fmt: skip
             kept.append(making.pop_all())
         self._held, self._is_open, self._let_go = kept[0], True, let_go

@@ -36,6 +36,7 @@ class Saves:
         contract: what must be equal at a resume, beside what the run says itself.
         is_async: whether a save goes on in the background.
         room: how many bytes the copies of an async save may have; None for as many as the state.
+        hold_check: whether the bytes of what an async save holds are compared at the commit (W16).
         due: what a save answers, and what is due again if it fails.
         keeper: deletes what is old after each commit.
         announcer: is told.
@@ -54,6 +55,7 @@ class Saves:
         contract: Mapping[str, Any],
         is_async: bool,
         room: int | None,
+        hold_check: bool,
         due: Due,
         keeper: Keeper,
         announcer: Announcer,
@@ -66,6 +68,7 @@ class Saves:
         self._contract = contract
         self._is_async = is_async
         self._room = room
+        self._hold_check = hold_check
         self._due = due
         self._keeper = keeper
         self._announcer = announcer
@@ -225,7 +228,7 @@ class Saves:
             snapshot = self._snapshot(run, lent.state)
             leaves = snapshot.named()
             unannounced = self._gate.changing(run, lent, leaves) | snapshot.arrays()
-            hold = Hold(leaves, unannounced=unannounced, max_extra_bytes=self._room)
+            hold = Hold(leaves, unannounced=unannounced, max_extra_bytes=self._room, check=self._hold_check)
         except Exception as error:
             self._announcer.tell("failed", step=step, detail=error_text(error))
             if self._world.world_size > 1:  # the other ranks wait in their threads for what this one has to say

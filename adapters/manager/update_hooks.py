@@ -22,10 +22,10 @@ _ADDRESS: Final = torch.Tensor.data_ptr
 class UpdateGate:
     """Stands before the updates of a run while a save reads what they will write to.
 
-    Of a live run, parameters and slots of an attached optimizer, and the model's frozen parameters, change at no other
-    moment than in a step, so they are held and not copied; a hook that runs before each step of each attached optimizer
-    protects them. What else it has (buffers, which a forward writes to, an average of the weights) is copied at once; so are
-    the weights of an embedding with ``max_norm``, which its forward writes to. An optimizer that takes no hooks, because its
+    Of a live run, slots of an attached optimizer and the parameters that it trains change at no other moment than in a step,
+    so they are held and not copied; a hook that runs before each step of each attached optimizer protects them. What else it
+    has (buffers, which a forward writes to, an average of the weights) is copied at once; so are parameters that are frozen or in
+    no attached optimizer, such as a teacher's, because whoever moves them announces nothing (W16); and so are the weights of an embedding with ``max_norm``, which its forward writes to. An optimizer that takes no hooks, because its
     class never called ``Optimizer.__init__``, answers for nothing: what it holds is copied.
 
     A forward that writes to other parameters, such as one that moves a frozen teacher, makes one save fail, and what it wrote
@@ -86,10 +86,13 @@ class UpdateGate:
         leaves: Mapping[LeafName, torch.Tensor],
     ) -> set[LeafName]:
         hooked = {name: each for name, each in optimizers.items() if self._is_hooked(each)}
-        steady = [parameter for parameter in modules["model"].params.values() if not parameter.requires_grad]
-        for optimizer in hooked.values():
-            for group in optimizer.param_groups:
-                steady += group["params"]
+        steady = [
+            parameter
+            for optimizer in hooked.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad  # what was frozen just then may be a teacher, which nobody's hook announces
+        ]
         rescaled = [parameter for each in modules.values() for parameter in each.rescaled]
         slots = tuple(f"{name}.slots[" for name in hooked)
         known = set() if rescaled else set(map(id, steady))  # nearly all leaves
