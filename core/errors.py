@@ -112,6 +112,10 @@ class DataPositionMismatch(TrainfoldError):
     """A data position that the dataset or the loader at hand cannot take: another length, batch size or kind (G02)."""
 
 
+class UnattachedOptimizer(InvalidState):
+    """An optimizer that is not attached steps parameters of a live run; a resume would begin it anew (W13)."""
+
+
 class MastersRebuilt(UserWarning):
     """An optimizer state without its fp32 masters; they were cloned anew from low-precision parameters (B08)."""
 
@@ -177,6 +181,28 @@ class RestoreRefused(TrainfoldError):
             expected="a state that these objects can take",
             found=f"{len(reasons)} reasons against it:\n{shown}\n",
             mend="mend what differs, or select components; nothing was changed",
+        )
+        self.reasons = reasons
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.where, self.reasons))
+
+
+class CaptureRefused(TrainfoldError):
+    """A live run that cannot be saved as it is; every reason is listed (W14).
+
+    Attributes:
+        reasons: one error for each.
+    """
+
+    def __init__(self, where: str, reasons: tuple[TrainfoldError, ...]) -> None:
+        shown = "\n".join(f"  {type(reason).__name__}: {reason}" for reason in reasons)
+        super().__init__(
+            where,
+            expected="a run that can be saved",
+            found=f"{len(reasons)} reasons why every save would fail:\n{shown}\n",
+            mend="change what they name now, and not after the steps up to the first save; what need not be saved is left out "
+            "with CheckpointManager(components=[...]), where manager.restore(live) comes before the loop",
         )
         self.reasons = reasons
 

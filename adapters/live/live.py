@@ -10,17 +10,19 @@ import torch
 from trainfold.adapters.components.component import ObjectPart, Part, Stateful, TreePart, copied, copied_containers
 from trainfold.adapters.components.module import ModulePart, lent_module
 from trainfold.adapters.components.optimizer import OptimizerPart
-from trainfold.adapters.components.rng_streams import RngPart, bound_device
+from trainfold.adapters.components.rng_streams import RngPart, bound_device, preserved_rng
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
+from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.open_window import Boundary
 from trainfold.adapters.live.restore import CountersPart, extra_state_parts, refusals, write_all
 from trainfold.adapters.live.script_contract import SchedulerWatch, frozen, hyperparameters
+from trainfold.adapters.live.unattached import StepWatch
 from trainfold.adapters.live.view import Lent
 from trainfold.adapters.loaders.choose import feed_of
 from trainfold.adapters.loaders.feed import Feed, mismatch
 from trainfold.core import tree
 from trainfold.core.components import components_of, state_of, validate_components
-from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused
+from trainfold.core.errors import CaptureRefused, IncompleteWindow, InvalidArgument, RestoreRefused
 from trainfold.core.init import check_real
 from trainfold.core.names import NamedTensors, named_tensors
 from trainfold.core.state import Progress, TrainState
@@ -120,6 +122,9 @@ class Live:
             self._script["attached.optimizer.frozen"] = frozen(model)
         self._watch.check(self._schedulers(), self._extra, where="attach.scheduler")
         self._boundary = Boundary({"model": model, "optimizer": optimizer, **self._extra})
+        self._steps_of_others = StepWatch(self._attached, lambda: _names(self._named()))
+        self._selection: tuple[str, ...] | None = None  # what a manager saves; None for all
+        self._is_tried = False  # whether a dry capture has shown that the run can be saved
 
     # --- counting ----------------------------------------------------------------------------------------------------
 
@@ -167,6 +172,8 @@ class Live:
 
         Raises:
             InvalidArgument: for a negative number, or an optimizer whose scheduler was made meanwhile and is forgotten.
+            UnattachedOptimizer: if an optimizer that is not attached has stepped parameters of this run (W13).
+            CaptureRefused: at the first step, if the run cannot be saved as it is (W14).
             DataPositionMismatch: if the samples are not those of whole batches from `batches` (G02), or a loader is
                 attached and none of its batches came from there since the last step.
 
@@ -181,6 +188,8 @@ class Live:
                     f"advance.{name}", expected="an int >= 0", found=repr(value), mend="only count up"
                 )
         self._watch.check(self._schedulers(), self._extra, where="live.advance")
+        if steps:
+            self._steps_of_others.check("live.advance")
         taken = self._taken + (0 if self._feed is None else self._feed.undelivered())
         if self._feed is not None and steps and samples != 0 and not taken:
             raise mismatch(
@@ -196,6 +205,8 @@ class Live:
         self._progress = Progress(now.step + steps, now.epoch, now.samples + counted, now.tokens + (tokens or 0))
         if steps:
             self._boundary.close()
+            if not self._is_tried:
+                self._try_capture()
         else:
             self._boundary.open(counted)
         return self.progress
@@ -330,8 +341,18 @@ class Live:
             del self._pending[name]
         self._extra[name] = target
         self._boundary.watch(name, target)
+        self._steps_of_others.forget()
+        self._is_tried = False
         if isinstance(target, torch.optim.Optimizer):
             self._watch.add(name, target)
+
+    def will_save(self, components: Iterable[str] | None) -> None:
+        """Say which components the manager of this run saves: the others need not be save-able. A manager calls it.
+
+        Args:
+            components: names; None for all.
+        """
+        self._selection = None if components is None else tuple(components)
 
     def check_boundary(self) -> None:
         """Raise unless the run is between two optimizer steps, as far as that shows (A06).
@@ -339,6 +360,7 @@ class Live:
         Raises:
             IncompleteWindow: saying what is open.
         """
+        self._steps_of_others.check("live")
         found = self._boundary.evidence()
         if found is None and self._feed is not None and self._feed.undelivered():
             found = f"batches handed out since the last advance(): {self._feed.undelivered()}"
@@ -370,6 +392,21 @@ class Live:
         return {**found, **self._script}
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _try_capture(self) -> None:
+        """Find out at the first step what no save could save; where the user's code draws, the streams are put back."""
+        parts = self._parts(self._named())
+        rng = parts["rng"]
+        assert isinstance(rng, RngPart)
+        with preserved_rng(rng.device):
+            reasons = dry_capture(parts, self.contract, chosen=self._selection)
+        if reasons:
+            raise CaptureRefused("live.advance", reasons)
+        self._is_tried = True
+
+    def _attached(self) -> dict[str, Any]:
+        found = {"model": self._model, "optimizer": self._optimizer, **self._extra}
+        return {name: target for name, target in found.items() if target is not None}
 
     def _schedulers(self) -> list[Any]:
         return [] if self._scheduler is None else tree.leaves(self._scheduler.schedulers)

@@ -92,6 +92,7 @@ class Resumer:
         """The components to load, and the state to load them for."""
         if isinstance(run, TrainState):
             return self.components, run
+        run.will_save(self.components)
         captured = run.capture()
         extra = {name: value for name, value in captured.extra.items() if name not in run.pending}  # owed to nobody yet
         return validate_components(self.components, declared=run.names), captured.evolve(extra=extra)

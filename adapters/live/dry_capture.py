@@ -1,0 +1,51 @@
+"""`dry_capture`: tries at the first step what every save does, so that what cannot be saved is found out then (W14)."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from trainfold.adapters.components.component import Part
+from trainfold.core.contract import checked_contract, contract_of
+from trainfold.core.description import describe
+from trainfold.core.errors import InvalidState, TrainfoldError, error_text
+from trainfold.core.node_kinds import check_kinds
+from trainfold.core.state import TrainState
+
+
+def dry_capture(
+    parts: Mapping[str, Part], contract: Callable[[], Mapping[str, Any]], *, chosen: Collection[str] | None
+) -> tuple[TrainfoldError, ...]:
+    """Capture and describe each component; nothing is copied, digested or written.
+
+    Args:
+        parts: the run's components.
+        contract: gives what must be the same at a resume.
+        chosen: the components that will be saved; None for all.
+
+    Returns:
+        Every reason why a save would fail, in the order of the components.
+    """
+    found: list[TrainfoldError] = []
+    for name, part in parts.items():
+        if chosen is None or name in chosen:
+            found += _problems(name, lambda part=part, name=name: _describe(part, name))  # type: ignore[misc]
+    found += _problems("contract", lambda: checked_contract(contract()))
+    return tuple(found)
+
+
+def _describe(part: Part, name: str) -> None:
+    captured = part.capture()
+    described, _ = describe(captured, name)
+    check_kinds(described.node, name)
+    if name == "optimizer":
+        contract_of(TrainState(optimizer=captured))
+
+
+def _problems(name: str, attempt: Callable[[], Any]) -> list[TrainfoldError]:
+    try:
+        attempt()
+    except TrainfoldError as error:
+        return [error]
+    except Exception as error:  # noqa: BLE001 (the user's own code: whatever it raises, a save would raise too)
+        mend = "mend its state_dict() or get function; it must work from the first step on"
+        return [InvalidState(name, expected="an object that says its state", found=error_text(error), mend=mend)]
+    return []
