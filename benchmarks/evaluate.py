@@ -2,7 +2,8 @@
 
 A million terms are one batch of values. They are added exactly, by ``tensor.double().sum()``, by torchmetrics, and, where
 they are float32 or narrower, by a plain scatter into 256 bins of exponents; all take turns. Beside the time stands whether the result has the same bits in batches of 1,000, and
-in another order. The model is the demo's, in its evaluation; what is measured of it is the time in metrics over the time in all.
+in another order. The model is the demo's, in its evaluation; what is measured of it is the time in metrics over the time in all, and what
+``evaluate(..., chunk=32)`` takes beside the same batches without it, in turns, with the model and with a forward that does nothing.
 
     python benchmarks/evaluate.py [--quick] [--json] [--check]
 """
@@ -32,8 +33,9 @@ with warnings.catch_warnings():
 
 TERMS = 1_000_000
 BATCH = 1_000
-TARGET_TERMS, TARGET_SHARE, TARGET_BYTES = 2.0, 0.01, 64 * 1024
-EVALUATION_BATCH = 32
+TARGET_TERMS, TARGET_SHARE, TARGET_BYTES, TARGET_CHUNKS = 2.0, 0.01, 64 * 1024, 1.1
+EVALUATION_BATCH = CHUNK = 32
+BATCHES = (7, 32, 64)
 
 
 def exact(parts):
@@ -187,6 +189,38 @@ def measure_model(*, quick):
     }
 
 
+def measure_chunks(*, quick):
+    """An evaluation in chunks beside the same batches as they are: seconds of each, and microseconds of a chunk without a model."""
+    settings = make_settings(tiny=quick)
+    corpus = make_corpus(help_text(), context=settings.context, heldout_bytes=settings.heldout_bytes)
+    model, suite = make_model(settings).eval(), {"loss": M.Ratio()}
+
+    def forward(windows):
+        batch = as_batch(windows)
+        logits, wanted = model(batch["x"]).flatten(0, 1), batch["y"].flatten()
+        return {"loss": (torch.nn.functional.cross_entropy(logits, wanted, reduction="none"), wanted.numel())}
+
+    rows = []
+    for size in BATCHES:
+        batches = corpus.heldout.split(size)
+        ways = {
+            "plain": functools.partial(evaluate, forward, batches, suite),
+            "chunks": functools.partial(evaluate, forward, batches, suite, chunk=CHUNK),
+        }
+        secs = median_secs(ways, 2 if quick else 7, 1)
+        rows.append({"batch": size, "secs": secs["plain"], "ratio": secs["chunks"] / secs["plain"]})
+    items = torch.zeros(64 * CHUNK, 1024)
+    nothing = {
+        size: functools.partial(
+            evaluate, lambda batch: {"loss": (0, len(batch))}, items.split(size), suite, chunk=CHUNK
+        )
+        for size in BATCHES
+    }
+    plain = functools.partial(evaluate, lambda batch: {"loss": (0, len(batch))}, items.split(CHUNK), suite)
+    secs = median_secs({**nothing, "plain": plain}, 2 if quick else 15, 1)
+    return rows, {str(size): 1e6 * (secs[size] - secs["plain"]) / 64 for size in BATCHES}
+
+
 def measure_vector():
     """What two ranks add up for ten metrics: calls, and bytes."""
     edges = tuple(float(edge) for edge in range(33))
@@ -234,11 +268,13 @@ def main():
     options = make_parser(__doc__, quick="a tenth of the terms, three rounds, a tiny model").parse_args()
     rows = measure_terms(quick=options.quick)
     model = measure_model(quick=options.quick)
+    chunks, chunk_us = measure_chunks(quick=options.quick)
     vector = measure_vector()
     ratio = next(row["ratio"] for row in rows if row["by"] == "exact" and row["terms"] == "losses fp32")
     targets = [
         Target("10^6 fp32 losses, exact / double().sum()", ratio, "<=", TARGET_TERMS),
         Target("metrics, share of the demo model's evaluation", model["share_ours"], "<=", TARGET_SHARE),
+        Target("chunks of 32 / batches of 64, demo model", chunks[-1]["ratio"], "<=", TARGET_CHUNKS),
         Target("bytes in the all-reduce of ten metrics", vector["bytes"], "<=", TARGET_BYTES),
         Target("all-reduces of an evaluation", vector["all_reduces"], "<=", 1),
         Target("kinds of terms whose exact sum has one result", _invariant(rows), ">=", len(make_terms(1))),
@@ -251,9 +287,19 @@ def main():
     table += [
         f"demo model: {model['forward_secs']:.2f} s in the model",
         f"  metrics {model['share_ours']:.2%} of all, those of torchmetrics (loss, top 5) {model['share_torchmetrics']:.2%}",
+        *(
+            f"  in chunks of {CHUNK}, from batches of {row['batch']}: {row['ratio']:.3f} times as long as these batches as they are"
+            f" ({chunk_us[str(row['batch'])]:.0f} us a chunk of {CHUNK} x 4 KiB)"
+            for row in chunks
+        ),
         f"ten metrics on two ranks: {vector['all_reduces']} all-reduce of {vector['bytes']} bytes",
     ]
-    return finish(options, {"machine": machine(), "terms": rows, "model": model, "vector": vector}, targets, table)
+    return finish(
+        options,
+        {"machine": machine(), "terms": rows, "model": model, "chunks": chunks, "chunk_us": chunk_us, "vector": vector},
+        targets,
+        table,
+    )
 
 
 def _invariant(rows):

@@ -159,6 +159,7 @@ class EvalBatches(Generic[T]):
         steps: how many steps they take, the same on every rank; a rank without a share of a step has no batch for it.
         rank: whose they are.
         world_size: of how many ranks.
+        chunk: each share begins at a multiple of so many samples, and ends at one or at the last sample.
         given: how many batches the last iteration over them has given so far: what an evaluation that was cut goes by.
     """
 
@@ -167,6 +168,7 @@ class EvalBatches(Generic[T]):
     steps: int
     rank: int
     world_size: int
+    chunk: int = 1
     given: int = attrs.field(default=0, init=False, on_setattr=attrs.setters.NO_OP)
 
     @property
@@ -194,8 +196,14 @@ class EvalBatches(Generic[T]):
                 self.given += 1
                 yield self.fetch(mine)
 
+    def shares(self) -> Iterator[range]:
+        """The samples of each batch, in order."""
+        return filter(None, map(self._share, range(self.steps)))
+
     def _share(self, step: int) -> range:
-        return self.cursor.advance(step).share(self.rank, self.world_size)
+        positions = self.cursor.advance(step).positions
+        chunks: range = shard_of(range(-(-len(positions) // self.chunk)), self.rank, self.world_size)
+        return positions[chunks.start * self.chunk : chunks.stop * self.chunk]
 
 
 def eval_batches(
@@ -204,6 +212,7 @@ def eval_batches(
     *,
     collectives: Collectives | None = None,
     limit: int | None = None,
+    chunk: int = 1,
 ) -> EvalBatches[T]:
     """This rank's batches from a position on.
 
@@ -212,13 +221,14 @@ def eval_batches(
         fetch: called with the positions of each batch, a range that is not empty.
         collectives: the ranks; None: this process is all there is. Nothing is communicated.
         limit: at most so many steps, to evaluate a part and save; None: to the end.
+        chunk: cut the ranks' shares at multiples of so many samples, for ``evaluate(..., chunk=...)`` on several ranks.
 
     Returns:
         What can be iterated over, any number of times.
 
     Raises:
         InvalidState: if the position is one that cannot be.
-        InvalidArgument: if ``limit < 1``.
+        InvalidArgument: if ``limit < 1``, or if steps would cut a chunk in two.
 
     Examples:
         >>> part = eval_batches(make_eval_cursor(10, global_batch_size=4), list, limit=2)
@@ -232,6 +242,31 @@ def eval_batches(
         raise InvalidArgument(
             "limit", expected="a number of steps, >= 1, or None", found=limit, mend="leave it out to go to the end"
         )
+    _check_chunk(cursor, chunk)
     rank, world_size = (0, 1) if collectives is None else (collectives.rank, collectives.world_size)
     steps = cursor.steps if limit is None else min(limit, cursor.steps)
-    return EvalBatches(cursor, fetch, steps, rank, world_size)
+    return EvalBatches(cursor, fetch, steps, rank, world_size, chunk)
+
+
+def _check_chunk(cursor: DistributedEvalCursor, chunk: object) -> None:
+    if type(chunk) is not int or chunk < 1:
+        raise InvalidArgument(
+            "eval_batches.chunk", expected="a number of samples, >= 1", found=shown(chunk), mend="such as chunk=32"
+        )
+    size = cursor.global_batch_size
+    if size % chunk:
+        raise InvalidArgument(
+            "eval_batches.chunk",
+            expected=f"a cursor whose global_batch_size is a multiple of chunk={chunk}",
+            found=size,
+            mend=f"make_eval_cursor(..., global_batch_size={-(-size // chunk) * chunk}), or more: a step has that many samples in all, "
+            f"and a rank has a share of it if there are {chunk} for each",
+        )
+    if cursor.next_index % chunk and not cursor.is_done:
+        raise InvalidArgument(
+            "eval_batches.chunk",
+            expected=f"a cursor that begins at a multiple of chunk={chunk}",
+            found=f"next_index={cursor.next_index}",
+            mend=f"begin where a chunk does: next_index={cursor.next_index // chunk * chunk}, with the tally of an evaluation in "
+            f"chunks of {chunk} that ended there",
+        )

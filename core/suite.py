@@ -31,6 +31,7 @@ class Tally:
         complete: whether nothing remained to be seen when the evaluation ended that this is of.
         next_index: the sample at which its `DistributedEvalCursor` stood then: it is of all samples before that, each once. -1
             where there was none, or nobody knows: what begins late, or was cut in the middle of a step, is never completed.
+        chunk: in chunks of how many samples the forward saw them; 0: in the batches that were given.
     """
 
     accumulators: Mapping[str, Any]
@@ -38,6 +39,7 @@ class Tally:
     metrics: Mapping[str, str]
     complete: bool
     next_index: int
+    chunk: int = 0
 
 
 def check_suite(suite: object) -> dict[str, Metric]:

@@ -29,15 +29,15 @@ def leaves(tree: Tree) -> list[Any]:
     return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def flatten(tree: Tree) -> tuple[list[Any], Spec]:
-    """Split a tree into its leaves and its structure.
+def flatten(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Spec]:
+    """Split a tree into its leaves and its structure; a node of which ``is_leaf`` says so is a leaf too.
 
     Examples:
         >>> flat, spec = flatten({"a": (1, 2)})
         >>> flat, unflatten(spec, [3, 4])
         ([1, 2], {'a': (3, 4)})
     """
-    return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def unflatten(spec: Spec, flat: list[Any]) -> Tree:

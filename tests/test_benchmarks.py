@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 KEYS = {
-    "evaluate": {"terms", "model", "vector"},
+    "evaluate": {"terms", "model", "chunks", "chunk_us", "vector"},
     "plan": {"plans", "growth", "checkpoints", "find_newest_secs"},
     "save": {"size_gb", "rounds", "rows", "inner", "same_bits"},
     "stall": {"size", "state_bytes", "step_secs", "longest_without", "rounds", "rows", "memory"},
     "step": {"rows"},
 }
 TARGETS = {
-    "evaluate": ["10^6 fp32", "share of", "bytes in", "all-reduces", "one result"],
+    "evaluate": ["10^6 fp32", "share of", "chunks of 32", "bytes in", "all-reduces", "one result"],
     "plan": ["plan_save,", "plan_resume,", "fresh optimizer,", "dtype to adapt,", "growth exponent", "newest of"],
     "save": ["raw ceiling", "torch.save", "dcp.save", "safetensors", "CPU-s per GB", "fresh pages", "live memory"],
     "stall": [

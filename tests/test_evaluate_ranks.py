@@ -102,6 +102,27 @@ def test_real_ranks_get_the_bits_of_one_process_on_every_rank(processes, world_s
         assert nothing == ({}, 0)
 
 
+def evaluate_in_chunks(collectives):
+    """A real model: its kernels round a row otherwise in another batch."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(37, 96), torch.nn.GELU(), torch.nn.Linear(96, 11))
+    data, suite = torch.randn(LENGTH * 3, 37), {"loss": M.Ratio()}
+
+    def nll(batch):
+        return {"loss": (model(batch).logsumexp(1), len(batch))}
+
+    cursor = make_eval_cursor(len(data), global_batch_size=32)
+    batches = eval_batches(cursor, lambda mine: data[mine.start : mine.stop], collectives=collectives, chunk=16)
+    alone = [evaluate(nll, data.split(size), suite, chunk=16) for size in (1, 7, 64)]
+    return bits(evaluate(nll, batches, suite, collectives=collectives, chunk=16)), *map(bits, alone)
+
+
+def test_real_ranks_with_a_real_model_get_the_bits_of_one_in_chunks(processes):
+    """P16: three processes, of which one has no share; beside one process with other batches."""
+    (found, *others) = processes.run(3, evaluate_in_chunks, collectives=PATIENT)
+    assert [set(map(str, each)) for each in (found, *others)] == [{str(found[0])}] * 3
+
+
 def evaluate_part(collectives, run, size, limit, step):
     """Go on from the last checkpoint, evaluate so many steps, save."""
     state = trainfold.TrainState(trainer=trainfold.make_progress(step=step))

@@ -1,7 +1,7 @@
 """`Source`: what an evaluation draws batches from, and `Span`: which samples it saw, by what was drawn, not by what was promised."""
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import attrs
 import torch
@@ -50,6 +50,16 @@ class Span:
     whole: bool
 
 
+class Cut(Protocol):
+    """Batches that were cut anew, so that what was seen is no number of batches."""
+
+    def is_known(self) -> bool:
+        """Whether each batch was the one that its cursor gave."""
+
+    def reached(self, seen: int) -> tuple[int, int]:
+        """The least and the greatest index of which it is true that all samples of this rank before it were seen."""
+
+
 def source_of(batches: Any) -> Source:
     """Look behind batches; nothing is drawn from them."""
     parts: list[EvalBatches[Any]] = []
@@ -94,17 +104,18 @@ def begin_of(source: Source, start: Tally | None, ranks: Collectives) -> str:
                 if known
                 else "evaluate from the first sample on: it is of samples with a gap, or was cut where nobody knows",
             )
-    return "; ".join(f"{part.cursor}, {part.steps} steps" for part in source.parts)
+    return "; ".join(f"{part.cursor}, {part.steps} steps, shares of {part.chunk}" for part in source.parts)
 
 
-def span_of(source: Source, start: Tally | None, *, seen: int, has_more: bool) -> Span:
+def span_of(source: Source, start: Tally | None, *, seen: int, has_more: bool, chunks: "Cut | None" = None) -> Span:
     """Which samples a rank has seen, those of the start included.
 
     Args:
         source: what it drew from.
         start: what it went on from.
-        seen: how many batches it evaluated.
+        seen: how many batches it evaluated, or chunks.
         has_more: whether it took one more, to know that there is one.
+        chunks: how the batches were cut anew; None: they were evaluated as they were.
     """
     whole = bool(getattr(source.batches, "complete", True)) and all(limit.complete for limit in source.limits)
     whole = whole and not has_more
@@ -112,13 +123,14 @@ def span_of(source: Source, start: Tally | None, *, seen: int, has_more: bool) -
     if not source.parts:
         return Span(-1, -1, whole and (is_first or start.complete))  # type: ignore[union-attr]
     begin = 0 if is_first else start.next_index  # type: ignore[union-attr]
-    is_known = sum(part.given for part in source.parts) == seen + has_more and all(
-        part.cursor.next_index == begin for part in source.parts
-    )
+    has_all = sum(part.given for part in source.parts) == seen + has_more if chunks is None else chunks.is_known()
+    is_known = has_all and all(part.cursor.next_index == begin for part in source.parts)
     whole = whole and is_known and all(part.given == len(part) and part.complete for part in source.parts)
     if not is_known or len(source.parts) > 1:
         return Span(-1, -1, whole)
     (part,) = source.parts
+    if chunks is not None:
+        return Span(*chunks.reached(seen), whole)
     reached = part.cursor.advance(seen)
     return Span(reached.next_index, (reached if seen < len(part) else part.after).next_index, whole)
 

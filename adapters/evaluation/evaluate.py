@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from trainfold.adapters.evaluation.batch_source import Source, Span, begin_of, source_of, span_of, together
+from trainfold.adapters.evaluation.chunks import Chunks, check_chunk
 from trainfold.adapters.evaluation.eval_mode import communicate, modules_of, undisturbed
 from trainfold.adapters.evaluation.lockstep import (
     NOTHING,
@@ -44,6 +45,7 @@ class _Given:
     steps: int | None
     start: Tally | None
     modules: object
+    chunk: int | None
 
 
 @final
@@ -52,6 +54,7 @@ class _Opening:
     """What a rank tells the others before it begins."""
 
     steps: int | None
+    chunk: int | None
     communicates: bool
     has_batch: bool
     position: str
@@ -77,13 +80,14 @@ def evaluate(  # noqa: PLR0913 what is rare is named
     collectives: Collectives | None = None,
     steps: int | None = None,
     start: Tally | None = None,
+    chunk: int | None = None,
     modules: torch.nn.Module | Iterable[torch.nn.Module] = (),
 ) -> Evaluation:
     """Measure a model over all batches of all ranks.
 
     Law: where what ``forward`` returns for a sample does not depend on the other samples of its batch, no batch size, order,
-    number of ranks or interruption changes a bit of the result. (Whether it depends on them is up to the model's kernels: a
-    matrix product may round differently for another number of rows.)
+    number of ranks or interruption changes a bit of the result. Most models' kernels do round a sample otherwise in a batch of another
+    size: say ``chunk``, and then the law holds for every forward that repeats itself.
 
     Modules that ``forward`` is, is bound to, has closed over or names are put into evaluation mode; their modes, the grad mode,
     the random streams and the position of a stateful loader (of ``batches`` itself, not of one inside of a generator or a map) are put
@@ -102,6 +106,9 @@ def evaluate(  # noqa: PLR0913 what is rare is named
             is not counted. A rank with more leaves the rest (one is taken to know), and the evaluation is partial. Models under FSDP,
             DDP with buffers, and with DTensors are seen to communicate: without ``steps``, ranks ask each other before each call.
         start: go on from the tally of an evaluation that was interrupted, the same on every rank.
+        chunk: the forward sees the samples ``[k * chunk, (k + 1) * chunk)`` together, and the last ones as they are left, whatever the
+            batches and the ranks. The index of a sample is its place in the batches, or that of an eval cursor; several ranks need
+            ``eval_batches(..., chunk=...)``. ``steps`` counts chunks then. None: the forward sees the batches as they are.
         modules: further ones to put into evaluation mode, which ``forward`` reaches in a way that cannot be seen.
 
     Returns:
@@ -111,7 +118,8 @@ def evaluate(  # noqa: PLR0913 what is rare is named
         RankFailed: on the ranks that did not fail, when one did: the failed rank raises its own error.
         RanksDisagree: on every rank, when suites, ``steps`` or ``start`` differ.
         InvalidArgument: for a suite that is none, for what ``forward`` returned under a name that is not in the suite, for tensors
-            that are not plain memory (DTensors), and for batches that do not begin where ``start`` ended.
+            that are not plain memory (DTensors), for batches that do not begin where ``start`` ended, and for a ``chunk`` that cannot be cut.
+        InvalidBatch: for batches that are not made of tensors, arrays and lists with a value for each sample, where ``chunk`` is said.
 
     Examples:
         >>> from trainfold import metrics as M
@@ -123,7 +131,7 @@ def evaluate(  # noqa: PLR0913 what is rare is named
     """
     ranks: Collectives = SingleProcess() if collectives is None else collectives
     try:
-        return _evaluate(forward, batches, suite, ranks, _Given(steps, start, modules))
+        return _evaluate(forward, batches, suite, ranks, _Given(steps, start, modules, chunk))
     except Agreed as agreed:
         error = agreed.error
     except BaseException as interrupt:
@@ -138,22 +146,25 @@ def evaluate(  # noqa: PLR0913 what is rare is named
 def _evaluate(forward: Forward, batches: Any, suite: object, ranks: Collectives, given: "_Given") -> Evaluation:
     with ExitStack() as stack:
 
-        def opened() -> tuple[tuple[Share, Source], _Opening]:
+        def opened() -> tuple[tuple[Share, Source, Chunks | None], _Opening]:
             checked = check_suite(suite)
             _check_arguments(forward, given.steps)
             found = [*modules_of(forward), *_modules_given(given.modules)]
             source = source_of(batches)
             going_on = _digest(checked, given.start)
             position = begin_of(source, given.start, ranks)
+            check_chunk(given.chunk, source, given.start, world_size=ranks.world_size)
             stack.enter_context(undisturbed(found, batches, source.generators))
             iterator = _iterator(batches)
             stack.callback(close_generators, iterator)
-            share = Share(forward, checked, Ahead(iterator))
+            chunks = None if given.chunk is None else Chunks(source, iterator, given.chunk)
+            share = Share(forward, checked, Ahead(iterator if chunks is None else chunks))
             layout = layout_of(checked, no_tally(checked), world_size=ranks.world_size)
             has_batch = share.batches.batch is not NOTHING
-            return (share, source), _Opening(given.steps, communicate(found), has_batch, position, going_on, layout)
+            opening = _Opening(given.steps, given.chunk, communicate(found), has_batch, position, going_on, layout)
+            return (share, source, chunks), opening
 
-        (share, source), openings = everywhere(ranks, opened)
+        (share, source, chunks), openings = everywhere(ranks, opened)
         _check_openings(openings)
         in_step = given.steps is not None or (
             ranks.world_size > 1 and any(opening.communicates for opening in openings)
@@ -170,7 +181,9 @@ def _evaluate(forward: Forward, batches: Any, suite: object, ranks: Collectives,
                     del mine
             tally = merge_tallies(share.suite, no_tally(share.suite), mine.tally)  # on the CPU, with all carries done
             layout = layout_of(share.suite, tally, world_size=ranks.world_size)
-            span = span_of(source, given.start, seen=tally.batches, has_more=mine.has_more)
+            if chunks is not None:
+                chunks.check_order()
+            span = span_of(source, given.start, seen=tally.batches, has_more=mine.has_more, chunks=chunks)
             return tally, _Report(layout, tally.batches, span)
 
         tally, reports = everywhere(ranks, reported)
@@ -183,7 +196,8 @@ def _evaluate(forward: Forward, batches: Any, suite: object, ranks: Collectives,
         if given.start is not None:
             whole = merge_tallies(share.suite, given.start, whole)
         next_index, complete = together([report.span for report in reports])
-        return evaluation_of(share.suite, attrs.evolve(whole, complete=complete, next_index=next_index))
+        seen = attrs.evolve(whole, complete=complete, next_index=next_index, chunk=given.chunk or 0)
+        return evaluation_of(share.suite, seen)
 
     return _agreeing(ended)
 
@@ -192,6 +206,7 @@ def _check_openings(openings: Sequence[_Opening]) -> None:
     _agreeing(lambda: check_layouts([opening.layout for opening in openings]))
     for what, told, mend in (
         ("steps", [opening.steps for opening in openings], "DistributedEvalCursor.steps is the same on each"),
+        ("chunk", [opening.chunk for opening in openings], "give the same chunk= on each"),
         ("the position", [opening.position for opening in openings], "make one cursor, alike on each rank"),
         ("start", [opening.start for opening in openings], "give the .tally of an evaluation by all ranks"),
     ):
@@ -242,7 +257,7 @@ def _digest(suite: Suite, start: Tally | None) -> str:
     check_tally("start", suite, start)
     leaves = [leaf.cpu().contiguous() for leaf in tree.leaves(start.accumulators)]
     texts = [f"{tuple(leaf.shape)} {leaf_digest(leaf)}" for leaf in leaves]
-    return digest_of("\n".join([*texts, f"{start.batches} {start.complete} {start.next_index}"]).encode())
+    return digest_of("\n".join([*texts, f"{start.batches} {start.complete} {start.next_index} {start.chunk}"]).encode())
 
 
 def _check_same(what: str, told: Sequence[object], mend: str) -> None:

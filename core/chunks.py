@@ -1,0 +1,165 @@
+"""Chunks: a batch as columns that share dimension 0, cut and joined so that a forward sees the same memory, whatever the batches were."""
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import attrs
+import numpy as np
+import torch
+
+from trainfold.core import tree
+from trainfold.core.errors import InvalidBatch
+from trainfold.core.plain import check_plain
+
+_ALIGNMENT_BYTES: Final = (
+    64  # of torch's own memory on a CPU; kernels may round otherwise where memory begins elsewhere
+)
+_ARRAYS = (torch.Tensor, np.ndarray)
+_NUMBERS: Final = "biufc"
+
+
+@final
+@attrs.frozen(eq=False)
+class Columns:
+    """A batch, or a part of one, by its columns: tensors, arrays, or lists that have one value for each sample.
+
+    Attributes:
+        values: the columns.
+        structure: how they lie in the batch.
+        paths: their places, for messages.
+        samples: how many samples each of them has.
+    """
+
+    values: tuple[Any, ...]
+    structure: tree.Spec
+    paths: tuple[str, ...]
+    samples: int
+
+    def part(self, start: int, stop: int) -> "Columns":
+        """The samples ``[start, stop)``; tensors and arrays are views."""
+        if (start, stop) == (0, self.samples):
+            return self
+        return attrs.evolve(self, values=tuple(column[start:stop] for column in self.values), samples=stop - start)
+
+
+def columns_of(batch: Any) -> Columns:
+    """Read a batch as columns.
+
+    A list or tuple that holds tensors or arrays is structure, as in ``[x, y]``; one that holds none is a column.
+
+    Raises:
+        InvalidBatch: naming the leaf that is no column, or the columns that differ in length.
+        InvalidArgument: for tensors that are not plain memory.
+
+    Examples:
+        >>> found = columns_of({"text": ["a", "b", "c"], "x": torch.arange(3)})
+        >>> found.samples, found.part(1, 3).values
+        (3, (['b', 'c'], tensor([1, 2])))
+    """
+    found, structure = tree.flatten(batch, is_leaf=_is_column)
+    paths = _paths(batch, "batch")
+    for path, value in zip(paths, found, strict=True):
+        if isinstance(value, torch.Tensor):
+            check_plain(path, value)
+    values = tuple(each.as_subclass(torch.Tensor) if isinstance(each, torch.Tensor) else each for each in found)
+    lengths = [_length(value) for value in values]
+    if not lengths or None in lengths or len(set(lengths)) != 1:
+        shown = {
+            path: f"{length} samples" if length is not None else f"a {type(value).__name__} that cannot be cut"
+            for path, value, length in zip(paths, values, lengths, strict=True)
+        }
+        raise InvalidBatch(
+            "batch",
+            expected="tensors or arrays that share dimension 0, and lists of one value for each sample",
+            found=shown or "no leaf",
+            mend="return a dict or a tuple of them from fetch or the loader's collate, and keep what is no sample's own out of the batch; "
+            "or leave chunk= out",
+        )
+    return Columns(values, structure, tuple(paths), lengths[0] or 0)
+
+
+def joined(parts: Sequence[Columns]) -> Any:
+    """One batch of several parts, in their order.
+
+    Law: its tensors depend on the samples alone, in their strides and in where their memory begins, too.
+
+    Raises:
+        InvalidBatch: naming the column whose parts do not fit together.
+
+    Examples:
+        >>> whole = columns_of({"x": torch.arange(5)})
+        >>> joined([whole.part(1, 3), whole.part(3, 4)])
+        {'x': tensor([1, 2, 3])}
+    """
+    first = parts[0]
+    for part in parts[1:]:
+        if part.structure != first.structure:
+            raise _misfit("batch", str(first.structure), str(part.structure))
+    columns = zip(first.paths, *(part.values for part in parts), strict=True)
+    return tree.unflatten(first.structure, [_joined(path, pieces) for path, *pieces in columns])
+
+
+def _is_column(node: Any) -> bool:
+    return type(node) in (list, tuple) and not any(isinstance(leaf, _ARRAYS) for leaf in tree.leaves(node))
+
+
+def _paths(node: Any, path: str) -> list[str]:
+    level = None if _is_column(node) else tree.one_level(node)
+    if level is None:
+        return [path]
+    kind, entries, children = level
+    pairs = zip(entries, children, strict=True)
+    return [found for entry, child in pairs for found in _paths(child, tree.join(path, kind, entry))]
+
+
+def _length(column: Any) -> int | None:
+    if isinstance(column, _ARRAYS):
+        return int(column.shape[0]) if column.ndim else None
+    return len(column) if _is_column(column) else None
+
+
+def _joined(path: str, pieces: list[Any]) -> Any:
+    first = pieces[0]
+    if isinstance(first, torch.Tensor):
+        _check_alike(path, pieces, [f"{each.dtype}, {[*each.shape[1:]]} a sample, on {each.device}" for each in pieces])
+        return _whole_tensor(pieces)
+    if isinstance(first, np.ndarray):
+        _check_alike(path, pieces, [f"{each.dtype}, {[*each.shape[1:]]} a sample" for each in pieces])
+        return _whole_array(pieces)
+    _check_alike(path, pieces, [type(each).__name__ for each in pieces])
+    return type(first)(value for piece in pieces for value in piece)
+
+
+def _check_alike(path: str, pieces: list[Any], texts: list[str]) -> None:
+    odd = next((text for text in texts if text != texts[0]), None)
+    if odd is not None or len({type(piece) for piece in pieces}) > 1:
+        raise _misfit(path, texts[0], odd or "another type")
+
+
+def _misfit(path: str, expected: str, found: str) -> InvalidBatch:
+    return InvalidBatch(
+        path,
+        expected=f"batches that can be joined; the one before has {expected}",
+        found=found,
+        mend="pad each sample to a length of its own or of the dataset, and not to that of its batch",
+    )
+
+
+def _whole_tensor(pieces: list[torch.Tensor]) -> torch.Tensor:
+    first = pieces[0]
+    is_fresh = len(pieces) == 1 and first.is_contiguous() and not (first.is_conj() or first.is_neg())
+    if is_fresh and first.data_ptr() % _ALIGNMENT_BYTES == 0:
+        return first
+    samples = sum(len(piece) for piece in pieces)
+    whole = torch.empty((samples, *first.shape[1:]), dtype=first.dtype, device=first.device)
+    return torch.cat(pieces, out=whole)
+
+
+def _whole_array(pieces: list[Any]) -> Any:
+    found = np.ascontiguousarray(np.concatenate(pieces))
+    if found.dtype.kind not in _NUMBERS or not found.nbytes:
+        return found
+    memory = torch.empty(found.nbytes, dtype=torch.uint8).numpy()  # torch's memory begins where kernels want it
+    whole = memory.view(found.dtype).reshape(found.shape)
+    whole[...] = found
+    return whole

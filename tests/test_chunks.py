@@ -1,0 +1,278 @@
+"""`evaluate(..., chunk=32)`: the same bits for any forward that repeats itself, whatever its kernels do with other batch sizes."""
+
+import itertools
+import re
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import trainfold
+from trainfold import metrics as M
+from trainfold.adapters.evaluation.evaluate import evaluate
+from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.backends.memory import MemoryStore
+from trainfold.backends.runs import load, save
+from trainfold.core.chunks import columns_of, joined
+from trainfold.core.errors import InvalidArgument, InvalidBatch, RanksDisagree
+from trainfold.core.eval_cursor import eval_batches, make_eval_cursor
+from trainfold.core.state import TrainState, make_progress
+
+FEWER = settings(max_examples=settings().max_examples * 3 // 10)  # of the profile's: each is several worlds
+SUITE = {"loss": M.Ratio(), "worst": M.Max(), "calls": M.Sum()}
+
+
+def make_data(length):
+    generator = torch.Generator().manual_seed(length)
+    x = torch.randn(length, 5, generator=generator)
+    return {"x": x, "y": x[:, 0].double().numpy(), "text": [f"{number}" for number in range(length)]}
+
+
+def rows(data, positions):
+    part = slice(positions.start, positions.stop)
+    return {"x": data["x"][part], "y": data["y"][part], "text": data["text"][part]}
+
+
+def forward(batch):
+    """Rounds a row otherwise for each number of rows, and where strides or the beginning of the memory are others."""
+    x, y = batch["x"], torch.from_numpy(batch["y"])
+    assert len(x) == len(y) == len(batch["text"])
+    odd = len(x) + 7 * (x.data_ptr() % 64 != 0) + 13 * (y.data_ptr() % 64 != 0) + 29 * (x.stride() != (5, 1))
+    loss = (x.sum(1) + y + torch.tensor([float(text) for text in batch["text"]])) * (1 + odd / 3)
+    return {"loss": (loss, len(loss)), "worst": loss, "calls": torch.ones(1)}
+
+
+def bits(found):
+    return {name: value.hex() for name, value in found.items()}
+
+
+def in_chunks(data, length, chunk):
+    """What is wanted: the chunks themselves, in memory of their own."""
+    cuts = [rows(data, range(start, min(start + chunk, length))) for start in range(0, length, chunk)]
+    whole = [{"x": cut["x"].clone(), "y": joined([columns_of(cut["y"])]), "text": cut["text"]} for cut in cuts]
+    return bits(evaluate(forward, whole, SUITE))
+
+
+lengths, chunks = st.integers(0, 40), st.integers(1, 9)
+
+
+@given(length=lengths, chunk=chunks, cuts=st.lists(st.integers(0, 12), max_size=50), data=st.data())
+def test_no_batches_of_a_loader_change_a_bit_in_chunks(length, chunk, cuts, data):
+    """P16: any cuts, empty batches among them; tensors, arrays and texts; views with strides of their own."""
+    whole = make_data(length)
+    if data.draw(st.booleans(), "transposed"):
+        whole["x"] = whole["x"].t().contiguous().t()
+    edges = sorted({0, length, *(min(edge, length) for edge in itertools.accumulate(cuts))})
+    batches = [rows(whole, range(*pair)) for pair in itertools.pairwise(edges)]
+    found = evaluate(forward, batches, SUITE, chunk=chunk)
+    assert bits(found) == in_chunks(make_data(length), length, chunk)
+    assert found.complete
+    assert found.batches == -(-length // chunk)
+
+
+@FEWER
+@given(
+    length=lengths,
+    chunk=chunks,
+    parts=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), st.sampled_from(["limit", "steps", "odd"])),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_no_ranks_sizes_or_interruptions_change_a_bit_in_chunks(length, chunk, parts):
+    """P16, Q01: parts by worlds of any size, cut by steps of the cursor, by calls of the forward, and inside of a chunk; saved between."""
+    whole, store, tally, seen = make_data(length), MemoryStore(), None, 0
+    for world_size, times, limit, how in [*parts, (2, 1, None, "limit")]:
+        alone = how != "limit"  # what is cut elsewhere than at a step is at a place that ranks together do not have
+
+        def work(ranks, times=times, limit=limit, how=how, alone=alone, tally=tally, seen=seen):
+            size = max(1, chunk * times - (how == "odd"))
+            cursor = make_eval_cursor(length, global_batch_size=size, next_index=seen)
+            batches = eval_batches(
+                cursor,
+                lambda mine: rows(whole, mine),
+                collectives=ranks,
+                limit=None if how == "steps" else limit,
+                chunk=1 if alone else chunk,
+            )
+            steps = limit if how == "steps" else None
+            return evaluate(forward, batches, SUITE, collectives=ranks, start=tally, steps=steps, chunk=chunk)
+
+        found, *others = run_threads(1 if alone else world_size, work)
+        assert all(bits(other) == bits(found) for other in others)
+        assert found.tally.next_index >= 0
+        assert found.tally.next_index in (seen, length) or found.tally.next_index % chunk == 0
+        assert found.complete == (found.tally.next_index == length)
+        saved = TrainState(trainer=make_progress(step=1), extra={"tally": found.tally})
+        save(saved, store)
+        tally = load(store, like=TrainState(trainer=make_progress())).extra["tally"]
+        seen = tally.next_index
+    assert bits(found) == in_chunks(whole, length, chunk)
+
+
+def test_real_models_have_the_same_bits_at_every_batch_size_in_chunks_and_not_without():
+    """P16: what README says; the plain loops of ten models are here to see that the law is not empty."""
+    differ = 0
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(37, 96), torch.nn.GELU(), torch.nn.Linear(96, 11)).eval()
+        x = torch.randn(200, 37)
+
+        def nll(batch, model=model):
+            return {"loss": (model(batch).logsumexp(1), len(batch))}
+
+        suite = {"loss": M.Ratio()}
+        plain = {evaluate(nll, x.split(size), suite)["loss"].hex() for size in (1, 7, 64)}
+        differ += len(plain) > 1
+        cut = {evaluate(nll, x.split(size), suite, chunk=32)["loss"].hex() for size in (1, 7, 32, 64, 200)}
+        assert len(cut) == 1
+    assert differ > 0
+
+
+def test_a_rank_without_a_share_waits_for_nobody_and_steps_count_chunks():
+    """Q05: a forward that communicates is called as often on every rank."""
+    whole, calls = make_data(50), []
+
+    def work(ranks):
+        cursor = make_eval_cursor(50, global_batch_size=16)
+        batches = eval_batches(cursor, lambda mine: rows(whole, mine), collectives=ranks, chunk=8)
+
+        def together(batch):
+            calls.append(len(ranks.gather(None)))
+            return forward(batch)
+
+        return bits(evaluate(together, batches, SUITE, collectives=ranks, chunk=8, steps=4))
+
+    assert run_threads(3, work) == [in_chunks(whole, 50, 8)] * 3
+    assert len(calls) == 3 * 4
+
+
+# --- what cannot be cut is refused ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "named"),
+    [
+        ({"x": torch.ones(3), "width": 7}, r"batch\['width'\].*int that cannot be cut"),
+        ({"x": torch.ones(3), "y": torch.ones(2)}, r"batch\['x'\]': '3 samples'.*batch\['y'\]\": '2 samples'|3 samples.*2 samples"),
+        ({"x": torch.ones(3), "y": torch.tensor(1.0)}, "cannot be cut"),
+        ({}, "no leaf"),
+        (torch.eye(3).to_sparse(), "plain memory"),
+    ],
+)  # fmt: skip
+def test_batches_that_have_no_samples_to_cut_are_refused_by_name(batch, named):
+    with pytest.raises((InvalidBatch, InvalidArgument), match=named):
+        evaluate(lambda batch: {}, [batch], SUITE, chunk=4)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "named"),
+    [
+        ({"x": torch.ones(3, 5)}, {"x": torch.ones(3, 4)}, r"batch\['x'\].*\[5\].*\[4\].*pad each sample"),
+        ({"x": torch.ones(3)}, {"x": torch.ones(3).double()}, "float32.*float64"),
+        ({"x": np.ones(3)}, {"x": np.ones(3, dtype="int64")}, "float64.*int64"),
+        ({"x": torch.ones(3)}, (torch.ones(3),), "joined"),
+        ({"x": ["a"]}, {"x": ("a",)}, "list.*tuple"),
+    ],
+)
+def test_batches_that_cannot_be_joined_are_refused_by_name(one, other, named):
+    with pytest.raises(InvalidBatch, match=named):
+        evaluate(lambda batch: {}, [one, other], SUITE, chunk=4)
+
+
+def told(ranks, **changes):
+    """What rank 0 hears when a chunk of 4 is asked for."""
+    size, index = changes.pop("size", 8), changes.pop("index", 0)
+    cursor = make_eval_cursor(20, global_batch_size=size, next_index=index)
+    data = make_data(20)
+    batches = eval_batches(
+        cursor, lambda mine: rows(data, mine), collectives=ranks, chunk=changes.pop("shares", 1), limit=changes.pop("limit", None)
+    )  # fmt: skip
+    batches = changes.pop("wrap", lambda each: each)(batches)
+    return evaluate(forward, batches, SUITE, collectives=ranks, **{"chunk": 4, **changes})
+
+
+class Other:
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "named"),
+    [
+        (2, {}, r"shares that may begin inside of a chunk.*eval_batches\(cursor, fetch, collectives=..., chunk=4\)"),
+        (2, {"wrap": list}, "nobody knows the samples.*eval_batches"),
+        (2, {"shares": 4, "size": 10}, "multiple of chunk=4.*global_batch_size=12"),
+        (2, {"shares": 4, "index": 6}, "begins at a multiple of chunk=4.*next_index=4"),
+        (1, {"index": 6}, "begins at a multiple of chunk=4"),
+        (1, {"chunk": 0}, "chunk: expected a number of samples"),
+        (1, {"chunk": True}, "chunk: expected a number of samples"),
+        (1, {"shares": 0}, "eval_batches.chunk"),
+        (1, {"wrap": lambda each: [next(iter(each)), *each]}, None),
+        (1, {"wrap": lambda each: ({"x": batch["x"][:3]} for batch in each)}, "8 samples .*fetch was asked for.*3 samples"),
+        (1, {"wrap": lambda each: itertools.chain(each, each)}, "batch 4: expected no more batches than the 3"),
+        (1, {"size": 5, "wrap": lambda each: itertools.islice(each, 1, None)}, "3 of the 4 that it gave"),
+    ],
+)  # fmt: skip
+def test_what_has_no_known_index_is_refused_with_the_cure(world_size, changes, named):
+    outcomes = thread_outcomes(world_size, lambda ranks: told(ranks, **changes))
+    errors = [outcome.error for outcome in outcomes]
+    if named is None:
+        assert errors == [None]
+    else:
+        assert isinstance(errors[0], (InvalidArgument, InvalidBatch))
+        assert re.search(named, str(errors[0]), re.DOTALL), errors[0]
+        assert all(errors)
+
+
+def test_parts_with_other_chunks_do_not_make_a_whole():
+    """The tally knows its chunks: a part of another size would be other bits, without a word."""
+    data, first = make_data(20), run_threads(1, lambda ranks: told(ranks, limit=1))[0]
+    assert (first.tally.next_index, first.tally.chunk, first.complete) == (8, 4, False)
+    cursor = make_eval_cursor(20, global_batch_size=8, next_index=8)
+    rest = eval_batches(cursor, lambda mine: rows(data, mine))
+    for chunk, named in ((8, "chunks of 8.*chunks of 4"), (None, "as they were given.*chunks of 4")):
+        with pytest.raises(InvalidArgument, match=named):
+            evaluate(forward, rest, SUITE, start=first.tally, chunk=chunk)
+    whole = evaluate(forward, rest, SUITE, start=first.tally, chunk=4)
+    assert bits(whole) == in_chunks(data, 20, 4)
+    with pytest.raises(InvalidArgument, match="goes on"):
+        evaluate(forward, list(rest), SUITE, start=first.tally, chunk=4)
+    with pytest.raises(InvalidArgument, match="as they were given"):
+        evaluate(forward, rest, SUITE, start=attrs.evolve(first.tally, chunk=0), chunk=4)
+
+
+def test_ranks_that_cut_otherwise_disagree():
+    errors = [
+        outcome.error for outcome in thread_outcomes(2, lambda ranks: told(ranks, shares=4, chunk=2 + 2 * ranks.rank))
+    ]
+    assert all(isinstance(error, RanksDisagree) and "chunk" in str(error) for error in errors)
+
+
+def test_a_limit_of_time_on_batches_in_chunks_is_partial():
+    """Q12: what is cut nobody knows where ends with a whole chunk, and is no start for more."""
+    seconds = itertools.count()
+    data = make_data(20)
+    batches = eval_batches(make_eval_cursor(20, global_batch_size=6), lambda mine: rows(data, mine))
+    limited = trainfold.time_limit(batches, secs=2.5, clock=lambda: next(seconds))
+    found = evaluate(forward, limited, SUITE, chunk=4)
+    assert (found.complete, found.tally.next_index, found.batches) == (False, -1, 4)
+
+
+@given(length=st.integers(1, 20), data=st.data())
+def test_a_batch_is_its_parts_joined_again(length, data):
+    whole = make_data(length)
+    edges = sorted({0, length, *data.draw(st.lists(st.integers(0, length)), "edges")})
+    assume(len(edges) > 1)
+    columns = columns_of((whole, [f"{n}" for n in range(length)]))
+    again, texts = joined([columns.part(*pair) for pair in itertools.pairwise(edges)])
+    assert torch.equal(again["x"], whole["x"])
+    assert np.array_equal(again["y"], whole["y"])
+    assert again["text"] == whole["text"] == texts
