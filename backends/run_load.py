@@ -1,7 +1,7 @@
 """`load_run`: reads a run, plans the resume, and loads what was planned; what turns out to be bad is passed over for an older one."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, TypeAlias, final
 
 import attrs
@@ -156,13 +156,13 @@ def _planned(
     store: Store, inventory: Inventory, target: Target, request: Request
 ) -> tuple[Inventory, ResumePlan | Refusal]:
     """Read the manifests that matter, and plan; the inventory with what is known of them now, and the plan."""
-    inventory = examined(store, inventory, request)
+    inventory = examined(store, inventory, request, target.components)
     return inventory, plan_resume(inventory, target, request)
 
 
-def examined(store: Store, inventory: Inventory, request: Request) -> Inventory:
-    """The inventory with what the manifests say that matter for a request."""
-    while (name := next_to_examine(inventory, request)) is not None:
+def examined(store: Store, inventory: Inventory, request: Request, wanted: Collection[str] = ()) -> Inventory:
+    """The inventory with what the manifests say that matter for a request of a run with these components."""
+    while (name := next_to_examine(inventory, request, wanted)) is not None:
         inventory = examine(store, inventory, name)
     return inventory
 

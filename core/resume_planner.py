@@ -4,7 +4,9 @@ Nothing is loaded and nothing is touched here. The plan is a value: it prints, c
 rank that sees the same things.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 import attrs
 
@@ -20,9 +22,18 @@ from trainfold.core.request import Request, Target
 from trainfold.core.resume_plan import ComponentAction, Refusal, ResumePlan
 from trainfold.core.scalars import Json
 
+_ALWAYS_MEANT: Final = frozenset(
+    {"model", "optimizer", "trainer"}
+)  # a checkpoint without one of them is an export, or weightless
 
-def next_to_examine(inventory: Inventory, request: Request) -> str | None:
+
+def next_to_examine(inventory: Inventory, request: Request, wanted: Collection[str] = ()) -> str | None:
     """The checkpoint whose manifest must be read before a plan can be made, or None when enough is known.
+
+    Args:
+        inventory: the run, as far as it is known.
+        request: what was asked for.
+        wanted: the components of what wants to resume; a checkpoint that left some of them out is passed over for an older one.
 
     Examples:
         >>> from trainfold.core.inventory import Entry
@@ -35,8 +46,49 @@ def next_to_examine(inventory: Inventory, request: Request) -> str | None:
     if request.step is not None:
         chosen = [entry for entry in inventory.entries if entry.head and entry.head.step == request.step]
         return next((entry.name for entry in chosen if entry.manifest is None and entry.problem is None), None)
-    first = next(iter(lineage(inventory)), None)
-    return first.name if first is not None and first.manifest is None else None
+    for entry in lineage(inventory):
+        if entry.manifest is None:
+            return entry.name
+        if not left_out(entry.manifest, request, wanted):
+            return None
+    return None
+
+
+def left_out(manifest: Manifest, request: Request, wanted: Collection[str]) -> tuple[str, ...]:
+    """The components that a resume would miss in a checkpoint that was saved without them on purpose (V06, T24).
+
+    Those are the ones that its manifest lists as omitted, and the model, the optimizer and the counters, without which a checkpoint is an
+    export. Any other component that is not there is one that the script has got since: no older checkpoint is better for it.
+
+    Args:
+        manifest: the checkpoint's.
+        request: what was asked for; what it resets, does not ask for, or lets drift by policy, is not missed.
+        wanted: the components of what wants to resume.
+    """
+    asked = [
+        name
+        for name in wanted
+        if (request.components is None or name in request.components) and name not in request.reset
+    ]
+    return tuple(
+        name
+        for name in asked
+        if (name in manifest.omitted or name in _ALWAYS_MEANT)
+        and manifest.component(name) is None
+        and verdict_of(_kind_of_absence(name, manifest), name, request.policy) == "refuse"
+    )
+
+
+def chosen_manifest(inventory: Inventory, request: Request, wanted: Collection[str]) -> Manifest | None:
+    """The manifest of the checkpoint to resume: the newest usable one that has what is wanted, or else the newest usable one.
+
+    Args:
+        inventory: the run, with the manifests that `next_to_examine` asked for.
+        request: what was asked for, without a step.
+        wanted: the components of what wants to resume.
+    """
+    found = [entry.manifest for entry in lineage(inventory) if entry.manifest is not None]
+    return next((each for each in found if not left_out(each, request, wanted)), found[0] if found else None)
 
 
 @without_collecting
@@ -44,7 +96,7 @@ def plan_resume(inventory: Inventory, target: Target, request: Request) -> Resum
     """Decide how a run resumes, or list every reason why it cannot.
 
     Args:
-        inventory: the run, with the manifest of the checkpoint that `next_to_examine` asked for.
+        inventory: the run, with the manifests of the checkpoints that `next_to_examine` asked for.
         target: what wants to resume.
         request: what was asked for.
 
@@ -58,7 +110,7 @@ def plan_resume(inventory: Inventory, target: Target, request: Request) -> Resum
         >>> print(plan_resume(Inventory("runs/a", "r", ()), Target({}), Request()))
           RunEmpty: runs/a: expected a complete checkpoint, found none; train from the start, or point at another run
     """
-    manifest = _chosen(inventory, request)
+    manifest = _chosen(inventory, request, target)
     if not isinstance(manifest, Manifest):
         return Refusal(inventory.run, None, manifest)
     _check_names(manifest, target, request)
@@ -76,9 +128,10 @@ def plan_resume(inventory: Inventory, target: Target, request: Request) -> Resum
     actions = tuple(_with_targets_choices(action, findings.drifts) for action in actions)
     checkpoint = f"step-{manifest.head.step:08d}"
     refused = tuple(drift for drift in findings.drifts if drift.verdict == "refuse")
+    partial = () if request.step is not None else _partial(inventory, manifest, target, request)
     if refused or findings.problems:
-        return Refusal(inventory.run, checkpoint, (*findings.problems, *refused))
-    passed = () if request.step is not None else _passed_over(inventory, manifest)
+        return Refusal(inventory.run, checkpoint, (*findings.problems, *refused, *partial))
+    passed = () if request.step is not None else (*partial, *_passed_over(inventory, manifest))
     return ResumePlan(
         inventory.run,
         checkpoint,
@@ -102,7 +155,7 @@ def _carried_contract(manifest: Manifest, actions: Sequence[ComponentAction], re
     return step_contract(kept) if resumed else {}
 
 
-def _chosen(inventory: Inventory, request: Request) -> Manifest | tuple[Problem, ...]:
+def _chosen(inventory: Inventory, request: Request, target: Target) -> Manifest | tuple[Problem, ...]:
     if inventory.problem is not None:
         return (inventory.problem,)
     if request.step is not None:
@@ -115,9 +168,9 @@ def _chosen(inventory: Inventory, request: Request) -> Manifest | tuple[Problem,
         saved = [each.head.step for each in inventory.entries if each.head is not None]
         return (Problem("CheckpointMissing", f"{inventory.run}/{name}", "a checkpoint of this step",
                          f"steps {saved[-8:]}" if saved else "no checkpoint", "name a saved step, or none for the newest", 11),)  # fmt: skip
-    first = next(iter(lineage(inventory)), None)
-    if first is not None and first.manifest is not None:
-        return first.manifest
+    found = chosen_manifest(inventory, request, target.components)
+    if found is not None:
+        return found
     bad = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is not None)
     torn = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is None)
     empty = Problem("RunEmpty", inventory.run, "a complete checkpoint", "none",
@@ -147,8 +200,7 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
     if request.components is not None and name not in request.components:
         return ComponentAction(name, "keep", note="not asked for")
     if saved is None:
-        kind = "external_weights" if name == "model" and name in manifest.omitted else "missing_component"
-        findings.drift(kind, name, saved="nothing", wanted="the component")
+        findings.drift(_kind_of_absence(name, manifest), name, saved="nothing", wanted="the component")
         return ComponentAction(name, "keep", note="not saved")
     part = 0
     if len(saved.nodes) > 1:
@@ -184,6 +236,27 @@ def _with_targets_choices(action: ComponentAction, drifts: Sequence[Drift]) -> C
     else:
         kept = []
     return attrs.evolve(action, kept=(*action.kept, *kept)) if kept else action
+
+
+def _kind_of_absence(name: str, manifest: Manifest) -> str:
+    return "external_weights" if name == "model" and name in manifest.omitted else "missing_component"
+
+
+def _partial(inventory: Inventory, manifest: Manifest, target: Target, request: Request) -> tuple[Problem, ...]:
+    """The newer ones that lack what is wanted, each with what it has."""
+    newer = itertools.takewhile(lambda entry: entry.manifest is not manifest, lineage(inventory))
+    return tuple(
+        Problem(
+            "ComponentsLeftOut",
+            f"{inventory.run}/{entry.name}",
+            f"a checkpoint with {', '.join(left_out(entry.manifest, request, target.components))}",
+            f"one saved with {', '.join(component.name for component in entry.manifest.components)} alone",
+            f"nothing, if it is an export; to load what it has, ask for it: step={entry.manifest.head.step}, components=[...]",
+            20,
+        )
+        for entry in newer
+        if entry.manifest is not None
+    )
 
 
 def _passed_over(inventory: Inventory, manifest: Manifest) -> tuple[Problem, ...]:

@@ -9,6 +9,7 @@ from trainfold.adapters.cli.duration import duration_text
 from trainfold.adapters.cli.locate import error_of, open_run
 from trainfold.adapters.cli.output import Answer, Table, UsageError, size_text
 from trainfold.backends.collectives import SingleProcess
+from trainfold.backends.protocols import Store
 from trainfold.backends.run_load import examined, passed_over
 from trainfold.backends.run_save import library_versions
 from trainfold.core.cadence import Cadence, advise_cadence
@@ -19,7 +20,7 @@ from trainfold.core.manifest import Manifest
 from trainfold.core.quarantine import with_quarantined
 from trainfold.core.request import Request, Target, make_request
 from trainfold.core.resume_plan import Refusal, ResumePlan
-from trainfold.core.resume_planner import plan_resume
+from trainfold.core.resume_planner import chosen_manifest, plan_resume
 
 _CAVEAT = (
     "planned for a run built exactly as it was saved; your own model, data and world are compared "
@@ -68,7 +69,8 @@ def _resume(run: Path, request: Request) -> Answer:
     store, inventory = open_run(run)
     known = passed_over(store, request, SingleProcess())
     inventory = examined(store, with_quarantined(inventory, known), request)
-    planned = plan_resume(inventory, _same_run(inventory, request), request)
+    inventory, target = _same_run(store, inventory, request)
+    planned = plan_resume(inventory, target, request)
     return _refused(planned) if isinstance(planned, Refusal) else _planned(planned)
 
 
@@ -113,10 +115,19 @@ def target_of(manifest: Manifest) -> Target:
     )
 
 
-def _same_run(inventory: Inventory, request: Request) -> Target:
-    """The target that the chosen checkpoint would have; the planner decides, this asks it which one it chose."""
+def _same_run(store: Store, inventory: Inventory, request: Request) -> tuple[Inventory, Target]:
+    """The target that fits the chosen checkpoint; the planner decides, this asks it which one it chose.
+
+    The newest may have a part of what the run saves (V06). What resumes the run wants all of it.
+    """
     probe = plan_resume(inventory, Target({}), request)
-    return target_of(probe.manifest) if isinstance(probe, ResumePlan) else Target({})
+    if not isinstance(probe, ResumePlan):
+        return inventory, Target({})
+    if request.step is not None or not probe.manifest.omitted:
+        return inventory, target_of(probe.manifest)
+    wanted = {*probe.manifest.omitted, *(component.name for component in probe.manifest.components)}
+    inventory = examined(store, inventory, request, wanted)
+    return inventory, target_of(chosen_manifest(inventory, request, wanted) or probe.manifest)
 
 
 def _planned(plan: ResumePlan) -> Answer:
