@@ -4,11 +4,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import attrs
 
 from trainfold.backends.best_reader import (
+    BEST_POINTER,
     best_bytes,
     best_checkpoint,
     best_checkpoints,
@@ -39,7 +40,6 @@ from trainfold.core.score import beats
 __all__ = ["BEST_POINTER", "BestIgnored", "best_checkpoint", "best_checkpoints", "best_scores", "load_best", "load_best_n",
            "save_best"]  # fmt: skip
 
-BEST_POINTER: Final = "best"
 _T = TypeVar("_T")
 
 

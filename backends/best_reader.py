@@ -1,6 +1,7 @@
 """Reading a run's ``best.json``: what it holds on to, and how much of it can still be loaded."""
 
 from collections.abc import Iterable
+from typing import Final
 
 from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.protocols import Store
@@ -11,6 +12,13 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.inventory import lineage
 from trainfold.core.manifest import Head
 from trainfold.core.save_plan import directory_of
+
+BEST_POINTER: Final = "best"
+
+
+def best_name(file: BestFile) -> str:
+    """The checkpoint that is the best, as the file says."""
+    return directory_of(step_of_best(file.record))
 
 
 def best_checkpoint(store: Store) -> str | None:

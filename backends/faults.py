@@ -102,7 +102,8 @@ class Disk:
         elif kind == "commit":
             self._enter(name, effect.data)
         elif kind == "delete":
-            self._enter(name, None)
+            if self.hints.pop(name, None) is None:
+                self._enter(name, None)
         elif kind == "point":
             self.hints[name] = effect.data.decode()
         elif kind == "sync":

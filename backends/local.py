@@ -1,7 +1,9 @@
 """A store in a directory of a local filesystem, with the commit protocol that survives power cuts."""
 
 import errno
+import logging
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -26,8 +28,9 @@ from trainfold.backends.local_files import (
 from trainfold.backends.names import MANIFEST, directory_of, is_component, split_name
 from trainfold.backends.protocols import Buffer
 from trainfold.core.codec import digest_of
-from trainfold.core.errors import CheckpointForeign, CommitConflict
+from trainfold.core.errors import CommitConflict
 
+_LOG = logging.getLogger("trainfold")
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _MARGIN_BYTES: Final = 1 << 20  # directories, the manifest, and what the filesystem keeps about them
 
@@ -62,6 +65,7 @@ class LocalStore:
         self._swapping = threading.Lock()
         self._held: run_lock.HeldLock | None = None
         self._durable: tuple[int, int] | None = None  # the directory whose own name is known to be
+        self._shadowed: set[str] = set()  # hints whose names are taken, as was said
 
     @property
     def url(self) -> str:
@@ -175,11 +179,17 @@ class LocalStore:
                 return
             directory = directory_of(name)
             with open_directory(self._root, directory) as parent:
+                # sidecars first: where one cannot be removed, the checkpoint is whole and is tried again (E05)
+                with os.scandir(parent) as entries:
+                    sidecars = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+                for below in sidecars:
+                    shutil.rmtree(below, dir_fd=parent)
                 with suppress(FileNotFoundError):
                     os.unlink(MANIFEST, dir_fd=parent)
                     os.fsync(parent)
                 for below in os.listdir(parent):  # noqa: PTH208  # of an open directory, not of a path
-                    self._unlink_below(parent, directory, below)
+                    with suppress(FileNotFoundError):
+                        os.unlink(below, dir_fd=parent)
             os.rmdir(path_of(self._root, directory))  # noqa: PTH106
             self._sync_root()
 
@@ -188,8 +198,14 @@ class LocalStore:
         split_name(name), split_name(target)
         temporary = f"{STAGED_PREFIX}{os.getpid()}-{threading.get_ident()}-{name}"
         with suppress(OSError), open_directory(self._root, "") as parent:
+            if self._is_shadowed(parent, name):
+                return
             os.symlink(target, temporary, dir_fd=parent)
-            os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+            try:
+                os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+            except OSError:
+                os.unlink(temporary, dir_fd=parent)
+                raise
 
     def pointers(self) -> dict[str, str]:
         """See `Store.pointers`: links to a sibling."""
@@ -241,6 +257,21 @@ class LocalStore:
                 pass
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    def _is_shadowed(self, parent: int, name: str) -> bool:
+        """Whether something of the user's own has the name of a hint; that is said once, and left alone (E13)."""
+        try:
+            found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        if stat.S_ISLNK(found.st_mode):
+            return False
+        if name not in self._shadowed:
+            kind = "directory" if stat.S_ISDIR(found.st_mode) else "file"
+            _LOG.warning("%s is a %s and not the hint that a save keeps there: it is left as it is, and does not say which checkpoint "
+                         "is meant; a resume does not need it; remove it to have the hint", self._where(name), kind)  # fmt: skip
+        self._shadowed.add(name)
+        return True
 
     def _stat(self, name: str) -> os.stat_result | None:
         """What is known of a file; None where there is none, or a directory."""
@@ -327,19 +358,6 @@ class LocalStore:
         with self._mutex:
             is_ours = self._held is not None
         return nullcontext() if is_ours else self.lock()
-
-    def _unlink_below(self, parent: int, directory: str, below: str) -> None:
-        try:
-            os.unlink(below, dir_fd=parent)
-        except FileNotFoundError:
-            pass
-        except IsADirectoryError as error:
-            raise CheckpointForeign(
-                f"{path_of(self._root, directory)}/{below}",
-                expected="only files in a checkpoint",
-                found="a directory",
-                mend="look what it is and remove it yourself",
-            ) from error
 
 
 def _is_hint(parent: int, name: str) -> bool:

@@ -133,7 +133,7 @@ class MemoryStore:
             self._check_alive()
             if not name.endswith("/"):
                 split_name(name)
-                names = [name] if name in self._disk.files else []
+                names = [name] if name in self._disk.files or name in self._disk.hints else []
             else:
                 directory = directory_of(name)
                 found = self._disk.names_below(directory)

@@ -114,9 +114,11 @@ class Store(Protocol):
         """
 
     def delete(self, name: str) -> None:
-        """Remove a file, or ``directory/`` with all that is below, durably; what is absent is fine, and stays so after a crash.
+        """Remove a file, a hint, or ``directory/`` with all that is below, durably; what is absent is fine, and stays so after a crash.
 
-        Of a directory, ``manifest.json`` goes first and durably, so that no crash leaves a committed half.
+        Of the files in a directory, ``manifest.json`` goes first and durably, so that no crash leaves a committed half. Where a store
+        has directories inside of a checkpoint's, such as a user's exports, they go before it: if one cannot be removed, the checkpoint
+        is still whole.
         """
 
     def point(self, name: str, target: str) -> None:

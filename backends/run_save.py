@@ -181,7 +181,8 @@ def _after_commit(manifest: Manifest, plan: SavePlan, store: Store) -> None:
         named = {MANIFEST, *(file.name for file in manifest.files)}
         for stale in store.list(plan.directory):
             if stale not in named:
-                store.delete(f"{plan.directory}/{stale}")
+                with suppress(TrainfoldError, OSError):  # a sidecar's directory: it goes with the checkpoint
+                    store.delete(f"{plan.directory}/{stale}")
 
 
 def _check_sizes(plan: SavePlan, store: Store) -> None:

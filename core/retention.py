@@ -13,7 +13,7 @@ from trainfold.core.scalars import shown
 from trainfold.core.score import Direction, checked_direction
 
 __all__ = ["Retention", "RetentionPlan", "Rule", "Saved", "check_keep_last", "keep_all", "keep_best", "keep_every", "keep_last",
-           "keep_newer", "plan_retention"]  # fmt: skip
+           "keep_newer", "plan_left_behind", "plan_retention"]  # fmt: skip
 
 
 @final
@@ -180,6 +180,43 @@ def plan_retention(
     if isinstance(protected, str):
         raise InvalidArgument("protected", expected="names", found=shown(protected), mend="put the name into a set")
     return _planned(checkpoints, policy, written, protected)
+
+
+def plan_left_behind(
+    checkpoints: Iterable[Saved], *, policy: Retention | None, protected: Mapping[str, str]
+) -> RetentionPlan:
+    """Say which of the checkpoints that rewinds have left behind stay, and which may go.
+
+    Laws: without a policy all of them stay. With one, those stay that it keeps of them alone, and the protected ones; the run's present
+    lineage neither counts nor goes.
+
+    Args:
+        checkpoints: the complete checkpoints that the present lineage does not go through, in any order.
+        policy: what to keep of them, such as ``keep_newer(7 * 86_400)``; None for all.
+        protected: name -> why, of those that a pointer, or a best, holds on to.
+
+    Returns:
+        The plan.
+
+    Examples:
+        >>> left = [Saved(f"step-{step}", step, timeline=0) for step in (20, 30, 40)]
+        >>> print(plan_left_behind(left, policy=keep_last(1), protected={"step-20": "the best"}))
+        step-20  stays  the best
+        step-40  stays  left behind, the last one
+        step-30  goes   nothing keeps it
+    """
+    ordered = tuple(sorted(checkpoints, key=lambda one: (one.timeline, one.step, one.name)))
+    free = tuple(one for one in ordered if one.name not in protected)
+    rules = (All(),) if policy is None else policy.rules
+    keepers = [(str(rule), rule.kept(free)) for rule in rules] if free else []
+    kept: dict[str, tuple[str, ...]] = {}
+    for one in ordered:
+        why = tuple(f"left behind, {text}" for text, names in keepers if one.name in names)
+        if one.name in protected:
+            why = (protected[one.name],)
+        if why:
+            kept[one.name] = why
+    return RetentionPlan(kept, tuple(one.name for one in ordered if one.name not in kept))
 
 
 def check_keep_last(keep_last: int | None, where: str = "keep_last") -> int | None:

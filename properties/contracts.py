@@ -300,6 +300,10 @@ def hints_are_replaced(store: Store) -> None:
     _equal("names", expected=[], found=store.list())
     found = store.pointers()  # a place that cannot have hints has none
     _equal("pointers", expected={"best": "step-2", "latest": "step-1"} if found else {}, found=found)
+    store.delete("best")
+    _equal(
+        "pointers without one that was deleted", expected={"latest": "step-1"} if found else {}, found=store.pointers()
+    )
 
 
 STORE_RULES: Final[tuple[Rule, ...]] = (

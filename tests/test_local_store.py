@@ -313,12 +313,18 @@ def test_short_reads_are_continued_and_a_shrunken_file_is_torn(store, monkeypatc
             read_into(memoryview(buffer), 5)
 
 
-def test_a_checkpoint_with_a_foreign_directory_inside_is_not_swept_away(store):
+def test_a_directory_inside_of_a_checkpoint_goes_with_it_and_links_in_it_are_not_followed(store, tmp_path):
+    """E05: a sidecar; it goes before the manifest, so that one which cannot be removed leaves the checkpoint whole."""
     save(store)
-    Path(store.url, "step-1/mine").mkdir()
-    with pytest.raises(CheckpointForeign, match="mine"):
-        store.delete("step-1/")
-    assert "manifest.json" not in store.list("step-1")
+    mine = Path(store.url, "step-1/mine/deep")
+    mine.mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("stays")
+    (mine / "link").symlink_to(tmp_path / "elsewhere")
+    Path(store.url, "step-1/link").symlink_to(tmp_path / "elsewhere")
+    store.delete("step-1/")
+    assert not Path(store.url, "step-1").exists()
+    assert (tmp_path / "elsewhere" / "file").read_text() == "stays"
 
 
 # --- full and forbidden places ---------------------------------------------------------------------------------------

@@ -47,12 +47,18 @@ def check_source(requests: object) -> None:
 
 def retention_given(last: int | None, keep: Retention | None) -> Retention:
     """One rule of ``keep_last`` and ``keep``."""
-    if keep is not None and not isinstance(keep, Retention):
-        raise InvalidArgument("keep", expected="a Retention, or None", found=shown(keep),
-                              mend="such as keep_last(3) | keep_every(10_000)")  # fmt: skip
     if keep is None:
         return keep_last(check_keep_last(last))
-    return keep | keep_last(last) if check_keep_last(last) else keep
+    policy = policy_given("keep", keep)
+    return policy | keep_last(last) if check_keep_last(last) else policy
+
+
+def policy_given(name: str, keep: object) -> Retention:
+    """A policy of retention."""
+    if not isinstance(keep, Retention):
+        raise InvalidArgument(name, expected="a Retention, or None", found=shown(keep),
+                              mend="such as keep_last(3) | keep_every(10_000)")  # fmt: skip
+    return keep
 
 
 def room_given(max_extra_bytes: int | None) -> int | None:

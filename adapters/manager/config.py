@@ -64,6 +64,7 @@ class CheckpointConfig:
         at_end: whether the state is saved that the run ends with.
         keep_last: keep so many of the newest checkpoints; 0 or None for all.
         keep: what else to keep.
+        keep_left_behind: what to keep of the checkpoints that rewinds have left behind; None for all.
         mode: ``"sync"`` or ``"async"``.
         max_extra_bytes: memory that an asynchronous save may take beside the state; None for as much as the state.
         hold_check: whether an asynchronous save looks for writers that neither hooks nor version counters show.
@@ -90,6 +91,7 @@ class CheckpointConfig:
     at_end: bool = True
     keep_last: int | None = None
     keep: Retention | None = None
+    keep_left_behind: Retention | None = None
     mode: str = "sync"
     max_extra_bytes: int | None = None
     hold_check: bool = False

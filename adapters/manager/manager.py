@@ -15,6 +15,7 @@ from trainfold.adapters.manager.arguments import (
     check_source,
     flag,
     one_of,
+    policy_given,
     retention_given,
     room_given,
 )
@@ -71,6 +72,8 @@ class CheckpointManager:
         keep_last: keep so many of the newest complete checkpoints; 0 or None for all (E01). What ``save_best`` named stays
             beside them (E02).
         keep: what else to keep, such as ``keep_every(10_000)``; the newest one and those that a rule keeps stay (E07).
+        keep_left_behind: what to keep of the checkpoints that rewinds have left behind, such as ``keep_newer(7 * 86_400)``; None for all
+            of them. What a pointer or ``best.json`` names stays.
         mode: ``"sync"``: a save is durable when it returns; or ``"async"``.
         max_extra_bytes: memory that an async save may take beside the state; None for as much as the state; 0: an update waits
             until everything is written. 8 MiB of it are the writer's. What changes at any moment and has no room is waited for
@@ -122,6 +125,7 @@ class CheckpointManager:
         at_end: bool = True,
         keep_last: int | None = None,
         keep: Retention | None = None,
+        keep_left_behind: Retention | None = None,
         mode: str = "sync",
         max_extra_bytes: int | None = None,
         hold_check: bool = False,
@@ -144,6 +148,7 @@ class CheckpointManager:
             self._skips = one_of("when_busy", when_busy, ("wait", "skip")) == "skip"
             triggers = make_triggers(every=every, every_secs=every_secs, at_end=at_end)
             retention = retention_given(keep_last, keep)
+            left_behind = None if keep_left_behind is None else policy_given("keep_left_behind", keep_left_behind)
             room = room_given(max_extra_bytes)
             names = names_given(components)
             policy = check_policy(policy)
@@ -162,7 +167,7 @@ class CheckpointManager:
             self._resumer = Resumer(self._store, world, names, policy, agreed)
             self._due = Due(triggers, requests, world)
             self._saves = Saves(self._store, world, components=names, contract=agreed, is_async=is_async, room=room, hold_check=flag("hold_check", hold_check), due=self._due,
-                                keeper=Keeper(self._store, retention), announcer=self._announcer, held=kept)  # fmt: skip
+                                keeper=Keeper(self._store, retention, left_behind), announcer=self._announcer, held=kept)  # fmt: skip
             kept.append(making.pop_all())
         self._held, self._is_open, self._let_go = kept[0], True, let_go
 

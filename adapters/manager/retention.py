@@ -2,10 +2,10 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import final
 
-from trainfold.backends.best_reader import best_bytes, named_by, parsed_best, scores_in
+from trainfold.backends.best_reader import BEST_POINTER, best_bytes, best_name, named_by, parsed_best, scores_in
 from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.naming import naming_best
 from trainfold.backends.protocols import Store
@@ -14,10 +14,10 @@ from trainfold.backends.run_save import SaveResult
 from trainfold.core.best_json import BEST_FILE, BestFile
 from trainfold.core.codec import digest_of
 from trainfold.core.events import Event
-from trainfold.core.inventory import Inventory, lineage
+from trainfold.core.inventory import Entry, Inventory, lineage
 from trainfold.core.quarantine import with_quarantined
-from trainfold.core.retention import Retention, RetentionPlan, Saved, plan_retention
-from trainfold.core.save_plan import MANIFEST, is_data_file, step_of
+from trainfold.core.retention import Retention, Saved, plan_left_behind, plan_retention
+from trainfold.core.save_plan import MANIFEST, directory_of, is_data_file, step_of
 
 _LOG = logging.getLogger("trainfold")
 
@@ -29,11 +29,13 @@ class Keeper:
     Args:
         store: the run, whose lock is held.
         policy: what to keep.
+        left_behind: what to keep of the checkpoints that rewinds have left behind; None for all.
     """
 
-    def __init__(self, store: Store, policy: Retention) -> None:
+    def __init__(self, store: Store, policy: Retention, left_behind: Retention | None = None) -> None:
         self._store = store
         self._policy = policy
+        self._left_behind = left_behind
         self._proved: dict[str, Mapping[str, int]] = {}  # files and their sizes, so that each manifest is read once
         self._durable_best: bytes | None = None
 
@@ -60,7 +62,8 @@ class Keeper:
         inventory = read_inventory(self._store)
         data = best_bytes(self._store)
         best = None if data is None else parsed_best(self._store, data)
-        deleted = self._plan(result, inventory, best).deleted
+        self._lead_best_back(inventory, best)
+        deleted = self._plan(result, inventory, best)
         if deleted and data is not None and data != self._durable_best:
             self._store.commit(BEST_FILE, data, replaces=digest_of(data))  # else a crash may bring an earlier one back
             self._durable_best = data
@@ -73,17 +76,43 @@ class Keeper:
         for name in self._torn(result, inventory):
             self._store.delete(f"{name}/")
 
-    def _plan(self, result: SaveResult, inventory: Inventory, best: BestFile | None) -> RetentionPlan:
+    def _lead_best_back(self, inventory: Inventory, best: BestFile | None) -> None:
+        """Where a rewind has left the best behind, its pointer leads to the best of those that are kept, or goes (E12).
+
+        The file itself stays: whoever reads it looks at the timelines. A pointer is followed by people, who do not.
+        """
+        if best is None or self._store.pointers().get(BEST_POINTER) != best_name(best):
+            return
+        present = {(entry.name, entry.head.timeline) for entry in lineage(inventory) if entry.head is not None}
+        if (best_name(best), best.timeline) in present:
+            return
+        names = ((directory_of(entry.step), of) for entry, of in best.kept)
+        found = next((name for name, of in names if (name, of) in present), None)
+        if found is None:
+            self._store.delete(BEST_POINTER)
+            _LOG.warning("%s: the rewind has left the best, %s, behind: the pointer `best` is removed until one is saved",
+                         self._store.url, best_name(best))  # fmt: skip
+        else:
+            self._store.point(BEST_POINTER, found)
+            _LOG.warning("%s: the rewind has left the best, %s, behind: the pointer `best` leads to %s, the best of those that are kept",
+                         self._store.url, best_name(best), found)  # fmt: skip
+
+    def _plan(self, result: SaveResult, inventory: Inventory, best: BestFile | None) -> tuple[str, ...]:
+        """What may go, in order."""
         complete = self._complete(result, inventory, scores_in(best))
         written = next((one for one in complete if one.name == result.checkpoint), None)
         pointed = {target: f"the pointer {name}" for name, target in self._store.pointers().items()}
         protected = {**pointed, **named_by(best)}
-        return plan_retention(
+        plan = plan_retention(
             complete,
             policy=self._policy,
             written=written or Saved(result.checkpoint, result.step, result.timeline),
             protected=protected,
         )
+        if self._left_behind is None:
+            return plan.deleted
+        left = self._complete_left_behind(result, inventory, scores_in(best))
+        return plan.deleted + plan_left_behind(left, policy=self._left_behind, protected=protected).deleted
 
     def _torn(self, result: SaveResult, inventory: Inventory) -> list[str]:
         names = [entry.name for entry in inventory.entries if entry.head is None]
@@ -96,15 +125,34 @@ class Keeper:
     ) -> list[Saved]:
         """The complete checkpoints of the present lineage that can be loaded, as far as is known.
 
-        What a rewind left behind is not this run's to delete (E16).
+        What a rewind left behind goes by a rule of its own, if there is one (E16).
         """
         inventory = with_quarantined(inventory, quarantined(self._store))
+        chosen = lineage(inventory)
+        whole = [each for each in chosen if each.name == result.checkpoint or self._is_whole(inventory, each.name)]
+        return self._saved(whole, scores)
+
+    def _complete_left_behind(
+        self, result: SaveResult, inventory: Inventory, scores: Mapping[tuple[str, int], float]
+    ) -> list[Saved]:
+        """The complete checkpoints of earlier timelines that the present lineage does not go through."""
+        inventory = with_quarantined(inventory, quarantined(self._store))
+        mine = {entry.name for entry in lineage(inventory)}
+        earlier = [
+            entry
+            for entry in inventory.entries
+            if entry.is_candidate
+            and entry.head is not None
+            and entry.head.timeline < result.timeline
+            and entry.name not in mine
+        ]
+        return self._saved([each for each in earlier if self._is_whole(inventory, each.name)], scores)
+
+    def _saved(self, entries: Iterable[Entry], scores: Mapping[tuple[str, int], float]) -> list[Saved]:
         now = time.time()
         found = []
-        for entry in lineage(inventory):
+        for entry in entries:
             if entry.head is None:
-                continue
-            if entry.name != result.checkpoint and not self._is_whole(inventory, entry.name):
                 continue
             committed_at = self._store.committed_at(f"{entry.name}/{MANIFEST}")
             age_secs = None if committed_at is None else now - committed_at
