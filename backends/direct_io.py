@@ -118,7 +118,7 @@ def write_stream(fd: int, parts: Iterable[Buffer], *, size_bytes: int) -> int:
             if given > size_bytes:
                 break
             queue.put(data)
-        queue.finish()
+        queue.finish(pads=is_direct)
     if is_direct:
         os.ftruncate(fd, min(given, size_bytes))  # the last write was padded to the alignment
     return given
@@ -253,9 +253,9 @@ class _Queue:
             if self.filled == BUFFER_BYTES:
                 self._send(BUFFER_BYTES)
 
-    def finish(self) -> None:
+    def finish(self, *, pads: bool) -> None:
         if self.filled:
-            padded = -(-self.filled // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            padded = -(-self.filled // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if pads else self.filled
             self.free[0][self.filled : padded] = 0
             self._send(padded)
         while self.busy:

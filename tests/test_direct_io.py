@@ -45,6 +45,12 @@ def written(folder, parts, *, size_bytes=None):
         os.close(fd)
 
 
+def test_a_file_has_no_padding_where_the_filesystem_has_no_direct_writes(tmp_path):
+    """W18: a save of any file above 1 MiB failed there, since the last write was padded and only cut in direct mode."""
+    with mock.patch.object(direct_io, "try_direct", return_value=False):
+        assert written(tmp_path, [b"x" * (PAGE + 7), b"y"]) == b"x" * (PAGE + 7) + b"y"
+
+
 def refusing(started):
     """Threads of which only so many can be started, as at the end of Python (from 3.12 on) or of a limit."""
     real, left = threading.Thread.start, [None] * started

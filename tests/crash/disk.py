@@ -17,6 +17,7 @@ from typing import TypeAlias, final
 import attrs
 
 from crash.effects import TOP, Bind, Effect, Move, Resize, Sync, SyncFailed, Unbind, Write
+from crash.extents import FILE, WHOLE_BYTES, Data, Extents
 
 BLOCK_BYTES = 4096
 _BLOCK_CHOICES = 6  # files with so many unsynced blocks are torn in every way; with more, in some
@@ -61,21 +62,21 @@ class Disk:
     entries: Mapping[Entry, int] = attrs.field(factory=dict)
     pending: tuple[Change, ...] = ()
     kinds: Mapping[int, str] = attrs.field(factory=lambda: {TOP: "directory"})
-    durable: Mapping[int, bytes] = attrs.field(factory=dict)
+    durable: Mapping[int, Data] = attrs.field(factory=dict)
     written: Mapping[int, tuple[FileOp, ...]] = attrs.field(factory=dict)
     dropped: frozenset[int] = frozenset()
     count: int = 0
 
     @classmethod
-    def of(cls, files: Mapping[str, bytes | str | None]) -> "Disk":
+    def of(cls, files: Mapping[str, Data | str | None]) -> "Disk":
         """A disk that holds these files durably: path -> bytes, None for a directory, a text for where a link leads."""
         inodes = {"": TOP, **{path: inode for inode, path in enumerate(sorted(files), TOP + 1)}}
         entries, durable, kinds = {}, {}, {TOP: "directory"}
         for path, data in files.items():
             above, _, name = path.rpartition("/")
             entries[inodes[above], name] = inode = inodes[path]
-            kinds[inode] = "directory" if data is None else "file" if isinstance(data, bytes) else f"link:{data}"
-            if isinstance(data, bytes):
+            kinds[inode] = "directory" if data is None else "file" if isinstance(data, FILE) else f"link:{data}"
+            if isinstance(data, FILE):
                 durable[inode] = data
         return cls(entries, (), kinds, durable)
 
@@ -132,7 +133,7 @@ class Disk:
         numbers = {self.pending[i].number for i in chosen}
         return all(self.pending[i].needs is None or self.pending[i].needs in numbers for i in chosen)
 
-    def contents(self, inode: int) -> tuple[bytes, ...]:
+    def contents(self, inode: int) -> tuple[Data, ...]:
         """What a file may hold after a crash; the first is what is durable, the last is all that was written."""
         return _contents(self.durable[inode], self.written.get(inode, ()))
 
@@ -144,8 +145,11 @@ def _apply(entries: dict[Entry, int], change: Change) -> None:
         entries[change.entry] = change.inode
 
 
-def content(data: bytes, ops: Iterable[FileOp]) -> bytes:
+def content(data: Data, ops: Iterable[FileOp]) -> Data:
     """A file's bytes after writes and changes of its size."""
+    ops = tuple(ops)
+    if isinstance(data, Extents) or max(map(_reach, ops), default=0) > WHOLE_BYTES:
+        return Extents.of(data).after(ops)
     out = bytearray(data)
     for op in ops:
         if isinstance(op, Resize):
@@ -156,9 +160,15 @@ def content(data: bytes, ops: Iterable[FileOp]) -> bytes:
     return bytes(out)
 
 
+def _reach(op: FileOp) -> int:
+    return op.size if isinstance(op, Resize) else op.offset + len(op.data)
+
+
 @cache
-def _contents(old: bytes, ops: tuple[FileOp, ...]) -> tuple[bytes, ...]:
+def _contents(old: Data, ops: tuple[FileOp, ...]) -> tuple[Data, ...]:
     """None, all, each prefix of the writes, each size, each subset of the blocks that were written; zeros elsewhere."""
+    if isinstance(old, Extents) or max(map(_reach, ops), default=0) > WHOLE_BYTES:
+        return _large_contents(Extents.of(old), ops)
     stages = [content(old, ops[:i]) for i in range(len(ops) + 1)]
     new = stages[-1]
     dirty = _dirty_blocks(ops, max(map(len, stages)))
@@ -174,6 +184,32 @@ def _contents(old: bytes, ops: tuple[FileOp, ...]) -> tuple[bytes, ...]:
                 part = slice(block * BLOCK_BYTES, min(size, (block + 1) * BLOCK_BYTES))
                 out[part] = longest[part] if len(new) < len(longest) else new[part].ljust(part.stop - part.start, b"\0")
             found[bytes(out)] = None
+    found.pop(new, None)
+    return (*found, new)
+
+
+def _large_contents(old: Extents, ops: tuple[FileOp, ...]) -> tuple[Extents, ...]:
+    """As `_contents`, with the extents that were written, and the last block, in place of all blocks."""
+    stages = [old.after(ops[:i]) for i in range(len(ops) + 1)]
+    new, longest = stages[-1], max(stages, key=len)
+    edges = {0, len(old), len(new), len(longest), len(new) // BLOCK_BYTES * BLOCK_BYTES}
+    edges |= {edge for op in ops if isinstance(op, Write) for edge in (op.offset, op.offset + len(op.data))}
+    places = sorted(edge for edge in edges if edge <= len(longest))
+    units = [(low, high) for low, high in itertools.pairwise(places) if longest.cut(low, high) != old.cut(low, high)]
+    found = dict.fromkeys(stages[:-1])
+    for size in places:
+        inside = [unit for unit in units if unit[0] < size]
+        held = range(len(inside))
+        for chosen in {
+            *(tuple(held[:i]) for i in (0, *held, len(held))),
+            *(tuple(j for j in held if j != i) for i in held),
+        }:
+            out = old.cut(0, size)
+            for low, high in (inside[i] for i in chosen):
+                source = longest if len(new) < len(longest) else new
+                out = Extents([*out.cut(0, low).slices, *source.cut(low, min(high, size)).slices,
+                               *out.cut(min(high, size), size).slices])  # fmt: skip
+            found[out] = None
     found.pop(new, None)
     return (*found, new)
 

@@ -128,6 +128,11 @@ class Recorder:
             return self._path(args[1], kwargs.get("dst_dir_fd"))
         return self._path(args[1] if name == "symlink" else args[0], kwargs.get("dir_fd"))
 
+    def descriptor_of_directory(self, fd: int) -> int:
+        """Another descriptor, of the directory in which an open file was made."""
+        above, _ = os.path.split(self._opened[fd][0])
+        return next(other for other, (path, _) in self._opened.items() if path == above)
+
     def sync_failed(self, fd: int) -> None:
         """Note that a file could not be made durable."""
         with self._mutex:

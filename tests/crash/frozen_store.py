@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, final
 
+from crash.extents import FILE, Data
 from trainfold.backends.failures import missing, not_a_directory, torn
 from trainfold.backends.names import directory_of, is_component, split_name
 from trainfold.core.errors import CheckpointHostile
 
-Files = Mapping[str, bytes | str | None]
+Files = Mapping[str, Data | str | None]
 
 
 @final
@@ -24,7 +25,7 @@ class FrozenStore:
     def __init__(self, files: Files, run: str = "run") -> None:
         self._run = run
         self.files = {path.removeprefix(f"{run}/"): data for path, data in files.items() if path.startswith(f"{run}/")}
-        self._is_a_file = isinstance(files.get(run), bytes)
+        self._is_a_file = isinstance(files.get(run), FILE)
 
     @property
     def url(self) -> str:
@@ -67,10 +68,10 @@ class FrozenStore:
     def pointers(self) -> dict[str, str]:
         return {}
 
-    def _data(self, name: str) -> bytes:
+    def _data(self, name: str) -> Data:
         split_name(name)
         data = self.files.get(name)
-        if not isinstance(data, bytes):
+        if not isinstance(data, FILE):
             raise missing(name)
         return data
 
@@ -80,7 +81,7 @@ class FrozenStore:
     write = commit = delete = point = lock = reserve = _refuse
 
 
-def visible(files: Files) -> dict[str, bytes | str | None]:
+def visible(files: Files) -> dict[str, Data | str | None]:
     """What a reader of the run can see: not what is staged, nor the lock, nor the hints."""
     return {
         path: data
@@ -98,7 +99,7 @@ def materialise(files: Files, top: str | os.PathLike[str]) -> None:
         elif isinstance(data, str):
             place.symlink_to(data)
         else:
-            place.write_bytes(data)
+            place.write_bytes(bytes(data))
 
 
 def files_in(top: str | os.PathLike[str]) -> dict[str, bytes | str | None]:

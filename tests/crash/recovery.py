@@ -14,7 +14,7 @@ import trainfold
 from crash.disk import Disk
 from crash.effects import Effect, Mark
 from crash.frozen_store import Files, FrozenStore, materialise, visible
-from crash.scenarios import SHM, Doing, digest_of_state, record, state_at
+from crash.scenarios import SHM, Doing, Make, digest_of_state, record, state_at
 from crash.states import Budget, CrashState, crash_states, digest_of_files
 from trainfold.backends.best_file import load_best
 from trainfold.backends.inventory import read_inventory
@@ -43,6 +43,7 @@ class Promised:
         attempts_perhaps: another number, whose writer was killed.
         saved: every digest that a checkpoint of that name may have.
         perhaps: digests of the states whose save failed since: each may be there or not.
+        known: every checkpoint that was ever acknowledged, whatever became of it since.
     """
 
     newest: str | None = None
@@ -54,6 +55,7 @@ class Promised:
     attempts_perhaps: int | None = None
     saved: tuple[tuple[str, str], ...] = ()
     perhaps: tuple[str, ...] = ()
+    known: frozenset[str] = frozenset()
 
     def after(self, mark: Mark) -> "Promised":
         """What is promised after one more mark."""
@@ -73,7 +75,8 @@ class Promised:
         if mark.what == "begin":
             return attrs.evolve(self, in_flight=what, standing=kept, saved=(*self.saved, (name, what.digest)))
         kept = tuple(pair for pair in kept if pair[0] not in what.gone)
-        return attrs.evolve(self, newest=what.digest, standing=(*kept, (name, what.digest)), in_flight=None, perhaps=())
+        standing, known = (*kept, (name, what.digest)), self.known | {name}
+        return attrs.evolve(self, newest=what.digest, standing=standing, in_flight=None, perhaps=(), known=known)
 
 
 def promises(effects: Sequence[Effect], before: Promised | None = None) -> list[Promised]:
@@ -104,10 +107,10 @@ class Found:
     wrong: tuple[str, ...] = ()
 
 
-def look(store: Store) -> Found:
+def look(store: Store, make: Make = state_at) -> Found:
     """Recover, and look at everything else too."""
     wrong: list[str] = []
-    like = state_at(0)
+    like = make(0, 0)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
@@ -181,7 +184,15 @@ def broken(found: Found, promised: Promised) -> list[str]:
     return wrong
 
 
-def go_on(files: Files, promised: Promised) -> list[str]:
+def leading(files: Files, promised: Promised) -> list[str]:
+    """The pointers that are ahead of what they point to: a person who follows one finds what nobody has committed."""
+    links = {path: data for path, data in files.items() if isinstance(data, str) and not path.startswith("run/.")}
+    there = {path.split("/")[1] for path in files if path.endswith("/manifest.json")}
+    ahead = {path: target for path, target in links.items() if target not in there | promised.known}
+    return [f"{path} leads to {target}, which is no checkpoint" for path, target in ahead.items()]
+
+
+def go_on(files: Files, promised: Promised, make: Make = state_at) -> list[str]:
     """What goes wrong when a program goes on from there without any help: it locks, which tidies, and saves."""
     with TemporaryDirectory(dir=SHM) as top:
         materialise(files, top)
@@ -191,23 +202,23 @@ def go_on(files: Files, promised: Promised) -> list[str]:
                 left = sorted(staged(run))
             if left:
                 return [f"left after the lock was taken: {left}"]
-        wrong = broken(look(LocalStore(run)), promised)
+        wrong = broken(look(LocalStore(run), make), promised)
         again = (
             [now.step] if (now := promised.in_flight) is not None and now.digest else []
         )  # over what the crash left of it
         for step in (*again, _FURTHER):
-            state = state_at(step, variant=9)
+            state = make(step, 9)
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     trainfold.save(state, run)
-                    found = digest_of_state(trainfold.load(run, like=state_at(0)))
+                    found = digest_of_state(trainfold.load(run, like=make(0, 0)))
             except TrainfoldError as error:
                 return [*wrong, f"step {step} cannot be saved after the crash: {error}"]
             if found != digest_of_state(state):
                 wrong.append(f"step {step}, saved after the crash, is not what is loaded")
         left = sorted(staged(run))
-        after = look(LocalStore(run))
+        after = look(LocalStore(run), make)
     replaced = {directory_of(step) for step in (*again, _FURTHER)} | set(() if now is None else now.gone)
     lost = [pair for pair in promised.standing if pair not in after.whole and pair[0] not in replaced]
     return [
@@ -230,13 +241,15 @@ class Examiner:
 
     Args:
         go_on_share: from which share of the disks, staged files included, a program goes on.
+        make: what the program saves: the state of a step and a variant.
 
     Attributes:
         looked: how many different views of a run were recovered from.
         went_on: from how many different disks a program went on.
     """
 
-    def __init__(self, *, go_on_share: float, seed: int = 0) -> None:
+    def __init__(self, *, go_on_share: float, seed: int = 0, make: Make = state_at) -> None:
+        self.make = make
         self.looked = 0
         self.went_on = 0
         self._share = go_on_share
@@ -246,10 +259,10 @@ class Examiner:
 
     def wrong(self, state: CrashState, promised: Promised) -> list[str]:
         """What is wrong with a state, if anything."""
-        wrong = broken(self.found(state), promised)
+        wrong = [*broken(self.found(state), promised), *leading(state.files, promised)]
         if not wrong and self.is_new(state, promised) and self._random.random() < self._share:
             self.went_on += 1
-            wrong = go_on(state.files, promised)
+            wrong = go_on(state.files, promised, self.make)
         return wrong
 
     def found(self, state: CrashState) -> Found:
@@ -257,7 +270,7 @@ class Examiner:
         seen = visible(state.files)
         key = digest_of_files(seen)
         if key not in self._views:
-            self._views[key] = look(FrozenStore(seen))
+            self._views[key] = look(FrozenStore(seen), self.make)
             self.looked += 1
         return self._views[key]
 
@@ -274,7 +287,8 @@ def crash_again(state: CrashState, promised: Promised, examiner: Examiner, budge
     """Go on from a state and crash meanwhile: how many states that leaves, and what is wrong with the first bad one."""
     found = examiner.found(state)
     # what is on the disk at the boot is durable
-    known = Promised(found.newest, found.whole, best=found.best, attempts=found.attempts, saved=promised.saved)
+    known = Promised(found.newest, found.whole, best=found.best, attempts=found.attempts, saved=promised.saved,
+                     known=promised.known | {name for name, _ in found.whole})  # fmt: skip
     now = promised.in_flight
     step = now.step if now is not None and now.digest else _FURTHER
     return _go_on_and_crash(Disk.of(state.files), step, known, examiner, budget)
@@ -299,7 +313,7 @@ def kill_then_crash(disk: Disk, promised: Promised, examiner: Examiner, budget: 
 def _go_on_and_crash(
     disk: Disk, step: int, known: Promised, examiner: Examiner, budget: Budget
 ) -> tuple[int, list[str]]:
-    effects = record(lambda scene: scene.save(step, variant=9), disk)
+    effects = record(lambda scene: scene.save(step, variant=9), disk, make=examiner.make)
     promised, count = promises(effects, known), 0
     for second in crash_states(effects, budget, disk):
         count += 1

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 from unittest import mock
 
 import attrs
@@ -16,9 +16,10 @@ from torch import nn
 import trainfold
 from crash.disk import Disk
 from crash.effects import Effect, Recorder
+from crash.extents import Extents, in_extents
 from crash.frozen_store import files_in, materialise
 from crash.states import after_all, live
-from crash.syscalls import watched
+from crash.syscalls import Handler, watched
 from trainfold.backends import direct_io
 from trainfold.backends.best_file import save_best
 from trainfold.backends.collectives import run_threads
@@ -31,6 +32,7 @@ from trainfold.core.quarantine import LIMIT, Outcome
 from trainfold.core.save_plan import directory_of
 from trainfold.core.state import TrainState
 
+Make: TypeAlias = Callable[[int, int], TrainState]  # the state of a step and a variant
 SHM: Final = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
@@ -99,8 +101,9 @@ def digest_of_state(state: TrainState) -> str:
 class Scene:
     """A recorder with the verbs of a run."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, make: "Make | None" = None) -> None:
         self.recorder = recorder
+        self.make = make or state_at
         self.run = str(Path(recorder.top) / "run")
 
     @contextmanager
@@ -110,7 +113,7 @@ class Scene:
         self.recorder.mark("ack", what)
 
     def save(self, step: int, variant: int = 0) -> None:
-        state = state_at(step, variant)
+        state = self.make(step, variant)
         with self.doing(Doing(step, digest_of_state(state))):
             trainfold.save(state, self.run)
 
@@ -216,7 +219,7 @@ def long_life(scene: Scene) -> None:
 def two_ranks(scene: Scene) -> None:
     """Two ranks save, twice, each its share of the files; which effect comes first is up to the threads."""
     for step in (1, 2):
-        state = state_at(step)
+        state = scene.make(step, 0)
         with scene.doing(Doing(step, digest_of_state(state))):
             run_threads(2, lambda ranks, state=state: trainfold.save(state, scene.run, collectives=ranks))
 
@@ -246,17 +249,33 @@ SCENARIOS: Final[dict[str, Callable[[Scene], None]]] = {
 }
 
 
-def record(scenario: Callable[[Scene], None], disk: Disk | None = None) -> list[Effect]:
-    """The effects of a scenario in a directory of its own, with what was on the disk before.
+def record(
+    scenario: Callable[[Scene], None],
+    disk: Disk | None = None,
+    *,
+    make: Make | None = None,
+    mutant: Callable[[Recorder], Handler] | None = None,
+) -> list[Effect]:
+    """The effects of a scenario in a directory of its own, with what was on the disk before; large writes in few extents.
 
     If the recorder had missed anything, what it says would not be what is there in the end.
+
+    Args:
+        scenario: what is done.
+        disk: on what.
+        make: the state of a step and variant; None for `state_at`.
+        mutant: makes the calls other than they are asked for, and has them recorded.
     """
     disk = disk or Disk()
     files, inodes = live(disk)
     with TemporaryDirectory(dir=SHM) as top:
         materialise(files, top)
         recorder = Recorder(top, inodes, max(disk.kinds))
-        with watched(recorder):
-            scenario(Scene(recorder))
-        assert live(after_all(recorder.effects, disk))[0] == files_in(top)
-    return recorder.effects
+        with watched(recorder if mutant is None else mutant(recorder)):
+            scenario(Scene(recorder, make))
+        effects = in_extents(recorder.effects)
+        found = live(after_all(effects, disk))[0]
+        assert {path: bytes(data) if isinstance(data, Extents) else data for path, data in found.items()} == files_in(
+            top
+        )
+    return effects

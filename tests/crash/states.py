@@ -10,6 +10,7 @@ import attrs
 
 from crash.disk import Disk, Entry
 from crash.effects import TOP, Effect, Mark
+from crash.extents import Data, Extents
 
 
 @final
@@ -23,7 +24,7 @@ class CrashState:
         how: which of them reached the disk, for messages.
     """
 
-    files: dict[str, bytes | str | None] = attrs.field(repr=lambda files: f"{sorted(files)}")
+    files: dict[str, Data | str | None] = attrs.field(repr=lambda files: f"{sorted(files)}")
     done: int
     how: str
 
@@ -131,13 +132,19 @@ def _legal(disk: Disk, limit: int) -> list[tuple[int, ...]] | None:
     return found
 
 
-def digest_of_files(files: dict[str, bytes | str | None]) -> bytes:
+def digest_of_files(files: dict[str, Data | str | None]) -> bytes:
     """A digest of names and bytes."""
     whole = blake2b(digest_size=16)
     for path in sorted(files):
         value = files[path]
         whole.update(f"{path}\0{type(value).__name__}\0".encode())
-        whole.update(_digest(value) if isinstance(value, bytes) else str(value).encode())
+        whole.update(
+            value.digest()
+            if isinstance(value, Extents)
+            else _digest(value)
+            if isinstance(value, bytes)
+            else str(value).encode()
+        )
     return whole.digest()
 
 
@@ -174,7 +181,7 @@ def _walk(disk: Disk, names: dict[tuple[int, str], int]) -> tuple[dict[str, Any]
     return files, inodes
 
 
-def _combinations(choices: list[tuple[bytes, ...]], limit: int, random: Random) -> Iterable[tuple[bytes, ...]]:
+def _combinations(choices: list[tuple[Data, ...]], limit: int, random: Random) -> Iterable[tuple[Data, ...]]:
     """Every way to choose one of each; or, where these are too many, the extremes and some more."""
     total = 1
     for each in choices:
@@ -201,7 +208,7 @@ def after_all(effects: Iterable[Effect], disk: Disk | None = None) -> Disk:
     return disk
 
 
-def live(disk: Disk) -> tuple[dict[str, bytes | str | None], dict[str, int]]:
+def live(disk: Disk) -> tuple[dict[str, Data | str | None], dict[str, int]]:
     """What a program sees while the machine is up: everything that was done, durable or not; and the inodes."""
     names = disk.names(range(len(disk.pending)))
     files, inodes = _walk(disk, names)

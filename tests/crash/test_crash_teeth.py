@@ -1,14 +1,22 @@
 """Teeth: where something is left out on purpose, and where others leave it out, the same harness finds what is lost."""
 
+import fcntl
+import os
+from collections import Counter
+from contextlib import suppress
+
 import pytest
 
 from crash import rivals
-from crash.effects import Bind, Move, Sync, Unbind
+from crash.effects import Bind, Move, Resize, Sync, Unbind, Write
 from crash.effort import say
+from crash.large import MIB, O_DIRECT, LargeScene, call
 from crash.recovery import Examiner, promises
 from crash.rivals import RIVALS, failures
 from crash.scenarios import SCENARIOS, record
 from crash.states import Budget, crash_states
+from trainfold.backends.local import LocalStore
+from trainfold.core.errors import CommitConflict, SaveFailed
 
 SMALL = Budget(32, 4)
 
@@ -20,11 +28,12 @@ def effects():
     return lambda name: known.setdefault(name, record(SCENARIOS[name]))
 
 
-def is_caught(mutant):
-    """The first broken promise, or None."""
+def is_caught(mutant, saying=""):
+    """The first broken promises that say this, or None."""
     promised, examiner = promises(mutant), Examiner(go_on_share=0)
     for state in crash_states(mutant, SMALL):
-        if wrong := examiner.wrong(state, promised[state.done]):
+        wrong = examiner.wrong(state, promised[state.done])
+        if any(saying in each for each in wrong):
             return wrong
     return None
 
@@ -75,7 +84,7 @@ def test_a_store_that_does_not_sync_the_directory_after_the_manifest_is_caught(e
     manifest = first_name(done, "manifest.json")
     directory = done[manifest].directory
     places = [i for i, e in enumerate(done) if i > manifest and isinstance(e, Sync) and e.inode == directory]
-    assert any("acknowledged" in wrong for wrong in is_caught(without(done, *places)))
+    assert is_caught(without(done, *places), "was acknowledged")
 
 
 def test_a_store_that_does_not_sync_the_runs_directory_is_caught(effects):
@@ -125,6 +134,198 @@ def test_a_lock_that_leaves_staged_files_behind_is_caught(effects, monkeypatch):
     monkeypatch.setattr("trainfold.backends.local.collect", lambda _: [])
     wrong = (examiner.wrong(state, promised[state.done]) for state in crash_states(done, Budget(4, 1)))
     assert any("left after the lock was taken" in each for found in wrong for each in found)
+
+
+# --- large files, several writers ------------------------------------------------------------------------------------
+
+# Each is a store that does one call less, another one, or one too early. Those that change calls make them so in a real save.
+
+
+def large(size_mib, *, is_direct, writers=1, saves=1):
+    return LargeScene(size_mib, is_direct=is_direct, writers=writers, saves=saves)
+
+
+def what_is_lost(scene, mutant=None, change=list):
+    """The first broken promise of a scene whose calls, or effects, are other ones; None where each is kept."""
+    done = change(scene.record(mutant))
+    promised, examiner = promises(done), Examiner(go_on_share=0, make=scene.make)
+    found = (examiner.wrong(state, promised[state.done]) for state in crash_states(done, SMALL))
+    return next((wrong for wrong in found if wrong), None)
+
+
+def is_data(recorder, args, *, above_mib=0, part=""):
+    """Whether a call is about a data file of more than a size, whose name has a part."""
+    path, fd = recorder.target("fsync", args, {}), args[0]
+    return ".safetensors" in (path or "") and part in path and os.fstat(fd).st_size > above_mib * MIB
+
+
+@pytest.mark.parametrize("is_direct", [False, True], ids=["buffered", "direct"])
+@pytest.mark.parametrize("above_mib", [1, 8, 32])
+def test_a_store_that_does_not_sync_large_files_is_caught(above_mib, is_direct):
+    """W18: 119 tests passed without that sync. A scene of each size is needed, since smaller files are synced."""
+    forgets = call(lambda recorder, name, args: name == "fsync" and is_data(recorder, args, above_mib=above_mib))
+    assert what_is_lost(large(above_mib, is_direct=is_direct), forgets)
+
+
+def test_a_store_that_does_not_sync_what_went_past_the_page_cache_is_caught():
+    """W18: direct writes are not in the page cache, and not in the device's own durable part either; nor is the size."""
+
+    def is_lost(recorder, name, args):
+        return name == "fsync" and is_data(recorder, args) and fcntl.fcntl(args[0], fcntl.F_GETFL) & O_DIRECT
+
+    assert what_is_lost(large(1, is_direct=True), call(is_lost))
+    assert what_is_lost(large(1, is_direct=False), call(is_lost)) is None
+
+
+def test_a_second_writer_that_does_not_sync_is_caught():
+    """W18, C01: the commit is for the files of every rank."""
+    forgets = call(lambda recorder, name, args: name == "fsync" and is_data(recorder, args, part="-00001-of-"))
+    assert what_is_lost(large(1, is_direct=False, writers=2), forgets)
+    assert what_is_lost(large(1, is_direct=False), forgets) is None
+
+
+def test_a_store_that_syncs_another_descriptor_is_caught():
+    """W18: the directory's, which is open too."""
+    other = call(
+        lambda recorder, name, args: name == "fsync" and is_data(recorder, args, above_mib=1),
+        lambda recorder, real, args, kwargs: recorder(
+            "fsync", real, (recorder.descriptor_of_directory(args[0]),), kwargs
+        ),
+    )
+    assert what_is_lost(large(1, is_direct=True), other)
+
+
+def test_a_store_that_tries_a_failed_sync_again_is_caught():
+    """C02: the second one says yes, and the kernel has dropped what the first one was for."""
+
+    def again(recorder, real, args, kwargs):
+        recorder.sync_failed(args[0])
+        return recorder("fsync", real, args, kwargs)
+
+    assert what_is_lost(
+        large(1, is_direct=True), call(lambda r, name, args: name == "fsync" and is_data(r, args), again)
+    )
+
+
+def places_of_large(done):
+    """The inode of the first large file, where it is written or resized, where it is synced, and where it gets its name."""
+    sizes = Counter()
+    for effect in done:
+        if isinstance(effect, Write):
+            sizes[effect.inode] += len(effect.data)
+    inode = next(inode for inode, size in sizes.items() if size > MIB)
+    about = [i for i, effect in enumerate(done) if getattr(effect, "inode", None) == inode]
+    contents = [i for i in about if isinstance(done[i], Write | Resize)]
+    (synced,) = [i for i in about if isinstance(done[i], Sync)]
+    (named,) = [i for i in about if isinstance(done[i], Move)]
+    return contents, synced, named
+
+
+def moved(done, place, to):
+    """The effect at one place comes before that at another one."""
+    rest = [*done[:place], *done[place + 1 :]]
+    at = to if to <= place else to - 1
+    return [*rest[:at], done[place], *rest[at:]]
+
+
+@pytest.mark.parametrize("is_direct", [False, True], ids=["buffered", "direct"])
+def test_a_store_that_syncs_before_the_last_write_is_caught(is_direct):
+    """W18: the size in direct mode, the last extent in the other."""
+
+    def early(done):
+        contents, synced, _ = places_of_large(done)
+        return moved(done, synced, contents[-1])
+
+    assert what_is_lost(large(1, is_direct=is_direct), change=early)
+
+
+def test_a_store_that_cuts_the_padding_off_after_the_sync_is_caught():
+    """W18: O_DIRECT writes whole blocks; a crash then leaves a file that is longer than its manifest says."""
+
+    def late(done):
+        contents, synced, _ = places_of_large(done)
+        assert isinstance(done[contents[-1]], Resize)
+        return moved(done, contents[-1], synced + 1)
+
+    assert any("not whole" in wrong for wrong in what_is_lost(large(8, is_direct=True), change=late))
+
+
+def test_a_store_that_leaves_the_padding_is_caught():
+    """Before the commit already: the sizes are looked at once more."""
+    with pytest.raises(SaveFailed, match="bytes before the commit"):
+        large(1, is_direct=True).record(
+            call(lambda recorder, name, args: name == "ftruncate" and is_data(recorder, args))
+        )
+
+
+def test_a_manifest_that_does_not_wait_for_the_second_writer_is_caught():
+    """C01: its file is synced and named all the same, a moment later."""
+
+    def early(done):
+        inode = next(e.inode for e in done if isinstance(e, Move) and e.name.startswith("large-00001"))
+        late = [i for i, e in enumerate(done) if isinstance(e, Sync | Move) and e.inode == inode]
+        manifest = first_name(done, "manifest.json")
+        committed = next(i for i, e in enumerate(done) if i > manifest and isinstance(e, Sync))
+        before = [e for i, e in enumerate(done[: committed + 1]) if i not in late]
+        return [*before, *(done[i] for i in late), *done[committed + 1 :]]
+
+    assert what_is_lost(large(1, is_direct=False, writers=2), change=early)
+
+
+def test_a_store_that_does_not_sync_the_directory_of_large_files_is_caught():
+    def forgets(done):
+        manifest = first_name(done, "manifest.json")
+        _, _, named = places_of_large(done)
+        synced = [i for i, e in enumerate(done) if named < i < manifest and e == Sync(done[named].directory)]
+        return without(done, *synced)
+
+    assert any("not whole" in wrong for wrong in what_is_lost(large(8, is_direct=True), change=forgets))
+
+
+def test_a_pointer_that_moves_before_the_commit_is_caught(effects):
+    """E02: `latest` then leads to what is no checkpoint, or never becomes one."""
+    done = effects("second_save")
+    manifest = [i for i, effect in enumerate(done) if is_named(effect, "manifest.json")][-1]
+    linked = next(
+        i for i, effect in enumerate(done) if i > manifest and isinstance(effect, Bind) and effect.kind == "link"
+    )
+    early = moved(moved(done, linked, manifest), linked + 1, manifest + 1)
+    assert any("which is no checkpoint" in wrong for wrong in is_caught(early))
+
+
+def test_a_manager_that_deletes_before_it_commits_is_caught(effects):
+    """E03: a crash in between leaves too few, and of one that is kept, none."""
+    done = effects("prune")
+    manifest = [i for i, effect in enumerate(done) if is_named(effect, "manifest.json")][-1]
+    deleted = [
+        i
+        for i, effect in enumerate(done)
+        if i > manifest and isinstance(effect, Unbind) and not effect.name.startswith(".")
+    ]
+    first = next(i for i in deleted if done[i].name == "manifest.json")
+    early = moved(moved(done, first, manifest), first + 1, manifest + 1)  # with its sync
+    assert any("acknowledged" in wrong for wrong in is_caught(early))
+
+
+def test_a_commit_that_renames_and_does_not_link_is_caught(tmp_path):
+    """C05: a name that somebody else has given meanwhile is taken from him, with an acknowledged save behind it."""
+
+    def commit_again(scene):
+        scene.save(1)
+        with suppress(CommitConflict):
+            LocalStore(scene.run).commit("step-00000001/manifest.json", b"another writer's")
+
+    def renames(recorder, real, args, kwargs):
+        del real
+        return recorder("rename", os_rename, args, {key: kwargs[key] for key in ("src_dir_fd", "dst_dir_fd")})
+
+    os_rename = os.rename
+    assert is_caught(record(commit_again)) is None
+    mutant = call(lambda recorder, name, args: name == "link" and args[1] == "manifest.json", renames)
+    assert any("acknowledged" in wrong for wrong in is_caught(record(commit_again, mutant=mutant)))
+
+
+# --- other ways to save ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
