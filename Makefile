@@ -6,7 +6,7 @@ DEV := .venv/dev.stamp
 PYTEST := $(BIN)/python -m pytest -q
 export PYTHONDONTWRITEBYTECODE = 1
 
-.PHONY: help demo test check format docs bench laws soak crash oracle constraints clean
+.PHONY: help demo test check format docs bench resume laws soak crash oracle constraints clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -33,8 +33,12 @@ format: $(DEV)  ## let ruff write
 docs: $(DEV)  ## the documentation, strictly, into docs/_build/html
 	$(BIN)/python -m sphinx -q -W -n --keep-going -b html docs docs/_build/html
 
+resume: $(DEV)  ## a resume under seven tools, compared bit for bit (installs the rivals; half an hour)
+	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[rivals]'
+	$(BIN)/python benchmarks/resume.py
+
 bench: $(DEV)  ## what it costs: benchmarks/
-	@for program in benchmarks/[a-z]*.py; do echo "== $$program"; $(BIN)/python $$program || exit 1; done
+	@for program in $(filter-out benchmarks/resume.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
 laws: $(DEV)  ## the laws with many more examples (minutes)
 	HYPOTHESIS_PROFILE=laws $(PYTEST) -n 2 --dist loadfile tests

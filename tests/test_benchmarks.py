@@ -12,6 +12,7 @@ import pytest
 
 KEYS = {
     "evaluate": {"terms", "model", "chunks", "chunk_us", "vector"},
+    "loop": {"rows"},
     "plan": {"plans", "growth", "checkpoints", "find_newest_secs"},
     "save": {"size_gb", "rounds", "rows", "inner", "same_bits"},
     "stall": {"size", "state_bytes", "step_secs", "longest_without", "rounds", "rows", "memory"},
@@ -19,6 +20,7 @@ KEYS = {
 }
 TARGETS = {
     "evaluate": ["10^6 fp32", "share of", "chunks of 32", "bytes in", "all-reduces", "one result"],
+    "loop": ["attached loop, sync", "attached loop, async"],
     "plan": ["plan_save,", "plan_resume,", "fresh optimizer,", "dtype to adapt,", "growth exponent", "newest of"],
     "save": ["raw ceiling", "torch.save", "dcp.save", "safetensors", "CPU-s per GB", "fresh pages", "live memory"],
     "stall": [
@@ -69,6 +71,20 @@ def test_a_benchmark_prints_json_with_every_target_and_leaves_nothing_behind(roo
     assert all(any(part in name for name in said) for part in TARGETS[name]), said
     assert list(tmp_path.iterdir()) == []
     check_bits(found)
+
+
+@pytest.mark.slow
+def test_the_comparison_of_resumes_tells_an_exact_one_from_one_that_differs(root, tmp_path):
+    """V13: by the same task, killed in the middle of an epoch, under trainfold and as tutorials save it."""
+    names = ["trainfold", "by hand, tutorial"]
+    found = run_benchmark(root, tmp_path, "resume", "--only", *names, "--cases", "in an epoch", "a flipped bit")
+    verdicts = {(name, case): found["rows"][name][case][0] for name in names for case in found["rows"][name]}
+    assert verdicts == {
+        ("trainfold", "in an epoch"): "exact",
+        ("trainfold", "a flipped bit"): "exact",
+        ("by hand, tutorial", "in an epoch"): "differs",
+        ("by hand, tutorial", "a flipped bit"): "differs",
+    }
 
 
 def check_bits(found):
