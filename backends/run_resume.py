@@ -27,7 +27,7 @@ from trainfold.core.scalars import shown
 from trainfold.core.shard import Shard
 from trainfold.core.slot_homes import beside_params, laid_out_like
 from trainfold.core.spec import Box
-from trainfold.core.state import ModelState, OptimizerState, ParamGroup, TrainState
+from trainfold.core.state import ModelState, OptimizerState, OwnOptimizerState, ParamGroup, TrainState
 from trainfold.core.structure import places, rebuild
 
 
@@ -110,11 +110,8 @@ def _component(plan: ResumePlan, action: ComponentAction, mine: Mapping[str, Any
 
     if action.verb == "adopt":
         built = rebuild(node, action.name, lambda index, as_numpy: take(index, records[index].path, as_numpy=as_numpy))
-        if not isinstance(built, OptimizerState):
-            return built
         model = mine.get("model")
-        placed = beside_params(built, model.params) if isinstance(model, ModelState) else built
-        return _with_kept_hyper(placed, wanted, action.kept)
+        return _of_this_run(built, wanted, model.params if isinstance(model, ModelState) else None, action.kept)
     leaves = []
     for path, leaf in targets.items():
         if path in action.kept or path not in at:
@@ -177,7 +174,27 @@ def _onto(value: torch.Tensor, target: Any) -> torch.Tensor:
     return laid_out_like(value, target.tensor if isinstance(target, Shard) else target)
 
 
-def _with_kept_hyper(saved: OptimizerState, wanted: Any, kept: tuple[str, ...]) -> OptimizerState:
+def _of_this_run(
+    saved: Any, wanted: Any, params: Mapping[str, torch.Tensor] | None, kept: tuple[str, ...], prefix: str = "optimizer"
+) -> Any:
+    """An optimizer's state, and those of the optimizers that it holds, beside this run's parameters; all else as it is."""
+    if isinstance(saved, OwnOptimizerState):
+        theirs = wanted.held if isinstance(wanted, OwnOptimizerState) else {}
+        return attrs.evolve(
+            saved,
+            base=_of_this_run(saved.base, wanted, params, kept, prefix),
+            held={
+                name: _of_this_run(each, theirs.get(name), params, kept, f"{prefix}.held[{name!r}]")
+                for name, each in saved.held.items()
+            },
+        )
+    if not isinstance(saved, OptimizerState):
+        return saved
+    placed = saved if params is None else beside_params(saved, params)
+    return _with_kept_hyper(placed, wanted.base if isinstance(wanted, OwnOptimizerState) else wanted, kept, prefix)
+
+
+def _with_kept_hyper(saved: OptimizerState, wanted: Any, kept: tuple[str, ...], prefix: str) -> OptimizerState:
     """Take from the target's groups the hyperparameters that a policy let drift; the keys are the contract's."""
     if not kept or not isinstance(wanted, OptimizerState):
         return saved
@@ -188,7 +205,7 @@ def _with_kept_hyper(saved: OptimizerState, wanted: Any, kept: tuple[str, ...]) 
         ours = by_fqn.get(label)
         if ours is None:
             return group
-        changed = {name: value for name, value in ours.hyper.items() if f"optimizer.groups[{label!r}].{name}" in kept}
+        changed = {name: value for name, value in ours.hyper.items() if f"{prefix}.groups[{label!r}].{name}" in kept}
         return attrs.evolve(group, hyper={**group.hyper, **changed})
 
     return attrs.evolve(saved, groups=tuple(mend(group) for group in saved.groups))

@@ -17,7 +17,7 @@ from trainfold.core.state import TrainState
 from trainfold.core.structure import places, rebuild
 
 _OPTIMIZER = "trainfold.OptimizerState"
-_OPAQUE = "trainfold.Opaque"
+_OWNERS = frozenset({"trainfold.Opaque", "trainfold.OwnOptimizerState"})  # whose owner compares what is in it
 _SCALAR = ScalarSpec("scalar")
 
 
@@ -63,7 +63,7 @@ def compare_component(  # noqa: PLR0911, PLR0913 - one return for each way to ta
         The verb, path -> dtype to cast to, and the paths that keep the target's values.
     """
     node = saved.nodes[part]
-    if wanted is None or _node_class(wanted.node) == _OPAQUE or _node_class(node) == _OPAQUE:
+    if wanted is None or {_node_class(wanted.node), _node_class(node)} & _OWNERS:
         return "adopt", {}, ()
     if _alike(node, saved.tensors[part], wanted):
         if _node_class(node) == _OPTIMIZER:

@@ -28,7 +28,7 @@ def contract_of(state: TrainState) -> dict[str, Json]:
         {'scheduler.kind': 'constant', 'scheduler.total': 100}
     """
     found: dict[str, Any] = {}
-    if isinstance(state.optimizer, OptimizerState):
+    if isinstance(state.optimizer, OptimizerState) and not _says_settings(state.contract):
         found |= _optimizer(state.optimizer)
     if isinstance(state.scheduler, Mapping) and isinstance(state.scheduler.get("kind"), str):
         found |= {f"scheduler.{name}": value for name, value in state.scheduler.items()}
@@ -72,6 +72,11 @@ def checked_contract(contract: Mapping[str, Any]) -> dict[str, Json]:
         {'batch_size': 32, 'betas': [0.9, 0.999]}
     """
     return {key: _plain(contract[key], f"contract[{key!r}]") for key in sorted(contract)}
+
+
+def _says_settings(contract: Mapping[str, Any]) -> bool:
+    """Whether a live run has said what its optimizer was set to; what else is in a group by now is state (ADR-0010)."""
+    return "optimizer.kind" in contract
 
 
 def _optimizer(optimizer: OptimizerState) -> dict[str, Any]:

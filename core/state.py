@@ -91,6 +91,27 @@ class OptimizerState:
 @final
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen
+class OwnOptimizerState:
+    """An optimizer whose state is more than slots of parameters and groups (W05, W06).
+
+    Attributes:
+        base: class, groups, and the slots of parameters; no slots where the class says its own state.
+        own: what its own ``state_dict()`` returns, where its class or a hook has one; else None.
+        loose: what it keeps in ``state`` under keys that are no parameters.
+        attributes: plain attributes that it has changed since it was attached.
+        held: the states of the optimizers that it holds, by attribute.
+    """
+
+    base: OptimizerState
+    own: Any = None
+    loose: Any = None
+    attributes: Any = None
+    held: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@final
+@tree.register_node(namespace=tree.NAMESPACE)
+@attrs.frozen
 class Opaque:
     """A subtree whose structure belongs to somebody else, such as a loader's ``state_dict()``.
 

@@ -1,37 +1,58 @@
 """A torch optimizer as the ``optimizer`` component: slots by canonical name, written without torch's casts."""
 
 from collections.abc import Collection, Iterable, Mapping
+from enum import Enum
 from itertools import chain
 from typing import Any, final
 
 import attrs
 import torch
 
-from trainfold.adapters.components.component import Undo, copied, copied_containers, kind_of, nothing, wrong_kind
+from trainfold.adapters.components.component import Undo, copied, kind_of, nothing, wrong_kind
+from trainfold.adapters.components.held_optimizers import (
+    AsAttached,
+    changed_attributes,
+    held_optimizers,
+    is_given,
+    nest_of,
+    own_state,
+    says_own_state,
+)
+from trainfold.adapters.components.plain_form import from_plain, to_plain, with_layout
+from trainfold.adapters.components.read_back import first_difference
+from trainfold.adapters.components.remembered import remember
+from trainfold.adapters.components.slot_checks import fits, group_problems, slot_problems
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.leaves import Leaves
-from trainfold.core.state import OptimizerState, ParamGroup
+from trainfold.core.state import OptimizerState, OwnOptimizerState, ParamGroup
 
 _NOT_HYPER = ("params", "param_names")
-# Slots that every optimizer of torch.optim makes with zeros_like or full_like of the parameter or its gradient.
-_LIKE_PARAMETER = frozenset(
-    {"acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer"}
-    | {"prev", "square_avg", "step_size", "sum"}
-)
+_KEPT = (*_NOT_HYPER, "initial_lr")  # a scheduler that was made late needs the last
+_ABSENT = object()
 
 
-def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerState:
+def capture_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    *,
+    attached: AsAttached | None = None,
+    around: tuple[torch.optim.Optimizer, ...] = (),
+) -> OptimizerState | OwnOptimizerState:
     """An optimizer's state as a value, keyed by name; its tensors are the optimizer's own, not copies.
 
-    A parameter that never had a gradient has no slots, as in torch (B10). Of gradients only their presence is in it.
+    A parameter that never had a gradient has no slots, as in torch (B10). Of gradients only their presence is in it. Where
+    slots and groups are not all of it, because its class has a ``state_dict`` of its own, it holds other optimizers, or keeps
+    something under other keys than parameters, it is an `OwnOptimizerState` (W05).
 
     Args:
         optimizer: any torch optimizer.
         names: ``id(parameter)`` -> canonical name.
+        attached: what it was when it was attached; None where plain attributes are not asked for.
+        around: the optimizers that hold it.
 
     Raises:
-        InvalidState: if the optimizer holds a tensor that has no name, or keeps state under something else.
+        InvalidState: if the optimizer holds a tensor that has no name.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)
@@ -39,18 +60,63 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
         >>> state.kind, state.groups[0].params
         ('torch.optim.sgd.SGD', ('w', 'b'))
     """
-    groups = tuple(
+    held = held_optimizers(optimizer, around)
+    says = says_own_state(optimizer)
+    attributes = changed_attributes(optimizer, attached)
+    base, loose = _base(optimizer, names, attached, with_slots=not says)
+    if not (says or held or attributes or loose):
+        return base
+    return OwnOptimizerState(
+        base,
+        own=to_plain(own_state(optimizer), names) if says else None,
+        loose=loose,
+        attributes=attributes,
+        held={
+            name: capture_optimizer(
+                each, names, attached=attached and attached.held.get(name), around=(*around, optimizer)
+            )
+            for name, each in held.items()
+        },
+    )
+
+
+def groups_of(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], attached: AsAttached | None = None
+) -> tuple[ParamGroup, ...]:
+    """The param groups of an optimizer, by name, with what stands in them now.
+
+    A member of an enumeration that stands there since the optimizer was attached is the script's to give, and not in them.
+    """
+    return tuple(
         ParamGroup(
-            hyper={key: copied_containers(value) for key, value in group.items() if key not in _NOT_HYPER},
+            hyper={
+                key: to_plain(value, names)
+                for key, value in group.items()
+                if key not in _NOT_HYPER and not (isinstance(value, Enum) and is_given(attached, number, key, value))
+            },
             params=tuple(_names_of(group["params"], names, f"optimizer.groups[{number}]")),
         )
         for number, group in enumerate(optimizer.param_groups)
     )
-    held = [(parameter, each) for parameter, each in optimizer.state.items() if each]  # a look may leave an empty entry
-    names_held = _names_of([parameter for parameter, _ in held], names, "optimizer.state")
-    slots = dict(zip(names_held, _copied_slots([each for _, each in held]), strict=True))
+
+
+def _base(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], attached: AsAttached | None, *, with_slots: bool
+) -> tuple[OptimizerState, dict[str, Any] | None]:
+    """Slots and groups; and what is in ``optimizer.state`` under keys that are no parameters, if anything is."""
+    groups = groups_of(optimizer, names, attached)
+    state = optimizer.state if with_slots else {}
+    held = [(parameter, each) for parameter, each in state.items() if each]  # a look may leave an empty entry
+    found = list(map(names.get, map(id, (parameter for parameter, _ in held))))
+    loose: dict[str, Any] | None = None
+    if None in found:
+        others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        loose = to_plain(others, names) if others else None
+        held = [(parameter, each) for parameter, each in held if isinstance(parameter, torch.Tensor)]
+        found = list(_names_of([parameter for parameter, _ in held], names, "optimizer.state"))
+    slots = dict(zip(found, _copied_slots(held, names, is_torchs=_is_torchs(optimizer)), strict=True))
     order = list(filter(slots.__contains__, chain.from_iterable(group.params for group in groups)))
-    return OptimizerState(
+    base = OptimizerState(
         kind=kind_of(optimizer),
         slots=Leaves(zip(order, map(slots.__getitem__, order), strict=True)),
         groups=groups,
@@ -61,12 +127,26 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
             if (grad := parameter.grad) is not None and grad.layout is torch.strided  # no zeros are like a sparse one
         ),
     )
+    return base, loose
 
 
-def _copied_slots(held: list[Any]) -> Iterable[Any]:
-    if set(map(type, held)) <= {dict} and set(map(type, chain.from_iterable(map(dict.values, held)))) <= {torch.Tensor}:
-        return map(dict.copy, held)  # there are many, and nearly all are so
-    return map(copied_containers, held)
+def _copied_slots(held: list[tuple[torch.Tensor, Any]], names: Mapping[int, str], *, is_torchs: bool) -> Iterable[Any]:
+    slots = [each for _, each in held]
+    if set(map(type, slots)) <= {dict} and set(map(type, chain.from_iterable(map(dict.values, slots)))) <= {
+        torch.Tensor
+    }:
+        tensors = () if is_torchs else chain((p for p, _ in held), chain.from_iterable(map(dict.values, slots)))
+        if all(map(torch.Tensor.is_contiguous, tensors)):  # torch's own lie as their parameters do
+            return map(dict.copy, slots)  # there are many, and nearly all are so
+    return [_slot_form(parameter, each, names) for parameter, each in held]
+
+
+def _slot_form(parameter: torch.Tensor, slots: Mapping[str, Any], names: Mapping[int, str]) -> Any:
+    form = to_plain(slots, names)
+    for key, value in slots.items():
+        if isinstance(value, torch.Tensor) and key in form and id(value) not in names:
+            form[key] = with_layout(value, parameter if parameter.shape == value.shape else None)
+    return form
 
 
 def _names_of(parameters: Collection[Any], names: Mapping[int, str], where: str) -> list[str]:
@@ -84,6 +164,15 @@ def _names_of(parameters: Collection[Any], names: Mapping[int, str], where: str)
     return [name for name in found if name is not None]
 
 
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def base_of(saved: OptimizerState | OwnOptimizerState) -> OptimizerState:
+    """Slots and groups, whatever else is there."""
+    return saved.base if isinstance(saved, OwnOptimizerState) else saved
+
+
 @final
 @attrs.frozen
 class OptimizerPart:
@@ -93,28 +182,38 @@ class OptimizerPart:
         optimizer: the live optimizer; its param group dicts stay, because a scheduler holds on to them.
         names: ``id(parameter)`` -> canonical name.
         path: the component, for messages.
+        attached: what it was when it was attached.
+        around: the optimizers that hold it.
     """
 
     optimizer: torch.optim.Optimizer
     names: Mapping[int, str]
     path: str = "optimizer"
+    attached: AsAttached | None = None
+    around: tuple[torch.optim.Optimizer, ...] = ()
 
-    def capture(self) -> OptimizerState:
+    @property
+    def has_own_way(self) -> bool:
+        """Whether it says its own state or holds other optimizers, so that a write may turn out not to come back."""
+        return says_own_state(self.optimizer) or bool(held_optimizers(self.optimizer, self.around))
+
+    def capture(self) -> OptimizerState | OwnOptimizerState:
         """The slots and hyperparameters, tensors not copied."""
-        return capture_optimizer(self.optimizer, self.names)
+        return capture_optimizer(self.optimizer, self.names, attached=self.attached, around=self.around)
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Every reason at once: another class, other parameters, other groups, slots missing or misshapen."""
-        if not isinstance(saved, OptimizerState):
+        """Every reason at once: another class, other parameters, other groups, slots missing, misshapen, of another type."""
+        if not isinstance(saved, OptimizerState | OwnOptimizerState):
             return [wrong_kind(self.path, "the state of a torch optimizer", saved)]
+        base = base_of(saved)
         found: list[TrainfoldError] = []
-        if saved.kind != kind_of(self.optimizer):
+        if base.kind != kind_of(self.optimizer):
             found.append(
-                self._problem("kind", kind_of(self.optimizer), saved.kind, "make the optimizer that the state is of")
+                self._problem("kind", kind_of(self.optimizer), base.kind, "make the optimizer that the state is of")
             )
         params = self._params()
         mine = {frozenset(group) for group in self._groups()}
-        theirs = {frozenset(group.params) for group in saved.groups}
+        theirs = {frozenset(group.params) for group in base.groups}
         if mine != theirs:
             names = frozenset[str]().union(*theirs)
             found.append(
@@ -127,72 +226,163 @@ class OptimizerPart:
                 )
             )
             return found
-        unknown = sorted(set(saved.slots) - set(params))
+        unknown = sorted(set(base.slots) - set(params))
         if unknown:
             found.append(self._problem("slots", "slots of parameters in a group", unknown[:8], "repair the state"))
-        found.extend(self._slot_problems(saved, params))
-        return found
+        try:
+            slots = {name: from_plain(held, params) for name, held in base.slots.items()}
+        except InvalidState as error:
+            return [*found, error]
+        is_torchs = base.kind.startswith("torch.optim.") and not found
+        present = (
+            {name: self.optimizer.state.get(parameter, {}) for name, parameter in params.items()} if base.slots else {}
+        )
+        found.extend(slot_problems(base.groups, slots, params, present, self.path, is_torchs=is_torchs))
+        live = {
+            frozenset(names): group for names, group in zip(self._groups(), self.optimizer.param_groups, strict=True)
+        }
+        found.extend(group_problems(base, live, self.path))
+        return found or self._own_problems(saved)
 
-    def _slot_problems(self, saved: OptimizerState, params: Mapping[str, torch.Tensor]) -> list[TrainfoldError]:
-        """A parameter without any slot never had a gradient; one with some of its slots is damaged (B10).
-
-        Parameters of one group and of as many dimensions are treated alike by every optimizer of torch, so they must
-        have the same slots. Somebody else's may keep more for a large parameter, or in another dtype: there, parameters
-        must be of one shape and dtype to be alike, and nothing is known of the shapes of their slots.
-        """
-        is_torchs = kind_of(self.optimizer).startswith("torch.optim.")
-        alike: dict[tuple[Any, ...], list[str]] = {}
-        for number, group in enumerate(saved.groups):
-            for name in group.params:
-                if name in params and saved.slots.get(name):
-                    value = params[name]
-                    likeness = (value.dim(),) if is_torchs else (value.shape, value.dtype)
-                    alike.setdefault((number, *likeness), []).append(name)
+    def _own_problems(self, saved: OptimizerState | OwnOptimizerState) -> list[TrainfoldError]:
+        """Whether what is beside slots and groups can be this optimizer's."""
+        own = saved if isinstance(saved, OwnOptimizerState) else OwnOptimizerState(saved)
         found: list[TrainfoldError] = []
-        for members in alike.values():
-            keys = {key for name in members for key in saved.slots[name]}
-            fitting = keys & _LIKE_PARAMETER if is_torchs else set[str]()
-            for name in members:
-                held = saved.slots[name]
-                missing = sorted(keys - set(held))
-                if missing:
-                    found.append(
-                        self._problem(
-                            f"slots[{name!r}]",
-                            f"the slots {sorted(keys)}",
-                            f"{missing} missing",
-                            "use another checkpoint",
-                        )
-                    )
-                for key in sorted(fitting & set(held)):
-                    shape = _shape(held[key])
-                    if shape is not None and shape != params[name].shape:
-                        found.append(
-                            self._problem(
-                                f"slots[{name!r}][{key!r}]",
-                                f"shape {list(params[name].shape)}",
-                                f"shape {list(shape)}",
-                                "build the model as it was when the state was saved",
-                            )
-                        )
+        kind = type(self.optimizer).__qualname__
+        if says_own_state(self.optimizer) != (own.own is not None):
+            sides = ("a state_dict() of its own", "slots alone")
+            expected, got = sides if own.own is None else sides[::-1]
+            mend = f"use the {kind} that the state was captured from; an older trainfold lost what only its state_dict() has"
+            found.append(self._problem("own", expected, got, mend))
+        elif own.own is not None and [group.params for group in own.base.groups] != self._groups():
+            mend = f"give {kind} its parameters in the order in which it had them: its own state_dict() counts them"
+            found.append(self._problem("groups", "parameters in the order of the saved ones", "another order", mend))
+        mine = self.held()
+        if set(mine) != set(own.held):
+            mend = f"build the {kind} around the same optimizers as when the state was saved"
+            found.append(self._problem("held", f"the states of {sorted(mine)}", f"those of {sorted(own.held)}", mend))
+        else:
+            for name, part in mine.items():
+                found.extend(part.problems(own.held[name]))
+        for name, value in (own.attributes or {}).items():
+            if not self._may_set(name, value):
+                found.append(self._problem(name, "a plain attribute", repr(value)[:80], "use another checkpoint"))
         return found
+
+    def _may_set(self, name: str, value: Any) -> bool:
+        known = vars(self.optimizer)
+        is_reserved = (
+            name[:1] == "_" or name in ("state", "param_groups", "defaults") or hasattr(type(self.optimizer), name)
+        )
+        return not is_reserved and (name not in known or fits(value, to_plain(known[name], self.names)))
 
     def write(self, saved: Any) -> Undo:
         """Write the slots and hyperparameters straight into the optimizer.
 
         Not through ``load_state_dict``, which casts slots to the dtype of their parameter (B09). A slot tensor that is
-        there already with the same shape, dtype and device is overwritten in place.
+        there already with the same shape, dtype and device is overwritten in place. Where a class has a way of its own, that
+        is used, and what it made of the state is captured again and compared (W05).
+
+        Raises:
+            InvalidState: if its own way does not bring the state back; nothing is changed then.
         """
-        by_members = {frozenset(group.params): group.hyper for group in saved.groups}
-        hypers = [copied(dict(by_members[frozenset(group)])) for group in self._groups()]
+        if isinstance(saved, OptimizerState) and not self.has_own_way:
+            hypers = self._hypers(saved)
+            self._write_slots(saved)
+            self._write_attributes({})
+            self._set_hypers(hypers, set())
+            return nothing
+        undo = remember(nest_of(self.optimizer))
+        try:
+            self._load(saved)
+            self._check_read_back(saved)
+            self._write_groups(saved, set())
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+    def write_gradients(self, saved: OptimizerState | OwnOptimizerState) -> None:
+        """Leave zeros where there was a gradient and None where there was none: the optimizer steps on the former.
+
+        After ``zero_grad(set_to_none=False)`` weight decay and momentum go on to move a parameter that is not used.
+        """
+        with_grad = frozenset(base_of(saved).with_grad)
+        for name, parameter in self._params().items():
+            parameter.grad = torch.zeros_like(parameter) if name in with_grad else None
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def held(self) -> dict[str, "OptimizerPart"]:
+        """The optimizers that it holds, by attribute, as parts."""
+        return {
+            name: OptimizerPart(
+                each,
+                self.names,
+                f"{self.path}.held[{name!r}]",
+                self.attached and self.attached.held.get(name),
+                (*self.around, self.optimizer),
+            )
+            for name, each in held_optimizers(self.optimizer, self.around).items()
+        }
+
+    def _load(self, saved: OptimizerState | OwnOptimizerState) -> None:
+        """Give the optimizer, and those that it holds, all but the hyperparameters, which a policy may have changed."""
+        own = saved if isinstance(saved, OwnOptimizerState) else OwnOptimizerState(saved)
+        parameters = self._params()
+        if own.own is None:
+            self._write_slots(own.base)
+        else:
+            bring_back = _groups_kept(nest_of(self.optimizer))
+            self.optimizer.load_state_dict(from_plain(copied(own.own), parameters))
+            bring_back()
+        if own.loose is not None:
+            self.optimizer.state.update(from_plain(copied(own.loose), parameters))
+        self._write_attributes(from_plain(copied(own.attributes or {}), parameters))
+        for name, part in self.held().items():
+            part._load(own.held[name])  # noqa: SLF001 (a part of the same class)
+
+    def _write_attributes(self, values: Mapping[str, Any]) -> None:
+        """Set the attributes that a step had changed, and bring back those that a step has changed meanwhile."""
+        for name in changed_attributes(self.optimizer, self.attached):
+            if name not in values:
+                before = self.attached.attributes.get(name, _ABSENT) if self.attached is not None else _ABSENT
+                if before is _ABSENT:
+                    delattr(self.optimizer, name)
+                else:
+                    setattr(self.optimizer, name, from_plain(copied(before), {}))
+        for name, value in values.items():
+            setattr(self.optimizer, name, value)
+
+    def _check_read_back(self, saved: OptimizerState | OwnOptimizerState) -> None:
+        found = first_difference(_without_hyper(saved), _without_hyper(self.capture()), self.path)
+        if found is not None:
+            where, was, now = found
+            kind = type(self.optimizer).__qualname__
+            raise InvalidState(
+                where,
+                expected=f"{was}, as it was saved",
+                found=f"{now}, after load_state_dict() of {kind}",
+                mend=f"{kind} does not take back what its state_dict() says: mend its pair of methods, or train with another class",
+            )
+
+    def _write_groups(self, saved: OptimizerState | OwnOptimizerState, seen: set[int]) -> None:
+        """Write the hyperparameters; those of a group that the outer optimizer shares with what it holds are the outer one's."""
+        self._set_hypers(self._hypers(base_of(saved)), seen)
+        if isinstance(saved, OwnOptimizerState):
+            for name, part in self.held().items():
+                part._write_groups(saved.held[name], seen)  # noqa: SLF001 (as above)
+
+    def _write_slots(self, saved: OptimizerState) -> None:
         slots: dict[torch.Tensor, Any] = {}
         overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for (name, parameter), hyper in zip(self._params().items(), self._hyper_of(saved), strict=True):
+        parameters = self._params()
+        for (name, parameter), hyper in zip(parameters.items(), self._hyper_of(saved), strict=True):
             if name not in saved.slots:
                 continue
             held = self.optimizer.state.get(parameter, {})
             slots[parameter] = {}
-            for key, value in saved.slots[name].items():
+            for key, value in from_plain(saved.slots[name], parameters).items():
                 present = held.get(key)
                 if _same_spec(value, present):
                     overwritten.append((present, value))
@@ -204,22 +394,31 @@ class OptimizerPart:
             present.copy_(value)
         self.optimizer.state.clear()
         self.optimizer.state.update(slots)
-        for group, hyper in zip(self.optimizer.param_groups, hypers, strict=True):
+
+    def _hypers(self, saved: OptimizerState) -> list[dict[str, Any]]:
+        parameters = self._params()
+        by_members = {frozenset(group.params): group.hyper for group in saved.groups}
+        return [from_plain(copied(dict(by_members[frozenset(group)])), parameters) for group in self._groups()]
+
+    def _set_hypers(self, hypers: list[dict[str, Any]], seen: set[int]) -> None:
+        given = self.attached.groups if self.attached is not None else ()
+        for number, (group, hyper) in enumerate(zip(self.optimizer.param_groups, hypers, strict=True)):
+            if id(group) in seen:
+                continue
+            seen.add(id(group))
+            settings = given[number] if number < len(given) else group
+            for key in [key for key in group if key not in {*hyper, *settings, *_KEPT}]:
+                del group[key]  # a step has put it there that the restored run has not done
             for key, value in hyper.items():
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)
+                present = group.get(key)
+                if (
+                    isinstance(present, torch.Tensor)
+                    and isinstance(value, torch.Tensor)
+                    and present.shape == value.shape
+                ):
+                    present.copy_(value)  # a compiled step, or a graph, reads this tensor
                 else:
                     group[key] = value
-        return nothing
-
-    def write_gradients(self, saved: OptimizerState) -> None:
-        """Leave zeros where there was a gradient and None where there was none: the optimizer steps on the former.
-
-        After ``zero_grad(set_to_none=False)`` weight decay and momentum go on to move a parameter that is not used.
-        """
-        with_grad = frozenset(saved.with_grad)
-        for name, parameter in self._params().items():
-            parameter.grad = torch.zeros_like(parameter) if name in with_grad else None
 
     def _params(self) -> dict[str, torch.Tensor]:
         """The parameters in the optimizer's order, by name."""
@@ -258,4 +457,37 @@ def _placed(value: Any, device: torch.device) -> Any:
 def _same_spec(value: Any, present: Any) -> bool:
     if not (isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor)):
         return False
-    return value.shape == present.shape and value.dtype == present.dtype
+    return value.shape == present.shape and value.dtype == present.dtype and value.stride() == present.stride()
+
+
+def _groups_kept(optimizers: list[torch.optim.Optimizer]) -> Undo:
+    """A function that brings what ``load_state_dict`` put into new group dicts into the old ones.
+
+    A scheduler holds on to the old ones, and an optimizer may share them with the one that it holds.
+    """
+    kept = [(each, vars(each)["param_groups"]) for each in optimizers if "param_groups" in vars(each)]
+    kept_dicts = [(each, groups, list(groups)) for each, groups in kept]
+
+    def bring_back() -> None:
+        contents = [(groups, dicts, [dict(group) for group in each.param_groups]) for each, groups, dicts in kept_dicts]
+        for (each, _, _), (groups, dicts, new) in zip(kept_dicts, contents, strict=True):
+            for group, held in zip(dicts, new, strict=True):
+                group.clear()
+                group.update(held)
+            groups[:] = dicts
+            each.param_groups = groups
+
+    return bring_back
+
+
+def _without_hyper(saved: OptimizerState | OwnOptimizerState) -> Any:
+    """What is read back; hyperparameters, which a policy may have changed, are written after it."""
+    if isinstance(saved, OptimizerState):
+        return {"slots": dict(saved.slots)}
+    return {
+        "slots": dict(saved.base.slots),
+        "own": saved.own,
+        "loose": saved.loose,
+        "attributes": saved.attributes or None,
+        "held": {name: _without_hyper(each) for name, each in saved.held.items()},
+    }

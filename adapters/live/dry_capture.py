@@ -4,11 +4,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from trainfold.adapters.components.component import Part
-from trainfold.core.contract import checked_contract, contract_of
+from trainfold.core.contract import checked_contract
 from trainfold.core.description import describe
 from trainfold.core.errors import InvalidState, TrainfoldError, error_text
 from trainfold.core.node_kinds import check_kinds
-from trainfold.core.state import TrainState
 
 
 def dry_capture(
@@ -36,8 +35,6 @@ def _describe(part: Part, name: str) -> None:
     captured = part.capture()
     described, _ = describe(captured, name)
     check_kinds(described.node, name)
-    if name == "optimizer":
-        contract_of(TrainState(optimizer=captured))
 
 
 def _problems(name: str, attempt: Callable[[], Any]) -> list[TrainfoldError]:

@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from trainfold.adapters.components.component import ObjectPart, Part, Stateful, TreePart, copied, copied_containers
+from trainfold.adapters.components.held_optimizers import Attached
 from trainfold.adapters.components.module import ModulePart, lent_module
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.rng_streams import RngPart, bound_device, preserved_rng
@@ -15,7 +16,7 @@ from trainfold.adapters.components.scheduler import SchedulerPart, check_schedul
 from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.open_window import Boundary
 from trainfold.adapters.live.restore import CountersPart, extra_state_parts, refusals, write_all
-from trainfold.adapters.live.script_contract import SchedulerWatch, frozen, hyperparameters
+from trainfold.adapters.live.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
 from trainfold.adapters.live.unattached import StepWatch
 from trainfold.adapters.live.view import Lent
 from trainfold.adapters.loaders.choose import feed_of
@@ -102,6 +103,7 @@ class Live:
         self._pending: dict[str, Any] = {}
         self._taken = 0  # batches handed out since the last optimizer step
         self._implied = extra_state_parts(model)
+        self._as_attached = Attached()
         components_of(TrainState(extra=self._extra))  # checks the names
         for name in self._implied.keys() & self._extra.keys():
             raise InvalidArgument(
@@ -412,7 +414,8 @@ class Live:
         return [] if self._scheduler is None else tree.leaves(self._scheduler.schedulers)
 
     def _state_of(self, captured: Mapping[str, Any]) -> TrainState:
-        return state_of({**captured, **copied_containers(self._pending)}).evolve(contract=self.contract())
+        late = late_schedules(self._optimizer, lambda: _names(self._named()), self._script)
+        return state_of({**captured, **copied_containers(self._pending)}).evolve(contract={**late, **self.contract()})
 
     def _named(self) -> dict[str, NamedTensors]:
         """What the attached modules hold, by component."""
@@ -430,7 +433,8 @@ class Live:
         if self._feed is not None:
             parts["dataset"] = self._feed
         if self._optimizer is not None:
-            parts["optimizer"] = OptimizerPart(self._optimizer, names)
+            extras = {"optimizer": self._part("optimizer", self._optimizer, names), **extras}
+        parts.update({n: part for n, part in extras.items() if isinstance(part, OptimizerPart) and part.has_own_way})
         parts.update({n: part for n, part in extras.items() if n not in parts})
         parts["model"] = ModulePart(self._model)
         parts["trainer"] = CountersPart(lambda: self.progress, self._set_progress)
@@ -441,7 +445,7 @@ class Live:
         if isinstance(target, torch.nn.Module):
             return ModulePart(target, name)
         if isinstance(target, torch.optim.Optimizer):
-            return OptimizerPart(target, names, name)
+            return OptimizerPart(target, names, name, self._as_attached.of(name, target))
         if isinstance(target, Stateful):
             return ObjectPart(target, name)
         if isinstance(target, tuple) and len(target) == 2 and all(callable(function) for function in target):

@@ -1,18 +1,19 @@
 """What a script gave to the run that it attached, for the resume contract: hyperparameters, and who is frozen."""
 
 import logging
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
+from enum import Enum
 from typing import Any, final
 
 import torch
 
-from trainfold.adapters.components.optimizer import OptimizerPart
-from trainfold.core.codec import digest_of
-from trainfold.core.contract import contract_of
+from trainfold.adapters.components.component import kind_of
+from trainfold.adapters.components.optimizer import OptimizerPart, groups_of
+from trainfold.core.codec import digest_of, leaf_digest
+from trainfold.core.contract import checked_contract
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.names import named_tensors
-from trainfold.core.state import TrainState
 
 _LOG = logging.getLogger("trainfold")
 _FROZEN_SHOWN = 64
@@ -114,13 +115,52 @@ def hyperparameters(optimizers: Mapping[str, OptimizerPart], *, scheduled: Conta
     for name, part in optimizers.items():
         prefix = "optimizer." if name == "optimizer" else f"attached.{name}."
         signs = _SCHEDULED if name in scheduled else {}
-        said = contract_of(TrainState(optimizer=part.capture()))
-        found |= {prefix + key.removeprefix("optimizer."): said[key] for key in said if ".groups[" in key}
-        for group in part.optimizer.param_groups:
-            label = min((part.names[id(parameter)] for parameter in group["params"]), default="")
-            moving = {key for sign, keys in signs.items() if sign in group for key in keys & set(group)}
-            found |= {f"{prefix}groups[{label!r}].{key}": "live" for key in moving}
+        if name == "optimizer":
+            found["optimizer.kind"] = kind_of(part.optimizer)
+        found |= _settings(part, prefix, signs, set())
+    return checked_contract(found)
+
+
+def late_schedules(
+    optimizer: torch.optim.Optimizer | None, names: Callable[[], Mapping[int, str]], known: Container[str]
+) -> dict[str, Any]:
+    """The base rates that schedulers made after the attach have left in the main optimizer's groups: settings, and no state."""
+    groups = [] if optimizer is None else [group for group in optimizer.param_groups if "initial_lr" in group]
+    if not groups:
+        return {}
+    by_id = names()
+    found: dict[str, Any] = {}
+    for group in groups:
+        label = min((by_id[id(parameter)] for parameter in group["params"]), default="")
+        found[f"optimizer.groups[{label!r}].initial_lr"] = _setting(group["initial_lr"])
+    return {key: value for key, value in found.items() if key not in known}
+
+
+def _settings(part: OptimizerPart, prefix: str, signs: Mapping[str, set[str]], seen: set[int]) -> dict[str, Any]:
+    """What stands in the groups of an optimizer, and in those of the optimizers that it holds, each group once."""
+    found: dict[str, Any] = {}
+    for group, live in zip(groups_of(part.optimizer, part.names), part.optimizer.param_groups, strict=True):
+        if id(live) in seen:
+            continue
+        seen.add(id(live))
+        label = min(group.params, default="")
+        moving = {key for sign, keys in signs.items() if sign in group.hyper for key in keys & set(group.hyper)}
+        for key, value in group.hyper.items():
+            found[f"{prefix}groups[{label!r}].{key}"] = "live" if key in moving else _setting(value)
+    for name, inner in part.held().items():
+        found |= _settings(inner, f"{prefix}held[{name!r}].", signs, seen)
     return found
+
+
+def _setting(value: Any) -> Any:
+    """A value that a contract can have: of a tensor with several elements what kind it is, and its digest."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return f"{value.dtype}{list(value.shape)} {leaf_digest(value)}"
+    if isinstance(value, Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, list | tuple):
+        return [_setting(each) for each in value]
+    return {key: _setting(each) for key, each in value.items()} if isinstance(value, Mapping) else value
 
 
 def frozen(model: torch.nn.Module) -> list[str]:

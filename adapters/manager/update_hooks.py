@@ -11,9 +11,9 @@ from trainfold.adapters.live.view import Lent
 from trainfold.backends.hold import Hold
 from trainfold.backends.write_watch import LeafName
 from trainfold.core import tree
+from trainfold.core.components import components_of
 from trainfold.core.leaves import leaves_in
-from trainfold.core.names import NamedTensors
-from trainfold.core.state import TrainState
+from trainfold.core.state import OwnOptimizerState, TrainState
 
 _ADDRESS: Final = torch.Tensor.data_ptr
 
@@ -26,7 +26,8 @@ class UpdateGate:
     so they are held and not copied; a hook that runs before each step of each attached optimizer protects them. What else it
     has (buffers, which a forward writes to, an average of the weights) is copied at once; so are parameters that are frozen or in
     no attached optimizer, such as a teacher's, because whoever moves them announces nothing (W16); and so are the weights of an embedding with ``max_norm``, which its forward writes to. An optimizer that takes no hooks, because its
-    class never called ``Optimizer.__init__``, answers for nothing: what it holds is copied.
+    class never called ``Optimizer.__init__``, answers for nothing: what it holds is copied. So it is with one that holds another
+    optimizer or has a ``state_dict`` of its own: nothing shows that it writes in its steps alone.
 
     A forward that writes to other parameters, such as one that moves a frozen teacher, makes one save fail, and what it wrote
     to is copied from then on. If it writes through ``tensor.data``, nothing shows it, and what is saved is torn: such a loop
@@ -51,7 +52,7 @@ class UpdateGate:
             leaves: its tensors by name.
         """
         if isinstance(run, Live):
-            changing = self._changing_in_live(run.optimizers, lent.modules, leaves)
+            changing = self._changing_in_live(run.optimizers, lent, leaves)
         else:
             changing = _elsewhere(run, leaves)
         return changing | (self._written & leaves.keys())
@@ -82,10 +83,13 @@ class UpdateGate:
     def _changing_in_live(
         self,
         optimizers: Mapping[str, torch.optim.Optimizer],
-        modules: Mapping[str, NamedTensors],
+        lent: Lent,
         leaves: Mapping[LeafName, torch.Tensor],
     ) -> set[LeafName]:
-        hooked = {name: each for name, each in optimizers.items() if self._is_hooked(each)}
+        own = {name: each for name, each in components_of(lent.state).items() if isinstance(each, OwnOptimizerState)}
+        # who holds another optimizer, or says its own state, may write at other moments too, as SAM does to climb
+        elsewhere = {name for name, each in own.items() if each.held or each.own is not None}
+        hooked = {name: each for name, each in optimizers.items() if name not in elsewhere and self._is_hooked(each)}
         steady = [
             parameter
             for optimizer in hooked.values()
@@ -93,8 +97,8 @@ class UpdateGate:
             for parameter in group["params"]
             if parameter.requires_grad  # what was frozen just then may be a teacher, which nobody's hook announces
         ]
-        rescaled = [parameter for each in modules.values() for parameter in each.rescaled]
-        slots = tuple(f"{name}.slots[" for name in hooked)
+        rescaled = [parameter for each in lent.modules.values() for parameter in each.rescaled]
+        slots = tuple(f"{name}.base.slots[" if name in own else f"{name}.slots[" for name in hooked)
         known = set() if rescaled else set(map(id, steady))  # nearly all leaves
         others = {
             name: leaf for name, leaf in leaves.items() if id(leaf) not in known and not name[1].startswith(slots)

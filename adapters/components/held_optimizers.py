@@ -1,0 +1,176 @@
+"""What belongs to an optimizer beside its slots and groups: its own ``state_dict``, the optimizers that it holds, attributes."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final, final
+
+import attrs
+import torch
+
+from trainfold.adapters.components.component import kind_of
+from trainfold.adapters.components.plain_form import to_plain
+from trainfold.core.errors import InvalidState
+from trainfold.core.scalars import SCALARS
+
+_TORCHS: Final = "torch.optim."
+_SMALL_NUMEL: Final = 64
+_MANY: Final = 256
+
+
+def held_optimizers(
+    optimizer: torch.optim.Optimizer, around: Collection[torch.optim.Optimizer] = ()
+) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers that this one holds by attribute, alone or in a list, a tuple or a dict; those that they hold are theirs.
+
+    Args:
+        optimizer: such as a Lookahead around an AdamW.
+        around: those that hold it, which it may know.
+
+    Examples:
+        >>> outer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        >>> outer.inner = torch.optim.Adam(outer.param_groups[0]["params"])
+        >>> list(held_optimizers(outer))
+        ['inner']
+    """
+    found: dict[str, torch.optim.Optimizer] = {}
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            found[name] = value
+        elif isinstance(value, list | tuple) and name != "param_groups":
+            found |= {f"{name}[{i}]": each for i, each in enumerate(value) if isinstance(each, torch.optim.Optimizer)}
+        elif isinstance(value, dict):
+            found |= {f"{name}[{k!r}]": each for k, each in value.items() if isinstance(each, torch.optim.Optimizer)}
+    outer = set(map(id, (optimizer, *around)))
+    once = {id(each): name for name, each in reversed(found.items()) if id(each) not in outer}
+    return {name: each for name, each in found.items() if once.get(id(each)) == name}
+
+
+def nest_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """An optimizer and all that it holds, at any depth, each once; the outermost first."""
+    found = [optimizer]
+    for each in found:
+        found += [inner for inner in held_optimizers(each).values() if all(inner is not known for known in found)]
+    return found
+
+
+def says_own_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what ``state_dict()`` returns is not torch's: its class overrides it, or a hook changes it."""
+    plain = torch.optim.Optimizer.state_dict
+    hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+    return (
+        type(optimizer).state_dict is not plain
+        or "state_dict" in vars(optimizer)
+        or any(vars(optimizer).get(each) for each in hooks)
+    )
+
+
+def own_state(optimizer: torch.optim.Optimizer) -> Any:
+    """What ``state_dict()`` returns.
+
+    Raises:
+        InvalidState: if it fails, naming the class.
+    """
+    try:
+        return optimizer.state_dict()
+    except Exception as error:
+        kind = kind_of(optimizer)
+        raise InvalidState(
+            f"{kind}.state_dict()",
+            expected="the state of the optimizer",
+            found=f"{type(error).__qualname__}: {error}",
+            mend=f"use a {type(optimizer).__qualname__} whose state_dict() works with this torch: no run with it can be resumed",
+        ) from error
+
+
+@final
+@attrs.frozen
+class AsAttached:
+    """What an optimizer was when it was attached: settings. What has appeared or changed since then is state (ADR-0010).
+
+    Attributes:
+        groups: what stood in each group.
+        attributes: the plain attributes, in a form of their own.
+        held: the same of the optimizers that it holds.
+    """
+
+    groups: tuple[Mapping[str, Any], ...]
+    attributes: Mapping[str, Any]
+    held: Mapping[str, "AsAttached"]
+
+
+def as_attached(optimizer: torch.optim.Optimizer, around: tuple[torch.optim.Optimizer, ...] = ()) -> AsAttached:
+    """Note what an optimizer is now.
+
+    Raises:
+        InvalidState: if it has a ``state_dict()`` of its own that fails.
+    """
+    if says_own_state(optimizer):
+        own_state(optimizer)
+    inside = (*around, optimizer)
+    return AsAttached(
+        tuple(map(dict, optimizer.param_groups)),
+        dict(_plain_attributes(optimizer)),
+        {name: as_attached(each, inside) for name, each in held_optimizers(optimizer, around).items()},
+    )
+
+
+def is_given(attached: AsAttached | None, group: int, key: str, value: Any) -> bool:
+    """Whether a value stands in a group since the optimizer was attached."""
+    known = attached is not None and group < len(attached.groups)
+    return known and attached is not None and attached.groups[group].get(key) is value
+
+
+@final
+class Attached:
+    """What each optimizer of a run was when it was attached, by component."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[torch.optim.Optimizer, AsAttached]] = {}
+
+    def of(self, name: str, optimizer: torch.optim.Optimizer) -> AsAttached:
+        """What it was at the first call; a component that was refused and is registered anew counts from then on."""
+        known = self._known.get(name)
+        if known is None or known[0] is not optimizer:
+            known = self._known[name] = (optimizer, as_attached(optimizer))
+        return known[1]
+
+
+def changed_attributes(optimizer: torch.optim.Optimizer, attached: AsAttached | None) -> dict[str, Any]:
+    """The plain attributes that are not as they were when the optimizer was attached, such as a count of its steps."""
+    if attached is None or type(optimizer).__module__.startswith(_TORCHS):
+        return {}
+    before = attached.attributes
+    return {name: value for name, value in _plain_attributes(optimizer) if not _alike(value, before.get(name, _ABSENT))}
+
+
+def _plain_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Public attributes that are numbers, text, or a few of them; a larger one is for the class to save itself."""
+    if type(optimizer).__module__.startswith(_TORCHS):
+        return
+    for name, value in vars(optimizer).items():
+        if name[0] != "_" and name not in ("state", "param_groups", "defaults") and _is_small(value, 0):
+            form = to_plain(value, {})
+            yield name, form.detach().clone() if isinstance(form, torch.Tensor) else form
+
+
+def _is_small(value: Any, depth: int) -> bool:
+    if value is None or type(value) in SCALARS:
+        return True
+    if type(value) is torch.Tensor:
+        return depth == 0 and value.numel() <= _SMALL_NUMEL
+    if type(value) in (list, tuple):
+        return depth < 2 and len(value) <= _MANY and all(_is_small(each, depth + 1) for each in value)
+    return (
+        type(value) is dict
+        and depth < 2
+        and len(value) <= _MANY
+        and all(type(key) is str and _is_small(each, depth + 1) for key, each in value.items())
+    )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return repr(one) == repr(other)  # which tells -0.0 from 0.0, and takes a NaN for itself
+
+
+_ABSENT: Final = object()

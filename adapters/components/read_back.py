@@ -1,0 +1,61 @@
+"""`first_difference`: what two captures of one object differ in, to the bit, for a restore that is read back (W05)."""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from trainfold.core import tree
+from trainfold.core.codec import as_tensor, byte_view, is_tensor_leaf
+from trainfold.core.scalars import shown
+
+Difference: TypeAlias = tuple[str, str, str]
+
+
+def first_difference(saved: Any, found: Any, path: str) -> Difference | None:
+    """The first leaf that is not the same in two trees, and what both say; None where all are equal to the bit.
+
+    Examples:
+        >>> first_difference({"a": [1, 2.0]}, {"a": [1, 2]}, "extra")
+        ("extra['a'][1]", '2.0', '2')
+        >>> first_difference({"a": torch.ones(2)}, {"a": torch.ones(2)}, "extra") is None
+        True
+    """
+    if is_tensor_leaf(saved) or is_tensor_leaf(found):
+        return None if _same_tensor(saved, found) else (path, _said(saved), _said(found))
+    one, other = tree.one_level(saved), tree.one_level(found)
+    if one is None or other is None:
+        same = one is other and type(saved) is type(found) and repr(saved) == repr(found)
+        return None if same else (path, _said(saved), _said(found))
+    kind, entries, children = one
+    theirs = dict(zip(other[1], other[2], strict=True))
+    if kind is not other[0] or set(entries) != set(theirs):
+        return path, _keys(one), _keys(other)
+    for entry, child in zip(entries, children, strict=True):
+        difference = first_difference(child, theirs[entry], tree.join(path, kind, entry))
+        if difference is not None:
+            return difference
+    return None
+
+
+def _same_tensor(saved: Any, found: Any) -> bool:
+    if not (is_tensor_leaf(saved) and is_tensor_leaf(found)) or isinstance(saved, np.ndarray) != isinstance(
+        found, np.ndarray
+    ):
+        return False
+    one, other = as_tensor(saved, "saved"), as_tensor(found, "found")
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return bool(torch.equal(byte_view(one).cpu(), byte_view(other).cpu()))
+
+
+def _said(value: Any) -> str:
+    if is_tensor_leaf(value):
+        dense = as_tensor(value, "leaf")
+        return f"{dense.dtype}{list(dense.shape)} with the values {shown(dense.flatten()[:4].tolist())}"
+    return shown(value)
+
+
+def _keys(level: tree.OneLevel) -> str:
+    kind, entries, _ = level
+    return f"a {kind.__name__} of {shown(sorted(map(str, entries)))}"
