@@ -74,6 +74,7 @@ CASES = {  # name: (what is trained, the step of its death, what the script says
 DAMAGED = ("20 kills in a save", "a flipped bit", "a truncated file")
 EVALUATION = "evaluation, batches of 1, 7, 64"
 KILLS, WIDE = 20, 512
+WORSE = ("exact", "refuses", "warns", "no end", "differs")
 _LOUD = re.compile(r"warn|refus|mismatch|differ|drift|passed over", re.IGNORECASE)
 
 
@@ -205,25 +206,34 @@ def writes(case):
 
 
 def judge_damage(module, folder, damage):
-    """Damage the largest file of the newest checkpoint, resume, compare."""
-    whole_case, cut_case = (Case(str(folder / name), dropout=0.0) for name in ("whole", "cut"))
-    for case in (whole_case, cut_case):
-        case.folder.mkdir(parents=True)
+    """Damage the largest file of the newest checkpoint, resume, compare; of flips at several places, the worst outcome."""
+    whole_case = Case(str(folder / "whole"), dropout=0.0)
+    whole_case.folder.mkdir(parents=True)
     whole = run(module, whole_case)
-    run(module, attrs.evolve(cut_case, die_at=MIDDLE))
-    newest = sorted((Path(name) for name, _, _ in writes(cut_case)), key=lambda path: path.stat().st_mtime_ns)
+    places = (0.25, 0.4, 0.5, 0.6, 0.75) if damage == "a flipped bit" else (0.5,)
+    ends = [damaged(module, folder / f"cut-{place}", damage, place) for place in places]
+    verdicts = [verdict_of(whole, end) for end in ends]
+    worst = max(range(len(ends)), key=lambda index: WORSE.index(verdicts[index]))
+    return verdicts[worst], ends[worst]
+
+
+def damaged(module, folder, damage, place):
+    """How a resume from a damaged checkpoint ends."""
+    case = Case(str(folder), dropout=0.0)
+    case.folder.mkdir(parents=True)
+    run(module, attrs.evolve(case, die_at=MIDDLE))
+    newest = sorted((Path(name) for name, _, _ in writes(case)), key=lambda path: path.stat().st_mtime_ns)
     latest = newest[-1].stat().st_mtime_ns
     files = [path for path in newest if latest - path.stat().st_mtime_ns < 10**9 and is_of_newest(path, newest)]
-    victim = max(files, key=lambda path: path.stat().st_size)
+    victim = max(files, key=lambda path: ("last" in path.name, path.stat().st_size))
     data = bytearray(victim.read_bytes())
+    at = int(len(data) * place)
     if damage == "a flipped bit":
-        data[len(data) // 2] ^= 1
+        data[at] ^= 1 << 4
     else:
-        del data[len(data) // 2 :]
-    victim.chmod(0o644)
+        del data[at:]
     victim.write_bytes(bytes(data))
-    resumed = run(module, cut_case, resume=True)
-    return verdict_of(whole, resumed), resumed
+    return run(module, case, resume=True)
 
 
 def is_of_newest(path, files):
