@@ -31,6 +31,8 @@ KINDS: Mapping[str, tuple[Verdict, frozenset[str], str]] = {
     "dataset": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another data order"),
     "batch_size": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another batch size"),
     "accumulate": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another number of microbatches"),
+    "num_workers": ("refuse", frozenset({"refuse", "warn", "adapt"}), "other loader workers, where random streams have moved; adapt starts new streams"),
+    "data_probe": ("refuse", frozenset({"refuse", "warn", "adapt"}), "the last batch, drawn again, is another; adapt draws none"),
     "contract": ("refuse", frozenset({"refuse", "warn", "adapt"}), "any other key of the contract"),
     "unproven": ("refuse", frozenset({"refuse", "warn", "adapt"}), "a contract key of this run that the checkpoint does not have"),
     "uncompared": ("warn", frozenset({"refuse", "warn", "adapt"}), "a contract key of the checkpoint that this run does not have"),

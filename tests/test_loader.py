@@ -423,7 +423,8 @@ def test_no_skipped_sample_is_read(name):
     resumed = Reader(LOADERS[name], 2)
     resumed.live.restore(state)
     resumed.read(4)
-    assert resumed.loader.dataset.read == first_after(LOADERS[name], 3, 4)
+    last = first_after(LOADERS[name], 2, 3)  # the probe draws this batch again
+    assert resumed.loader.dataset.read == last + first_after(LOADERS[name], 3, 4)
 
 
 def first_after(make, start, stop):
@@ -558,7 +559,7 @@ def position(**changes):
         ({"length": 15}, "length"),
         ({"order": None}, "order"),
         ({"generators": {"loader": 1}}, "generators"),
-        ({"version": 2}, "version"),
+        ({"version": 3}, "version"),
         ({"kind": "stateful"}, "kind|'map'"),
     ],
 )

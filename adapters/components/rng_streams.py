@@ -183,6 +183,28 @@ def stream_problems(
     return found
 
 
+def moved_stream_problems(streams: Any, *, path: str) -> list[TrainfoldError]:
+    """Every reason why those streams that are given cannot be written; the others are as they were seeded.
+
+    Examples:
+        >>> moved_stream_problems({}, path="x"), len(moved_stream_problems({"torch": 1, "oboe": 2}, path="x"))
+        ([], 2)
+    """
+    if not isinstance(streams, dict):
+        return [_not_usable(path, "random streams by name", type(streams).__qualname__)]
+    found: list[TrainfoldError] = []
+    for name, value in streams.items():
+        where = f"{path}[{name!r}]"
+        if name not in ("python", "numpy", "torch"):
+            found.append(_not_usable(where, "python, numpy or torch"))
+            continue
+        try:
+            _try_stream(name, value, None)
+        except Exception as error:  # noqa: BLE001 - as above
+            found.append(_not_usable(where, f"the state of this process's {name} generator", str(error)))
+    return found
+
+
 def _try_stream(name: str, value: Any, device: torch.device | None) -> None:
     if name == "python":
         check_python_state(value)

@@ -26,6 +26,7 @@ from trainfold.core.components import components_of, state_of, validate_componen
 from trainfold.core.errors import CaptureRefused, IncompleteWindow, InvalidArgument, RestoreRefused
 from trainfold.core.init import check_real
 from trainfold.core.names import NamedTensors, named_tensors
+from trainfold.core.policy import check_policy
 from trainfold.core.state import Progress, TrainState
 
 _LOG = logging.getLogger("trainfold")
@@ -285,7 +286,13 @@ class Live:
         lent = {name: lent_module(named[name]) if name in named else others[name] for name in parts}
         return Lent(self._state_of(lent), named, streams)
 
-    def restore(self, state: TrainState, *, components: Iterable[str] | None = None) -> None:
+    def restore(
+        self,
+        state: TrainState,
+        *,
+        components: Iterable[str] | None = None,
+        policy: Mapping[str, str] | None = None,
+    ) -> None:
         """Make the live objects what a state says: all of it, or nothing if any part does not fit (V12).
 
         Everything is checked first. Parameters are overwritten in place, so ties and references survive; gradients are
@@ -295,6 +302,7 @@ class Live:
         Args:
             state: from a checkpoint, or captured.
             components: which of them; None for all that this run has, which must all be there.
+            policy: what to do about a difference that only the live loader sees: ``num_workers``, ``data_probe``.
 
         Raises:
             RestoreRefused: with every reason; nothing was changed.
@@ -302,6 +310,8 @@ class Live:
         """
         parts, saved = self._parts(self._named()), components_of(state)
         chosen = validate_components(components, declared=(*self.names, *state.extra))
+        if self._feed is not None:
+            self._feed.policy = check_policy(policy)
         reasons = refusals(parts, saved, chosen)
         if reasons:
             raise RestoreRefused("live", reasons)

@@ -6,9 +6,15 @@ draws the same indices again and skips them, so that no skipped sample is ever r
 could only be started anew, `MapFeed` drives that one too. Batches of an iterable dataset without a state are drawn again
 to resume, and compared with those that were drawn (`Replay`).
 
-Limits: worker processes (``num_workers > 0``) have random streams of their own that nobody can capture, so random
-augmentation in them is not resumed exactly; a sampler that draws from a *global* stream while the epoch goes on (not
-at its start) is not either. Draw from the index, or from a generator that is given to the loader. A dataset or sampler
+Workers (``num_workers > 0``): each batch brings the random streams of its worker, as they are after it. A resume starts
+every worker with its own streams, and gives it the batches that it would have had. So random augmentation is resumed
+exactly, wherever it draws from the streams of torch, numpy and python.
+
+Inside an epoch `MapFeed` draws the last batch again and compares it (the data probe). So data that changed behind the
+same length are refused, and so is a dataset, sampler or collate that draws from a generator or a counter of its own.
+
+Limits: `StatefulFeed` has no probe, because such a loader cannot go back. A sampler of the user's that draws from a
+*global* stream while the epoch goes on (not at its start) is resumed exactly without workers only. A dataset or sampler
 that changes itself from epoch to epoch needs ``state_dict`` or ``set_epoch``.
 """
 

@@ -1,23 +1,30 @@
 """What every feed needs: the protocol, the batches on their way, the generators of a loader, checks of a position."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import attrs
 import torch
 
 from trainfold.adapters.components.component import Stateful, Undo
 from trainfold.core.errors import DataPositionMismatch, InvalidState, TrainfoldError
+from trainfold.core.policy import Verdict
 from trainfold.core.state import Opaque
 
-VERSION = 1
 OTHER = "attach the loader that the state was captured from, or leave dataset out with components="
 END = object()
 Generators = dict[str, torch.Tensor]
 
 
 class Feed(Protocol):
-    """A loader with a position; a `Part` of the component ``dataset`` too."""
+    """A loader with a position; a `Part` of the component ``dataset`` too.
+
+    Attributes:
+        policy: what the restore that comes next, or came last, does about the differences that only the feed sees.
+    """
+
+    policy: Mapping[str, Verdict]
 
     @property
     def epoch(self) -> int:
@@ -51,13 +58,28 @@ class Feed(Protocol):
         """Take a position."""
 
 
+@attrs.frozen
+class Delivery:
+    """A batch that was handed out.
+
+    Attributes:
+        samples: how many it has; 0 where only the caller knows.
+        last: whether it was the epoch's last.
+        drawn: how it was drawn.
+    """
+
+    samples: int
+    last: bool
+    drawn: Any = None
+
+
 class Deliveries:
-    """Batches that were handed out and not consumed yet, in order: (samples, whether it was the epoch's last)."""
+    """Batches that were handed out and not consumed yet, in order."""
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[int, bool]] = deque()
+        self.waiting: deque[Delivery] = deque()
 
-    def take(self, samples: int | None) -> list[tuple[int, bool]]:
+    def take(self, samples: int | None) -> list[Delivery]:
         """Take batches of exactly so many samples, or all of them.
 
         Raises:
@@ -65,12 +87,12 @@ class Deliveries:
         """
         count, total = 0, 0
         while count < len(self.waiting) and (samples is None or total < samples):
-            total += self.waiting[count][0]
+            total += self.waiting[count].samples
             count += 1
         if samples is not None and total != samples:
             raise mismatch(
                 "advance.samples",
-                f"the samples of whole batches from live.batches(); {[size for size, _ in self.waiting]} are waiting",
+                f"the samples of whole batches from live.batches(); {[each.samples for each in self.waiting]} are waiting",
                 samples,
                 "iterate over live.batches(), and count every sample of each batch, or leave samples= out",
             )
@@ -120,25 +142,27 @@ def generator_problems(generators: dict[str, torch.Generator], saved: Any, where
     if not isinstance(saved, dict) or set(saved) != set(generators):
         names = sorted(saved) if isinstance(saved, dict) else saved
         mend = "give the loader and its samplers generators as they had"
-        return [mismatch(f"state.dataset.{where}", f"those of {sorted(generators)}", names, mend)]
+        return [mismatch(where, f"those of {sorted(generators)}", names, mend)]
     found: list[TrainfoldError] = []
     for name, generator in generators.items():
         try:
             torch.Generator(generator.device).set_state(saved[name].cpu())
         except (RuntimeError, TypeError, AttributeError) as error:
-            found.append(mismatch(f"state.dataset.{where}[{name!r}]", "a generator's state", str(error), OTHER))
+            found.append(mismatch(f"{where}[{name!r}]", "a generator's state", str(error), OTHER))
     return found
 
 
-def position_problems(saved: Any, kind: str, counters: tuple[str, ...]) -> list[TrainfoldError]:
+def position_problems(
+    saved: Any, kind: str, counters: tuple[str, ...], *, versions: tuple[int, ...]
+) -> list[TrainfoldError]:
     """Whether a value is a position of this kind of loader, of a known version (G13), with sound counters."""
     value = saved.value if isinstance(saved, Opaque) else None
     if not isinstance(value, dict) or value.get("kind") != kind:
         held = value.get("kind") if isinstance(value, dict) else type(saved).__qualname__
         return [mismatch("state.dataset", f"the position of a {kind!r} loader", held, OTHER)]
-    if value.get("version") != VERSION:
+    if value.get("version") not in versions or isinstance(value["version"], bool):
         mend = "resume with the trainfold that wrote it"
-        return [mismatch("state.dataset.version", VERSION, value.get("version"), mend)]
+        return [mismatch("state.dataset.version", f"one of {versions}", value.get("version"), mend)]
     return [
         mismatch(f"state.dataset.{name}", "an int >= 0", repr(value.get(name)), "use another checkpoint")
         for name in counters

@@ -3,14 +3,12 @@
 from collections.abc import Iterator
 from typing import Any, final
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainfold.adapters.components.rng_streams import capture_streams, derive_streams, preserved_rng, restore_streams
+from trainfold.adapters.loaders.batch_digest import content
 from trainfold.adapters.loaders.feed import END, mismatch
-from trainfold.core import tree
-from trainfold.core.codec import digest_of, leaf_digest
-from trainfold.core.errors import TrainfoldError
+from trainfold.core.codec import digest_of
 from trainfold.core.state import Opaque
 
 
@@ -30,7 +28,7 @@ class Replay:
     def __init__(self, loader: "DataLoader[Any]", order: Opaque, *, digest: str = "") -> None:
         self.digest = digest
         self._kind = type(loader.dataset).__qualname__
-        seed = int(digest_of(_content(order.value["streams"]).encode())[-15:], 16)
+        seed = int(digest_of(content(order.value["streams"]).encode())[-15:], 16)
         self._streams = derive_streams(seed, step=0) if loader.num_workers == 0 else None
 
     def draw(self, iterator: Iterator[Any]) -> Any:
@@ -43,7 +41,7 @@ class Replay:
                 batch = next(iterator, END)
                 self._streams = capture_streams()
         if batch is not END:
-            self.digest = digest_of((self.digest + _content(batch)).encode())
+            self.digest = digest_of((self.digest + content(batch)).encode())
         return batch
 
     def skip(self, iterator: Iterator[Any], batches: int, digest: str) -> None:
@@ -102,15 +100,3 @@ def _held(state: Any, *names: str) -> Iterator[Any]:
                 yield value
             else:
                 yield from _held(value, *names)
-
-
-def _content(batch: Any) -> str:
-    return " ".join(_leaf_content(leaf) for leaf in tree.leaves(batch))
-
-
-def _leaf_content(leaf: Any) -> str:
-    """The digest of what can be stored; of anything else only the kind, because its text may hold an address."""
-    try:
-        return leaf_digest(leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf)
-    except TrainfoldError:
-        return type(leaf).__qualname__

@@ -1,17 +1,23 @@
 """`MapFeed`: an ordinary DataLoader over a map-style dataset, positioned in samples."""
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
+import attrs
 import torch
 from torch.utils.data import DataLoader
 
 from trainfold.adapters.components.component import Undo, copied, kind_of
-from trainfold.adapters.components.rng_streams import preserved_rng
+from trainfold.adapters.components.rng_streams import moved_stream_problems, preserved_rng
+from trainfold.adapters.components.stream_reader import Streams
+from trainfold.adapters.loaders.draw_batches import Drawer
+from trainfold.adapters.loaders.draws import Draws, Last, plain
 from trainfold.adapters.loaders.feed import (
     END,
-    VERSION,
+    OTHER,
     Deliveries,
+    Delivery,
     generator_problems,
     generators_of,
     length_of,
@@ -21,9 +27,20 @@ from trainfold.adapters.loaders.feed import (
     stale,
     tell_epoch,
 )
-from trainfold.adapters.loaders.sampler_tap import Tap, capture_order, order_problems, unfollowed
+from trainfold.adapters.loaders.sampler_tap import (
+    Tap,
+    capture_order,
+    not_between,
+    order_problems,
+    restore_order,
+    unfollowed,
+)
+from trainfold.adapters.loaders.worker_trace import WorkerTrace
 from trainfold.core.errors import InvalidArgument, TrainfoldError
+from trainfold.core.policy import Verdict, verdict_of
 from trainfold.core.state import Opaque
+
+_LOG = logging.getLogger("trainfold")
 
 
 @final
@@ -39,17 +56,25 @@ class MapFeed:
     """
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
+        self.policy: Mapping[str, Verdict] = {}
         self._loader = loader
         self._counts = loader.batch_sampler is not None
         self._slot = "batch_sampler" if self._counts else "sampler"
         self._generators = generators_of(loader)
         self._tap = Tap(getattr(loader, self._slot), self._generators, counts=self._counts)
+        self._drawer = Drawer(loader)
+        self._tap.look = self._drawer.look
+        workers = loader.num_workers
+        self._draws = Draws(workers, persistent=bool(workers and loader.persistent_workers))
         self._deliveries = Deliveries()
         self._epoch = self._samples = self._batches = 0
         self._drawing = 0
         self._orders: dict[int, Opaque] = {}  # epoch that batches are read from -> what its order was drawn from
+        self._borns: dict[int, Opaque] = {}  # epoch -> what the seed of its workers was drawn from
         self._run = 0
-        self._opened = False
+        self._probe_due = False  # after a restore
+        self._started = False  # whether this feed has started persistent workers
+        self._alive = False  # whether they go on with the next epoch
 
     @property
     def epoch(self) -> int:
@@ -62,18 +87,29 @@ class MapFeed:
 
     def rewind(self) -> None:
         """Go back to the position: batches that were handed out and not consumed will be handed out again."""
+        if self._deliveries.waiting:
+            self._alive = False  # the workers have drawn what will be drawn again
+            for epoch in [each for each in self._orders if each > self._epoch or not self._samples]:
+                del self._orders[epoch]
+            self._drawer.again.clear()
         self._deliveries.waiting.clear()
         self._drawing = self._epoch
 
     def advance(self, samples: int | None) -> int:
         """Count batches that were handed out as consumed."""
         taken = self._deliveries.take(samples if self._counts else None)
-        for size, last in taken:
-            self._samples, self._batches = self._samples + size, self._batches + 1
-            if last:
-                self._orders.pop(self._epoch, None)
-                self._epoch, self._samples, self._batches = self._epoch + 1, 0, 0  # G03
-        return sum(size for size, _ in taken)
+        for each in taken:
+            self._samples, self._batches = self._samples + each.samples, self._batches + 1
+            self._draws.consume(each.drawn, each.samples)
+            if each.last:
+                self._end_epoch()
+        return sum(each.samples for each in taken)
+
+    def _end_epoch(self) -> None:
+        self._orders.pop(self._epoch, None)
+        self._borns.pop(self._epoch, None)
+        self._draws.end_epoch()
+        self._epoch, self._samples, self._batches = self._epoch + 1, 0, 0  # G03
 
     def drop(self) -> int:
         """Give up what was handed out and not consumed."""
@@ -88,55 +124,151 @@ class MapFeed:
             iterator = self._open()
             tap, last = _present(self._tap.current), False
             while not last and not done():
-                batch = next(iterator, END)
-                if batch is END:
-                    raise InvalidArgument(
-                        "attach.loader",
-                        expected="at least one batch an epoch",
-                        found="none",
-                        mend="make the batch size smaller than the dataset, or set drop_last=False",
-                    )
+                made = self._drawer.draw(iterator)
+                if made is END:
+                    last = self._end_late(tap)
+                    break
+                batch, drawn = made
                 self._orders[self._drawing] = _present(self._tap.started_from)
                 size, last = tap.passed.popleft() if tap.passed else (-1, True)
-                if size < 0 or (last and next(iterator, END) is not END):
+                if size < 0 or (last and self._drawer.draw(iterator) is not END):
                     raise unfollowed(self._loader, "one that yields more batches than its sampler")
-                self._deliveries.waiting.append((size, last))
+                self._deliveries.waiting.append(Delivery(size, last, drawn))
                 yield batch
                 if self._run != run:
                     raise stale()
             del iterator
+            self._alive = last and self._draws.persistent
             self._drawing += int(last)
+
+    def _end_late(self, tap: Any) -> bool:
+        """The end of an epoch whose sampler gave fewer than its ``len()``: it is known one call after the last batch."""
+        if not tap.given:
+            raise InvalidArgument(
+                "attach.loader",
+                expected="at least one batch an epoch",
+                found="none",
+                mend="make the batch size smaller than the dataset, or set drop_last=False",
+            )
+        waiting = self._deliveries.waiting
+        if waiting:
+            waiting[-1] = attrs.evolve(waiting[-1], last=True)
+        else:
+            self._end_epoch()
+        return True
+
+    # --- the loader's iterators ---------------------------------------------------------------------------------------
 
     def _open(self) -> Iterator[Any]:
         """An iterator of the loader at the position; `set_epoch` comes before the seek (G04)."""
         tell_epoch(self._loader, self._drawing)
-        inside = self._drawing == self._epoch and self._samples > 0
-        first, self._opened = not self._opened, True
-        self._tap.start, self._tap.skip = None, 0
-        if not inside:
-            if first and self._drawing > 0 and self._loader.persistent_workers and self._loader.num_workers > 0:
-                # the run that was not interrupted had its workers from epoch 0 and drew no seed for new ones here
-                self._tap.start = capture_order(self._generators)
-            return self._iterate()
+        self._tap.start, self._tap.skip, self._tap.empty, self._tap.seeks = None, 0, 0, False
+        order = self._orders.get(self._drawing)
+        return self._begin() if order is None else self._seek(order)
+
+    def _begin(self) -> Iterator[Any]:
+        """An iterator at the start of an epoch, made now, whether the run was interrupted or not."""
+        draws, tap = self._draws, self._tap
+        if not draws.persistent:
+            if draws.workers:
+                self._borns[self._drawing] = capture_order(self._generators)
+            return self._iterate(self._trace({}))
+        if self._alive:
+            self._alive = False
+            return self._iterate(None)
+        self._forget_workers()
+        if draws.born is None and self._drawing == 0:
+            draws.born = capture_order(self._generators)
+        else:
+            # the run that was not interrupted had its workers from epoch 0 and drew no seed for new ones here
+            tap.start = capture_order(self._generators)
+            if draws.born is not None:
+                restore_order(draws.born, self._generators)
+        return self._iterate(self._trace(draws.starts(probe=False)))
+
+    def _seek(self, order: Opaque) -> Iterator[Any]:
+        """An iterator in the middle of an epoch, whose streams do not move for it."""
+        draws, tap, here = self._draws, self._tap, self._drawing == self._epoch
+        last = draws.last if here and self._probes() else None
         now = {name: generator.get_state() for name, generator in self._generators.items()}
-        self._tap.start, self._tap.skip = self._orders[self._epoch], self._samples
+        tap.start = order
+        tap.skip = (self._samples - (last.samples if last else 0)) if here else 0
+        tap.seeks = True
+        trace: WorkerTrace | None = None
         with preserved_rng():
-            iterator = self._iterate()
-            _present(self._tap.current).prime()
-        if self._loader.num_workers == 0:
+            if draws.workers:
+                self._forget_workers()
+                born = draws.born if draws.persistent else self._borns.get(self._drawing)
+                if born is not None:
+                    restore_order(born, self._generators)
+                trace = self._trace(
+                    draws.starts(probe=last is not None) if here or draws.persistent else {}, last, here=here
+                )
+            iterator = self._iterate(trace)
+            _present(tap.current).prime()
+        if not draws.workers:
             set_generators(self._generators, now)
+        if last is not None:
+            self._compare(iterator, last)
         return iterator
 
-    def _iterate(self) -> Iterator[Any]:
-        own, self._tap.current = vars(self._loader)[self._slot], None
-        vars(self._loader)[self._slot] = self._tap  # for the time of this call; a loader's attributes cannot be set
-        try:
-            iterator = iter(self._loader)
-        finally:
-            vars(self._loader)[self._slot] = own
+    def _trace(self, starts: dict[int, Streams], last: Last | None = None, *, here: bool = False) -> WorkerTrace | None:
+        loader, draws = self._loader, self._draws
+        if not draws.workers:
+            return None
+        worker = draws.last_worker
+        self._tap.empty = 0 if not here else draws.next if last is None else worker
+        return WorkerTrace(
+            loader.collate_fn,
+            loader.worker_init_fn,
+            starts=starts,
+            empty=self._tap.empty,
+            probe=None if last is None else worker,
+            after=None if last is None else draws.streams[worker],
+        )
+
+    def _forget_workers(self) -> None:
+        """Let workers go that have drawn more than was consumed."""
+        if self._started and self._draws.persistent:
+            vars(self._loader)["_iterator"] = None
+        self._started, self._alive = True, False
+
+    def _iterate(self, trace: WorkerTrace | None) -> Iterator[Any]:
+        self._tap.current = None
+        iterator = self._drawer.open(trace, {self._slot: self._tap})
         if self._tap.current is None:
             raise unfollowed(self._loader, "one that does not start the sampler")
         return iterator
+
+    # --- the data probe -----------------------------------------------------------------------------------------------
+
+    def _probes(self) -> bool:
+        return self._probe_due and verdict_of("data_probe", "state.dataset.draws.last", self.policy) != "adapt"
+
+    def _compare(self, iterator: Iterator[Any], last: Last) -> None:
+        """Draw the last batch again, and compare it with what was trained on (W03)."""
+        if not self._draws.workers:
+            self._drawer.again.appendleft(last.before)
+        made, tap = self._drawer.draw(iterator), _present(self._tap.current)
+        size = tap.passed.popleft()[0] if made is not END else 0
+        if size != last.samples or (tap.ahead == [END] and not tap.passed):
+            raise not_between(self._samples, self._samples - last.samples + size, is_end=True)
+        found = made[1].digest
+        if found == last.digest:
+            self._probe_due = False
+            return
+        error = mismatch(
+            "state.dataset.draws.last",
+            f"the last batch of the position, drawn again, to be what was trained on ({last.digest})",
+            f"another one ({found})",
+            "give the dataset, its transforms, the tokenizer and the collate_fn that the run was started with, and let them "
+            "draw from the global streams or from the index; to go on with other data on purpose, say "
+            'policy={"data_probe": "warn"}; policy={"data_probe": "adapt"} draws nothing, for data that cannot be read twice',
+        )
+        if verdict_of("data_probe", error.where, self.policy) == "refuse":
+            raise error
+        _LOG.warning("%s", error)
+        self._probe_due = False
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume."""
@@ -151,24 +283,31 @@ class MapFeed:
 
     def capture(self) -> Opaque:
         """The position: ``epoch``, ``samples`` and ``batches`` in it, and what the order of the epoch was drawn from."""
-        order = self._orders[self._epoch].value if self._samples else None
+        order = self._orders[self._epoch] if self._samples else self._orders.get(self._epoch)
+        draws, later = self._draws, sorted(each for each in self._orders if each > self._epoch)
+        born = draws.born if draws.persistent else self._borns.get(self._epoch)
+        again = [each.drawn.before for each in self._deliveries.waiting] or list(self._drawer.again)
         return Opaque(
             {
                 "kind": "map",
-                "version": VERSION,
+                "version": 2,  # 1 has no draws
                 "epoch": self._epoch,
                 "samples": self._samples,
                 "batches": self._batches,
                 "batch_size": self._loader.batch_size,
                 "length": length_of(self._loader.dataset),
-                "order": order,
+                "order": None if order is None else order.value,
+                "later": [self._orders[each].value for each in later],
+                "later_born": [self._borns[each].value for each in later if each in self._borns],
+                "again": [plain(each) for each in again] if draws.moved and not draws.workers else [],
+                "draws": draws.capture(born if order is not None or draws.persistent else None),
                 "generators": {name: generator.get_state() for name, generator in self._generators.items()},
             }
         )
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every way in which a position does not fit this loader (G02, G12, G13)."""
-        found = position_problems(saved, "map", ("epoch", "samples", "batches"))
+        found = position_problems(saved, "map", ("epoch", "samples", "batches"), versions=(1, 2))
         if found:
             return found
         value, loader = saved.value, self._loader
@@ -216,9 +355,28 @@ class MapFeed:
                     "the end of an epoch is written epoch + 1, samples 0; give the dataset the run was started with",
                 )
             )
-        if samples:
+        if samples or value.get("order") is not None:
             found.extend(order_problems(value.get("order"), self._generators))
-        found.extend(generator_problems(self._generators, value.get("generators"), "generators"))
+        found.extend(self._ahead_problems(value))
+        inside = bool(samples or value.get("order"))
+        saved_draws = value.get("draws") if value["version"] > 1 else None
+        if value["version"] > 1 and saved_draws is None:
+            found.append(mismatch("state.dataset.draws", "how the batches were drawn", "nothing", OTHER))
+        found.extend(self._draws.problems(saved_draws, self._generators, self.policy, inside=inside))
+        found.extend(generator_problems(self._generators, value.get("generators"), "state.dataset.generators"))
+        return found
+
+    def _ahead_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
+        found: list[TrainfoldError] = []
+        for name in ("later", "later_born", "again"):
+            if not isinstance(value.get(name, []), list):
+                found.append(mismatch(f"state.dataset.{name}", "a list", repr(value[name])[:80], OTHER))
+            elif name == "again":
+                for number, streams in enumerate(value.get(name, [])):
+                    found.extend(moved_stream_problems(streams, path=f"state.dataset.again[{number}]"))
+            else:
+                for order in value.get(name, []):
+                    found.extend(order_problems(order, self._generators))
         return found
 
     def _epoch_samples(self) -> int | None:
@@ -234,10 +392,23 @@ class MapFeed:
 
         def take(value: dict[str, Any]) -> None:
             self._run += 1
+            self._alive, self._probe_due = False, True
+            self._deliveries.waiting.clear()
             self._epoch, self._samples, self._batches = value["epoch"], value["samples"], value["batches"]
-            self._orders = {} if value["order"] is None else {self._epoch: Opaque(value["order"])}
+            self._draws.take(value.get("draws"))
+            if self._samples and self._loader.batch_size != value.get("batch_size"):
+                self._batches = self._samples // (self._loader.batch_size or 1)
+                self._draws.last = None  # its samples come in other batches
+            orders = [value["order"], *value.get("later", [])]
+            self._orders = {self._epoch + i: Opaque(order) for i, order in enumerate(orders) if order is not None}
+            borns = value.get("later_born", [])
+            self._borns = {self._epoch + 1 + i: Opaque(born) for i, born in enumerate(borns)}
+            if self._draws.born is not None and not self._draws.persistent:
+                self._borns[self._epoch], self._draws.born = self._draws.born, None
             set_generators(self._generators, value["generators"])
             self.rewind()
+            self._drawer.again.extend(value.get("again", []))
+            self._drawer.knows_that_streams_move = self._draws.moved
 
         take(copied(saved).value)
         return lambda: take(before.value)

@@ -1,14 +1,16 @@
 """`Tap`: stands between a DataLoader and its sampler, to start an epoch's order again and to skip in it."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from trainfold.adapters.components.component import nothing
 from trainfold.adapters.components.rng_streams import capture_streams, restore_streams, stream_problems
-from trainfold.adapters.loaders.feed import END, OTHER, generator_problems, mismatch, set_generators
-from trainfold.core.errors import InvalidArgument, TrainfoldError
+from trainfold.adapters.loaders.feed import END, OTHER, generator_problems, length_of, mismatch, set_generators
+from trainfold.adapters.loaders.worker_trace import Empty
+from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
 from trainfold.core.state import Opaque
 
 
@@ -21,6 +23,9 @@ class Tap:
         self.counts = counts
         self.start: Opaque | None = None  # to start from, or None to start from the streams as they are
         self.skip = 0
+        self.seeks = False  # whether the first index is taken at once, as long as the streams are those of the start
+        self.empty = 0  # empty tasks that go to workers before the first index
+        self.look: Callable[[], None] = nothing  # called when an index has left the sampler
         self.started_from: Opaque | None = None
         self.current: _TapIterator | None = None
 
@@ -33,12 +38,20 @@ class Tap:
 
 
 class _TapIterator:
-    """One epoch of a sampler, looked at one index batch ahead, so that the last one is known as such."""
+    """One epoch of a sampler, whose last index batch is known as such.
+
+    Where the sampler knows its length, it is asked for nothing before its time: it may draw from a stream that the dataset
+    draws from too. Where it does not, it is asked for one index batch ahead.
+    """
 
     def __init__(self, tap: Tap) -> None:
         self.tap = tap
         self.indices: Iterator[Any] | None = None
-        self.ahead: Any = END
+        self.total = length_of(tap.sampler)
+        self.given = 0
+        self.ahead: list[Any] = []
+        self.stopped = False
+        self.empty = tap.empty
         self.passed: deque[tuple[int, bool]] = deque()
 
     def __iter__(self) -> "_TapIterator":
@@ -46,11 +59,19 @@ class _TapIterator:
 
     def __next__(self) -> Any:
         self.prime()
-        item = self.ahead
+        if self.stopped:
+            raise StopIteration
+        if self.empty:
+            self.empty -= 1
+            return Empty()
+        item = self.ahead.pop() if self.ahead else self._pull()
         if item is END:
             raise StopIteration
-        self.ahead = self._pull()
-        self.passed.append((self._size(item), self.ahead is END))
+        self.given += 1
+        if self.total is None or self.given >= self.total:
+            self.ahead.append(self._pull())
+        self.passed.append((self._size(item), self.ahead == [END]))
+        self.tap.look()
         return item
 
     def prime(self) -> None:
@@ -63,18 +84,15 @@ class _TapIterator:
         tap.started_from = tap.start or capture_order(tap.generators)
         tap.start, skip, tap.skip = None, tap.skip, 0
         self.indices = iter(tap.sampler)
+        if not tap.seeks:
+            return
         read, item = 0, self._pull()
         while read < skip and item is not END:
-            read += self._size(item)
+            read, self.given = read + self._size(item), self.given + 1
             item = self._pull()
-        if read != skip or (skip and item is END):
-            raise mismatch(
-                "state.dataset.samples",
-                "a position between two batches of this epoch",
-                f"{skip}, where batches end at {read}" + (" and the epoch too" if item is END else ""),
-                "use a batch size that divides the position, and the dataset and sampler that the run was started with",
-            )
-        self.ahead = item
+        if read != skip or item is END:
+            raise not_between(skip, read, is_end=item is END)
+        self.ahead.append(item)
 
     def _pull(self) -> Any:
         assert self.indices is not None
@@ -100,6 +118,16 @@ def unfollowed(loader: Any, found: str) -> InvalidArgument:
     )
 
 
+def not_between(samples: int, read: int, *, is_end: bool) -> DataPositionMismatch:
+    """The error for a position that is inside a batch, or at or behind the end of the epoch."""
+    return mismatch(
+        "state.dataset.samples",
+        "a position between two batches of this epoch",
+        f"{samples}, where batches end at {read}" + (" and the epoch too" if is_end else ""),
+        "use a batch size that divides the position, and the dataset and sampler that the run was started with",
+    )
+
+
 def capture_order(generators: dict[str, torch.Generator]) -> Opaque:
     """Everything that the order of an epoch may be drawn from, as it is now."""
     states = {name: generator.get_state() for name, generator in generators.items()}
@@ -112,11 +140,13 @@ def restore_order(order: Opaque, generators: dict[str, torch.Generator]) -> None
     set_generators(generators, order.value["generators"])
 
 
-def order_problems(order: Any, generators: dict[str, torch.Generator]) -> list[TrainfoldError]:
+def order_problems(
+    order: Any, generators: dict[str, torch.Generator], *, where: str = "state.dataset.order"
+) -> list[TrainfoldError]:
     """Every reason why it cannot be put back."""
     if not isinstance(order, dict) or "streams" not in order:
-        return [mismatch("state.dataset.order", "what the epoch's order was drawn from", "nothing", OTHER)]
+        return [mismatch(where, "what the epoch's order was drawn from", "nothing", OTHER)]
     return [
-        *stream_problems(order["streams"], path="state.dataset.order.streams"),
-        *generator_problems(generators, order.get("generators"), "order.generators"),
+        *stream_problems(order["streams"], path=f"{where}.streams"),
+        *generator_problems(generators, order.get("generators"), f"{where}.generators"),
     ]

@@ -1,6 +1,6 @@
 """`StatefulFeed`: a loader that knows its own position, such as torchdata's StatefulDataLoader."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 from torch.utils.data import DataLoader
@@ -10,8 +10,8 @@ from trainfold.adapters.components.rng_streams import preserved_rng
 from trainfold.adapters.loaders.feed import (
     END,
     OTHER,
-    VERSION,
     Deliveries,
+    Delivery,
     generator_problems,
     generators_of,
     length_of,
@@ -25,7 +25,10 @@ from trainfold.adapters.loaders.feed import (
 from trainfold.adapters.loaders.iterable import Replay, ended_in_part, iterates, keeps_nothing, torchdatas
 from trainfold.adapters.loaders.sampler_tap import capture_order, order_problems, restore_order
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, TrainfoldError
+from trainfold.core.policy import Verdict
 from trainfold.core.state import Opaque
+
+VERSION = 1
 
 
 @final
@@ -55,6 +58,7 @@ class StatefulFeed:
         self._samplers: dict[str, Any] = {}  # states between two epochs
         self._began: Any = None  # the loader's state when the epoch began, where it has one
         self._run = 0
+        self.policy: Mapping[str, Verdict] = {}
 
     @property
     def epoch(self) -> int:
@@ -81,9 +85,9 @@ class StatefulFeed:
 
     def advance(self, samples: int | None) -> int:
         """Count every batch that was handed out as consumed; only the caller knows how many samples they had."""
-        for _, last in self._deliveries.take(None):
+        for delivery in self._deliveries.take(None):
             self._batches += 1
-            if last:
+            if delivery.last:
                 self._epoch, self._batches = self._epoch + 1, 0
         self._settle()
         return samples or 0
@@ -116,7 +120,7 @@ class StatefulFeed:
                 last = self._drawn == total
                 if last and self._draw(iterator) is not END:  # so that the loader knows of its end, and saves that
                     raise mismatch("attach.loader", f"{total} batches, as len() says", "more", "mend its __len__")
-                self._deliveries.waiting.append((0, last))
+                self._deliveries.waiting.append(Delivery(0, last))
                 if last:
                     self._iterator, self._drawing, self._drawn = None, self._drawing + 1, 0
                 yield batch
@@ -134,7 +138,7 @@ class StatefulFeed:
             )
         self._iterator, self._drawing, self._drawn = None, self._drawing + 1, 0
         if self._deliveries.waiting:
-            self._deliveries.waiting[-1] = (0, True)
+            self._deliveries.waiting[-1] = Delivery(0, last=True)
         else:
             self._epoch, self._batches = self._epoch + 1, 0
             self._settle()
@@ -268,7 +272,7 @@ class StatefulFeed:
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every way in which a position does not fit this loader."""
-        found = position_problems(saved, "stateful", ("epoch", "batches"))
+        found = position_problems(saved, "stateful", ("epoch", "batches"), versions=(VERSION,))
         if found:
             return found
         value = saved.value
@@ -283,7 +287,7 @@ class StatefulFeed:
             found.append(mismatch("state.dataset.digest", "a digest of the batches, as text", repr(digest), OTHER))
         if value.get("order") is not None or (digest is not None and value["batches"]):
             found.extend(order_problems(value.get("order"), self._generators))
-        found.extend(generator_problems(self._generators, value.get("generators"), "generators"))
+        found.extend(generator_problems(self._generators, value.get("generators"), "state.dataset.generators"))
         return found
 
     def write(self, saved: Any) -> Undo:

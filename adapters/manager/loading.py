@@ -62,7 +62,7 @@ class Resumer:
         loaded = load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
                           quarantine=Quarantine())  # fmt: skip
         if isinstance(run, Live):
-            run.restore(loaded.state, components=names)
+            run.restore(loaded.state, components=names, policy=self.policy)
         self.descent = loaded.descent
         return loaded.state
 

@@ -1,0 +1,107 @@
+"""`Drawer`: draws batches from a DataLoader, each with how it was drawn; the loader is left as it is."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader
+
+from trainfold.adapters.components.rng_streams import preserved_rng
+from trainfold.adapters.components.stream_reader import StreamReader, Streams, set_streams
+from trainfold.adapters.loaders.batch_digest import batch_digest
+from trainfold.adapters.loaders.draws import Drawn
+from trainfold.adapters.loaders.feed import END
+from trainfold.adapters.loaders.worker_trace import WorkerTrace, skipping
+from trainfold.core.errors import InvalidArgument
+
+
+@final
+class Drawer:
+    """The iterators of a loader.
+
+    Args:
+        loader: whose attributes are other ones for the time that an iterator is made, and then its own again.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]") -> None:
+        self._loader = loader
+        self._reader: StreamReader | None = None
+        self._before: Streams = {}
+        self.again: deque[Streams] = deque()  # for batches to be drawn once more: the streams that they were drawn with
+        self.knows_that_streams_move = False
+
+    def open(self, trace: WorkerTrace | None, replaced: Mapping[str, Any]) -> Iterator[Any]:
+        """Make an iterator.
+
+        Args:
+            trace: what goes into new workers; None where none are started.
+            replaced: other attributes of the loader.
+
+        Raises:
+            InvalidArgument: for a loader that makes an iterator of its own kind over workers.
+        """
+        loader = self._loader
+        now: dict[str, Any] = dict(replaced)
+        if trace is not None:
+            now["collate_fn"] = trace.collate
+            now["worker_init_fn"] = trace.start
+            now["dataset"] = skipping(loader.dataset, batches=loader.batch_sampler is not None)
+        own = {name: vars(loader)[name] for name in now}
+        vars(loader).update(now)  # for the time of this call; a loader's attributes cannot be set
+        try:
+            iterator: Iterator[Any] = iter(loader)
+        finally:
+            vars(loader).update(own)
+        if trace is not None and type(iterator).__module__.split(".")[0] not in ("torch", "torchdata"):
+            raise InvalidArgument(
+                "attach.loader",
+                expected="a loader with workers that hands out what they made",
+                found=f"a {type(loader).__qualname__}, whose __iter__ makes a {type(iterator).__qualname__} of it",
+                mend="attach a plain DataLoader and change its batches in the loop over live.batches(), or num_workers=0",
+            )
+        self._reader = StreamReader() if loader.num_workers == 0 else None
+        return iterator
+
+    def look(self) -> None:
+        """An index leaves the sampler: what moves the streams from now on is the dataset and the collate."""
+        if self._reader is None:
+            return
+        if self.again:
+            set_streams(self.again.popleft())
+        self._reader.moved()
+        self._before = self._reader.streams
+
+    def draw(self, iterator: Iterator[Any]) -> Any:
+        """The next batch and its `Drawn`, or `END`."""
+        reader = self._reader
+        if reader is None:
+            made: Any = next(iterator, END)
+            while made is not END and made[1].digest is None:
+                made = next(iterator, END)
+            return END if made is END else (made[0], Drawn.by_worker(made[1]))
+        if not self.again:
+            return self._draw_here(iterator, reader)
+        with undisturbed():
+            return self._draw_here(iterator, reader)
+
+    def _draw_here(self, iterator: Iterator[Any], reader: StreamReader) -> Any:
+        batch = next(iterator, END)
+        if batch is END:
+            return END
+        moved: Streams = {} if self.knows_that_streams_move else reader.moved()
+        self.knows_that_streams_move = self.knows_that_streams_move or bool(moved)
+        return batch, Drawn(None, batch_digest(batch), moved, self._before)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run a block and leave every stream as it was, those of the GPUs included."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    try:
+        with preserved_rng():
+            yield
+    finally:
+        if devices is not None:
+            torch.cuda.set_rng_state_all(devices)

@@ -1,0 +1,133 @@
+"""`WorkerTrace`: what goes with a loader into its workers, and sends with each batch where their random streams stand.
+
+It stands for the loader's ``collate_fn`` and ``worker_init_fn``. It draws nothing, so that the samples are those of the
+loader without it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import attrs
+from torch.utils.data import get_worker_info
+
+from trainfold.adapters.components.stream_reader import StreamReader, Streams, set_streams
+from trainfold.adapters.loaders.batch_digest import batch_digest
+
+
+@final
+@attrs.frozen
+class Report:
+    """What comes with a batch.
+
+    Attributes:
+        worker: which one made it.
+        moved: its streams after the batch, those that the batch has moved.
+        digest: of the batch; None for an empty task, which has none.
+    """
+
+    worker: int
+    moved: Streams
+    digest: str | None
+
+
+@final
+class Empty(list[Any]):
+    """The index of an empty task: it takes a worker's turn, and nothing is read for it."""
+
+
+class SkippingDataset:
+    """A dataset that reads nothing for an empty task. The user's code in a worker sees the dataset itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: Any) -> Any:
+        return index if isinstance(index, Empty) else self.inner[index]
+
+
+@final
+class SkippingBatches(SkippingDataset):
+    """The same for a dataset that reads whole batches."""
+
+    def __getitems__(self, indices: Any) -> Any:
+        return indices if isinstance(indices, Empty) else self.inner.__getitems__(indices)
+
+
+def skipping(dataset: Any, *, batches: bool) -> Any:
+    """A dataset that can be asked with `Empty`; the same object where an empty list of indices asks it nothing.
+
+    Examples:
+        >>> skipping([1, 2], batches=True)
+        [1, 2]
+        >>> skipping([1, 2], batches=False)[Empty()]
+        []
+    """
+    if callable(getattr(dataset, "__getitems__", None)):
+        return SkippingBatches(dataset)
+    return dataset if batches else SkippingDataset(dataset)
+
+
+@final
+class WorkerTrace:
+    """Starts each worker with its own streams, and reports them.
+
+    Args:
+        collate: the loader's own.
+        init: the loader's own ``worker_init_fn``, or None.
+        starts: worker -> the streams that it starts with; those that are left out are as the worker was seeded.
+        empty: workers below this number get an empty task first.
+        probe: the worker whose first batch is only compared, or None.
+        after: the streams that this worker goes on with then.
+    """
+
+    def __init__(  # noqa: PLR0913 - keywords
+        self,
+        collate: Callable[[Any], Any],
+        init: Callable[[int], Any] | None,
+        *,
+        starts: Mapping[int, Streams],
+        empty: int = 0,
+        probe: int | None = None,
+        after: Streams | None = None,
+    ) -> None:
+        self._collate = collate
+        self._init = init
+        self._starts = starts
+        self._empty = empty
+        self._probe = probe
+        self._after: Streams = after or {}
+        self._worker = -1
+        self._reader: StreamReader | None = None
+        self._seeded: Streams = {}
+
+    def start(self, worker: int) -> None:
+        """The loader's ``worker_init_fn``, and then the worker's streams."""
+        info: Any = get_worker_info()
+        if info is not None and isinstance(info.dataset, SkippingDataset):
+            object.__setattr__(info, "dataset", info.dataset.inner)  # the class is frozen; its user is ours
+        if self._init is not None:
+            self._init(worker)
+        self._worker = worker
+        if worker == self._probe:
+            self._seeded = StreamReader().streams
+        set_streams(self._starts.get(worker, {}))
+        self._reader = StreamReader()
+
+    def collate(self, samples: Any) -> tuple[Any, Report]:
+        """The loader's ``collate_fn``, and a report."""
+        assert self._reader is not None, "a worker starts before it collates"
+        if self._worker < self._empty:
+            self._empty = 0
+            return None, Report(self._worker, {}, None)
+        batch = self._collate(samples)
+        digest = batch_digest(batch)
+        if self._probe == self._worker:
+            self._probe = None
+            set_streams({**self._seeded, **self._after})
+            self._seeded = {}
+            self._reader = StreamReader()
+            return batch, Report(self._worker, {}, digest)
+        return batch, Report(self._worker, self._reader.moved(), digest)

@@ -1,0 +1,370 @@
+"""Loader workers: their random streams are a part of the data position, and attaching changes no draw."""
+
+import itertools
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    get_worker_info,
+)
+
+from trainfold.adapters.components.component import copied
+from trainfold.adapters.components.stream_reader import StreamReader, set_streams
+from trainfold.adapters.live.live import attach
+from trainfold.core.description import describe
+from trainfold.core.errors import InvalidArgument, RestoreRefused
+from trainfold.core.state import Opaque
+
+N = 13
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create"
+)  # more workers than this machine has cores
+
+
+class Augmented(Dataset):
+    """Draws from python, numpy (with its hidden second normal) and torch, and says which worker drew."""
+
+    def __init__(self, *streams):
+        self.streams = streams
+        self.seen = None
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        found = [float(index), -1.0 if (info := get_worker_info()) is None else info.id]
+        if "python" in self.streams:
+            found.append(random.gauss(0, 1))
+        if "numpy" in self.streams:
+            found.append(np.random.standard_normal())  # noqa: NPY002 (the global stream is the subject)
+        if "torch" in self.streams:
+            found.append(float(torch.rand(())))
+        if "seed" in self.streams:
+            found.append(float(get_worker_info().seed % 10**9 if get_worker_info() else 0))
+        return torch.tensor(found, dtype=torch.float64)
+
+
+class WholeBatches(Augmented):
+    """Reads a batch at once, and would not survive an empty one."""
+
+    def __getitems__(self, indices):
+        assert len(indices) > 0
+        return [self[index] for index in indices]
+
+
+class Sometimes(Augmented):
+    """Draws for some samples only: a worker's streams move, and then they do not."""
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        return found if index % 3 else found + random.random()
+
+
+def noisy_collate(samples):
+    return default_collate(samples) + random.random()
+
+
+def seeded_init(worker):
+    """What a tutorial recommends; it reads the worker's seed and the dataset."""
+    info = get_worker_info()
+    assert type(info.dataset).__name__ in ("Augmented", "WholeBatches", "Sometimes")
+    np.random.seed((torch.initial_seed() + worker) % 2**32)  # noqa: NPY002
+    random.random()
+
+
+LOADERS: dict[str, Any] = {
+    "all streams": partial(DataLoader, Augmented("python", "numpy", "torch"), batch_size=2, shuffle=True),
+    "torch": partial(DataLoader, Augmented("torch"), batch_size=2),
+    "the worker's seed, and nothing drawn": partial(DataLoader, Augmented("seed"), batch_size=2, shuffle=True),
+    "init": partial(DataLoader, Augmented("numpy", "seed"), batch_size=3, shuffle=True, worker_init_fn=seeded_init),
+    "collate": partial(DataLoader, Augmented(), batch_size=3, shuffle=True, collate_fn=noisy_collate),
+    "no batches": partial(DataLoader, Augmented("numpy", "torch"), batch_size=None, shuffle=True),
+    "whole batches": partial(DataLoader, WholeBatches("torch"), batch_size=2, shuffle=True, worker_init_fn=seeded_init),
+    "drop_last": partial(DataLoader, Sometimes("python"), batch_size=2, shuffle=True, drop_last=True),
+}
+MADE: dict[str, Any] = {
+    "batch sampler": lambda **kw: DataLoader(
+        Augmented("numpy"), batch_sampler=BatchSampler(RandomSampler(range(N)), 3, drop_last=False), **kw
+    ),
+    "sampler": lambda **kw: DataLoader(Augmented("torch"), batch_size=2, sampler=SequentialSampler(range(N)), **kw),
+    "generator": lambda **kw: DataLoader(
+        Augmented("torch", "seed"), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(7), **kw
+    ),
+}
+LOADERS |= MADE
+
+
+def seed_all(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+
+
+def training():
+    """What a step draws from the main process's streams."""
+    return float(torch.rand(())), random.random(), np.random.standard_normal()  # noqa: NPY002
+
+
+def plain_loop(make, epochs):
+    seed_all(1)
+    loader = make()
+    return [(batch.tolist(), training()) for _ in range(epochs) for batch in loader]
+
+
+class Run:
+    def __init__(self, make, seed=1):
+        model = torch.nn.Linear(1, 1)
+        seed_all(seed)
+        self.live = attach(model, loader=make())
+
+    def read(self, until):
+        seen = []
+        for batch in self.live.batches(steps=until):
+            seen.append((batch.tolist(), training()))
+            self.live.advance()
+        return seen
+
+    def resumed(self, make, seed=99):
+        state = copied(self.live.capture())
+        describe(state.dataset, "dataset")  # it can be saved
+        other = Run(make, seed)
+        other.live.restore(state)
+        return other
+
+
+def check(make, *, epochs=2, chains):
+    whole = plain_loop(make, epochs)
+    assert Run(make).read(len(whole)) == whole, "attaching has changed a draw"
+    for chain in chains:
+        run, seen = Run(make), []
+        for kill in chain:
+            seen += run.read(min(kill, len(whole)))
+            run = run.resumed(make)
+        seen += run.read(len(whole))
+        assert seen == whole, chain
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_at_every_batch_gives_the_samples_of_the_plain_loop(name, workers):
+    """W01: with the same worker numbers, in an epoch, at its end, and in the next one; attaching changes no draw."""
+    make = partial(LOADERS[name], num_workers=workers)
+    length = len(make())
+    kills = range(1, 2 * length) if workers == 0 else (length,)
+    check(make, chains=[(kill,) for kill in kills] + [(1, length + 2)])
+
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "num_workers": st.integers(1, 4),
+        "prefetch_factor": st.integers(1, 4),
+        "persistent_workers": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=6, deadline=None)
+@example(
+    shape={"num_workers": 3, "prefetch_factor": 2, "persistent_workers": True}, name="all streams", kills=(1, 7, 9)
+)
+@example(shape={"num_workers": 2, "prefetch_factor": 1, "persistent_workers": True}, name="init", kills=(5, 6))
+@given(
+    shape=SHAPES,
+    name=st.sampled_from(sorted(LOADERS)),
+    kills=st.lists(st.integers(1, 12), min_size=1, max_size=2).map(lambda kills: tuple(sorted(kills))),
+)
+def test_workers_of_any_shape_are_resumed_exactly(shape, name, kills):
+    """W01: 1 to 4 workers, prefetching 1 to 4, living on or not."""
+    check(partial(LOADERS[name], **shape), epochs=2, chains=[kills])
+
+
+def test_workers_that_are_spawned_are_resumed_exactly():
+    """W01: what goes into a worker can be pickled, and the bits are those of forked ones."""
+    make = partial(LOADERS["whole batches"], num_workers=2, persistent_workers=True)
+    whole, spawned = plain_loop(make, 1), partial(make, multiprocessing_context="spawn")
+    run = Run(spawned)
+    seen = run.read(3)
+    assert seen + run.resumed(spawned).read(len(whole)) == whole
+
+
+def test_pinned_batches_keep_their_report():
+    """W01: pinning makes a list of a tuple, and looks into mappings."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    from trainfold.adapters.loaders.worker_trace import Report
+
+    report = Report(1, {"torch": np.zeros(3, np.uint8)}, "xxh3:0")
+    batch, kept = pin_memory(("text", report))
+    assert (batch, kept) == ("text", report)
+    assert kept is report
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 0), (0, 2)])
+def test_another_number_of_workers_is_refused_where_a_stream_has_moved(before, after):
+    """W02: and allowed where none has; at the end of an epoch too."""
+    for name, kills in (("torch", (3, 7)), ("sampler", ())):
+        make = LOADERS[name]
+        for kill in kills:
+            run = Run(partial(make, num_workers=before))
+            run.read(kill)
+            with pytest.raises(RestoreRefused, match=rf"num_workers.*{before} workers, whose random streams"):
+                run.resumed(partial(make, num_workers=after))
+            state = copied(run.live.capture())
+            other = Run(partial(make, num_workers=after))
+            other.live.restore(state, policy={"num_workers": "warn"})
+            assert [batch[0][0] for batch, _ in other.read(8)] == [2.0 * (i % 7) for i in range(kill, 8)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 0), (0, 2)])
+def test_another_number_of_workers_is_no_matter_where_nothing_is_drawn(before, after):
+    """W02."""
+    make = partial(DataLoader, Plain(), batch_size=2, shuffle=True)
+    whole = plain_loop(partial(make, num_workers=before), 2)
+    for kill in (3, 7, 9):
+        run = Run(partial(make, num_workers=before))
+        seen = run.read(kill)
+        assert seen + run.resumed(partial(make, num_workers=after)).read(len(whole)) == whole
+
+
+class Plain(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+def test_workers_that_live_on_are_another_loop_than_workers_that_do_not():
+    """W02: a plain loop draws a seed for new workers in each epoch, and so other orders."""
+    run = Run(partial(LOADERS["torch"], num_workers=1))
+    run.read(3)
+    with pytest.raises(RestoreRefused, match="kept from epoch to epoch"):
+        run.resumed(partial(LOADERS["torch"], num_workers=1, persistent_workers=True))
+
+
+def test_a_position_without_workers_streams_is_refused_inside_an_epoch_and_taken_at_its_end():
+    """V09, G13: version 1 has none. At an epoch's end the workers are seeded anew, so none are needed."""
+    make = partial(LOADERS["torch"], num_workers=2)
+    whole = plain_loop(make, 2)
+    for kill, fits in ((3, False), (7, True)):
+        run = Run(make)
+        seen = run.read(kill)
+        state = copied(run.live.capture())
+        new = ("draws", "later", "later_born", "again")
+        old = {name: value for name, value in state.dataset.value.items() if name not in new}
+        state = state.evolve(dataset=Opaque({**old, "version": 1}))
+        other = Run(make, 5)
+        if fits:
+            other.live.restore(state)
+            assert seen + other.read(len(whole)) == whole
+        else:
+            with pytest.raises(RestoreRefused, match="random streams of 2 workers"):
+                other.live.restore(state)
+            other.live.restore(state, policy={"num_workers": "adapt"})
+
+
+def test_batches_that_were_drawn_ahead_and_thrown_away_leave_no_trace():
+    """W01: leaving the loop in an epoch and coming back gives what would have come, from the workers' streams."""
+    make = partial(LOADERS["torch"], num_workers=2, prefetch_factor=3)
+    whole = [batch for batch, _ in plain_loop(make, 1)]
+    for persistent in (False, True):
+        run = Run(partial(make, persistent_workers=persistent))
+        seen = [batch for batch, _ in run.read(3)]
+        next(run.live.batches())
+        seen += [batch for batch, _ in run.read(7)]
+        assert seen == whole
+
+
+def test_a_worker_that_has_its_own_dataset_is_that_of_the_user():
+    """W01: code in a worker sees the dataset, whatever stands in front of it."""
+    make = partial(LOADERS["no batches"], num_workers=1, worker_init_fn=seeded_init)
+    assert len(Run(make).read(3)) == 3
+
+
+class Mapping(DataLoader):
+    """Changes batches as they come from the workers."""
+
+    def __iter__(self):
+        return map(torch.neg, super().__iter__())
+
+
+def test_a_loader_that_changes_what_its_workers_made_is_refused_by_name():
+    """W01: nobody could say whose report it would change."""
+    with pytest.raises(InvalidArgument, match=r"Mapping.*num_workers=0"):
+        Run(partial(Mapping, Plain(), num_workers=1)).read(1)
+    assert len(Run(partial(Mapping, Plain())).read(2)) == 2
+
+
+def hostile(name, value):
+    run = Run(partial(LOADERS["torch"], num_workers=2))
+    run.read(3)
+    state = copied(run.live.capture())
+    draws = {**state.dataset.value["draws"], name: value}
+    return state.evolve(dataset=Opaque({**state.dataset.value, "draws": draws}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("count", -1),
+        ("count", 3),
+        ("next", 2),
+        ("next", True),
+        ("streams", [{}]),
+        ("streams", [{"torch": torch.zeros(3)}, {}]),
+        ("streams", [{"oboe": 1}, {}]),
+        ("streams", [5, {}]),
+        ("born", {"streams": {}}),
+        ("last", {"digest": 1, "samples": 2, "before": {}}),
+        ("last", {"digest": "x", "samples": 2, "before": 5}),
+    ],
+)
+def test_a_record_of_workers_that_cannot_be_is_refused(name, value):
+    """G02, W01: checked before anything changes."""
+    with pytest.raises(RestoreRefused, match=r"state\.dataset\.draws"):
+        Run(partial(LOADERS["torch"], num_workers=2)).live.restore(hostile(name, value))
+
+
+DRAWS: dict[str, Any] = {
+    "torch": lambda: torch.rand(3),
+    "python": random.random,
+    "python's normal": lambda: random.gauss(0, 1),
+    "numpy": np.random.random,
+    "numpy's normal": np.random.standard_normal,
+    "numpy, a whole block": lambda: np.random.random(312),  # noqa: NPY002
+    "python, a whole block": lambda: [random.random() for _ in range(312)],
+    "nothing": lambda: None,
+}
+
+
+@settings(deadline=None)
+@given(draws=st.lists(st.sampled_from(sorted(DRAWS)), max_size=12))
+def test_a_reader_finds_exactly_the_streams_that_moved(draws):
+    """W01: the second number of a pair of normal ones included, which moves no bit of the generator."""
+    reader = StreamReader()
+    for name in draws:
+        found = reader.moved()
+        DRAWS[name]()
+        found = reader.moved()
+        assert list(found) == ([] if name == "nothing" else [name.split("'")[0].split(",")[0]])
+    streams = reader.streams
+    one = [DRAWS[name]() for name in ("torch", "python's normal", "numpy's normal", "numpy", "python")]
+    set_streams(streams)
+    again = [DRAWS[name]() for name in ("torch", "python's normal", "numpy's normal", "numpy", "python")]
+    assert all(
+        itertools.starmap(
+            lambda x, y: torch.equal(torch.as_tensor(x), torch.as_tensor(y)), zip(one, again, strict=True)
+        )
+    )
