@@ -14,6 +14,7 @@ from trainfold.backends.failures import failures_elsewhere, named_failures
 from trainfold.backends.hold import Hold
 from trainfold.backends.inventory import RUN_FILE, check_place, examine, read_inventory, read_run_id, run_document
 from trainfold.backends.protocols import Collectives, Store
+from trainfold.backends.replicas import check_copies, copies_of
 from trainfold.backends.run_save import SaveResult, run_save
 from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.backends.write_watch import LeafName
@@ -26,6 +27,7 @@ from trainfold.core.given import mapping_given
 from trainfold.core.inventory import Descent, next_head
 from trainfold.core.manifest import Head
 from trainfold.core.node_kinds import check_kinds
+from trainfold.core.replicas import Leaves, summary
 from trainfold.core.save_plan import MANIFEST, directory_of, plan_save
 from trainfold.core.scalars import Json, shown
 from trainfold.core.state import TrainState
@@ -45,6 +47,7 @@ class Snapshot:
         omitted: components that the state has and that are not saved.
         contract: what must be equal at a resume.
         own: components whose tensors nobody else has a hand on.
+        copies: component -> leaf path -> the digest of a tensor that all ranks are to have alike; None where it was not read yet.
     """
 
     step: int
@@ -53,6 +56,7 @@ class Snapshot:
     omitted: tuple[str, ...]
     contract: Mapping[str, Json]
     own: frozenset[str] = frozenset()
+    copies: Leaves | None = None
 
     def named(self) -> dict[LeafName, torch.Tensor]:
         """Every tensor by component and path, dense; an array shares its memory."""
@@ -86,6 +90,10 @@ class Snapshot:
             tensors={**self.tensors, name: tensors},
             own=self.own | {name},
         )
+
+    def with_copies(self, *, whole: bool) -> "Snapshot":
+        """With the digests of what all ranks are to have alike: of all tensors, or of buffers alone. The tensors are read."""
+        return attrs.evolve(self, copies=copies_of(self.described, self.tensors, whole=whole))
 
     def arrays(self) -> set[LeafName]:
         """The names of those that are numpy's: nothing tells of a write to them."""
@@ -164,19 +172,23 @@ def save_snapshot(  # noqa: PLR0913 - keywords
         What was saved.
 
     Raises:
+        RanksDisagree: on every rank, if what all are to have alike differs; nothing is written (W24).
         SaveFailed: or the subclass that fits (NoSpace, NotWritable, RunLocked, CommitConflict); on the ranks where another one
             failed, SaveFailedElsewhere.
     """
     snapshots: list[Snapshot] = []
 
-    def described() -> Mapping[str, Described]:
-        snapshots.append(take())
-        for name, each in snapshots[0].described.items():
+    def described() -> tuple[Mapping[str, Described], Mapping[str, str]]:
+        mine = take()
+        for name, each in mine.described.items():
             check_kinds(each.node, name)
-        return snapshots[0].described
+        if collectives.world_size > 1 and mine.copies is None:
+            mine = mine.with_copies(whole=True)
+        snapshots.append(mine)
+        return mine.described, {} if mine.copies is None else summary(mine.copies, mine.contract)
 
-    ranks = on_all_ranks(collectives, described)
-    snapshot = snapshots[0]
+    told = on_all_ranks(collectives, described)
+    ranks, snapshot = [each for each, _ in told], snapshots[0]
     with ExitStack() as held:
 
         def begin() -> tuple[Head, bytes | None]:
@@ -188,6 +200,8 @@ def save_snapshot(  # noqa: PLR0913 - keywords
 
         head, old = on_rank_zero(collectives, begin)
         plan = plan_save(ranks, step=snapshot.step, revision=head.revision)
+        if snapshot.copies is not None:
+            check_copies(snapshot.copies, snapshot.contract, [each for _, each in told], collectives)
         on_rank_zero(collectives, lambda: store.reserve(plan.size_bytes + _MANIFEST_ROOM_BYTES))
         tensors = snapshot.tensors
         if hold is not None:

@@ -16,8 +16,9 @@ from trainfold.core.components import BUILTIN_COMPONENTS
 from trainfold.core.contract import step_contract
 from trainfold.core.errors import UnknownComponent
 from trainfold.core.inventory import Inventory, Problem, lineage
-from trainfold.core.manifest import Manifest
+from trainfold.core.manifest import ComponentRecord, Manifest
 from trainfold.core.policy import Drift, contract_kind, verdict_of
+from trainfold.core.replicas import is_between_epochs, is_opaque
 from trainfold.core.request import Request, Target
 from trainfold.core.resume_plan import ComponentAction, Refusal, ResumePlan
 from trainfold.core.scalars import Json
@@ -25,6 +26,10 @@ from trainfold.core.scalars import Json
 _ALWAYS_MEANT: Final = frozenset(
     {"model", "optimizer", "trainer"}
 )  # a checkpoint without one of them is an export, or weightless
+_OF_RANKS: Mapping[str, tuple[str, str]] = {
+    "rng": ("streams", "random streams of "),
+    "dataset": ("data_ranks", "the place inside of an epoch of "),
+}
 
 
 def next_to_examine(inventory: Inventory, request: Request, wanted: Collection[str] = ()) -> str | None:
@@ -202,18 +207,28 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
     if saved is None:
         findings.drift(_kind_of_absence(name, manifest), name, saved="nothing", wanted="the component")
         return ComponentAction(name, "keep", note="not saved")
-    part = 0
-    if len(saved.nodes) > 1:
-        if len(saved.nodes) != target.world_size:
-            findings.drift("per_rank", name, saved=f"{len(saved.nodes)} ranks", wanted=f"{target.world_size} ranks")
-            return ComponentAction(name, "keep", note="saved for another world")
-        part = target.rank
+    if _is_of_other_ranks(name, saved, manifest, target):
+        kind, what = _OF_RANKS.get(name, ("per_rank", ""))
+        wanted_ranks = f'{target.world_size} ranks; to begin anew, reset={{"{name}": "why"}}'
+        findings.drift(kind, name, saved=f"{what}{manifest.world_size} ranks", wanted=wanted_ranks)
+        return ComponentAction(name, "keep", note="saved for another world")
+    part = target.rank if len(saved.nodes) > 1 else 0
     records = saved.tensors[part]
     verb, cast, kept = compare_component(name, saved, part, wanted, findings, dims=dims)
     used = [record for record in records if record.path not in findings.ignored]
     size = sum(shard.stop - shard.start for record in used for shard in record.shards)
     note = "the target has none" if wanted is None else ""
     return ComponentAction(name, verb, part, len(used), size, cast, kept, note)
+
+
+def _is_of_other_ranks(name: str, saved: ComponentRecord, manifest: Manifest, target: Target) -> bool:
+    """Whether a component is that of ranks which another world does not have: it is given to no other rank (H03, G06)."""
+    if manifest.world_size == target.world_size:
+        return False
+    is_shared = len(saved.nodes) == 1
+    if is_shared and name == "dataset" and is_between_epochs(saved.nodes[0]):
+        return False  # every share of the epoch was read, and the next one is shared anew
+    return not is_shared or (name in _OF_RANKS and is_opaque(saved.nodes[0]))
 
 
 def _dims(manifest: Manifest) -> dict[str, int]:

@@ -16,6 +16,7 @@ from trainfold.core.codec import STORED, size_bytes, stored_shape
 from trainfold.core.collecting import without_collecting
 from trainfold.core.description import Described
 from trainfold.core.errors import InvalidArgument, RanksDisagree
+from trainfold.core.replicas import belongs_to_rank
 from trainfold.core.scalars import Json, canonical_json
 from trainfold.core.spec import Box, LeafSpec
 
@@ -156,7 +157,11 @@ def is_data_file(name: str) -> bool:
 
 @without_collecting
 def plan_save(
-    ranks: Sequence[Mapping[str, Described]], *, step: int, revision: int = 0, per_rank: Collection[str] = ("rng",)
+    ranks: Sequence[Mapping[str, Described]],
+    *,
+    step: int,
+    revision: int = 0,
+    per_rank: Collection[str] = ("rng", "dataset"),
 ) -> SavePlan:
     """Decide which rank writes which bytes into which file.
 
@@ -168,7 +173,8 @@ def plan_save(
         step: the state's step, >= 0.
         revision: how often this step has been saved before; later saves use new file names, so that the old
             checkpoint stays whole until the new manifest replaces the old one (C08).
-        per_rank: components that may differ between ranks, and are then stored once for each rank (B05).
+        per_rank: components that may differ between ranks, and are then stored once for each rank (B05, G05); the data position
+            of a state only if it is a loader's own, and not one in global units.
 
     Returns:
         The plan; equal on every rank.
@@ -205,6 +211,7 @@ def plan_save(
 
 def _component(name: str, ranks: list[Described], per_rank: Collection[str]) -> ComponentPlan:
     first = ranks[0]
+    is_own = name in per_rank and (name != "dataset" or all(belongs_to_rank(name, each.node) for each in ranks))
     shapes = {path: (spec.dtype, spec.shape) for path, spec in first.tensors.items()}
     for rank, other in enumerate(ranks[1:], start=1):
         if other is first or (
@@ -213,12 +220,12 @@ def _component(name: str, ranks: list[Described], per_rank: Collection[str]) -> 
             and list(other.tensors) == list(first.tensors)
         ):
             continue
-        if name in per_rank:
+        if is_own:
             break
         mine, theirs = _first_difference(first.node, other.node)
         raise _disagree(name, mine, theirs, rank)
     # Equal structures may hold unequal tensors, so only what has no tensors at all can be known to be the same.
-    if name in per_rank and len(ranks) > 1 and (first.tensors or any(other.node != first.node for other in ranks)):
+    if is_own and len(ranks) > 1 and (first.tensors or any(other.node != first.node for other in ranks)):
         return ComponentPlan(name, tuple(each.node for each in ranks), tuple(each.tensors for each in ranks))
     return ComponentPlan(name, (first.node,), (first.tensors,))
 
@@ -323,5 +330,5 @@ def _disagree(where: str, mine: object, theirs: object, rank: int) -> RanksDisag
         where,
         expected=f"what rank 0 has: {mine}",
         found=f"on rank {rank}: {theirs}",
-        mend="make it equal on all ranks, or name the component in `per_rank`",
+        mend="make it equal on all ranks; what each rank has of its own is saved for its random streams and its loader alone",
     )

@@ -1071,6 +1071,8 @@ def test_a_rank_that_knows_of_a_write_before_the_others_keeps_in_step_with_them(
     def run(collectives):
         told = []
         model = nn.Linear(4, 4)
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)  # ranks are replicas
         live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
         with CheckpointManager(store, mode="async", collectives=collectives) as manager:
             for number in range(2):
@@ -1085,6 +1087,9 @@ def test_a_rank_that_knows_of_a_write_before_the_others_keeps_in_step_with_them(
                     told.append(manager.drain().step)
                 except SaveFailed as error:
                     told.append(type(error).__name__)
+                if (collectives.rank, number) == (0, 0):
+                    with torch.no_grad():
+                        model.weight.add_(1.0)
         return told
 
     assert run_threads(2, run) == [["SaveFailedElsewhere", 2], ["SaveFailed", 2]]

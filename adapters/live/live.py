@@ -13,6 +13,7 @@ from trainfold.adapters.components.module import ModulePart, lent_module
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.rng_streams import RngPart, bound_device, preserved_rng
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
+from trainfold.adapters.components.sharded import check_whole, wheres
 from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.open_window import Boundary
 from trainfold.adapters.live.restore import CountersPart, extra_state_parts, refusals, write_all
@@ -95,6 +96,7 @@ class Live:
                 mend="attach the optimizer itself, and a wrapper's own state under extra=",
             )
         check_real(model)
+        check_whole(wheres(model, optimizer, extra))
         self._model = model
         self._optimizer = optimizer
         self._scheduler = None if scheduler is None else SchedulerPart(check_schedulers(scheduler))
@@ -344,6 +346,7 @@ class Live:
         if name in self._parts(named):
             raise InvalidArgument("register.name", expected="a new name", found=name, mend="choose another name")
         components_of(TrainState(extra={name: target}))
+        check_whole([(f"register({name!r})", target)])
         part = self._part(name, target, _names(named))
         if name in self._pending:
             reasons = part.problems(self._pending[name])
@@ -365,6 +368,14 @@ class Live:
             components: names; None for all.
         """
         self._selection = None if components is None else tuple(components)
+
+    def check_whole(self) -> None:
+        """Raise if an attached object holds a part of its state on each rank in a form that looks whole.
+
+        Raises:
+            InvalidArgument: for FSDP1's flat parameters and a ``ZeroRedundancyOptimizer``.
+        """
+        check_whole(wheres(self._model, self._optimizer, self._extra))
 
     def check_boundary(self) -> None:
         """Raise unless the run is between two optimizer steps, as far as that shows (A06).

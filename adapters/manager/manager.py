@@ -31,9 +31,9 @@ from trainfold.adapters.manager.triggers import Boundary, Due
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends import runs
 from trainfold.backends.bell import End
-from trainfold.backends.collectives import SingleProcess
 from trainfold.backends.failures import named_failures
 from trainfold.backends.inventory import check_place
+from trainfold.backends.rank_environment import world_given
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import step_of_state
 from trainfold.backends.together import on_rank_zero
@@ -89,7 +89,8 @@ class CheckpointManager:
         requests: where requests to save or to stop come from on this rank, such as `SignalRequests()`, or `StopFile(run)`, which
             rank 0 alone makes; closed with the manager.
         on_event: is told each `Event`, in the thread that calls the manager; what it raises is logged.
-        collectives: the ranks, each of which has its own manager and makes the same calls; None for a single process.
+        collectives: the ranks, each of which has its own manager and makes the same calls; None for a single process, which is refused
+            where torch.distributed or a launcher has several: say ``SingleProcess()`` if this rank saves alone on purpose.
 
     Raises:
         InvalidArgument: for an argument that cannot be; nothing was touched.
@@ -154,7 +155,7 @@ class CheckpointManager:
             policy = check_policy(policy)
             agreed = checked_contract(mapping_given("contract", contract))
             self._pid = os.getpid()
-            world = collectives or SingleProcess()
+            world = world_given(collectives, os.environ, where="CheckpointManager.collectives")
             self._store = runs.open_store(run)
 
             def begin() -> None:

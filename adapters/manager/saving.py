@@ -78,6 +78,7 @@ class Saves:
         self._saver = Saver(store, world.duplicate() if is_async else world)
         self._before: Before | None = None  # what the save under way answers
         self._retention: Callable[[], None] | None = None  # of what was committed last, not begun yet
+        self._is_proved = False  # whether a save has shown that the ranks have the same
         self._told: BaseException | None = None  # what the call that began it has raised already
 
     @property
@@ -268,7 +269,12 @@ class Saves:
 
     def _snapshot(self, run: Live | TrainState, state: TrainState) -> Snapshot:
         names = validate_components(self._components, declared=run.names) if isinstance(run, Live) else self._components
-        return take_snapshot(state, components=names, contract=self._contract, describe=self._describer.describe)
+        found = take_snapshot(state, components=names, contract=self._contract, describe=self._describer.describe)
+        if self._world.world_size == 1:
+            return found
+        if isinstance(run, Live) and not self._is_proved:
+            run.check_whole()  # again, because what is attached may have been wrapped since
+        return found.with_copies(whole=not self._is_proved)
 
     def _whole_snapshot(self, run: Live | TrainState) -> Snapshot:
         lent = _lent(run)
@@ -282,6 +288,7 @@ class Saves:
         return snapshot.with_own("rng", streams(), is_saved=is_saved)
 
     def _tell_committed(self, result: SaveResult) -> None:
+        self._is_proved = True
         self._announcer.tell(
             "committed", step=result.step, checkpoint=result.checkpoint, detail=f"{result.size_bytes} bytes"
         )

@@ -1,0 +1,74 @@
+"""Objects that hold a part of a state on each rank in a form that looks whole: refused by name, until they can be saved."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from trainfold.core.errors import InvalidArgument
+
+
+def check_whole_module(module: torch.nn.Module, where: str) -> None:
+    """Refuse a module with flat parameters of FSDP1: each rank holds a part of them, and nothing in a parameter says which.
+
+    Raises:
+        InvalidArgument: naming the first such module or parameter.
+
+    Examples:
+        >>> check_whole_module(torch.nn.Linear(2, 1), "attach.model")
+    """
+    for name, each in module.named_modules():
+        if _is_a(each, "FullyShardedDataParallel"):
+            raise _sharded(where, f"a FullyShardedDataParallel{f' at {name!r}' if name else ''}")
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
+            raise _sharded(where, f"a flat parameter of FullyShardedDataParallel at {name!r}")
+
+
+def check_whole_optimizer(optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Refuse an optimizer that keeps the slots of this rank's share alone, in an optimizer of its own.
+
+    Raises:
+        InvalidArgument: for a ``ZeroRedundancyOptimizer``.
+
+    Examples:
+        >>> check_whole_optimizer(torch.optim.SGD([torch.ones(1)]), "attach.optimizer")
+    """
+    if _is_a(optimizer, "ZeroRedundancyOptimizer"):
+        raise InvalidArgument(
+            where,
+            expected="an optimizer that has the slots of all its parameters on every rank",
+            found="a ZeroRedundancyOptimizer, which keeps those of this rank's share in another one",
+            mend="use the optimizer class that it wraps, under DistributedDataParallel: what this one has cannot be saved yet",
+        )
+
+
+def check_whole(targets: Iterable[tuple[str, object]]) -> None:
+    """Check what a run attaches: (where, object) pairs; objects of other kinds pass.
+
+    Raises:
+        InvalidArgument: for the first one that holds parts.
+    """
+    for where, target in targets:
+        if isinstance(target, torch.nn.Module):
+            check_whole_module(target, where)
+        elif isinstance(target, torch.optim.Optimizer):
+            check_whole_optimizer(target, where)
+
+
+def wheres(model: object, optimizer: object, extra: Mapping[str, object]) -> list[tuple[str, object]]:
+    """What was attached, with the argument that it came by."""
+    named = {f"extra[{name!r}]": target for name, target in extra.items()}
+    return [("attach.model", model), ("attach.optimizer", optimizer), *named.items()]
+
+
+def _is_a(target: object, name: str) -> bool:
+    return any(kind.__name__ == name for kind in type(target).__mro__)
+
+
+def _sharded(where: str, found: str) -> InvalidArgument:
+    return InvalidArgument(
+        where,
+        expected="a module whose parameters are whole on every rank",
+        found=f"{found}: its flat parameters are this rank's part of all",
+        mend="wrap the model in DistributedDataParallel: what FullyShardedDataParallel shards cannot be saved yet",
+    )

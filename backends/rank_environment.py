@@ -1,0 +1,49 @@
+"""Whether this process is one of several: by torch.distributed, and by what a launcher such as torchrun says."""
+
+from collections.abc import Mapping
+
+import torch
+
+from trainfold.backends.collectives import SingleProcess
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.world import Collectives
+
+
+def ranks_around(environment: Mapping[str, str]) -> str | None:
+    """Who says that there are other ranks, and how many; None where nobody does.
+
+    Examples:
+        >>> ranks_around({"RANK": "0", "WORLD_SIZE": "4"}), ranks_around({"WORLD_SIZE": "1", "RANK": "0"}), ranks_around({})
+        ('WORLD_SIZE=4 in the environment', None, None)
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks: int = torch.distributed.get_world_size()
+        return f"torch.distributed with {ranks} ranks" if ranks > 1 else None
+    said = environment.get("WORLD_SIZE", "")
+    is_one_of_several = "RANK" in environment and said.isdecimal() and int(said) > 1
+    return f"WORLD_SIZE={said} in the environment" if is_one_of_several else None
+
+
+def world_given(collectives: Collectives | None, environment: Mapping[str, str], *, where: str) -> Collectives:
+    """The ranks that were named; one process where nobody says that there are others.
+
+    Args:
+        collectives: what the user gave.
+        environment: of this process.
+        where: the argument, for the message.
+
+    Raises:
+        InvalidArgument: if none were named, and there are several: each would save a run of its own into one place.
+    """
+    if collectives is not None:
+        return collectives
+    others = ranks_around(environment)
+    if others is not None:
+        raise InvalidArgument(
+            where,
+            expected=f"the ranks of this job, because there is {others}",
+            found="none",
+            mend="make a manager on every rank, with collectives=trainfold.TorchCollectives(); or say collectives=trainfold.SingleProcess() where this "
+            "rank saves alone on purpose",
+        )
+    return SingleProcess()

@@ -1,0 +1,132 @@
+"""Replicas: which components belong to each rank, and which must be the same on all of them, proved by digests (B05, B06)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from trainfold.core.codec import digest_of
+from trainfold.core.errors import RanksDisagree
+from trainfold.core.scalars import Json, canonical_json
+
+_OPAQUE: Final = "trainfold.Opaque"
+_ENVIRONMENT: Final = "environment."  # another device or number of threads is no other run
+_BUFFERS: Final = ".buffers['"
+_STATISTICS: Final = (
+    "batch statistics, such as BatchNorm's, differ under DistributedDataParallel: convert the model with "
+    "torch.nn.SyncBatchNorm.convert_sync_batchnorm; or send those of rank 0 before each save, as DDP does before each forward: "
+    "for buffer in model.buffers(): torch.distributed.broadcast(buffer, 0)"
+)
+_VALUES: Final = (
+    "keep replicas alike: wrap the model in DistributedDataParallel, and begin all ranks with the same values. If they are no replicas but stages "
+    "of a pipeline or parts of a model, save each as a run of its own: CheckpointManager(f'{run}/{rank}', collectives=trainfold.SingleProcess())"
+)
+_SETTINGS: Final = "start the same script with the same settings on all ranks"
+
+Leaves = Mapping[str, Mapping[str, str]]
+
+
+def belongs_to_rank(name: str, node: Json) -> bool:
+    """Whether a component is each rank's own: random streams, and the position of a loader, which has a share of the data.
+
+    A position in global units, such as a `DataCursor`, is the same on all ranks.
+
+    Examples:
+        >>> belongs_to_rank("rng", {}), belongs_to_rank("dataset", {"node": "trainfold.DataCursor"}), belongs_to_rank("ema", {})
+        (True, False, False)
+    """
+    return name == "rng" or (name == "dataset" and is_opaque(node))
+
+
+def is_opaque(node: Json) -> bool:
+    """Whether a structure is somebody else's, such as captured streams or a loader's position."""
+    return isinstance(node, dict) and node.get("node") == _OPAQUE
+
+
+def is_between_epochs(node: Json) -> bool:
+    """Whether the position of a loader is certain to be between two epochs: a share of the data ends there for every rank.
+
+    Examples:
+        >>> is_between_epochs({"node": "trainfold.Opaque", "fields": {"value": {"dict": {"epoch": 1, "batches": 0}}}})
+        True
+    """
+    counts = list(_counts(node))
+    return bool(counts) and all(type(count) is int and count == 0 for count in counts)
+
+
+def _counts(node: Json) -> Iterator[Any]:
+    if isinstance(node, dict):
+        if "batches" in node:
+            yield node["batches"]
+        for child in node.values():
+            yield from _counts(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from _counts(child)
+
+
+def is_buffer(path: str) -> bool:
+    """Whether a leaf is a buffer of a module.
+
+    Examples:
+        >>> is_buffer("model.buffers['bn.running_mean']"), is_buffer("model.params['bn.weight']")
+        (True, False)
+    """
+    return _BUFFERS in path
+
+
+def summary(leaves: Leaves, contract: Mapping[str, Json]) -> dict[str, str]:
+    """What a rank tells of its copies: one digest for each component, and one for the contract.
+
+    Args:
+        leaves: component -> leaf path -> digest.
+        contract: what must be equal at a resume.
+    """
+    shared = {key: value for key, value in contract.items() if not key.startswith(_ENVIRONMENT)}
+    lines = {name: "\n".join(f"{path} {digest}" for path, digest in each.items()) for name, each in leaves.items()}
+    digests = {name: digest_of(text.encode("utf-8", "surrogatepass")) for name, text in lines.items()}
+    return {**digests, "contract": digest_of(canonical_json(shared))}
+
+
+def first_in_doubt(summaries: Sequence[Mapping[str, str]]) -> str | None:
+    """The first component, or ``contract``, of which not all ranks told the same.
+
+    Examples:
+        >>> first_in_doubt([{"model": "a", "contract": "c"}, {"model": "b", "contract": "c"}])
+        'model'
+    """
+    names = dict.fromkeys(name for each in summaries for name in each)
+    return next((name for name in names if len({each.get(name) for each in summaries}) > 1), None)
+
+
+def differing(mine: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
+    """The leaves, or keys of the contract, that this rank has otherwise than rank 0, in rank 0's order.
+
+    Examples:
+        >>> differing({"a": 1, "b": 3, "environment.threads": 1}, {"a": 1, "b": 2, "environment.threads": 2})
+        ['b']
+    """
+    names = dict.fromkeys((*first, *mine))
+    return [name for name in names if not name.startswith(_ENVIRONMENT) and _text(mine, name) != _text(first, name)]
+
+
+def _text(held: Mapping[str, Any], name: str) -> bytes:
+    return canonical_json([held[name]]) if name in held else b""
+
+
+def disagreement(name: str, told: Sequence[tuple[int, str, str]], first: str) -> RanksDisagree:
+    """The error that every rank raises.
+
+    Args:
+        name: the component, or ``contract``.
+        told: for each rank, how many leaves or keys differ from rank 0's, the first of them, and its value in words.
+        first: what rank 0 has there, in words.
+    """
+    rank, (count, path, value) = next((rank, each) for rank, each in enumerate(told) if each[0])
+    more = f", and {count - 1} more of {name}" if count > 1 else ""
+    if name == "contract":
+        return RanksDisagree(f"contract[{path!r}]", expected=f"what rank 0 has: {first}", found=f"on rank {rank}: {value}{more}", mend=_SETTINGS)  # fmt: skip
+    return RanksDisagree(
+        path,
+        expected="the bits of rank 0, because one rank writes what all have",
+        found=f"others on rank {rank}{more}",
+        mend=_STATISTICS if is_buffer(path) else _VALUES,
+    )

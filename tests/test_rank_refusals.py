@@ -1,0 +1,317 @@
+"""What several ranks cannot save or resume exactly is refused by name: parts that look whole, replicas that are none, another world."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import trainfold
+from trainfold.adapters.live.live import attach
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.collectives import SingleProcess, run_threads, thread_outcomes
+from trainfold.backends.memory import MemoryStore
+from trainfold.backends.rank_environment import ranks_around
+from trainfold.backends.runs import load, plan, save
+from trainfold.core.errors import InvalidArgument, RanksDisagree, ResumeRefused
+from trainfold.core.fingerprint import fingerprint
+from trainfold.core.leaves import Leaves
+from trainfold.core.state import ModelState, Opaque, Progress, TrainState
+
+PATIENT = {"timeout_secs": 60.0, "grace_secs": 10.0}
+
+
+def state_at(step, *, shift=0.0, mean=0.0, slot=0.0, **components):
+    params = {"a": torch.arange(4.0), "b": torch.arange(3.0) + shift}
+    buffers = {"bn.running_mean": torch.full((2,), mean), "bn.running_var": torch.ones(2)}
+    model = ModelState(params=Leaves(params), buffers=Leaves(buffers), ties=())
+    extra = {"ema": {"a": torch.full((2,), slot)}}
+    return TrainState(model=model, trainer=Progress(step=step), extra=extra, **components)
+
+
+def disagreements(outcomes):
+    """The text that every rank raised; nothing but it."""
+    errors = [outcome.error for outcome in outcomes]
+    assert all(isinstance(error, RanksDisagree) for error in errors), errors
+    (text,) = {str(error) for error in errors}
+    return text
+
+
+# --- replicas that have drifted apart ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drift", "where", "cure"),
+    [
+        ({"shift": 1e-7}, "model.params['b']", "DistributedDataParallel"),
+        ({"mean": 0.5}, "model.buffers['bn.running_mean']", "convert_sync_batchnorm"),
+        ({"slot": -0.0}, "ema['a']", "same values"),
+        ({"slot": 1.0}, "ema['a']", "stages of a pipeline"),
+    ],
+)
+def test_replicas_that_differ_in_a_bit_are_refused_on_every_rank_naming_the_leaf(drift, where, cure):
+    """W24, B06: today one rank writes the mean and another the variance. A zero of another sign is another bit."""
+    store = MemoryStore()
+    outcomes = thread_outcomes(
+        3, lambda world: save(state_at(1, **(drift if world.rank == 2 else {})), store, collectives=world)
+    )
+    text = disagreements(outcomes)
+    assert text.startswith(f"{where}: expected the bits of rank 0")
+    assert "on rank 2" in text
+    assert cure in text
+    assert "manifest.json" not in store.list("step-00000001"), "nothing is committed"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_manager_compares_all_at_its_first_save_and_buffers_at_each(mode):
+    """W24: batch statistics begin to differ after a first save; DDP keeps parameters alike, and not these."""
+    store = MemoryStore()
+
+    def work(world, drift, step):
+        with CheckpointManager(store, mode=mode, collectives=world) as manager:
+            manager.save(state_at(step))
+            manager.drain()
+            manager.save(state_at(step + 1, **(drift if world.rank == 1 else {})))
+            manager.drain()
+
+    text = disagreements(thread_outcomes(2, lambda world: work(world, {"mean": 1.0}, 1)))
+    assert text.startswith("model.buffers['bn.running_mean']")
+    assert all(outcome.error is None for outcome in thread_outcomes(2, lambda world: work(world, {"shift": 1.0}, 3)))
+
+
+def test_a_failed_first_save_is_no_proof():
+    store = MemoryStore()
+
+    def work(world):
+        with CheckpointManager(store, collectives=world) as manager:
+            found = []
+            for _ in range(2):
+                try:
+                    manager.save(state_at(1, shift=float(world.rank)))
+                except RanksDisagree as error:
+                    found.append(error.where)
+            manager.save(state_at(2))
+            return found
+
+    assert run_threads(2, work) == [["model.params['b']"] * 2] * 2
+
+
+@given(
+    world_size=st.integers(1, 4),
+    drifts=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["shift", "mean", "slot"])), max_size=2),
+)
+def test_a_save_of_ranks_succeeds_if_and_only_if_they_are_replicas(world_size, drifts):
+    """B06: whichever ranks differ, and in whatever."""
+    told = {rank: {name: 1.0 for each, name in drifts if each == rank} for rank in range(world_size)}
+    store = MemoryStore()
+    outcomes = thread_outcomes(
+        world_size, lambda world: save(state_at(1, **told[world.rank]), store, collectives=world)
+    )
+    if all(told[rank] == told[0] for rank in range(world_size)):
+        assert fingerprint(load(store, like=state_at(0))) == fingerprint(state_at(1, **told[0]))
+    else:
+        disagreements(outcomes)
+
+
+@pytest.mark.parametrize(("first", "other"), [("a", "b"), (1, True), (1, None), (0.0, -0.0)])
+def test_contracts_that_differ_are_refused_naming_the_key(first, other):
+    """W24: rank 0's was taken, and every other rank was refused at the resume."""
+    store = MemoryStore()
+    told = [{"tokenizer": first}, {"tokenizer": other}]
+    text = disagreements(
+        thread_outcomes(2, lambda world: save(state_at(1), store, contract=told[world.rank], collectives=world))
+    )
+    assert "contract['tokenizer']" in text
+    assert repr(other) in text
+    told = [{"environment.threads": 1}, {"environment.threads": 2}]
+    run_threads(2, lambda world: save(state_at(2), store, contract=told[world.rank], collectives=world))
+
+
+# --- random streams and positions in another world --------------------------------------------------------------------
+
+
+def captured(rank, batches):
+    """As a live run of each rank has them: streams of its own, and a place in its share of the data."""
+    streams = Opaque({"torch": torch.full((8,), rank, dtype=torch.uint8)})
+    order = {"order": torch.full((8,), rank, dtype=torch.uint8)} if batches else {"order": None}
+    return {"rng": streams, "dataset": Opaque({"kind": "map", "epoch": 1, "batches": batches, **order})}
+
+
+@given(before=st.integers(1, 4), after=st.integers(1, 4), batches=st.integers(0, 2))
+def test_streams_and_positions_of_ranks_come_back_to_their_rank_or_are_refused(before, after, batches):
+    """H02, H03, G05, G06, P12: a world of one has no streams for others, either; an epoch's end is everybody's."""
+    store = MemoryStore()
+    run_threads(before, lambda ranks: save(state_at(1, **captured(ranks.rank, batches)), store, collectives=ranks))
+
+    def resume(ranks, **options):
+        return load(store, like=state_at(0, **captured(9, 0)), collectives=ranks, **options)
+
+    if before == after:
+        for rank, found in enumerate(run_threads(after, resume)):
+            wanted = captured(rank, batches)
+            assert torch.equal(found.rng.value["torch"], wanted["rng"].value["torch"])
+            assert found.dataset.value["batches"] == batches
+            assert batches == 0 or torch.equal(found.dataset.value["order"], wanted["dataset"].value["order"])
+        return
+    outcomes = thread_outcomes(after, resume)
+    assert all(isinstance(outcome.error, ResumeRefused) for outcome in outcomes)
+    text = str(outcomes[0].error)
+    assert f"random streams of {before} ranks" in text
+    assert ("data_ranks" in text) == (batches > 0)
+    reset = {"rng": "another world", **({"dataset": "begin the epoch anew"} if batches else {})}
+    for found in run_threads(after, lambda ranks: resume(ranks, reset=reset)):
+        assert found.rng.value["torch"][0] == 9, "its own, which the script has made"
+        assert found.dataset.value["epoch"] == 1
+
+
+def test_the_refusal_of_another_world_names_the_way_out():
+    store = MemoryStore()
+    run_threads(2, lambda ranks: save(state_at(1, **captured(ranks.rank, 3)), store, collectives=ranks))
+    text = str(plan(store, like=state_at(0, **captured(0, 0))))
+    assert 'reset={"rng": "why"}' in text
+    assert 'reset={"dataset": "why"}' in text
+    found = plan(store, like=state_at(0, **captured(0, 0)), policy={"streams": "adapt", "data_ranks": "adapt"})
+    assert {action.name: action.verb for action in found.actions}["dataset"] == "keep"
+
+
+# --- a manager that knows nothing of its ranks ------------------------------------------------------------------------
+
+
+def test_a_manager_under_a_launcher_wants_to_know_its_ranks(monkeypatch, tmp_path):
+    """Four processes of torchrun would each save a run of its own into one directory."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with CheckpointManager(tmp_path / "no-launcher"):
+        pass  # some clusters set it for other reasons; a launcher also says which rank this is
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InvalidArgument, match=r"WORLD_SIZE=4.*TorchCollectives\(\).*SingleProcess\(\)"):
+        CheckpointManager(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with CheckpointManager(tmp_path / "run", collectives=trainfold.SingleProcess()) as manager:
+        manager.save(state_at(1))
+    for size, wanted in (("1", None), ("many", None), ("", None), ("2", "WORLD_SIZE=2 in the environment")):
+        assert ranks_around({"RANK": "0", "WORLD_SIZE": size}) == wanted
+
+
+# --- real ranks -------------------------------------------------------------------------------------------------------
+
+
+def refusal(call):
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  # the test reads it
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refused_by_two(collectives, folder):
+    """Each thing that was saved in silence, by two real ranks."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, told = collectives.rank, {}
+
+    def saved(name, model):
+        live = attach(model)
+        live.advance(samples=1)
+        return refusal(lambda: save(live.capture(), f"{folder}/{name}", collectives=collectives))
+
+    torch.manual_seed(0)
+    for use_orig_params in (False, True):
+        sharded = FullyShardedDataParallel(
+            nn.Linear(6, 5), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+        told[f"fsdp {use_orig_params}"] = refusal(lambda sharded=sharded: attach(sharded))
+        told[f"fsdp inside {use_orig_params}"] = refusal(lambda sharded=sharded: attach(sharded.module))
+        model = nn.Linear(1, 1)
+        told[f"fsdp extra {use_orig_params}"] = refusal(
+            lambda sharded=sharded, model=model: attach(model, extra={"ema": sharded})
+        )
+    model = DistributedDataParallel(nn.Linear(6, 5))
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    told["zero"] = refusal(lambda: attach(model, zero))
+
+    torch.manual_seed(rank)
+    told["stages"] = saved("stages", nn.ModuleList([nn.Linear(4, 4)]))
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model(torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)))
+    told["statistics"] = saved("statistics", model)
+    for buffer in model.buffers():
+        torch.distributed.broadcast(buffer, 0)
+    told["statistics sent"] = saved("statistics", model)
+
+    told["no collectives"] = refusal(lambda: CheckpointManager(f"{folder}/alone"))
+    with CheckpointManager(f"{folder}/alone-{rank}", collectives=SingleProcess()) as manager:
+        told["alone on purpose"] = refusal(lambda: manager.save(state_at(rank)))
+    torch.distributed.barrier()
+    return told
+
+
+def test_what_real_ranks_saved_in_silence_is_refused_by_name(processes, tmp_path):
+    """W24: FSDP1 (half of the elements), ZeRO (empty slots), stages with one name, BatchNorm, and a manager without its ranks."""
+    found = processes.run(2, refused_by_two, str(tmp_path), collectives=PATIENT)
+    for told in found:
+        for orig in (False, True):
+            assert "attach.model: expected a module whose parameters are whole" in told[f"fsdp {orig}"]
+            assert "flat parameter" in told[f"fsdp inside {orig}"]
+            assert "extra['ema']" in told[f"fsdp extra {orig}"]
+        assert "ZeroRedundancyOptimizer" in told["zero"]
+        assert told["stages"].startswith("RanksDisagree: model.params['0.weight']")
+        assert "stages of a pipeline" in told["stages"]
+        assert told["statistics"].startswith("RanksDisagree: model.buffers['1.running_mean']")
+        assert "convert_sync_batchnorm" in told["statistics"]
+        assert told["statistics sent"] == told["alone on purpose"] == "nothing"
+        assert "torch.distributed with 2 ranks" in told["no collectives"]
+
+
+def train(collectives, run, *, epochs=1, steps=None, **reset):
+    """A loop as the tutorials of torch write it: which samples a rank has seen."""
+    data = TensorDataset(torch.arange(24.0).view(24, 1))
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    torch.manual_seed(collectives.rank)  # as for dropout
+    rank, size = collectives.rank, collectives.world_size
+    sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True, seed=3)
+    live = attach(model, optimizer, loader=DataLoader(data, batch_size=2, sampler=sampler))
+    seen = []
+    with CheckpointManager(run, every=1, collectives=collectives) as manager:
+        manager.restore(live, reset=reset or None)
+        for (x,) in live.batches(epochs=epochs, steps=steps):
+            seen += x.flatten().int().tolist()
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            live.advance()
+            manager.step(live)
+    return seen
+
+
+def train_in_worlds(collectives, run):
+    """Two of three ranks stop inside of an epoch; three try to go on; two do, to its end; then three."""
+    group = torch.distributed.new_group([0, 1])
+    pair = trainfold.TorchCollectives(group, **PATIENT) if collectives.rank < 2 else None
+    first = [] if pair is None else train(pair, run, steps=2)
+    collectives.barrier(timeout_secs=60)
+    told = refusal(lambda: train(collectives, run))
+    collectives.barrier(timeout_secs=60)
+    first += [] if pair is None else train(pair, run)
+    collectives.barrier(timeout_secs=60)
+    return first, told, train(collectives, run, epochs=2, rng="three ranks now")
+
+
+def test_a_distributed_sampler_in_another_world_is_refused_inside_of_an_epoch_and_goes_on_at_its_end(
+    processes, tmp_path
+):
+    """G06, P12: 4 of 16 samples were read twice, and as many not at all. The same world goes on where it stopped."""
+    found = processes.run(3, train_in_worlds, str(tmp_path / "run"), collectives=PATIENT)
+    firsts, told, seconds = zip(*found, strict=True)
+    assert all(text.startswith("ResumeRefused") and "data_ranks" in text and "streams" in text for text in told)
+    assert sorted(itertools.chain(*firsts)) == list(range(24))
+    assert sorted(itertools.chain(*seconds)) == list(range(24))
