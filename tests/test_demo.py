@@ -9,15 +9,17 @@ import attrs
 import pytest
 import torch
 
-from trainfold.adapters.cli import main
-from trainfold.adapters.cli.demo import plot
+from trainfold.adapters.cli import main, plot
 from trainfold.adapters.cli.demo.command import KILLED, PICTURE, REPORT, run_demo
 from trainfold.adapters.cli.demo.corpus import help_text, make_corpus
-from trainfold.adapters.cli.demo.events import Event, EventLog, Losses, losses_of, read_events
-from trainfold.adapters.cli.demo.kill import Attempt, DemoFailed, Kill, arms, plan_kills
+from trainfold.adapters.cli.demo.kill import Attempt, DemoFailed, Kill, plan_kills
+from trainfold.adapters.cli.demo.losses import Losses, losses_of
 from trainfold.adapters.cli.demo.report import EvaluationDiffers, KillsMissing, NotIdentical, RunRecord, compare, tables
 from trainfold.adapters.cli.demo.settings import make_settings
+from trainfold.adapters.cli.rehearse.moments import arms
+from trainfold.backends.record_file import RecordFile, read_entries
 from trainfold.core.errors import CheckpointForeign, InvalidArgument, NotWritable, RunLocked
+from trainfold.core.rehearsal.entry import Entry
 
 # A run that starts in 30 ms: its state is a number, its checkpoint a file, its save slow enough to be hit.
 QUICK_RUN = """
@@ -115,13 +117,13 @@ def test_the_moments_depend_on_the_seed_and_lie_in_different_parts_of_the_run():
 
 def events_from(settings, first):
     """What a process says that nobody kills."""
-    yield Event("start", first, 1, 0.0, {"resumed_from": f"step-{first:08d}" if first else None})
+    yield Entry("start", first, 1, 0.0, {"resumed_from": f"step-{first:08d}" if first else None})
     for step in range(first + 1, settings.steps + 1):
-        yield Event("step", step, 1, 0.0)
+        yield Entry("step", step, 1, 0.0)
         if step % settings.save_every == 0 or step == settings.steps:
-            yield Event("save", step, 1, 0.0)
-            yield Event("saved", step, 1, 0.0)
-    yield Event("done", settings.steps, 1, 0.0)
+            yield Entry("save", step, 1, 0.0)
+            yield Entry("saved", step, 1, 0.0)
+    yield Entry("done", settings.steps, 1, 0.0)
 
 
 def imagine_attempt(settings, trigger, first, late):
@@ -201,7 +203,7 @@ def test_a_second_demo_replaces_the_first_and_leaves_other_directories_alone(tmp
     demo = tmp_path / "demo"
     for steps in (18, 20):
         run_demo(demo, make_settings(steps=steps, tiny=True), command=quick_run)
-    assert losses_of(read_events(demo / f"{KILLED}.jsonl")).by_step.keys() == set(range(1, 21))
+    assert losses_of(read_entries(demo / f"{KILLED}.jsonl")).by_step.keys() == set(range(1, 21))
     (demo / "notes.txt").write_text("mine")
     before = sorted(path.name for path in demo.rglob("*"))
     with pytest.raises(CheckpointForeign, match=r"notes\.txt.*nothing was touched"):
@@ -264,7 +266,7 @@ def test_torn_lines_of_a_log_cost_nothing_but_themselves(tmp_path):
     path = tmp_path / "run.jsonl"
 
     def log(step, loss):
-        log = EventLog(path, watcher=None, clock=lambda: 0.0)
+        log = RecordFile(path, watcher=None, clock=lambda: 0.0)
         log.write("step", step, loss=loss)
         log.close()
 
@@ -273,17 +275,17 @@ def test_torn_lines_of_a_log_cost_nothing_but_themselves(tmp_path):
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
         log(2, 0.2)
-        assert [event.step for event in read_events(path)] == ([1, 2] if cut == len(whole) - 1 else [2])
+        assert [event.step for event in read_entries(path)] == ([1, 2] if cut == len(whole) - 1 else [2])
         path.unlink()
-    assert read_events(path) == []
+    assert read_entries(path) == []
 
 
 def test_losses_that_contradict_each_other_are_found(tmp_path):
-    log = EventLog(tmp_path / "run.jsonl", watcher=None, clock=lambda: 0.0)
+    log = RecordFile(tmp_path / "run.jsonl", watcher=None, clock=lambda: 0.0)
     for step, loss in ((1, 1.0), (2, float("nan")), (3, 0.5), (2, float("nan")), (3, 0.5000000000000001)):
         log.write("step", step, loss=loss)
     log.close()
-    losses = losses_of(read_events(tmp_path / "run.jsonl"))
+    losses = losses_of(read_entries(tmp_path / "run.jsonl"))
     assert losses.replayed == 2
     assert losses.contradictions == (3,)
 
@@ -311,7 +313,12 @@ def test_the_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     losses = {step: 5.0 / step for step in range(1, 9)}
     plot.draw_losses(
-        tmp_path / "l.png", uninterrupted=losses, killed=losses, kills=[(3, "step"), (5, "save")], identical=True
+        tmp_path / "l.png",
+        uninterrupted=losses,
+        killed=[losses],
+        kills=[(3, "step"), (5, "save")],
+        verdict="the same bits",
+        label="loss",
     )
     assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "l.png").stat().st_size > 5_000

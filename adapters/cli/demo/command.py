@@ -1,40 +1,44 @@
 """The demo from its directory to its verdict: two runs, one table, one picture."""
 
-import contextlib
-import fcntl
 import itertools
 import json
-import os
-import shutil
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 
-from trainfold.adapters.cli.demo import plot, report
-from trainfold.adapters.cli.demo.events import Event, read_events
+from trainfold.adapters.cli import plot
+from trainfold.adapters.cli.demo import report
 from trainfold.adapters.cli.demo.kill import (
     Attempt,
     Command,
-    Pace,
     plan_kills,
     run_and_kill,
     run_unharmed,
     train_command,
 )
-from trainfold.adapters.cli.demo.progress import Display, display
 from trainfold.adapters.cli.demo.settings import MADE_BY, SETTINGS_FILE, Settings, write_settings
 from trainfold.adapters.cli.output import Answer
-from trainfold.core.errors import CheckpointForeign, NotWritable, RunLocked
+from trainfold.adapters.cli.progress import Display, display
+from trainfold.adapters.cli.rehearse.moments import Pace
+from trainfold.adapters.cli.workplace import Workplace
+from trainfold.backends.record_file import read_entries
+from trainfold.core.rehearsal.entry import Entry
 
 UNINTERRUPTED, KILLED = "uninterrupted", "killed"
 PICTURE, REPORT, LOCK = "losses.png", "report.json", "demo.lock"
-_OURS = {
-    SETTINGS_FILE, PICTURE, REPORT, LOCK,
-    *(f"{run}{suffix}" for run in (UNINTERRUPTED, KILLED) for suffix in ("", ".jsonl", ".stderr")),
-}  # fmt: skip
+_PLACE = Workplace(
+    made_by=MADE_BY,
+    noun="demo",
+    option="--run",
+    marker=SETTINGS_FILE,
+    lock=LOCK,
+    names=frozenset({
+        SETTINGS_FILE, PICTURE, REPORT, LOCK,
+        *(f"{run}{suffix}" for run in (UNINTERRUPTED, KILLED) for suffix in ("", ".jsonl", ".stderr")),
+    }),
+)  # fmt: skip
 
 
 def run_demo(directory: Path, settings: Settings, *, command: Command = train_command) -> Answer:
@@ -55,7 +59,7 @@ def run_demo(directory: Path, settings: Settings, *, command: Command = train_co
         DemoFailed: if a run ends with an error.
     """
     started = time.monotonic()
-    with _prepared(directory):
+    with _PLACE.prepared(directory):
         write_settings(settings, directory)
         console = Console(stderr=True)
         with display(console, steps=settings.steps) as shown:
@@ -66,13 +70,13 @@ def run_demo(directory: Path, settings: Settings, *, command: Command = train_co
 def _run_both(directory: Path, settings: Settings, *, command: Command, shown: Display) -> list[Attempt]:
     names = {UNINTERRUPTED: "never killed", KILLED: "killed and resumed"}
 
-    def watch(run: str, event: Event) -> None:
+    def watch(run: str, event: Entry) -> None:
         if event.kind == "start" and event.data["resumed_from"] is not None:
             shown.say(f"  resumed from {event.data['resumed_from']} by the same command, process {event.pid}")
         shown.watch(names[run], event)
 
     run_unharmed(directory / UNINTERRUPTED, command=command, watch=lambda event: watch(UNINTERRUPTED, event))
-    pace = _pace(read_events(directory / f"{UNINTERRUPTED}.jsonl"))
+    pace = _pace(read_entries(directory / f"{UNINTERRUPTED}.jsonl"))
     attempts = []
     for attempt in run_and_kill(
         directory / KILLED,
@@ -88,7 +92,7 @@ def _run_both(directory: Path, settings: Settings, *, command: Command, shown: D
 
 
 def _conclude(directory: Path, settings: Settings, attempts: list[Attempt], started: float) -> Answer:
-    one, other = (report.record_of(read_events(directory / f"{run}.jsonl")) for run in (UNINTERRUPTED, KILLED))
+    one, other = (report.record_of(read_entries(directory / f"{run}.jsonl")) for run in (UNINTERRUPTED, KILLED))
     comparison = report.compare(one, other, attempts, wanted_kills=settings.kills)
     picture = _draw(directory / PICTURE, one, other, comparison)
     facts = [
@@ -109,16 +113,17 @@ def _draw(path: Path, one: report.RunRecord, other: report.RunRecord, comparison
         plot.draw_losses(
             path,
             uninterrupted=one.losses.by_step,
-            killed=other.losses.by_step,
+            killed=[other.losses.by_step],
             kills=kills,
-            identical=comparison.identical,
+            verdict="the same bits" if comparison.identical else "NOT the same",
+            label="training loss, nats per byte",
         )
     except plot.PlotMissing as missing:
         return f"not drawn: {missing.found} {missing.expected}; {missing.mend}"
     return str(path)
 
 
-def _pace(events: list[Event]) -> Pace:
+def _pace(events: list[Entry]) -> Pace:
     """How long a step and a save take, from the record of the run that was left alone."""
     steps, saves = [0.0], [0.0]
     for before, after in itertools.pairwise(events):
@@ -127,57 +132,3 @@ def _pace(events: list[Event]) -> Pace:
         if after.kind == "saved":
             saves.append(after.secs - before.secs)
     return Pace(step_secs=statistics.median(steps), save_secs=statistics.median(saves))
-
-
-@contextlib.contextmanager
-def _prepared(directory: Path) -> Iterator[None]:
-    """The directory, empty and for this demo alone."""
-    _check_ours(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise NotWritable(
-            str(directory), expected="a directory that can be written", found=error.strerror, mend="name another: --run"
-        ) from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunLocked(
-                str(directory),
-                expected="no demo running there",
-                found="one",
-                mend="wait for it, or name another: --run",
-            ) from None
-        for name in sorted(_OURS - {LOCK}):
-            path = directory / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _check_ours(directory: Path) -> None:
-    """Refuse a directory that holds anything but an earlier demo."""
-    if not directory.exists():
-        return
-    found = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else ["a file"]
-    foreign = [name for name in found if name not in _OURS or (directory / name).is_symlink()]
-    if set(found) - {LOCK} and not foreign and not _is_marked(directory / SETTINGS_FILE):
-        foreign = found
-    if foreign:
-        shown = ", ".join(foreign[:4]) + (f" and {len(foreign) - 4} more" if len(foreign) > 4 else "")
-        raise CheckpointForeign(
-            str(directory),
-            expected="no directory, an empty one, or one with an earlier demo",
-            found=shown,
-            mend="name another directory: --run DIR; nothing was touched",
-        )
-
-
-def _is_marked(path: Path) -> bool:
-    try:
-        return bool(json.loads(path.read_text(encoding="utf-8"))["made_by"] == MADE_BY)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

@@ -1,53 +1,26 @@
 """Runs that are killed: when to pull the trigger, the pulling of it, and the record of what it hit."""
 
 import contextlib
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import final
 
 import attrs
 
-from trainfold.adapters.cli.demo.events import Event, decode_event
 from trainfold.adapters.cli.demo.settings import Settings
+from trainfold.adapters.cli.rehearse.moments import Pace, Trigger, arms, plan_moments
 from trainfold.core.errors import TrainfoldError
-
-_LATEST_HIT = 0.7  # of the duration of a save: later, and it may be over before the signal arrives
+from trainfold.core.rehearsal.entry import Entry, decode_entry
 
 
 class DemoFailed(TrainfoldError):
     """A run of the demo ended by itself, before its time."""
 
     exit_code = 42
-
-
-@final
-@attrs.frozen
-class Trigger:
-    """A moment to kill a run at: when it is this far, and then after a part of a step, or of a save.
-
-    Attributes:
-        after_step: the first step that arms it, once the process has a checkpoint to go back to.
-        in_save: wait for the next save to begin, and hit that.
-        fraction: of the usual duration of a step or save, to wait once armed; in [0, 1].
-    """
-
-    after_step: int
-    in_save: bool
-    fraction: float
-
-
-@final
-@attrs.frozen
-class Pace:
-    """How long a step and a save take here, about."""
-
-    step_secs: float
-    save_secs: float
 
 
 @final
@@ -85,7 +58,7 @@ class Attempt:
 
 
 Command = Callable[[Path], list[str]]
-Watch = Callable[[Event], None]
+Watch = Callable[[Entry], None]
 
 
 def train_command(run: Path) -> list[str]:
@@ -103,16 +76,7 @@ def plan_kills(settings: Settings) -> list[Trigger]:
         >>> [trigger.in_save for trigger in plan_kills(make_settings(steps=60, seed=1))]
         [False, True, False]
     """
-    chance = random.Random(settings.seed)  # noqa: S311 - moments, not secrets
-    part = (settings.steps - settings.save_every) / settings.kills
-    triggers = []
-    for number in range(settings.kills):
-        first = settings.save_every + int(number * part)
-        last = max(first, settings.save_every + int((number + 1) * part) - 2)
-        in_save = number == min(1, settings.kills - 1)
-        step = first if in_save else chance.randint(first, last)
-        triggers.append(Trigger(step, in_save, chance.random()))
-    return triggers
+    return plan_moments(steps=settings.steps, every=settings.save_every, kills=settings.kills, seed=settings.seed)
 
 
 def run_unharmed(run: Path, *, command: Command, watch: Watch) -> None:
@@ -159,14 +123,14 @@ def run_and_kill(
 
 
 def _attempt(run: Path, trigger: Trigger | None, pace: Pace, *, command: Command, watch: Watch) -> Attempt:
-    seen: list[Event] = []
+    seen: list[Entry] = []
     killed_at = None
     with _process(run, command) as process:
         for event in _events(process):
             watch(event)
             seen.append(event)
             if killed_at is None and trigger is not None and arms(seen, trigger):
-                time.sleep(trigger.fraction * (pace.save_secs * _LATEST_HIT if trigger.in_save else pace.step_secs))
+                time.sleep(pace.delay_secs(trigger))
                 process.send_signal(signal.SIGKILL)  # no handler, no flush, no goodbye: as from the kernel's OOM killer
                 killed_at = time.monotonic()
     start = next((event for event in seen if event.kind == "start"), None)
@@ -177,29 +141,7 @@ def _attempt(run: Path, trigger: Trigger | None, pace: Pace, *, command: Command
     return Attempt(resumed_from=start.data["resumed_from"], first_step=start.step, kill=kill)
 
 
-def arms(seen: Sequence[Event], trigger: Trigger) -> bool:
-    """Whether the last thing that a process said is the moment of a trigger.
-
-    Not before there is a checkpoint: the start after a kill would be a fresh one, which shows nothing.
-
-    Args:
-        seen: what the process said so far.
-        trigger: the moment.
-
-    Examples:
-        >>> seen = [Event("start", 0, 1, 0.0, {"resumed_from": None}), Event("step", 1, 1, 0.1), Event("save", 1, 1, 0.1)]
-        >>> arms(seen, Trigger(1, False, 0.5)), arms([*seen, Event("saved", 1, 1, 0.2)], Trigger(1, False, 0.5))
-        (False, True)
-    """
-    event = seen[-1]
-    if not any(event.kind == "saved" or event.data.get("resumed_from") is not None for event in seen):
-        return False
-    if trigger.in_save:
-        return event.kind == "save" and event.step > trigger.after_step
-    return event.kind in ("start", "step", "saved") and event.step >= trigger.after_step
-
-
-def _examine(run: Path, seen: list[Event]) -> Kill:
+def _examine(run: Path, seen: list[Entry]) -> Kill:
     """Tell from the record, and from the directory, what was hit; intentions do not count."""
     last = seen[-1]
     if last.kind != "save":
@@ -234,10 +176,10 @@ def _stderr_of(run: Path) -> Path:
     return run.with_suffix(".stderr")
 
 
-def _events(process: "subprocess.Popen[bytes]") -> Iterator[Event]:
+def _events(process: "subprocess.Popen[bytes]") -> Iterator[Entry]:
     assert process.stdout is not None
     for line in process.stdout:
-        event = decode_event(line)
+        event = decode_entry(line)
         if event is not None:
             yield event
 

@@ -5,10 +5,11 @@ from typing import Any, final
 
 import attrs
 
-from trainfold.adapters.cli.demo.events import Event, Losses, losses_of
 from trainfold.adapters.cli.demo.kill import Attempt, Kill
+from trainfold.adapters.cli.demo.losses import Losses, losses_of
 from trainfold.adapters.cli.output import Table, size_text
 from trainfold.core.errors import TrainfoldError
+from trainfold.core.rehearsal.entry import Entry
 
 
 class NotIdentical(TrainfoldError):
@@ -118,7 +119,7 @@ class Comparison:
         return None
 
 
-def record_of(events: Sequence[Event]) -> RunRecord:
+def record_of(events: Sequence[Entry]) -> RunRecord:
     """Make the record of a run that has ended from its events."""
     end = next(event for event in reversed(events) if event.kind == "done")
     return RunRecord(

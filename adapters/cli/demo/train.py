@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from trainfold.adapters.cli.demo.corpus import as_batch, help_text, make_corpus
 from trainfold.adapters.cli.demo.evaluation import measure
-from trainfold.adapters.cli.demo.events import EventLog
 from trainfold.adapters.cli.demo.model import make_model
 from trainfold.adapters.cli.demo.settings import Settings, read_settings
+from trainfold.backends.record_file import RecordFile
 from trainfold.backends.runs import load, plan, save
 from trainfold.core.cursor import make_cursor
 from trainfold.core.fingerprint import fingerprint
@@ -39,7 +39,7 @@ def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: dict[str, torc
     return Loss(sum=nats, weight=batch["y"].numel())
 
 
-def train(run: Path, settings: Settings, log: EventLog) -> None:
+def train(run: Path, settings: Settings, log: RecordFile) -> None:
     """Train from the newest checkpoint of the run, or from the start, to the end; then evaluate.
 
     Args:
@@ -99,7 +99,7 @@ def main() -> int:
     run = Path(sys.argv[1])
     settings = read_settings(run.parent)
     torch.set_num_threads(settings.threads)
-    log = EventLog(run.with_suffix(".jsonl"), watcher=sys.stdout.fileno(), clock=time.monotonic)
+    log = RecordFile(run.with_suffix(".jsonl"), watcher=sys.stdout.fileno(), clock=time.monotonic)
     try:
         train(run, settings, log)
     except BrokenPipeError:  # whoever watched has gone, and nobody wants the result

@@ -1,4 +1,4 @@
-"""The two loss curves as a picture."""
+"""The curves of two runs as a picture."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,22 +10,24 @@ class PlotMissing(TrainfoldError):
     """Nothing can be drawn here: matplotlib is not installed."""
 
 
-def draw_losses(
+def draw_losses(  # noqa: PLR0913 - keywords
     path: Path,
     *,
     uninterrupted: Mapping[int, float],
-    killed: Mapping[int, float],
+    killed: Sequence[Mapping[int, float]],
     kills: Sequence[tuple[int, str]],
-    identical: bool,
+    verdict: str,
+    label: str,
 ) -> None:
-    """Draw the losses of both runs over each other, and a line at each kill.
+    """Draw the values of both runs over each other, and a line at each kill.
 
     Args:
         path: of the PNG to write.
-        uninterrupted: step -> loss.
-        killed: step -> loss.
+        uninterrupted: step -> value.
+        killed: step -> value, of each process of the run that was killed.
         kills: (steps done, ``"step"`` or ``"save"``) of each.
-        identical: what the title says.
+        verdict: what the title says.
+        label: what the values are.
 
     Raises:
         PlotMissing: without matplotlib.
@@ -43,16 +45,17 @@ def draw_losses(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(*_points(uninterrupted), color="#9ecae1", linewidth=7, solid_capstyle="round", label="never killed")
-    axes.plot(*_points(killed), color="#08306b", linewidth=1.6, label="killed and resumed")
+    for number, values in enumerate(killed):
+        once = "killed and resumed" if number == 0 else None
+        axes.plot(*_points(values), color="#08306b", linewidth=1.6, marker="." if len(values) < 2 else None, label=once)
     for kind, colour, style in (("step", "#d62728", "--"), ("save", "#ff7f0e", "-")):
         steps = [step for step, during in kills if during == kind]
         for number, step in enumerate(steps):
-            label = f"SIGKILL during a {kind}" if number == 0 else None
-            axes.axvline(step, color=colour, linestyle=style, linewidth=1.2, label=label)
-    verdict = "the same bits" if identical else "NOT the same"
+            once = f"SIGKILL during a {kind}" if number == 0 else None
+            axes.axvline(step, color=colour, linestyle=style, linewidth=1.2, label=once)
     axes.set_title(f"One training run, {len(kills)} times killed: {verdict}")
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("training loss, nats per byte")
+    axes.set_ylabel(label)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right")

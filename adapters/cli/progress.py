@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: bars in a terminal, a few plain lines in a pipe."""
+"""What runs in other processes show while they train: bars in a terminal, a few plain lines in a pipe."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Protocol, final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trainfold.adapters.cli.demo.events import Event
+from trainfold.core.rehearsal.entry import Entry
 
 _PLAIN_LINES = 4  # for each run
 
@@ -15,7 +15,7 @@ _PLAIN_LINES = 4  # for each run
 class Display(Protocol):
     """Shows the progress of the demo's runs."""
 
-    def watch(self, run: str, event: Event) -> None:
+    def watch(self, run: str, event: Entry) -> None:
         """Show that something happened in a run."""
 
     def say(self, text: str) -> None:
@@ -54,11 +54,11 @@ class _Bars:
         self._steps = steps
         self._tasks: dict[str, object] = {}
 
-    def watch(self, run: str, event: Event) -> None:
+    def watch(self, run: str, event: Entry) -> None:
         if run not in self._tasks:
             self._tasks[run] = self._progress.add_task(run, total=self._steps, loss="     ")
         task = self._tasks[run]
-        loss = f"{event.data['loss']:.3f}" if event.kind == "step" else None
+        loss = f"{event.data['loss']:.3f}" if event.kind == "step" and "loss" in event.data else None
         fields = {"loss": loss} if loss else {}
         self._progress.update(task, completed=event.step, **fields)  # type: ignore[arg-type]
         if event.kind == "done":
@@ -76,10 +76,11 @@ class _Lines:
         self._steps = steps
         self._shown: set[tuple[str, int]] = set()
 
-    def watch(self, run: str, event: Event) -> None:
+    def watch(self, run: str, event: Entry) -> None:
         if event.kind == "step" and event.step % self._every == 0 and (run, event.step) not in self._shown:
             self._shown.add((run, event.step))
-            self.say(f"{run}: step {event.step} of {self._steps}, loss {event.data['loss']:.3f}")
+            loss = f", loss {event.data['loss']:.3f}" if "loss" in event.data else ""
+            self.say(f"{run}: step {event.step} of {self._steps}{loss}")
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,48 @@
+"""`Losses`: the loss of each step, from the record of a run that may have gone back to a checkpoint now and then."""
+
+from collections.abc import Iterable, Iterator
+from typing import final
+
+import attrs
+
+from trainfold.core.rehearsal.entry import Entry
+
+
+@final
+@attrs.frozen
+class Losses:
+    """The loss of each step of a run that went back to a checkpoint now and then.
+
+    Attributes:
+        by_step: step -> its loss, as it was computed last.
+        replayed: steps that were computed more than once.
+        contradictions: of those, the steps whose losses were not all the same bits.
+    """
+
+    by_step: dict[int, float]
+    replayed: int
+    contradictions: tuple[int, ...]
+
+
+def losses_of(events: Iterable[Entry]) -> Losses:
+    """Collect the losses of a log.
+
+    Examples:
+        >>> log = [Entry("step", step, 1, 0.0, {"loss": loss}) for step, loss in ((1, 5.0), (2, 4.0), (2, 4.0), (3, 3.0))]
+        >>> losses_of(log)
+        Losses(by_step={1: 5.0, 2: 4.0, 3: 3.0}, replayed=1, contradictions=())
+    """
+    seen: dict[int, list[float]] = {}
+    for step, loss in _steps(events):
+        seen.setdefault(step, []).append(loss)
+    return Losses(
+        by_step={step: values[-1] for step, values in sorted(seen.items())},
+        replayed=sum(len(values) > 1 for values in seen.values()),
+        contradictions=tuple(step for step, values in sorted(seen.items()) if len({v.hex() for v in values}) > 1),
+    )
+
+
+def _steps(events: Iterable[Entry]) -> Iterator[tuple[int, float]]:
+    for event in events:
+        if event.kind == "step":
+            yield event.step, float(event.data["loss"])

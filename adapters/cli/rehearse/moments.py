@@ -1,0 +1,94 @@
+"""`Trigger`: a moment to kill a run at, chosen ahead from a seed."""
+
+import random
+from collections.abc import Sequence
+from typing import Final, final
+
+import attrs
+
+from trainfold.core.rehearsal.entry import Entry
+
+_LATEST_HIT: Final = 0.7  # of the duration of a save: later, and the save may be over before the signal arrives
+
+
+@final
+@attrs.frozen
+class Trigger:
+    """A moment to kill a run at: when it is this far, and then after a part of a step, or of a save.
+
+    Attributes:
+        after_step: the first step that arms it, once the process has a checkpoint to go back to.
+        in_save: wait for the next save to begin, and hit that.
+        fraction: of the usual duration of a step or save, to wait once armed; in [0, 1].
+    """
+
+    after_step: int
+    in_save: bool
+    fraction: float
+
+
+@final
+@attrs.frozen
+class Pace:
+    """How long a step and a save take here, about."""
+
+    step_secs: float
+    save_secs: float
+
+    def delay_secs(self, trigger: Trigger) -> float:
+        """How long to wait between the arming of a trigger and the kill."""
+        return trigger.fraction * (self.save_secs * _LATEST_HIT if trigger.in_save else self.step_secs)
+
+
+def plan_moments(*, steps: int, every: int, kills: int, seed: int, late: bool = False) -> list[Trigger]:
+    """Choose the moments: one in each equal part of what follows the first save, the second one during a save.
+
+    `arms` keeps the first one from coming before that save is acknowledged.
+
+    Args:
+        steps: optimizer steps of the whole run.
+        every: steps between two saves.
+        kills: how many moments.
+        seed: of the choice.
+        late: choose the last step before a save each time, so that as many steps as can be are trained again.
+
+    Examples:
+        >>> [trigger.in_save for trigger in plan_moments(steps=60, every=10, kills=3, seed=1)]
+        [False, True, False]
+        >>> [trigger.after_step for trigger in plan_moments(steps=60, every=10, kills=3, seed=1, late=True)]
+        [29, 39, 59]
+    """
+    chance = random.Random(seed)  # noqa: S311 - moments, not secrets
+    part = (steps - every) / max(1, kills)
+    triggers = []
+    for number in range(kills):
+        first = every + int(number * part)
+        last = max(first, every + int((number + 1) * part) - 2)
+        in_save = number == min(1, kills - 1) and not late
+        step = first if in_save else chance.randint(first, last)
+        if late:
+            step = min(step - step % every + every, steps) - 1
+        triggers.append(Trigger(step, in_save, chance.random()))
+    return triggers
+
+
+def arms(seen: Sequence[Entry], trigger: Trigger) -> bool:
+    """Whether the last thing that a process said is the moment of a trigger.
+
+    Not before there is a checkpoint: the start after a kill would be a fresh one, which shows nothing.
+
+    Args:
+        seen: what the process said so far.
+        trigger: the moment.
+
+    Examples:
+        >>> seen = [Entry("start", 0, 1, 0.0, {"resumed_from": None}), Entry("step", 1, 1, 0.1), Entry("save", 1, 1, 0.1)]
+        >>> arms(seen, Trigger(1, False, 0.5)), arms([*seen, Entry("saved", 1, 1, 0.2)], Trigger(1, False, 0.5))
+        (False, True)
+    """
+    event = seen[-1]
+    if not any(event.kind == "saved" or event.data.get("resumed_from") is not None for event in seen):
+        return False
+    if trigger.in_save:
+        return event.kind == "save" and event.step > trigger.after_step
+    return event.kind in ("start", "step", "saved") and event.step >= trigger.after_step

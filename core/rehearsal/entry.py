@@ -1,0 +1,57 @@
+"""`Entry`: one line of the record of a program that may die at any moment."""
+
+import json
+from typing import Any, Literal, TypeAlias, final, get_args
+
+import attrs
+
+EntryKind: TypeAlias = Literal["start", "step", "values", "save", "saved", "done"]
+"""``start``: a process began, maybe from a checkpoint. ``step``: an optimizer step is done. ``values``: the program recorded
+values. ``save``: a save begins. ``saved``: it is durable. ``done``: the run is over."""
+
+
+@final
+@attrs.frozen
+class Entry:
+    """One thing that happened in a run.
+
+    Attributes:
+        kind: what.
+        step: optimizer steps done by then; for ``values``, the step that they belong to.
+        pid: of the process.
+        secs: since the process opened its record.
+        data: what else there is to say, as JSON can hold it.
+    """
+
+    kind: EntryKind
+    step: int
+    pid: int
+    secs: float
+    data: dict[str, Any] = attrs.field(factory=dict)
+
+
+def encode_entry(entry: Entry) -> bytes:
+    r"""The line of an entry.
+
+    Examples:
+        >>> encode_entry(Entry("step", 3, 1, 0.5))
+        b'{"kind": "step", "step": 3, "pid": 1, "secs": 0.5, "data": {}}\n'
+    """
+    return json.dumps(attrs.asdict(entry)).encode() + b"\n"
+
+
+def decode_entry(line: bytes) -> Entry | None:
+    """The entry of a line; None if the line is torn.
+
+    Examples:
+        >>> decode_entry(b'{"kind": "step", "step": 3, "pid": 1, "secs": 0.5, "data": {"lo') is None
+        True
+        >>> decode_entry(b'{"kind": "step", "step": 3, "pid": 1, "secs": 0.5, "data": {}}').step
+        3
+    """
+    try:
+        found = json.loads(line)
+        entry = Entry(**found)
+    except (ValueError, TypeError):
+        return None
+    return entry if entry.kind in get_args(EntryKind) else None
