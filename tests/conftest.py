@@ -30,15 +30,28 @@ def copy_of_tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="session")
-def processes() -> Iterator[Any]:
-    """Worlds of real processes: see tests/processes.py."""
-    spec = importlib.util.spec_from_file_location("trainfold_test_processes", ROOT / "tests" / "processes.py")
+def helper(name: str) -> Any:
+    """A module beside the tests."""
+    spec = importlib.util.spec_from_file_location(f"trainfold_test_{name}", ROOT / "tests" / f"{name}.py")
     assert spec
     assert spec.loader
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    server = module.Processes()
+    return module
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Any]:
+    """Worlds of real processes: see tests/processes.py."""
+    server = helper("processes").Processes()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Programs that start in milliseconds: see tests/warm_python.py."""
+    server = helper("warm_python").WarmPython(tmp_path_factory.mktemp("warm"))
     yield server
     server.close()
 

@@ -355,7 +355,7 @@ def test_a_command_line_that_makes_no_sense_is_a_usage_error_in_words_and_in_jso
 def test_version_and_help_say_what_a_newcomer_asks(call):
     assert call("--version")[0].strip() == __version__
     out, _ = call("--help")
-    for command in ("demo", "ls", "inspect", "verify", "plan", "diff"):
+    for command in ("demo", "rehearse", "ls", "inspect", "verify", "plan", "diff"):
         assert command in out
         assert "--json" in call(command, "--help")[0]
 

@@ -82,6 +82,57 @@ def demo(
     )
 
 
+@app.command(group=_START)
+def rehearse(  # noqa: PLR0913 - one for each option
+    *command: Annotated[
+        str,
+        Parameter(
+            allow_leading_hyphen=True,
+            help="Your program and its arguments, after --; {run} in them stands for a directory that is new for each run.",
+        ),
+    ],
+    steps: Annotated[int, Parameter(converter=_whole, help="Optimizer steps after which the program is to end.")] = 40,
+    kills: Annotated[int, Parameter(converter=_whole, help="How often the last run is killed.")] = 3,
+    every: Annotated[
+        int | None, Parameter(converter=_whole, help="Steps between two saves; an eighth of --steps otherwise.")
+    ] = None,
+    seed: Annotated[int, Parameter(converter=_whole, help="Of the moments of the kills.")] = 0,
+    tolerance: Annotated[
+        float | None,
+        Parameter(
+            help="For a program that does not repeat itself: how far values may be apart after a resume, such as 1e-3."
+        ),
+    ] = None,
+    patience: Annotated[
+        float, Parameter(converter=_seconds, help="How long the program may be silent before it counts as hanging.")
+    ] = 600.0,
+    directory: Annotated[
+        Path, Parameter(name="--dir", help="Directory for everything that the rehearsal writes.")
+    ] = Path("runs/rehearsal"),
+    json: Json = False,
+) -> int:
+    """Run your own program, kill it with SIGKILL at random moments, resume it, and compare every bit.
+
+    It runs as it is: once whole, once more to see whether it repeats itself, and once killed and resumed. Cadence and place of its
+    managers are set for these runs only. Give it values to compare with live.record(loss=loss).
+
+    Exit code 44 means that it resumes otherwise, 45 that it fails by itself, 46 that it does not repeat itself, 47 that it saved nothing, 48
+    that it was never resumed.
+
+    Example: trainfold rehearse --steps 40 --kills 3 -- python train.py --out {run}
+    """
+    from trainfold.adapters.cli.rehearse.command import run_rehearsal
+    from trainfold.adapters.cli.rehearse.settings import make_settings
+
+    def answer() -> Answer:
+        settings = make_settings(
+            command, steps=steps, kills=kills, every=every, seed=seed, tolerance=tolerance, patience_secs=patience
+        )
+        return run_rehearsal(directory, settings)
+
+    return deliver(answer, as_json=json)
+
+
 @app.command(group=_LOOK)
 def ls(run: RunPath, *, json: Json = False) -> int:
     """List the checkpoints of a run, and what is left of saves that did not finish."""
@@ -162,6 +213,9 @@ def plan(  # noqa: PLR0913 - one for each option
 def run(arguments: Sequence[str] | None = None) -> int:
     """Parse and run a command line; see `trainfold.adapters.cli.main`."""
     tokens = sys.argv[1:] if arguments is None else list(arguments)
+    if tokens[:1] == ["rehearse"] and not {"--", "--help", "-h"} & set(tokens):
+        answer = Answer({}, error=_no_command())
+        return deliver(lambda: answer, as_json="--json" in tokens)
     try:
         code = app(tokens, console=Screen(), exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
@@ -172,6 +226,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except OutputFailed as failed:  # of the help and the version, which are not delivered
         return give_up(failed) or 0
     return code if isinstance(code, int) else 0
+
+
+def _no_command() -> UsageError:
+    """Why a rehearsal needs ``--``: without it, options of the program would be taken for its own."""
+    return UsageError(
+        "trainfold rehearse",
+        expected="your program and its arguments after --",
+        found="no --",
+        mend="for example: trainfold rehearse --steps 40 -- python train.py --out {run}",
+    )
 
 
 def usage_error(error: CycloptsError) -> UsageError:

@@ -54,8 +54,8 @@ def diff_checkpoints(a: Path, b: Path) -> Answer:
         CheckpointError: of the kind that fits, if one of them is not to be believed.
     """
     one, other = open_checkpoint(a), open_checkpoint(b)
-    components = _lines(_fingerprints(one.manifest), _fingerprints(other.manifest))
-    leaves = [line for line in _lines(_leaves(one.manifest), _leaves(other.manifest)) if not line.same]
+    components = _lines(fingerprints(one.manifest), fingerprints(other.manifest))
+    leaves = [line for line in _lines(leaf_texts(one.manifest), leaf_texts(other.manifest)) if not line.same]
     contract = [
         line for line in _lines(_plain(one.manifest.contract), _plain(other.manifest.contract)) if not line.same
     ]
@@ -98,11 +98,12 @@ def _lines(a: Mapping[str, str], b: Mapping[str, str]) -> list[Line]:
     return [Line(name, a.get(name, _ABSENT), b.get(name, _ABSENT)) for name in {**a, **b}]
 
 
-def _fingerprints(manifest: Manifest) -> dict[str, str]:
+def fingerprints(manifest: Manifest) -> dict[str, str]:
+    """The fingerprint of each component."""
     return {component.name: component.fingerprint for component in manifest.components}
 
 
-def _leaves(manifest: Manifest) -> dict[str, str]:
+def leaf_texts(manifest: Manifest) -> dict[str, str]:
     """Each leaf with what it is and holds: a digest for a tensor, the value for anything else.
 
     A tensor that is stored in several slices has a digest of the slices' digests, which says "the same" only for the

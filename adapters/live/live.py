@@ -16,6 +16,7 @@ from trainfold.adapters.components.scheduler import SchedulerPart, check_schedul
 from trainfold.adapters.components.sharded import check_whole, wheres
 from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.open_window import Boundary
+from trainfold.adapters.live.recorder import Recorder, check_values
 from trainfold.adapters.live.restore import CountersPart, extra_state_parts, refusals, write_all
 from trainfold.adapters.live.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
 from trainfold.adapters.live.unattached import StepWatch
@@ -105,6 +106,7 @@ class Live:
         self._progress = Progress()
         self._pending: dict[str, Any] = {}
         self._taken = 0  # batches handed out since the last optimizer step
+        self.recorder: Recorder | None = None  # of a rehearsal: given by a manager that was made in one
         self._implied = extra_state_parts(model)
         self._as_attached = Attached()
         components_of(TrainState(extra=self._extra))  # checks the names
@@ -212,9 +214,30 @@ class Live:
             self._boundary.close()
             if not self._is_tried:
                 self._try_capture()
+            if self.recorder is not None:
+                self.recorder.advanced(self._progress.step)
         else:
             self._boundary.open(counted)
         return self.progress
+
+    def record(self, **values: Any) -> None:
+        """Give `trainfold rehearse` values to compare, such as the loss; call it in each step, before `advance` (W15).
+
+        Outside of a rehearsal nothing is kept, and nothing waits for a GPU.
+
+        Args:
+            values: numbers, or tensors without dimensions, by name.
+
+        Raises:
+            InvalidArgument: for a value that is neither.
+
+        Examples:
+            >>> live = attach(torch.nn.Linear(2, 1))
+            >>> live.record(loss=torch.tensor(0.5), lr=1e-3)
+        """
+        check_values(values)
+        if self.recorder is not None:
+            self.recorder.record(self._progress.step + 1, values)
 
     def drop_window(self) -> Progress:
         """Give up an accumulation window that the end of the data, or an error, left open (A07).
@@ -254,7 +277,12 @@ class Live:
             raise InvalidArgument(
                 "live.batches", expected="an attached loader", found="none", mend="attach(..., loader=loader)"
             )
-        return self._feed.batches(epochs=epochs, done=lambda: steps is not None and self._progress.step >= steps)
+
+        def is_done() -> bool:
+            step = self._progress.step
+            return (steps is not None and step >= steps) or (self.recorder is not None and self.recorder.is_over(step))
+
+        return self._feed.batches(epochs=epochs, done=is_done)
 
     # --- capture and restore -----------------------------------------------------------------------------------------
 

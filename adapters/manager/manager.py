@@ -24,6 +24,7 @@ from trainfold.adapters.manager.events import Announcer
 from trainfold.adapters.manager.loading import Resumer
 from trainfold.adapters.manager.outcomes import Restored, SaveOutcome
 from trainfold.adapters.manager.protocol import LoadDecision
+from trainfold.adapters.manager.rehearsal import rehearsal_of
 from trainfold.adapters.manager.retention import Keeper
 from trainfold.adapters.manager.saving import Saves
 from trainfold.adapters.manager.told_afterwards import told_afterwards
@@ -145,6 +146,11 @@ class CheckpointManager:
             if requests is not None:
                 check_source(requests)
                 making.callback(requests.close)  # signals that nobody takes any more must not stay caught
+            world = world_given(collectives, os.environ, where="CheckpointManager.collectives")
+            self._rehearsal = rehearsal_of(os.environ, rank=world.rank)
+            if self._rehearsal is not None:
+                run, on_event = self._rehearsal.place(run), self._rehearsal.listener(on_event)
+                every, every_secs, at_end = self._rehearsal.orders.every, None, True
             is_async = one_of("mode", mode, ("sync", "async")) == "async"
             self._skips = one_of("when_busy", when_busy, ("wait", "skip")) == "skip"
             triggers = make_triggers(every=every, every_secs=every_secs, at_end=at_end)
@@ -155,7 +161,6 @@ class CheckpointManager:
             policy = check_policy(policy)
             agreed = checked_contract(mapping_given("contract", contract))
             self._pid = os.getpid()
-            world = world_given(collectives, os.environ, where="CheckpointManager.collectives")
             self._store = runs.open_store(run)
 
             def begin() -> None:
@@ -210,11 +215,13 @@ class CheckpointManager:
             return None
         with told_afterwards() as failures:
             verdict = self._decide(run, failures, is_last=is_last, is_best=is_best)
-            if not verdict.save:
-                self._due.answered()
-                return None
-            may_skip = self._skips and not verdict.stop and "best" not in verdict.reasons
-            return self._saves.save(run, failures, may_skip=may_skip)
+            if verdict.save:
+                may_skip = self._skips and not verdict.stop and "best" not in verdict.reasons
+                return self._save(run, failures, may_skip=may_skip)
+            self._due.answered()
+            if self._rehearsal is not None:
+                self._rehearsal.ends(run, self.drain)
+            return None
 
     def should_save(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> Verdict:
         """Say what is due at this boundary, and why; one decision for all ranks (R01, R02).
@@ -266,7 +273,7 @@ class CheckpointManager:
         self._check_open()
         check_run(run, Live | TrainState)
         with told_afterwards() as failures:
-            return self._saves.save(run, failures, may_skip=self._skips)
+            return self._save(run, failures, may_skip=self._skips)
 
     def wait_staging(self) -> None:
         """Return when everything that was saved may be written to.
@@ -454,6 +461,8 @@ class CheckpointManager:
 
     def _load(self, run: Live | TrainState, step: int | None, reset: Mapping[str, str] | None) -> TrainState:
         self._saves.settle()
+        if self._rehearsal is not None:
+            self._rehearsal.watch(run)
         try:
             state = self._resumer.load(run, step=step, reset=reset)
         except ResumeRefused as refused:
@@ -469,12 +478,24 @@ class CheckpointManager:
     def _restored(self, live: Live) -> Restored:
         return Restored(self._store.url, live.progress.step, is_fresh=False)
 
+    def _save(self, run: Live | TrainState, failures: list[Exception], *, may_skip: bool) -> SaveOutcome:
+        rehearsal = self._rehearsal
+        if rehearsal is None:
+            return self._saves.save(run, failures, may_skip=may_skip)
+        rehearsal.begins_save(run)
+        outcome = self._saves.save(run, failures, may_skip=may_skip)
+        rehearsal.ends(run, self.drain)
+        return outcome
+
     def _decide(self, run: Live | TrainState, failures: list[Exception], *, is_last: bool, is_best: bool) -> Verdict:
+        if self._rehearsal is not None:
+            is_last = self._rehearsal.is_last(run) or is_last
         step = run.progress.step if isinstance(run, Live) else step_of_state(run)
         boundary = self._due.agreed(Boundary(step, is_last, is_best, self._saves.has_ended))
         if boundary.has_ended:
             self._saves.end_previous(failures)
-        return self._due.decide(boundary)
+        verdict = self._due.decide(boundary)
+        return verdict if self._rehearsal is None else self._rehearsal.verdict(run, verdict)
 
     def _check_not_telling(self) -> None:
         if self._announcer.is_telling:

@@ -40,8 +40,10 @@ class Pace:
         return trigger.fraction * (self.save_secs * _LATEST_HIT if trigger.in_save else self.step_secs)
 
 
-def plan_moments(*, steps: int, every: int, kills: int, seed: int, late: bool = False) -> list[Trigger]:
-    """Choose the moments: one in each equal part of what follows the first save, the second one during a save.
+def plan_moments(  # noqa: PLR0913 - keywords
+    *, steps: int, every: int, kills: int, seed: int, saves: bool = True, late: bool = False
+) -> list[Trigger]:
+    """Choose the moments: one in each equal part of what follows the first save, the second one (or the only one) in a save.
 
     `arms` keeps the first one from coming before that save is acknowledged.
 
@@ -50,6 +52,7 @@ def plan_moments(*, steps: int, every: int, kills: int, seed: int, late: bool = 
         every: steps between two saves.
         kills: how many moments.
         seed: of the choice.
+        saves: whether the run says when a save begins.
         late: choose the last step before a save each time, so that as many steps as can be are trained again.
 
     Examples:
@@ -64,7 +67,7 @@ def plan_moments(*, steps: int, every: int, kills: int, seed: int, late: bool = 
     for number in range(kills):
         first = every + int(number * part)
         last = max(first, every + int((number + 1) * part) - 2)
-        in_save = number == min(1, kills - 1) and not late
+        in_save = number == min(1, kills - 1) and saves and not late
         step = first if in_save else chance.randint(first, last)
         if late:
             step = min(step - step % every + every, steps) - 1

@@ -1,0 +1,151 @@
+"""The rehearsal from its directory to its verdict: a program run whole, run whole again, and killed and resumed."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+from rich.console import Console
+
+from trainfold.adapters.cli import plot
+from trainfold.adapters.cli.output import Answer
+from trainfold.adapters.cli.progress import Display, display
+from trainfold.adapters.cli.rehearse import report
+from trainfold.adapters.cli.rehearse.moments import Trigger, plan_moments
+from trainfold.adapters.cli.rehearse.report import Rehearsed, as_json, error_of, hit_text, tables
+from trainfold.adapters.cli.rehearse.settings import Settings
+from trainfold.adapters.cli.rehearse.starts import Run, Start, environment_of_programs, pace_of
+from trainfold.adapters.cli.workplace import Workplace
+from trainfold.core.rehearsal.conclusion import conclude
+from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.number import float_of
+from trainfold.core.rehearsal.trajectory import differences, unseeded_streams
+
+WHOLE, AGAIN, KILLED = "whole", "again", "killed"
+PICTURE, REPORT = "values.png", "report.json"
+_MARKER: Final = "rehearsal.json"
+_LOCK: Final = "rehearsal.lock"
+_PLACE: Final = Workplace(
+    made_by="trainfold rehearse",
+    noun="rehearsal",
+    option="--dir",
+    marker=_MARKER,
+    lock=_LOCK,
+    names=frozenset({_MARKER, _LOCK, PICTURE, REPORT, WHOLE, AGAIN, KILLED}),
+)
+
+
+def run_rehearsal(directory: Path, settings: Settings) -> Answer:
+    """Run a program whole, whole again, and killed and resumed; compare everything that it saved and recorded.
+
+    Args:
+        directory: for everything that the rehearsal writes; absent, empty, or with an earlier rehearsal, which is replaced.
+        settings: what to rehearse.
+
+    Returns:
+        The tables, and an error unless the resumed program has the bits of the one that was never killed.
+
+    Raises:
+        CheckpointForeign: if the directory has something else in it; nothing is touched.
+        NotWritable: if it cannot be written.
+        RunLocked: if a rehearsal is running there.
+        ProgramFailed: if the program ends with an error of its own, or hangs.
+    """
+    started = time.monotonic()
+    with _PLACE.prepared(directory):
+        _PLACE.mark(directory, {"command": list(settings.command), "steps": settings.steps, "seed": settings.seed})
+        with display(Console(stderr=True), steps=settings.steps) as shown:
+            rehearsed = _run_all(directory, settings, shown)
+        facts = [
+            ("values of each step", _draw(directory / PICTURE, rehearsed)),
+            ("this table", str(directory / REPORT)),
+            ("what the program said", f"{directory}/{{{WHOLE},{AGAIN},{KILLED}}}/start-*/output.txt"),
+        ]
+        facts += [
+            ("look further" if number == 0 else "", f"trainfold diff {report.relative(a, Path.cwd())} {report.relative(b, Path.cwd())}")
+            for number, (a, b) in enumerate(report.newest_places(rehearsed))
+        ]  # fmt: skip
+        facts.append(("seconds in all", f"{time.monotonic() - started:.1f}"))
+        data: dict[str, Any] = {**as_json(rehearsed), "picture": facts[0][1], "secs": time.monotonic() - started}
+        (directory / REPORT).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        return Answer(data, tables(rehearsed, facts), error_of(rehearsed))
+
+
+def _run_all(directory: Path, settings: Settings, shown: Display) -> Rehearsed:
+    def run(name: str, title: str) -> Run:
+        environment = environment_of_programs()
+        return Run(directory / name, settings, environment=environment, watch=_watch(shown, title))
+
+    whole = run(WHOLE, "never killed").start()
+    if not whole.stretch.saved:
+        return Rehearsed(settings, whole, None, (), None)
+    again = run(AGAIN, "once more").start()
+    repeats = unseeded_streams(differences(whole.stretch, again.stretch)) is not None
+    if not repeats:
+        shown.say(
+            "  the program does not repeat itself: values after each resume are compared with those before the kill"
+        )
+    killed: list[Start] = []
+    last = run(KILLED, "killed and resumed")
+    for trigger in [*_moments(settings, whole, late=not repeats), None]:
+        start = last.start(trigger, pace_of(whole))
+        killed.append(start)
+        if start.resumed_from is not None:
+            shown.say(f"  start {start.stretch.number} resumed from {start.resumed_from}")
+        if start.hit is None:
+            break
+        shown.say(f"  {hit_text(start)}")
+    conclusion = conclude(whole.stretch, again.stretch, [each.stretch for each in killed], tolerance=settings.tolerance)
+    return Rehearsed(settings, whole, again, tuple(killed), conclusion)
+
+
+def _moments(settings: Settings, whole: Start, *, late: bool) -> list[Trigger]:
+    """When to kill; a program without a manager shows nothing but its checkpoints, so one of these has to set each kill off."""
+    says_steps = any(entry.kind == "step" for entry in whole.entries)
+    found = plan_moments(
+        steps=settings.steps,
+        every=settings.every,
+        kills=settings.kills,
+        seed=settings.seed,
+        saves=any(entry.kind == "save" for entry in whole.entries),
+        late=late,
+    )
+    *before_last, _ = sorted({step for _, step in whole.stretch.saved})
+    latest = settings.steps if says_steps or not before_last else before_last[-1]
+    return [attrs.evolve(trigger, after_step=min(trigger.after_step, latest)) for trigger in found]
+
+
+def _watch(shown: Display, title: str) -> Callable[[Entry], None]:
+    latest: dict[str, float] = {}
+
+    def watch(entry: Entry) -> None:
+        if entry.kind == "values":
+            if "loss" in entry.data["values"]:
+                latest["loss"] = float_of(entry.data["values"]["loss"])
+        elif entry.kind in ("step", "saved", "done"):
+            kind = "step" if entry.kind == "saved" else entry.kind
+            shown.watch(title, Entry(kind, entry.step, entry.pid, entry.secs, dict(latest)))
+
+    return watch
+
+
+def _draw(path: Path, rehearsed: Rehearsed) -> str:
+    name, (whole, *killed) = _curves(rehearsed)
+    if not name:
+        return "not drawn: record some with live.record(loss=loss)"
+    kills = [(start.hit.step, start.hit.during) for start in rehearsed.killed if start.hit is not None]
+    verdict = "the same bits" if error_of(rehearsed) is None else "NOT the same bits"
+    with contextlib.suppress(OSError):
+        try:
+            plot.draw_losses(path, uninterrupted=whole, killed=killed, kills=kills, verdict=verdict, label=name)
+        except plot.PlotMissing as missing:
+            return f"not drawn: {missing.found} {missing.expected}; {missing.mend}"
+    return str(path)
+
+
+def _curves(rehearsed: Rehearsed) -> tuple[str, list[Any]]:
+    name, found = report.curves([rehearsed.whole, *rehearsed.killed])
+    return name, found or [{}]

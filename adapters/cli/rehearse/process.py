@@ -1,0 +1,129 @@
+"""`Program`: one process of the user's program, with all that it starts: watched by its record, and killed as a whole."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final, final
+
+from trainfold.adapters.cli.rehearse.scan import Scan
+from trainfold.backends.record_file import Tail
+from trainfold.core.rehearsal.entry import Entry
+
+_LOOK_SECS: Final = 0.002
+_GONE_SECS: Final = 10.0
+
+
+@final
+class Program:
+    """A program that was started; leaving the ``with`` block ends it and all processes that it started.
+
+    Args:
+        command: the program and its arguments.
+        environment: of the process.
+        record: the file that its managers write entries to.
+        output: the file that its standard output and error are appended to.
+        scan: looks for checkpoints where the program has no manager; None for not at all.
+    """
+
+    def __init__(
+        self, command: list[str], *, environment: Mapping[str, str], record: Path, output: Path, scan: Scan | None
+    ) -> None:
+        self._command = command
+        self._environment = dict(environment)
+        self._tail = Tail(record)
+        self._output = output
+        self._scan = scan
+        self._pids: set[int] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._rest: list[Entry] = []
+        self.was_killed = False
+
+    def __enter__(self) -> "Program":
+        with self._output.open("ab") as output:
+            self._process = subprocess.Popen(  # noqa: S603 - the command that the user asks to have run
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,  # so that the kill reaches its loader workers too, as a lost machine would
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+
+    @property
+    def code(self) -> int:
+        """The exit code; negative for the signal that ended it."""
+        assert self._process is not None
+        return self._process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL: no handler, no flush, no goodbye; as from the kernel when memory runs out."""
+        self.was_killed = True
+        self._end()
+
+    def entries(self, *, patience_secs: float) -> Iterator[Entry | None]:
+        """What happens, as it happens, until the program has ended; None where it was silent for too long.
+
+        Args:
+            patience_secs: how long it may be silent.
+        """
+        assert self._process is not None
+        heard = time.monotonic()
+        while True:
+            is_over = self._process.poll() is not None  # before the look, so that nothing is missed
+            found = self._tail.new()
+            if self._scan is not None and not self._pids:
+                found += self._scan.new()
+            self._pids |= {entry.pid for entry in found if entry.kind == "start"}
+            self._rest += found
+            while self._rest:
+                heard = time.monotonic()
+                yield self._rest.pop(0)
+            if is_over:
+                return
+            if time.monotonic() - heard > patience_secs:
+                yield None
+                heard = time.monotonic()
+            time.sleep(_LOOK_SECS)
+
+    def rest(self) -> list[Entry]:
+        """What it wrote before its death that `entries` has not yielded."""
+        return self._rest
+
+    def _end(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._take_rest()
+        for pid in self._pids - {self._process.pid}:  # in a session of its own, as torchrun starts them
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._pids.discard(self._process.pid)
+        late = time.monotonic() + _GONE_SECS
+        while any(map(_is_there, self._pids)) and time.monotonic() < late:
+            time.sleep(_LOOK_SECS)
+        self._take_rest()
+
+    def _take_rest(self) -> None:
+        found = self._tail.new()
+        self._rest += found
+        self._pids |= {entry.pid for entry in found if entry.kind == "start"}
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

@@ -1,0 +1,341 @@
+"""What a rehearsal found, for people and as JSON; and the error that it is."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import attrs
+
+from trainfold.adapters.cli.output import Table
+from trainfold.adapters.cli.rehearse.errors import NeverResumed, NeverSaved, NotRepeatable, ResumeDiffers
+from trainfold.adapters.cli.rehearse.settings import Settings
+from trainfold.adapters.cli.rehearse.starts import Start
+from trainfold.core.errors import TrainfoldError
+from trainfold.core.rehearsal.conclusion import Conclusion
+from trainfold.core.rehearsal.number import float_of
+from trainfold.core.rehearsal.trajectory import Difference
+
+_SHOWN_LEAVES: Final = 6
+_SHOWN_LINES: Final = 12
+_CUT: Final = 60
+_ATTACH: Final = "see docs/how-to/rehearse.md"
+
+
+@final
+@attrs.frozen
+class Rehearsed:
+    """All that was run.
+
+    Attributes:
+        settings: of the rehearsal.
+        whole: the run that was not killed.
+        again: the same once more.
+        killed: the processes of the run that was killed.
+        conclusion: what they say together; None where the program saved nothing.
+    """
+
+    settings: Settings
+    whole: Start
+    again: Start | None
+    killed: tuple[Start, ...]
+    conclusion: Conclusion | None
+
+    @property
+    def kills(self) -> int:
+        """How often it was killed."""
+        return sum(start.hit is not None for start in self.killed)
+
+
+def error_of(rehearsed: Rehearsed) -> TrainfoldError | None:
+    """What the rehearsal fails by, or None."""
+    conclusion = rehearsed.conclusion
+    if conclusion is None or not rehearsed.whole.stretch.saved:
+        return _never_saved(rehearsed)
+    not_resumed = [start for start in rehearsed.killed[1:] if not start.stretch.is_resumed]
+    if not_resumed or rehearsed.kills == 0:
+        return _never_resumed(not_resumed)
+    if conclusion.outcome in ("unrepeatable", "beyond"):
+        return _not_repeatable(rehearsed.settings, conclusion)
+    if conclusion.outcome == "nothing":
+        return NeverSaved(
+            "the resumed program",
+            expected="a checkpoint, or a value given to live.record(), in steps that the whole run has too",
+            found="none",
+            mend="save at each boundary with manager.step(live), or pass --every with a divisor of --steps",
+        )
+    if conclusion.outcome == "differs":
+        return _differs(conclusion)
+    return None
+
+
+def _never_saved(rehearsed: Rehearsed) -> TrainfoldError:
+    has_manager = bool(rehearsed.whole.places)
+    return NeverSaved(
+        "the program",
+        expected=f"a checkpoint within {rehearsed.settings.steps} steps",
+        found=f"none after {rehearsed.whole.stretch.last_step} steps" if has_manager else "no CheckpointManager and no checkpoint",
+        mend="call live.advance() and manager.step(live) after each optimizer step"
+        if has_manager
+        else "make a CheckpointManager; or, for a program that calls trainfold.save, put {run} into the command where it saves",
+    )  # fmt: skip
+
+
+def _never_resumed(not_resumed: Sequence[Start]) -> TrainfoldError:
+    if not_resumed:
+        return NeverResumed(
+            f"start {not_resumed[0].stretch.number} of the killed run",
+            expected="a program that goes on from its newest checkpoint",
+            found="one that began at step 0, beside the checkpoints of the one that was killed",
+            mend="call manager.restore(live) before the loop, and save into the same place at each start: a directory with a "
+            "date in its name is another one each time",
+        )
+    return NeverResumed(
+        "the program",
+        expected="a program that is still running after its first save",
+        found="one that was over before it could be killed",
+        mend="ask for more steps: --steps; or save earlier: --every",
+    )
+
+
+def _not_repeatable(settings: Settings, conclusion: Conclusion) -> TrainfoldError:
+    first = conclusion.noise[0]
+    noise = f"two runs that were not killed differ in {_named(first)}"
+    worst = max(conclusion.again, key=lambda pair: pair.apart, default=None)
+    if conclusion.outcome == "beyond" and worst is not None:
+        return ResumeDiffers(
+            f"start {worst.number} of the killed run",
+            expected=f"{worst.name} within {settings.tolerance} of what the killed process had",
+            found=f"{float_of(worst.after)} and not {float_of(worst.before)} in step {worst.step}, {worst.apart:.2g} apart",
+            mend=f"{noise}; make the program repeat itself to find what a resume loses",
+        )
+    if not conclusion.again:
+        mend = "make it repeat itself (seeds, torch.use_deterministic_algorithms); or record values with live.record(loss=loss) and name a --tolerance"
+        return NotRepeatable("the program", expected="the same bits twice", found=noise, mend=mend)
+    assert worst is not None
+    return NotRepeatable(
+        "the program",
+        expected="the same bits twice, or a --tolerance",
+        found=f"{noise}; after a resume, {len(conclusion.again)} values computed again are "
+        + (f"up to {worst.apart:.2g} apart ({worst.name} of step {worst.step})" if worst.apart else "all the same"),
+        mend="make it repeat itself (seeds, torch.use_deterministic_algorithms), or name what you accept, such as --tolerance 1e-3",
+    )
+
+
+def _differs(conclusion: Conclusion) -> TrainfoldError:
+    first = conclusion.found[0]
+    components = [each for each in conclusion.found if each.kind == "component" and each.number == first.number]
+    where = ""
+    if components and first.kind != "component":
+        names = ", ".join(each.name for each in components if each.step == components[0].step)
+        where = f"; at step {components[0].step} then {names}"
+    return ResumeDiffers(
+        f"start {first.number} of the killed run, resumed at step {first.resumed_at}",
+        expected="the bits of the run that was never killed",
+        found=f"a difference in {_named(first)} first{where}",
+        mend=conclusion.reasons[0] if conclusion.reasons else _ATTACH,
+    )
+
+
+def _named(difference: Difference) -> str:
+    if difference.kind == "value":
+        return f"{difference.name} of step {difference.step}"
+    leaf = f" ({difference.leaves[0][0]})" if difference.leaves else ""
+    return f"{difference.name}{leaf} at step {difference.step}"
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def tables(rehearsed: Rehearsed, facts: Sequence[tuple[str, str]]) -> tuple[Table, ...]:
+    """All of it for people."""
+    made = [_history(rehearsed)]
+    conclusion = rehearsed.conclusion
+    if conclusion is not None:
+        made += _noise_table(conclusion)
+        made += _difference_tables(conclusion)
+        if conclusion.again:
+            made.append(_again_table(conclusion))
+        if conclusion.reasons:
+            made.append(Table("Likely reasons", ("",), tuple((reason,) for reason in conclusion.reasons)))
+    return (*made, Table("", ("", ""), tuple(facts)))
+
+
+def _history(rehearsed: Rehearsed) -> Table:
+    whole, conclusion = rehearsed.whole, rehearsed.conclusion
+    ended = rehearsed.killed[-1].stretch.last_step if rehearsed.killed else ""
+    rows = [("steps", f"{whole.stretch.last_step}", f"{ended}", "")]
+    saved = len({step for _, step in whole.stretch.saved})
+    if conclusion is not None:
+        rows += [
+            ("checkpoints", f"{saved}", f"{conclusion.checkpoints} compared", ""),
+            ("recorded values", f"{_count(whole)}", f"{conclusion.values} compared", ""),
+            ("a second whole run", "NOT the same" if conclusion.noise else "the same bits", "", ""),
+            *((f"  stream of {name}", "not seeded: not compared", "", "") for name in conclusion.unseeded),
+        ]
+    rows.append(("kills", "0", f"{rehearsed.kills} of {rehearsed.settings.kills}", ""))
+    for start in rehearsed.killed:
+        rows.append((f"start {start.stretch.number}", "", start.resumed_from or "fresh", ""))
+        rows.append((f"end {start.stretch.number}", "", hit_text(start), ""))
+    rows.extend(_fingerprint_rows(rehearsed))
+    if conclusion is not None:
+        words = {
+            "identical": "yes", "differs": "NO", "nothing": "nothing was compared", "unrepeatable": "the program does not repeat itself",
+            "within": f"no, but within {rehearsed.settings.tolerance}", "beyond": f"NO, beyond {rehearsed.settings.tolerance}",
+        }  # fmt: skip
+        rows.append((f"identical: {words[conclusion.outcome]}", "", "", ""))
+    return Table(
+        "One program, never killed and killed", ("", "never killed", "killed and resumed", "same"), tuple(rows)
+    )
+
+
+def _fingerprint_rows(rehearsed: Rehearsed) -> list[tuple[str, str, str, str]]:
+    """The components of the last checkpoint that both runs have."""
+    one = rehearsed.whole.stretch.saved
+    other = {key: saved for start in rehearsed.killed for key, saved in start.stretch.saved.items()}
+    common = sorted(one.keys() & other.keys(), key=lambda key: (key[1], key[0]))
+    if not common:
+        return []
+    last = common[-1]
+    found = () if rehearsed.conclusion is None else rehearsed.conclusion.found
+    unlike = {each.name for each in found if each.step == last[1]}
+    rows = [(f"at step {last[1]}", "", "", "")]
+    for name in {**one[last].components, **other[last].components}:
+        a, b = one[last].components.get(name, "absent"), other[last].components.get(name, "absent")
+        is_masked = rehearsed.conclusion is not None and bool(rehearsed.conclusion.unseeded) and name not in unlike
+        rows.append((name, a, b, "yes" if a == b else "yes, but for streams without a seed" if is_masked else "NO"))
+    return rows
+
+
+def _noise_table(conclusion: Conclusion) -> list[Table]:
+    if not conclusion.noise:
+        return []
+    rows = tuple(_row(each) for each in conclusion.noise[:_SHOWN_LINES])
+    return [Table("Two runs that were not killed differ", ("step", "what", "one", "the other"), rows)]
+
+
+def _difference_tables(conclusion: Conclusion) -> list[Table]:
+    if not conclusion.found:
+        return []
+    first = conclusion.found[0]
+    mine = [each for each in conclusion.found if each.number == first.number]
+    title = f"What differs, first things first: start {first.number}, resumed at step {first.resumed_at}"
+    columns = ("step", "what", "never killed", "killed and resumed")
+    made = [Table(title, columns, tuple(_row(each) for each in mine[:_SHOWN_LINES]))]
+    components = [each for each in mine if each.kind == "component"]
+    leaves = [
+        (f"{each.step}", *leaf)
+        for each in components
+        if each.step == components[0].step
+        for leaf in each.leaves[:_SHOWN_LEAVES]
+    ]
+    if leaves:
+        made.append(
+            Table(
+                "Leaves of the first checkpoint that differs",
+                columns,
+                tuple((a, b, _cut(c), _cut(d)) for a, b, c, d in leaves),
+            )
+        )
+    return made
+
+
+def _row(difference: Difference) -> tuple[str, str, str, str]:
+    return (
+        f"{difference.step}",
+        difference.name,
+        _shown(difference, difference.expected),
+        _shown(difference, difference.found),
+    )
+
+
+def _shown(difference: Difference, text: str) -> str:
+    if difference.kind != "value" or "x" not in text:
+        return _cut(text)
+    return f"{float_of(text):.6g} ({text})"
+
+
+def _again_table(conclusion: Conclusion) -> Table:
+    worst = sorted(conclusion.again, key=lambda pair: -pair.apart)[:_SHOWN_LINES]
+    rows = tuple(
+        (f"{pair.step}", f"{pair.number}", pair.name, f"{float_of(pair.before):.6g}", f"{float_of(pair.after):.6g}", f"{pair.apart:.2g}")
+        for pair in worst
+    )  # fmt: skip
+    columns = ("step", "start", "value", "before the kill", "after the resume", "apart")
+    return Table(
+        f"Computed again after a resume: {len(conclusion.again)} values, the furthest apart first", columns, rows
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _CUT else f"{text[: _CUT - 3]}..."
+
+
+def _count(start: Start) -> int:
+    return sum(len(texts) for values in start.stretch.values.values() for texts in values.values())
+
+
+def hit_text(start: Start) -> str:
+    """How a process ended, in words."""
+    if start.hit is None:
+        return start.ended
+    if start.hit.during == "save":
+        return f"SIGKILL during the save of step {start.hit.step}"
+    return f"SIGKILL in step {start.hit.step + 1}"
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
+    """All of it as JSON can hold it."""
+    conclusion = rehearsed.conclusion
+    return {
+        "command": list(rehearsed.settings.command),
+        "settings": attrs.asdict(rehearsed.settings),
+        "outcome": "never saved" if conclusion is None else conclusion.outcome,
+        "identical": conclusion is not None and conclusion.outcome == "identical" and error_of(rehearsed) is None,
+        "repeats_itself": conclusion is not None and not conclusion.noise,
+        "kills": rehearsed.kills,
+        "checkpoints_compared": 0 if conclusion is None else conclusion.checkpoints,
+        "values_compared": 0 if conclusion is None else conclusion.values,
+        "differences": [] if conclusion is None else [attrs.asdict(each) for each in conclusion.found],
+        "noise": [] if conclusion is None else [attrs.asdict(each) for each in conclusion.noise],
+        "computed_again": [] if conclusion is None else [attrs.asdict(each) for each in conclusion.again],
+        "unseeded_streams": [] if conclusion is None else list(conclusion.unseeded),
+        "reasons": [] if conclusion is None else list(conclusion.reasons),
+        "starts": [_start_json(start) for start in rehearsed.killed],
+        "places": {"whole": list(rehearsed.whole.places), "killed": list(rehearsed.killed[-1].places) if rehearsed.killed else []},
+    }  # fmt: skip
+
+
+def _start_json(start: Start) -> dict[str, Any]:
+    return {
+        "number": start.stretch.number,
+        "resumed_from": start.resumed_from,
+        "resumed_at": start.stretch.resumed_at,
+        "last_step": start.stretch.last_step,
+        "kill": None if start.hit is None else attrs.asdict(start.hit),
+        "ended": hit_text(start),
+    }
+
+
+def curves(starts: Sequence[Start]) -> tuple[str, list[Mapping[int, float]]]:
+    """The first recorded value of each process, for the picture: its name, and step -> value."""
+    names = [name for start in starts for values in start.stretch.values.values() for name in values]
+    if not names:
+        return "", []
+    name = names[0]
+    return name, [
+        {step: float_of(values[name][-1]) for step, values in start.stretch.values.items() if name in values}
+        for start in starts
+    ]
+
+
+def newest_places(rehearsed: Rehearsed) -> list[tuple[str, str]]:
+    """Pairs of places of the same manager: of the whole run and of the killed one."""
+    return list(zip(rehearsed.whole.places, rehearsed.killed[-1].places, strict=False)) if rehearsed.killed else []
+
+
+def relative(path: str, to: Path) -> str:
+    """A path as it is typed from a directory, if it is below it."""
+    return str(Path(path).relative_to(to)) if Path(path).is_relative_to(to) else path

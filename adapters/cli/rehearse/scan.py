@@ -1,0 +1,60 @@
+"""`Scan`: sees checkpoints appear in a directory, for programs that save without a manager."""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Final, final
+
+from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.save_plan import step_of
+
+_DEPTH: Final = 3
+
+
+@final
+class Scan:
+    """Looks for checkpoints that a program makes, and keeps a copy of each manifest.
+
+    What was there when it is made counts as old.
+
+    Args:
+        home: the directory that the program was given.
+        notes: where the copies go, a directory for each run in ``home``.
+    """
+
+    def __init__(self, home: Path, notes: Path) -> None:
+        self._home = home
+        self._notes = notes
+        self._seen = {path: path.stat().st_mtime_ns for path in self._manifests()}
+        self.newest = max((_step(path) for path in self._seen), default=0)
+
+    def new(self) -> list[Entry]:
+        """The checkpoints that came since the last look, oldest first."""
+        found = []
+        for path in self._manifests():
+            try:
+                changed = path.stat().st_mtime_ns
+                if self._seen.get(path) != changed:
+                    self._keep(path)
+                    self._seen[path] = changed
+                    found.append((_step(path), path.parent.name))
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+        return [Entry("saved", step, 0, time.monotonic(), {"checkpoint": name}) for step, name in sorted(found)]
+
+    def _manifests(self) -> list[Path]:
+        patterns = ("/".join(["*"] * depth + ["step-*", "manifest.json"]) for depth in range(_DEPTH))
+        return [
+            path for pattern in patterns for path in self._home.glob(pattern) if step_of(path.parent.name) is not None
+        ]
+
+    def _keep(self, path: Path) -> None:
+        run = path.parent.parent.relative_to(self._home)
+        kept = self._notes / ("-".join(run.parts) or "run")
+        kept.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, kept / f".{path.parent.name}")
+        (kept / f".{path.parent.name}").replace(kept / f"{path.parent.name}.json")
+
+
+def _step(path: Path) -> int:
+    return step_of(path.parent.name) or 0

@@ -1,0 +1,105 @@
+"""`Settings`: what is rehearsed, and how; checked before anything is started."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import attrs
+
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.scalars import shown
+
+PLACEHOLDER: Final = "{run}"
+_SAVES: Final = 8
+_MIN_STEPS: Final = 4
+
+
+@final
+@attrs.frozen
+class Settings:
+    """What is rehearsed, and how. Make it with `make_settings`.
+
+    Attributes:
+        command: the program and its arguments; ``{run}`` in them stands for a directory.
+        steps: after how many optimizer steps the program is to end.
+        kills: how often the last run is killed.
+        every: steps between two saves.
+        seed: of the moments of the kills.
+        tolerance: how far values may be apart after a resume, relative to the larger one, where the program does not
+            repeat itself; None: not named.
+        patience_secs: how long a process may be silent before it counts as hanging.
+    """
+
+    command: tuple[str, ...]
+    steps: int
+    kills: int
+    every: int
+    seed: int
+    tolerance: float | None
+    patience_secs: float
+
+    @property
+    def names_run(self) -> bool:
+        """Whether the command says where the program's files go."""
+        return any(PLACEHOLDER in word for word in self.command)
+
+    def command_for(self, run: Path) -> list[str]:
+        """The command with a directory in the place of ``{run}``."""
+        return [word.replace(PLACEHOLDER, str(run)) for word in self.command]
+
+
+def make_settings(  # noqa: PLR0913 - keywords
+    command: Sequence[str],
+    *,
+    steps: int = 40,
+    kills: int = 3,
+    every: int | None = None,
+    seed: int = 0,
+    tolerance: float | None = None,
+    patience_secs: float = 600.0,
+) -> Settings:
+    """Return checked settings.
+
+    Args:
+        command: the program and its arguments.
+        steps: of the whole run, at least 4.
+        kills: at least 1.
+        every: steps between two saves; None for an eighth of ``steps``.
+        seed: of the moments of the kills, >= 0.
+        tolerance: >= 0, or None.
+        patience_secs: > 0.
+
+    Raises:
+        InvalidArgument: naming what cannot work; nothing was started.
+
+    Examples:
+        >>> make_settings(["python", "train.py", "--out", "{run}"]).every
+        5
+        >>> make_settings(["python", "train.py", "--out={run}/a"]).command_for(Path("/r"))
+        ['python', 'train.py', '--out=/r/a']
+    """
+    if not command:
+        raise _bad("COMMAND", "a command after --, such as -- python train.py --out {run}", "none", "name your program")
+    if shutil.which(command[0]) is None:
+        raise _bad("COMMAND", "a program that can be started", command[0], "correct the name, or give its path")
+    if steps < _MIN_STEPS:
+        raise _bad(
+            "--steps", f"{_MIN_STEPS} or more", steps, "ask for more steps, so that there is something to resume"
+        )
+    cadence = max(1, steps // _SAVES) if every is None else every
+    if not 1 <= cadence <= steps // 2:
+        raise _bad("--every", f"1 to {steps // 2}, half of the steps", every, "save oftener, or ask for more steps")
+    if kills < 1:
+        raise _bad("--kills", "1 or more", kills, "kill it at least once")
+    if not 0 <= seed < 2**63:
+        raise _bad("--seed", "an int in [0, 2**63)", seed, "choose another seed")
+    if tolerance is not None and not tolerance >= 0:
+        raise _bad("--tolerance", "a number >= 0", tolerance, "1e-3 lets values differ by a thousandth")
+    if not patience_secs > 0:
+        raise _bad("--patience", "a duration above 0", patience_secs, "10m waits ten minutes")
+    return Settings(tuple(command), steps, kills, cadence, seed, tolerance, patience_secs)
+
+
+def _bad(where: str, expected: str, found: Any, mend: str) -> InvalidArgument:
+    return InvalidArgument(where, expected=expected, found=shown(found), mend=mend)

@@ -1,0 +1,58 @@
+"""`Recorder`: who listens to a live run during a rehearsal; and the check of what a program records."""
+
+import numbers
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from trainfold.core.errors import InvalidArgument
+
+
+class Recorder(Protocol):
+    """Listens to a live run. A manager that is made in a rehearsal gives one to each live run that it sees."""
+
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
+        """Keep values of the step that is under way."""
+
+    def advanced(self, step: int) -> None:
+        """An optimizer step was counted."""
+
+    def is_over(self, step: int) -> bool:
+        """Whether the rehearsal ends at this step."""
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Refuse what is no number; tensors are looked at and not read, so that nothing waits for a GPU.
+
+    Raises:
+        InvalidArgument: naming the value.
+    """
+    for name, value in values.items():
+        if isinstance(value, float | int):
+            continue
+        shape = getattr(value, "shape", None)
+        if isinstance(value, numbers.Number) or (shape is not None and len(shape) == 0 and hasattr(value, "item")):
+            continue
+        shape = None if shape is None else tuple(shape)
+        raise InvalidArgument(
+            f"live.record({name}=)",
+            expected="a number, or a tensor without dimensions",
+            found=f"a {type(value).__qualname__}" + ("" if shape is None else f" of shape {shape}"),
+            mend="record one number, such as loss.mean(); split what is more under names of its own",
+        )
+
+
+def plain_number(value: Any) -> complex:
+    """A number, or the number in a tensor, as Python has it; reading a GPU's tensor waits for the GPU.
+
+    Examples:
+        >>> plain_number(torch.tensor(2.5)), plain_number(3)
+        (2.5, 3)
+    """
+    if isinstance(value, bool | int | float | complex):
+        return value
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+    found = value.item() if hasattr(value, "item") else float(value)
+    return found if isinstance(found, bool | int | float | complex) else float(found)

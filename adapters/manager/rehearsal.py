@@ -1,0 +1,198 @@
+"""`Rehearsal`: what `trainfold rehearse` makes of a manager, read from the environment when the manager is made (ADR-0010)."""
+
+import logging
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+import attrs
+
+from trainfold.adapters.live.live import Live
+from trainfold.adapters.live.recorder import plain_number
+from trainfold.backends.local import LocalStore
+from trainfold.backends.record_file import RecordFile
+from trainfold.backends.runs import Run
+from trainfold.backends.snapshot import step_of_state
+from trainfold.core.codec import digest_of
+from trainfold.core.events import Event
+from trainfold.core.rehearsal.entry import EntryKind
+from trainfold.core.rehearsal.number import exact_text
+from trainfold.core.rehearsal.orders import MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, is_due, orders_of
+from trainfold.core.save_due import Verdict
+from trainfold.core.save_plan import directory_of
+from trainfold.core.state import TrainState
+
+_LOG = logging.getLogger("trainfold")
+_PATIENCE: Final = 3  # how often over a run may go past its last step before a manager has seen it at a boundary
+
+
+def rehearsal_of(environment: Mapping[str, str], *, rank: int) -> "Rehearsal | None":
+    """The rehearsal that this process is a part of, or None.
+
+    Args:
+        environment: such as ``os.environ``.
+        rank: of this process; rank 0 writes the record.
+
+    Raises:
+        InvalidArgument: if the variable is set and holds no orders.
+    """
+    orders = orders_of(environment)
+    return None if orders is None else Rehearsal(orders, rank=rank)
+
+
+@final
+class Rehearsal:
+    """Moves a manager's place, sets its cadence, ends its run, and tells the record. A `Recorder` for its live runs.
+
+    Args:
+        orders: of the rehearsal.
+        rank: of this process.
+    """
+
+    def __init__(self, orders: Orders, *, rank: int) -> None:
+        self.orders = orders
+        self._rank = rank
+        self._place = ""
+        self._name = ""
+        self._last = 0  # the boundary before this one, or where the run was resumed
+        self._due: tuple[int, bool] = (0, False)
+        self._met_boundary = self._is_done = False
+        notes = Path(orders.notes)
+        notes.mkdir(parents=True, exist_ok=True)
+        self._record = RecordFile(notes / RECORD_NAME, clock=time.monotonic)
+
+    def place(self, run: Run) -> Run:
+        """Where the manager saves in this rehearsal: its own place if that is at home, else one at home for it.
+
+        Nothing that was trained before is read or written, whatever place the program names.
+        """
+        given = os.path.abspath(run) if isinstance(run, str | Path) else run.url  # noqa: PTH100 - as a store does
+        is_local = not isinstance(run, str | Path) or isinstance(run, LocalStore)
+        home = os.path.realpath(self.orders.home)
+        stays = (is_local or isinstance(run, str | Path)) and f"{os.path.realpath(given)}/".startswith(f"{home}/")
+        slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", given.rstrip("/").rpartition("/")[2]).strip(".-") or "run"
+        self._name = f"{slug}-{digest_of(given.encode()).removeprefix('xxh3:')[:8]}"
+        self._place = given if stays else os.path.join(home, "managers", self._name)  # noqa: PTH118
+        _LOG.warning(
+            "REHEARSAL (%s is set): this manager saves into %s%s, every %s steps, and its run ends at step %s",
+            VARIABLE, self._place, "" if stays else f" and not into {given}", self.orders.every, self.orders.steps,
+        )  # fmt: skip
+        self._write("start", 0, manager=self._name, place=self._place, resumed_from=None)
+        return run if stays else self._place
+
+    def listener(self, listener: Callable[[Event], object] | None) -> Callable[[Event], object]:
+        """A listener to the manager's events that tells the record too."""
+
+        def hear(event: Event) -> object:
+            self._hear(event)
+            return None if listener is None else listener(event)
+
+        return hear
+
+    # --- boundaries --------------------------------------------------------------------------------------------------
+
+    def watch(self, run: Live | TrainState) -> None:
+        """Listen to a live run."""
+        if isinstance(run, Live) and run.recorder is not self:
+            run.recorder = self
+            if run.progress.step:  # it was not restored by a manager: say where it is
+                self._step(run.progress.step)
+
+    def is_last(self, run: Live | TrainState) -> bool:
+        """Whether the run ends at this boundary."""
+        self._met_boundary = True
+        self.watch(run)
+        step = _step(run)
+        if isinstance(run, TrainState):
+            self._step(step)  # a live run says so when it advances
+        return self.is_over(step)
+
+    def verdict(self, run: Live | TrainState, verdict: Verdict) -> Verdict:
+        """A verdict that saves where the cadence of the rehearsal asks for it as well."""
+        is_due = self._is_due(run)
+        if verdict.save or "saved" in verdict.reasons or not is_due:
+            return verdict
+        return attrs.evolve(verdict, save=True, reasons=("every", *verdict.reasons))
+
+    def _is_due(self, run: Live | TrainState) -> bool:
+        step = _step(run)
+        if self._due[0] != step:  # else it was asked at this boundary already
+            self._due, self._last = (step, is_due(step, every=self.orders.every, last=self._last)), step
+        return self._due[1]
+
+    def begins_save(self, run: Live | TrainState) -> None:
+        """A save begins."""
+        self._met_boundary = True
+        self.watch(run)
+        self._write("save", _step(run))
+
+    def ends(self, run: Live | TrainState, drain: Callable[[], object]) -> None:
+        """After a boundary: where it was the last one, wait until all is durable, and say that the run is over."""
+        if self.is_over(_step(run)) and not self._is_done:
+            drain()
+            self._done(_step(run), "the steps of the rehearsal")
+
+    # --- as a recorder -----------------------------------------------------------------------------------------------
+
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write values at once: a kill loses nothing that was recorded before it."""
+        texts = {name: exact_text(plain_number(value)) for name, value in values.items()}
+        self._write("values", step, values=texts)
+
+    def advanced(self, step: int) -> None:
+        """An optimizer step was counted; a run that ignores its end is killed here."""
+        self._step(step)
+        if not self._met_boundary and step > _PATIENCE * self.orders.steps:
+            self._done(step, "no call of manager.step or manager.save")
+            self._die()
+
+    def is_over(self, step: int) -> bool:
+        """Whether the rehearsal ends at this step."""
+        return step >= self.orders.steps
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _step(self, step: int) -> None:
+        if self._is_done and step > self.orders.steps:
+            self._die()
+        self._write("step", step)
+
+    def _done(self, step: int, why: str) -> None:
+        self._is_done = True
+        self._write("done", step, why=why)
+
+    def _die(self) -> None:
+        """End a run that looks neither at ``manager.should_stop`` nor at the end of ``live.batches()``."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _hear(self, event: Event) -> None:
+        if event.kind == "restored" and event.step is not None:
+            self._last, self._due = event.step, (event.step, False)
+            name = event.checkpoint or directory_of(event.step)
+            self._write("start", event.step, manager=self._name, place=self._place, resumed_from=name)
+            if self.is_over(event.step):
+                self._done(event.step, "it was over when it was killed")
+        if event.kind == "committed" and event.step is not None and event.checkpoint is not None:
+            if self._rank == 0:
+                self._keep_manifest(event.checkpoint)
+            self._write("saved", event.step, checkpoint=event.checkpoint)
+
+    def _keep_manifest(self, checkpoint: str) -> None:
+        """Copy the manifest, which has the digest of every leaf, before old checkpoints are deleted."""
+        kept = Path(self.orders.notes, MANIFESTS_NAME, self._name)
+        kept.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(Path(self._place, checkpoint, "manifest.json"), kept / f".{checkpoint}")
+        (kept / f".{checkpoint}").replace(kept / f"{checkpoint}.json")
+
+    def _write(self, kind: EntryKind, step: int, **data: object) -> None:
+        if self._rank == 0 or kind == "start":  # the others say which processes they are
+            self._record.write(kind, step, rank=self._rank, **data)
+
+
+def _step(run: Live | TrainState) -> int:
+    return run.progress.step if isinstance(run, Live) else step_of_state(run)

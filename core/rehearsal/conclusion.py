@@ -1,0 +1,93 @@
+"""`Conclusion`: what three runs of a program say together: whole, whole again, and killed and resumed."""
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, final
+
+import attrs
+
+from trainfold.core.rehearsal.reasons import likely_reasons
+from trainfold.core.rehearsal.trajectory import (
+    Again,
+    Difference,
+    Stretch,
+    compared,
+    computed_again,
+    differences,
+    unseeded_streams,
+)
+
+Outcome: TypeAlias = Literal["identical", "differs", "within", "beyond", "unrepeatable", "nothing"]
+"""``identical``: every bit compared is the same. ``differs``: the program repeats itself, and went on otherwise after a resume.
+``within``, ``beyond``: it does not repeat itself; after each resume it computed again what it had before, within the tolerance or
+not. ``unrepeatable``: it does not repeat itself, and no tolerance was named, or there was no value to compare. ``nothing``: there was
+nothing to compare."""
+
+
+@final
+@attrs.frozen
+class Conclusion:
+    """What a rehearsal has found.
+
+    Attributes:
+        outcome: in a word.
+        noise: what differs between runs that were not killed; empty for a program that repeats itself.
+        found: what differs between the whole run and the one that was killed, where the program repeats itself.
+        again: values computed again after each resume, where it does not.
+        checkpoints: how many checkpoints of resumed processes were compared.
+        values: how many recorded values of resumed processes were compared.
+        reasons: what probably makes it differ, the likeliest first.
+        unseeded: random streams that the program does not seed, and that were not compared.
+    """
+
+    outcome: Outcome
+    noise: tuple[Difference, ...]
+    found: tuple[Difference, ...]
+    again: tuple[Again, ...]
+    checkpoints: int
+    values: int
+    reasons: tuple[str, ...]
+    unseeded: tuple[str, ...] = ()
+
+
+def conclude(whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, tolerance: float | None) -> Conclusion:
+    """Compare the runs.
+
+    Law: if the three runs have the same values and the same checkpoints, the outcome is ``identical``; if the two whole
+    runs are the same and any value or leaf of a resumed process is another one, it is ``differs``.
+
+    Args:
+        whole: a run that was not killed.
+        again: the same once more.
+        killed: the processes of a run that was killed and resumed, in order.
+        tolerance: how far values may be apart after a resume of a program that does not repeat itself, relative to the
+            larger one; None: not named.
+
+    Examples:
+        >>> def ran(number, resumed_at, loss):
+        ...     values = {step: {"loss": (str(loss),)} for step in range(resumed_at + 1, 5)}
+        ...     return Stretch(number, resumed_at, resumed_at > 0, False, 4, values, {})
+        >>> conclude(ran(1, 0, 7), ran(1, 0, 7), [ran(1, 0, 7), ran(2, 2, 7)], tolerance=None).outcome
+        'identical'
+        >>> conclude(ran(1, 0, 7), ran(1, 0, 7), [ran(1, 0, 7), ran(2, 2, 8)], tolerance=None).found[0].step
+        3
+        >>> conclude(ran(1, 0, 7), ran(1, 0, 8), [ran(1, 0, 7), ran(2, 2, 8)], tolerance=0.2).outcome
+        'within'
+    """
+    resumed = [stretch for stretch in killed if stretch.is_resumed]
+    fresh = [stretch for stretch in killed if not stretch.is_resumed]
+    streams = unseeded_streams(differences(whole, again)) or {}
+    runs = [again, *fresh]
+    noise = next(filter(None, (differences(whole, run, leaving_out=tuple(streams)) for run in runs)), ())
+    if noise:
+        pairs = computed_again(killed)
+        outcome: Outcome = "unrepeatable"
+        if tolerance is not None and pairs:
+            outcome = "within" if all(pair.apart <= tolerance for pair in pairs) else "beyond"
+        return Conclusion(outcome, noise, (), pairs, 0, len(pairs), ())
+    found = tuple(each for stretch in resumed for each in differences(whole, stretch, leaving_out=tuple(streams)))
+    counts = [compared(whole, stretch) for stretch in resumed]
+    checkpoints, values = sum(count for count, _ in counts), sum(count for _, count in counts)
+    outcome = "differs" if found else "identical" if checkpoints or values else "nothing"
+    first = [each for each in found if each.number == found[0].number]
+    unseeded = tuple(sorted(set(streams.values())))
+    return Conclusion(outcome, (), found, (), checkpoints, values, likely_reasons(first), unseeded)

@@ -1,0 +1,88 @@
+"""`Orders`: what a rehearsal asks of the managers of a program, as the text of an environment variable (ADR-0010)."""
+
+import json
+from collections.abc import Mapping
+from typing import Final, final
+
+import attrs
+
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.scalars import shown
+
+VARIABLE: Final = "TRAINFOLD_REHEARSAL"
+RECORD_NAME: Final = "record.jsonl"
+MANIFESTS_NAME: Final = "manifests"
+_WORDS: Final = ("home", "notes")
+_COUNTS: Final = ("every", "steps")
+
+
+@final
+@attrs.frozen
+class Orders:
+    """What a rehearsal asks of each manager that the program makes.
+
+    Attributes:
+        home: a directory. A manager whose place is in it stays there; any other is moved into it for this run.
+        notes: the directory for what this process tells of itself: its record, and a copy of each manifest.
+        every: save at the first boundary at or after each multiple of so many optimizer steps.
+        steps: the run ends at the first boundary at or after this step.
+    """
+
+    home: str
+    notes: str
+    every: int
+    steps: int
+
+
+def encode_orders(orders: Orders) -> str:
+    """The text of the variable.
+
+    Examples:
+        >>> encode_orders(Orders("/r/whole", "/r/whole/start-1", every=5, steps=40))
+        '{"home": "/r/whole", "notes": "/r/whole/start-1", "every": 5, "steps": 40}'
+    """
+    return json.dumps(attrs.asdict(orders))
+
+
+def orders_of(environment: Mapping[str, str]) -> Orders | None:
+    """The orders in an environment; None where there is no rehearsal.
+
+    Raises:
+        InvalidArgument: if the variable is set and holds no orders; a run that only looks rehearsed must not start.
+
+    Examples:
+        >>> orders_of({}) is None
+        True
+        >>> orders_of({VARIABLE: '{"home": "/r/a", "notes": "/r/a/start-1", "every": 5, "steps": 40}'}).steps
+        40
+    """
+    text = environment.get(VARIABLE)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if (
+        not isinstance(found, dict)
+        or set(found) != {*_WORDS, *_COUNTS}
+        or not all(isinstance(found[name], str) and found[name].startswith("/") for name in _WORDS)
+        or not all(type(found[name]) is int and found[name] > 0 for name in _COUNTS)
+    ):
+        raise InvalidArgument(
+            VARIABLE,
+            expected="what `trainfold rehearse` sets for the programs that it starts",
+            found=shown(text),
+            mend=f"unset {VARIABLE}: only a rehearsal sets it",
+        )
+    return Orders(**found)
+
+
+def is_due(step: int, *, every: int, last: int) -> bool:
+    """Whether a multiple of the cadence lies in (last, step]: so a program that looks once an epoch saves too.
+
+    Examples:
+        >>> [is_due(step, every=5, last=5) for step in (9, 10, 13)]
+        [False, True, True]
+    """
+    return step // every > last // every

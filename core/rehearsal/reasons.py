@@ -1,0 +1,140 @@
+"""Likely reasons for a difference after a resume, from what differs and what does not."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from trainfold.core.rehearsal.trajectory import Difference
+
+_BUILT_IN: Final = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng")
+_STREAMS: Final = ("python", "numpy", "torch", "cuda")
+
+
+def likely_reasons(found: Sequence[Difference]) -> tuple[str, ...]:
+    """What probably makes a resumed process differ, the likeliest reason first.
+
+    Args:
+        found: what differs, in the order in which it happened.
+
+    Examples:
+        >>> drift = Difference(6, "value", "ema_loss", "0x1p+0", "0x1p-1", 2, 5)
+        >>> print(likely_reasons([drift])[0])
+        no component differs, so the recorded ema_loss comes from something beside them, such as a running average in a \
+variable: record the plain value, or attach the average under extra=
+    """
+    if not found:
+        return ()
+    components = [each for each in found if each.kind == "component"]
+    values = [each.name for each in found if each.kind == "value"]
+    if not components:
+        names = " and ".join(dict.fromkeys(values)) or "number of steps"
+        return (
+            (
+                f"no component differs, so the recorded {names} comes from something beside them, such as a running average in a "
+                "variable: record the plain value, or attach the average under extra="
+            ),
+        )
+    first = components[0].step
+    changed = {each.name: each for each in components if each.step == first}
+    reasons = [*_of_data(changed), *_of_streams(changed), *_of_optimizer(changed), *_of_scheduler(changed)]
+    reasons += _of_model(changed)
+    if "trainer" in changed:
+        reasons.append(
+            "trainer: steps, samples or tokens are counted otherwise; check what the loop gives to live.advance(), and that no "
+            "counter of the loop's own decides it"
+        )
+    reasons += [
+        f"{name}: what this object's state_dict() gives does not bring all of it back; compare its attributes before a save "
+        "and after the restore"
+        for name in changed
+        if name not in _BUILT_IN
+    ]
+    first_step = found[0].step - (found[0].kind == "value")
+    if first_step > found[0].resumed_at + 1:
+        reasons.append(
+            f"the first steps after the resume are the same, up to step {first_step}: look at what the loop does then for the "
+            "first time, such as at an epoch's end, an evaluation, or every so many steps by a counter of its own"
+        )
+    return tuple(reasons)
+
+
+def _of_data(changed: dict[str, Difference]) -> list[str]:
+    if "dataset" not in changed:
+        return []
+    return [
+        (
+            "dataset: the position or the order of the data is another one; iterate over live.batches() alone, attach every "
+            "loader, and give a sampler with state of its own state_dict() and load_state_dict()"
+        )
+    ]
+
+
+def _of_streams(changed: dict[str, Difference]) -> list[str]:
+    if "rng" not in changed:
+        return []
+    paths = " ".join(leaf for leaf, *_ in changed["rng"].leaves)
+    which = [name for name in _STREAMS if name in paths]
+    named = f" ({', '.join(which)})" if which else ""
+    return [
+        (
+            f"rng{named}: random numbers were drawn otherwise. Either something draws between manager.restore() and the first batch "
+            "(a dataset, a model or an evaluation made after it: restore last, just before the loop), or how many are drawn depends on "
+            "something that is not saved (Dropout.p, a counter, eval() on a submodule)"
+        )
+    ]
+
+
+def _of_optimizer(changed: dict[str, Difference]) -> list[str]:
+    if "optimizer" not in changed:
+        return []
+    paths = [leaf for leaf, *_ in changed["optimizer"].leaves]
+    if any("group" in path or "hyper" in path or ".lr" in path for path in paths):
+        return [
+            (
+                "optimizer: its settings differ, such as the learning rate: attach the scheduler that sets them, or compute them from "
+                "live.progress.step and not from a counter of the loop's own"
+            )
+        ]
+    if "model" not in changed:
+        return [
+            (
+                "optimizer: its moments differ and the model does not: an optimizer inside this one, or a wrapper around it, "
+                "keeps state that is not attached"
+            )
+        ]
+    return []
+
+
+def _of_scheduler(changed: dict[str, Difference]) -> list[str]:
+    if "scheduler" not in changed:
+        return []
+    return [
+        (
+            "scheduler: it was stepped another number of times: step it before manager.step(), in the body of the one loop, and not "
+            "after an inner loop over batches"
+        )
+    ]
+
+
+def _of_model(changed: dict[str, Difference]) -> list[str]:
+    if "model" not in changed:
+        return []
+    leaves = [leaf for leaf, *_ in changed["model"].leaves]
+    if leaves and all("buffer" in leaf for leaf in leaves):
+        return [
+            (
+                "model: buffers differ and parameters do not: a forward in train mode that is not repeated, such as an evaluation "
+                "without model.eval() after the save"
+            )
+        ]
+    if {"rng", "dataset"} & changed.keys():
+        return []
+    return [
+        (
+            "the data position and the random streams are the same, so the step was another one: something that it uses is not "
+            "saved. Put what it is under extra=, as a pair of functions (get, set) if need be"
+        ),
+        "- a variable of the loop: a counter, a temperature, a loss scale, a moving average, gradients carried over to the next step",
+        "- the samples: a generator or counter inside the dataset, sampler or collate; augmentation in loader workers",
+        "- the model: a non-persistent buffer, Dropout.p or another attribute that changes, a submodule in eval mode",
+        "- the optimizer: moments that a wrapper keeps in attributes of its own, or another optimizer inside it",
+    ]

@@ -1,0 +1,256 @@
+"""`Stretch`: what one process of a run did, from its start to its end; and where two of them differ first."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, final
+
+import attrs
+
+from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.number import relative_difference
+
+ABSENT: Final = "absent"
+_SEEDED: Final = (
+    "python",
+    "numpy",
+)  # streams that begin anywhere unless they are seeded; those of torch begin with a constant
+Texts = tuple[str, ...]
+
+
+@final
+@attrs.frozen
+class SavedStep:
+    """A checkpoint as its manifest describes it.
+
+    Attributes:
+        components: component -> fingerprint.
+        leaves: leaf path -> what it is and its digest, or its value.
+    """
+
+    components: Mapping[str, str]
+    leaves: Mapping[str, str]
+
+
+@final
+@attrs.frozen
+class Stretch:
+    """What one process of a run did.
+
+    Attributes:
+        number: which start of the run it is, from 1.
+        resumed_at: the step of the checkpoint that it went on from; 0 for a fresh start.
+        is_resumed: whether there was one.
+        is_cut: whether it was killed, so that it may end in the middle of anything.
+        last_step: the last optimizer step that it counted.
+        values: step -> name of a recorded value -> its texts, in the order in which they were recorded.
+        saved: (manager, step) -> the checkpoint.
+    """
+
+    number: int
+    resumed_at: int
+    is_resumed: bool
+    is_cut: bool
+    last_step: int
+    values: Mapping[int, Mapping[str, Texts]]
+    saved: Mapping[tuple[str, int], SavedStep]
+
+
+@final
+@attrs.frozen
+class Difference:
+    """One thing that a process has otherwise than the run that it is compared with.
+
+    Attributes:
+        step: the optimizer step that was under way, for a value; that was done, for a component.
+        kind: ``value``, ``component`` or ``end``.
+        name: of the value or component.
+        expected: what the other run has.
+        found: what this process has.
+        leaves: of a component: (leaf, expected, found) of each leaf that differs.
+        number: which start the process is.
+        resumed_at: where it was resumed.
+    """
+
+    step: int
+    kind: str
+    name: str
+    expected: str
+    found: str
+    number: int
+    resumed_at: int
+    leaves: tuple[tuple[str, str, str], ...] = ()
+
+
+def stretch_of(
+    entries: Iterable[Entry], saved: Mapping[tuple[str, int], SavedStep], *, number: int, is_cut: bool
+) -> Stretch:
+    """What the record of a process says.
+
+    Examples:
+        >>> record = [Entry("start", 5, 1, 0.0, {"resumed_from": "step-00000005"}),
+        ...           Entry("values", 6, 1, 0.1, {"values": {"loss": "0x1p-1"}}), Entry("step", 6, 1, 0.2)]
+        >>> found = stretch_of(record, {}, number=2, is_cut=True)
+        >>> found.resumed_at, found.last_step, found.values
+        (5, 6, {6: {'loss': ('0x1p-1',)}})
+    """
+    resumed, last = None, 0
+    values: dict[int, dict[str, Texts]] = {}
+    for entry in entries:
+        if entry.kind == "start" and entry.data.get("resumed_from") is not None and resumed is None:
+            resumed = entry.step
+        elif entry.kind == "values":
+            of_step = values.setdefault(entry.step, {})
+            for name, text in entry.data["values"].items():
+                of_step[name] = (*of_step.get(name, ()), text)
+        elif entry.kind in ("step", "saved"):
+            if entry.kind == "step" and not last and resumed is None and entry.step > 1:
+                resumed = entry.step - 1  # by other means than a manager's
+            last = max(last, entry.step)
+    at = resumed or 0
+    return Stretch(number, at, resumed is not None, is_cut, max(last, at), values, saved)
+
+
+def differences(one: Stretch, other: Stretch, *, leaving_out: Sequence[str] = ()) -> tuple[Difference, ...]:
+    """Everything that a process has otherwise than a whole run, in the order in which it happened.
+
+    Only what both can have is compared: steps that the process did itself, and checkpoints that both have. The first
+    step after a resume and the last one before a kill may hold a part of their values.
+
+    Args:
+        one: the whole run.
+        other: the process.
+        leaving_out: what the paths of leaves begin with that are not compared.
+    """
+    found = [*_of_values(one, other), *_of_components(one, other, tuple(leaving_out))]
+    if not one.is_cut and not other.is_cut and one.last_step != other.last_step:
+        end = min(one.last_step, other.last_step)
+        here = (other.number, other.resumed_at)
+        found.append(Difference(end, "end", "steps", f"{one.last_step}", f"{other.last_step}", *here))
+    order = {"component": 0, "value": 1, "end": 2}
+    # a component of step k is saved before the values of step k + 1 are recorded
+    return tuple(sorted(found, key=lambda each: (each.step - (each.kind == "value"), order[each.kind])))
+
+
+def unseeded_streams(noise: Sequence[Difference]) -> dict[str, str] | None:
+    """The random streams that two runs of a program begin with otherwise, because it seeds none or not all of them.
+
+    Args:
+        noise: what differs between two runs that were not killed.
+
+    Returns:
+        The beginning of the path of each stream's leaves -> the name of the stream; None where anything else differs, so
+        that the program does not repeat itself.
+
+    Examples:
+        >>> words = ("rng.value['python']['words']", "a", "b")
+        >>> unseeded_streams([Difference(5, "component", "rng", "a", "b", 1, 0, (words,))])
+        {"rng.value['python']": 'python'}
+        >>> unseeded_streams([Difference(5, "value", "loss", "a", "b", 1, 0)]) is None
+        True
+    """
+    found: dict[str, str] = {}
+    for each in noise:
+        if each.kind != "component" or each.name not in ("rng", "dataset") or not each.leaves:
+            return None
+        for path, *_ in each.leaves:
+            stream = next((name for name in _SEEDED if f"['{name}']" in path), None)
+            if stream is None:
+                return None
+            found[path[: path.index(f"['{stream}']") + len(f"['{stream}']")]] = stream
+    return found
+
+
+def compared(one: Stretch, other: Stretch) -> tuple[int, int]:
+    """How many checkpoints and how many values of a process were compared with a whole run."""
+    names = sum(len(texts) for step, values in other.values.items() for texts in values.values() if step in one.values)
+    return len(one.saved.keys() & other.saved.keys()), names
+
+
+def _of_values(one: Stretch, other: Stretch) -> Iterable[Difference]:
+    last_of_one, last = max(one.values, default=0), max(other.values, default=0)
+    end = min([last_of_one] * one.is_cut + [last] * other.is_cut, default=max(last_of_one, last))
+    for step in sorted({*one.values, *other.values}):
+        if not other.resumed_at < step <= end:
+            continue
+        mine, theirs = one.values.get(step, {}), other.values.get(step, {})
+        for name in {**mine, **theirs}:
+            expected, found = mine.get(name, ()), theirs.get(name, ())
+            if step == other.resumed_at + 1:
+                expected = _tail(expected, len(found))  # the rest was recorded before the save
+            if (step == last and other.is_cut) or (step == last_of_one and one.is_cut):
+                length = min(len(expected), len(found))
+                expected, found = expected[:length], found[:length]
+            for a, b in itertools.zip_longest(expected, found, fillvalue=ABSENT):
+                if a != b:
+                    yield Difference(step, "value", name, a, b, other.number, other.resumed_at)
+                    break
+
+
+def _of_components(one: Stretch, other: Stretch, leaving_out: tuple[str, ...]) -> Iterable[Difference]:
+    for key in sorted(one.saved.keys() & other.saved.keys(), key=lambda key: (key[1], key[0])):
+        mine, theirs = one.saved[key], other.saved[key]
+        for name in {**mine.components, **theirs.components}:
+            expected, found = mine.components.get(name, ABSENT), theirs.components.get(name, ABSENT)
+            if expected == found:
+                continue
+            here = {path: None for path in (*mine.leaves, *theirs.leaves) if _belongs(path, name)}
+            pairs = ((path, mine.leaves.get(path, ABSENT), theirs.leaves.get(path, ABSENT)) for path in here)
+            unlike = tuple(pair for pair in pairs if pair[1] != pair[2])
+            leaves = tuple(pair for pair in unlike if not pair[0].startswith(leaving_out))
+            if unlike and not leaves:
+                continue
+            yield Difference(key[1], "component", name, expected, found, other.number, other.resumed_at, leaves)
+
+
+def _belongs(path: str, component: str) -> bool:
+    rest = path.removeprefix(component)
+    return path.startswith(component) and not (rest[:1].isalnum() or rest.startswith("_"))
+
+
+def _tail(texts: Texts, length: int) -> Texts:
+    return texts[max(0, len(texts) - length) :]
+
+
+@final
+@attrs.frozen
+class Again:
+    """A value that a resumed process computed again, beside what the killed process had computed before it died.
+
+    Attributes:
+        step: the step.
+        name: of the value.
+        before: what the process that was killed had.
+        after: what the resumed process has.
+        apart: how far these are apart, relative to the larger one.
+        number: which start the resumed process is.
+    """
+
+    step: int
+    name: str
+    before: str
+    after: str
+    apart: float
+    number: int
+
+
+def computed_again(stretches: Sequence[Stretch]) -> tuple[Again, ...]:
+    """Every value that two processes of one killed run have, in order: the killed one went on past its checkpoint.
+
+    Examples:
+        >>> killed = Stretch(1, 0, False, True, 3, {3: {"loss": ("0x1p+0",)}}, {})
+        >>> resumed = Stretch(2, 2, True, False, 4, {3: {"loss": ("0x1.8p+0",)}, 4: {"loss": ("0x1p+1",)}}, {})
+        >>> [(each.step, round(each.apart, 3)) for each in computed_again([killed, resumed])]
+        [(3, 0.333)]
+    """
+    found: list[Again] = []
+    latest: dict[int, Mapping[str, Texts]] = {}
+    for stretch in stretches:
+        for step, values in sorted(stretch.values.items()):
+            if stretch.is_resumed:
+                for name, texts in values.items():
+                    before = latest.get(step, {}).get(name, ())
+                    before = _tail(before, len(texts)) if step == stretch.resumed_at + 1 else before
+                    pairs = zip(before, texts, strict=False)
+                    found.extend(Again(step, name, a, b, relative_difference(a, b), stretch.number) for a, b in pairs)
+            latest[step] = values
+    return tuple(found)
