@@ -23,6 +23,8 @@ from trainfold.adapters.cli.demo.kill import Attempt, Kill
 from trainfold.adapters.cli.demo.report import Check, Comparison, tables
 from trainfold.adapters.cli.demo.settings import make_settings
 from trainfold.adapters.cli.output import aligned, deliver
+from trainfold.adapters.cli.rehearse.command import run_rehearsal
+from trainfold.adapters.cli.rehearse.settings import make_settings as make_rehearsal
 from trainfold.backends.collectives import run_threads
 from trainfold.core.codec import digest_of
 from trainfold.core.fingerprint import component_fingerprint
@@ -279,7 +281,78 @@ def holds_the_line_of_a_fingerprint(text, request):
     assert component_fingerprint("n", [(5, [])]) == digest_of(line.encode())
 
 
+WARM_UP = """def made():
+    calls = [0]
+
+    def warm_up():
+        calls[0] += 1
+        return min(1.0, calls[0] / 20)
+
+    return warm_up
+
+
+warm_up = made()
+"""
+
+
+def rehearsed(root, request, *, command: str, kills: int | None = None, changes: tuple[tuple[str, str], ...] = ()):
+    """What a rehearsal of the program on the page finds, by the command on the page."""
+    folder, warm = request.getfixturevalue("tmp_path"), request.getfixturevalue("warm_python")
+    program = next(
+        text for page, language, text in blocks(root) if page == "docs/how-to/rehearse.md" and language == "python"
+    )
+    for old, new in changes:
+        assert program.count(old) == 1
+        program = program.replace(old, new)
+    (folder / "train.py").write_text(program)
+    options, _, words = command.partition(" -- python train.py ")
+    given = dict(zip(options.split()[2::2], map(int, options.split()[3::2]), strict=True))
+    settings = make_rehearsal(
+        warm.command(folder / "train.py", *words.split()), steps=given["--steps"], kills=kills or given["--kills"]
+    )
+    return run_rehearsal(folder / "rehearsal", settings)
+
+
+def labels(lines: list[str]) -> list[str]:
+    """What each line of a rehearsal's table is about; how often a program was started and stopped is up to chance."""
+    return [line.split("  ")[0] for line in lines if not re.match(r"(start|end) \d", line)]
+
+
+COMMAND = "trainfold rehearse --steps 40 --kills 3 -- python train.py --out {run}"
+
+
+def holds_a_rehearsal(text, request):
+    """The page's program, its command, and the lines of its table; the README shows the same command."""
+    root = request.getfixturevalue("root")
+    command, _, *shown = text.splitlines()
+    answer = rehearsed(root, request, command=command)
+    found = aligned(answer.tables[0])
+    assert labels(shown) == labels(found)
+    assert answer.error is None
+    assert shown[-1] == found[-1] == "identical: yes"
+    assert command == COMMAND
+    assert command in (root / "README.md").read_text()
+
+
+def holds_what_a_rehearsal_finds(text, request):
+    """The page's program with the page's warm-up: the same things differ, in the same order; the kill decides at which step."""
+    root = request.getfixturevalue("root")
+    changes = (("live = trainfold.attach", f"{WARM_UP}live = trainfold.attach"),
+               ("    loss = (model", "    scale = warm_up()\n    loss = scale * (model"))  # fmt: skip
+    answer = rehearsed(root, request, command=COMMAND, kills=1, changes=changes)
+    (table,) = [table for table in answer.tables if table.title.startswith("What differs")]
+    title, heading, *rows = text.splitlines()
+    assert re.sub(r"\d+", "#", title) == re.sub(r"\d+", "#", table.title)
+    assert heading.split() == " ".join(table.columns).split()
+    assert [row.split()[1] for row in rows][:: len(rows) - 1] == ["loss", "optimizer"]
+    assert table.rows[0][1] == "loss"
+    assert {row[1] for row in table.rows} == {row.split()[1] for row in rows}
+    assert "variable of the loop" in answer.data["reasons"][1]
+
+
 HELD = {
+    COMMAND: holds_a_rehearsal,
+    "What differs, first things first": holds_what_a_rehearsal_finds,
     "One run, twice": holds_the_report_of_the_demo,
     "trainfold ls runs/demo/killed": holds_what_to_look_at_next,
     "run.json                                        which run this is": holds_the_files_of_a_run,

@@ -127,9 +127,14 @@ def start(connection, others):
 
 
 def be(request):
+    import random
     import runpy
     import traceback
 
+    import numpy as np
+
+    random.seed()  # as in a Python that has just begun
+    np.random.seed()  # noqa: NPY002
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])

@@ -1,4 +1,4 @@
-"""`Rehearsal`: what `trainfold rehearse` makes of a manager, read from the environment when the manager is made (ADR-0010)."""
+"""`Rehearsal`: what `trainfold rehearse` makes of a manager, read from the environment when the manager is made (ADR-0012)."""
 
 import logging
 import os
@@ -77,6 +77,8 @@ class Rehearsal:
         stays = (is_local or isinstance(run, str | Path)) and f"{os.path.realpath(given)}/".startswith(f"{home}/")
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", given.rstrip("/").rpartition("/")[2]).strip(".-") or "run"
         self._name = f"{slug}-{digest_of(given.encode()).removeprefix('xxh3:')[:8]}"
+        if stays:  # a name that is the same in the home of another run
+            self._name = os.path.relpath(os.path.realpath(given), home).replace("/", "-")
         self._place = given if stays else os.path.join(home, "managers", self._name)  # noqa: PTH118
         _LOG.warning(
             "REHEARSAL (%s is set): this manager saves into %s%s, every %s steps, and its run ends at step %s",

@@ -19,8 +19,8 @@ from trainfold.core.rehearsal.trajectory import (
 Outcome: TypeAlias = Literal["identical", "differs", "within", "beyond", "unrepeatable", "nothing"]
 """``identical``: every bit compared is the same. ``differs``: the program repeats itself, and went on otherwise after a resume.
 ``within``, ``beyond``: it does not repeat itself; after each resume it computed again what it had before, within the tolerance or
-not. ``unrepeatable``: it does not repeat itself, and no tolerance was named, or there was no value to compare. ``nothing``: there was
-nothing to compare."""
+not. ``unrepeatable``: it does not repeat itself, and no tolerance was named, or there was no value to compare. ``nothing``: no
+checkpoint of a resumed process could be compared."""
 
 
 @final
@@ -63,9 +63,11 @@ def conclude(whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, toler
             larger one; None: not named.
 
     Examples:
+        >>> from trainfold.core.rehearsal.trajectory import SavedStep
         >>> def ran(number, resumed_at, loss):
         ...     values = {step: {"loss": (str(loss),)} for step in range(resumed_at + 1, 5)}
-        ...     return Stretch(number, resumed_at, resumed_at > 0, False, 4, values, {})
+        ...     saved = {("run", 4): SavedStep({"model": "xxh3:a"}, {})}
+        ...     return Stretch(number, resumed_at, resumed_at > 0, False, 4, values, saved)
         >>> conclude(ran(1, 0, 7), ran(1, 0, 7), [ran(1, 0, 7), ran(2, 2, 7)], tolerance=None).outcome
         'identical'
         >>> conclude(ran(1, 0, 7), ran(1, 0, 7), [ran(1, 0, 7), ran(2, 2, 8)], tolerance=None).found[0].step
@@ -87,7 +89,7 @@ def conclude(whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, toler
     found = tuple(each for stretch in resumed for each in differences(whole, stretch, leaving_out=tuple(streams)))
     counts = [compared(whole, stretch) for stretch in resumed]
     checkpoints, values = sum(count for count, _ in counts), sum(count for _, count in counts)
-    outcome = "differs" if found else "identical" if checkpoints or values else "nothing"
+    outcome = "differs" if found else "identical" if checkpoints else "nothing"
     first = [each for each in found if each.number == found[0].number]
     unseeded = tuple(sorted(set(streams.values())))
     return Conclusion(outcome, (), found, (), checkpoints, values, likely_reasons(first), unseeded)

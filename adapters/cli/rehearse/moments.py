@@ -59,10 +59,11 @@ def plan_moments(  # noqa: PLR0913 - keywords
         >>> [trigger.in_save for trigger in plan_moments(steps=60, every=10, kills=3, seed=1)]
         [False, True, False]
         >>> [trigger.after_step for trigger in plan_moments(steps=60, every=10, kills=3, seed=1, late=True)]
-        [29, 39, 59]
+        [19, 29, 49]
     """
     chance = random.Random(seed)  # noqa: S311 - moments, not secrets
     part = (steps - every) / max(1, kills)
+    latest = [save - 1 for save in range(2 * every, steps, every)] or [steps - 1]
     triggers = []
     for number in range(kills):
         first = every + int(number * part)
@@ -70,7 +71,7 @@ def plan_moments(  # noqa: PLR0913 - keywords
         in_save = number == min(1, kills - 1) and saves and not late
         step = first if in_save else chance.randint(first, last)
         if late:
-            step = min(step - step % every + every, steps) - 1
+            step = next((each for each in latest if each >= step), latest[-1])
         triggers.append(Trigger(step, in_save, chance.random()))
     return triggers
 

@@ -59,7 +59,7 @@ def error_of(rehearsed: Rehearsed) -> TrainfoldError | None:
     if conclusion.outcome == "nothing":
         return NeverSaved(
             "the resumed program",
-            expected="a checkpoint, or a value given to live.record(), in steps that the whole run has too",
+            expected="a checkpoint after the resume, of a step and in a place that the whole run has one too",
             found="none",
             mend="save at each boundary with manager.step(live), or pass --every with a divisor of --steps",
         )

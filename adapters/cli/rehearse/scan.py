@@ -49,8 +49,7 @@ class Scan:
         ]
 
     def _keep(self, path: Path) -> None:
-        run = path.parent.parent.relative_to(self._home)
-        kept = self._notes / ("-".join(run.parts) or "run")
+        kept = self._notes / "-".join(path.parent.parent.relative_to(self._home.parent).parts)
         kept.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, kept / f".{path.parent.name}")
         (kept / f".{path.parent.name}").replace(kept / f"{path.parent.name}.json")
