@@ -1,4 +1,4 @@
-"""`Rehearsal`: what `trainfold rehearse` makes of a manager, read from the environment when the manager is made (ADR-0012)."""
+"""`Rehearsal`: what `trainfold rehearse` makes of a manager, read from the environment when the manager is made (ADR-0013)."""
 
 import logging
 import os
@@ -15,6 +15,7 @@ import attrs
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.recorder import plain_number
 from trainfold.backends.local import LocalStore
+from trainfold.backends.protocols import Store
 from trainfold.backends.record_file import RecordFile
 from trainfold.backends.runs import Run
 from trainfold.backends.snapshot import step_of_state
@@ -71,10 +72,13 @@ class Rehearsal:
 
         Nothing that was trained before is read or written, whatever place the program names.
         """
-        given = os.path.abspath(run) if isinstance(run, str | Path) else run.url  # noqa: PTH100 - as a store does
-        is_local = not isinstance(run, str | Path) or isinstance(run, LocalStore)
+        if not isinstance(run, str | Path | Store):
+            return run  # it is refused by name in a moment
+        is_local = isinstance(run, str | Path | LocalStore)
+        url = run if isinstance(run, str | Path) else run.url
+        given = os.path.abspath(url) if is_local else str(url)  # noqa: PTH100 - as a store does
         home = os.path.realpath(self.orders.home)
-        stays = (is_local or isinstance(run, str | Path)) and f"{os.path.realpath(given)}/".startswith(f"{home}/")
+        stays = is_local and f"{os.path.realpath(given)}/".startswith(f"{home}/")
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", given.rstrip("/").rpartition("/")[2]).strip(".-") or "run"
         self._name = f"{slug}-{digest_of(given.encode()).removeprefix('xxh3:')[:8]}"
         if stays:  # a name that is the same in the home of another run
