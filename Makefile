@@ -44,7 +44,7 @@ laws: $(DEV)  ## the laws with many more examples (minutes)
 	HYPOTHESIS_PROFILE=laws $(PYTEST) -n 2 --dist loadfile tests
 
 soak: $(DEV)  ## the laws for hours, with new examples each time
-	HYPOTHESIS_PROFILE=soak $(PYTEST) -n 2 --dist loadfile --timeout 0 tests
+	HYPOTHESIS_PROFILE=soak TRAINFOLD_FUZZ_CASES=50000000 $(PYTEST) -n 2 --dist loadfile --timeout 0 tests
 
 crash: $(DEV)  ## every disk that a crash may leave of a save, 200 power cuts, every call failing (root for some; minutes)
 	HYPOTHESIS_PROFILE=soak $(PYTEST) -n 2 --dist load --timeout 0 -rP tests/crash

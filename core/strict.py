@@ -6,6 +6,7 @@ from typing import Any
 
 from trainfold.core.codec import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointHostile
+from trainfold.core.printable import printable
 from trainfold.core.scalars import Json, shown
 
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
@@ -36,9 +37,10 @@ use this checkpoint; fall back to an older one
 
 
 def hostile(where: str, expected: object, found: object) -> CheckpointHostile:
-    """The error for contents that no trainfold writes."""
+    """The error for contents that no trainfold writes; what they say makes no lines of its own in it (W23)."""
+    shown_where, shown_found = printable(where), printable(found) if isinstance(found, str) else found
     return CheckpointHostile(
-        where, expected=expected, found=found, mend="do not use this checkpoint; fall back to an older one"
+        shown_where, expected=expected, found=shown_found, mend="do not use this checkpoint; fall back to an older one"
     )
 
 

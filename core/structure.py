@@ -19,6 +19,7 @@ from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
 from trainfold.core.eval_cursor import DistributedEvalCursor
 from trainfold.core.leaves import Leaves
 from trainfold.core.metrics.nodes import ACCUMULATORS
+from trainfold.core.printable import printable
 from trainfold.core.rng import Key
 from trainfold.core.scalars import SCALAR_TAGS, Json, decode_scalar, shown
 from trainfold.core.state import TrainState
@@ -178,5 +179,5 @@ def registered_classes() -> dict[str, type[Any]]:
 
 def _hostile(path: str, expected: str, found: object) -> CheckpointHostile:
     return CheckpointHostile(
-        path, expected=expected, found=found, mend="do not use this checkpoint; fall back to an older one"
+        printable(path), expected=expected, found=found, mend="do not use this checkpoint; fall back to an older one"
     )

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainfold.adapters.components.rng_streams import (
+    RngPart,
     capture_streams,
     derive_streams,
     preserved_rng,
@@ -156,6 +157,15 @@ def test_a_stream_that_is_missing_or_damaged_is_refused_by_name(change, words):
     with pytest.raises(RestoreRefused, match=words):
         live.restore(state)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_generator_that_refuses_its_state_leaves_all_streams_as_they_were():
+    """V12: what was written before it is taken back."""
+    streams = capture_streams()
+    saved = Opaque({**streams, "python": derive_streams(9, step=1)["python"], "numpy": {"bit_generator": "MT19937"}})
+    with pytest.raises((ValueError, KeyError)):
+        RngPart().write(saved)
+    assert draw() == (restore_streams(streams), draw())[1]
 
 
 def test_streams_for_another_layout_are_a_function_of_seed_step_and_rank():

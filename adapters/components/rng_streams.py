@@ -255,7 +255,11 @@ class RngPart:
         return stream_problems(saved.value, self.device)
 
     def write(self, saved: Any) -> Undo:
-        """Write the streams back."""
+        """Write the streams back; if a generator refuses its own, all are as they were."""
         before = capture_streams(self.device)
-        restore_streams(saved.value, self.device)
+        try:
+            restore_streams(saved.value, self.device)
+        except Exception:
+            restore_streams(before, self.device)
+            raise
         return lambda: restore_streams(before, self.device)

@@ -1,0 +1,83 @@
+"""Checkpoints that somebody has changed who can sign them: whatever reads one refuses it by name, or what it gives is whole."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import SystemRandom
+from tempfile import TemporaryDirectory
+
+import pytest
+
+CASES = int(os.environ.get("TRAINFOLD_FUZZ_CASES", "10000"))
+IS_LONG = CASES > 10_000
+SEED = int(os.environ.get("TRAINFOLD_FUZZ_SEED", str(SystemRandom().getrandbits(32) if IS_LONG else 0)))
+FIRST = int(os.environ.get("TRAINFOLD_FUZZ_FIRST", "0"))
+CHUNK = 100_000  # cases of one process
+MOST_KB = 300 << 10
+SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def drive(first, cases, folder):
+    """Run some cases in a process of their own: what it says at its end, or what it found, or of which case it died."""
+    command = [
+        sys.executable,
+        "-m",
+        "fuzz.drive",
+        "--folder",
+        folder,
+        "--cases",
+        str(cases),
+        "--first",
+        str(first),
+        "--seed",
+        str(SEED),
+    ]
+    command += [] if IS_LONG else ["--skips-refused", "--teeth", "1000"]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths})
+    again = f"python -m fuzz.drive --folder NEW --seed {SEED} --first CASE --cases 1; TRAINFOLD_FUZZ_SEED={SEED} TRAINFOLD_FUZZ_FIRST=CASE goes on"
+    case = Path(folder, "case")
+    at = case.read_text().strip() if case.exists() else "none"
+    assert done.returncode == 0, f"it ended with {done.returncode} at case {at}: {done.stderr[-2000:]}\n{again}"
+    *found, last = map(json.loads, done.stdout.splitlines())
+    assert not found, f"{len(found)} cases, such as {json.dumps(found[:3], indent=1)}\n{again}"
+    return last
+
+
+@pytest.mark.timeout(0 if IS_LONG else 280)
+def test_whatever_a_signed_checkpoint_says_no_reader_fails_in_a_way_of_its_own():
+    """W20, W23, U01, U04, U05: they raise trainfold's own errors and nothing else, in bounded time and memory.
+
+    So do ls, inspect, verify, plan, diff, load and a restore into a live run. Nothing is half-written there, and nothing that a
+    terminal acts on is printed. 10,000 cases, always the same ones; in the soak 50 million new ones, a hundred thousand a process.
+    """
+    for first in range(FIRST, FIRST + CASES, CHUNK):
+        with TemporaryDirectory(dir=SHM) as folder:
+            last = drive(first, min(CHUNK, FIRST + CASES - first), folder)
+        assert last["grown_kb"] < MOST_KB
+        if IS_LONG:
+            sys.stdout.write(f"\nseed {SEED}: {first + last['done']} cases\n")
+    outcomes = last["outcomes"]
+    for read in (
+        "ls: exit 0",
+        "inspect: exit 0",
+        "verify: exit 0",
+        "plan: exit 0",
+        "diff: exit 3",
+        "load: loaded",
+        "restore: restored",
+    ):
+        assert outcomes.get(read, 0) > 50, f"too few cases come as far as {read}: {outcomes}"
+    for read in (
+        "ls: exit 12",
+        "inspect: exit 17",
+        "verify: exit 17",
+        "plan: exit 17",
+        "load: ResumeRefused",
+        "restore: RestoreRefused",
+    ):
+        assert outcomes.get(read, 0) > 20, f"too few cases are refused as {read}: {outcomes}"
+    if not IS_LONG:
+        assert last["teeth"], "without the check of structures the same cases find nothing"
