@@ -12,12 +12,14 @@ from trainfold.backends.quarantine_file import begin_attempt, end_attempt, quara
 from trainfold.backends.run_resume import run_resume
 from trainfold.backends.run_save import library_versions
 from trainfold.backends.together import on_rank_zero
+from trainfold.core.audit import not_restored_text
 from trainfold.core.components import components_of
 from trainfold.core.contract import checked_contract, contract_of
 from trainfold.core.description import describe
 from trainfold.core.errors import (
     CheckpointError,
     CheckpointUnreadable,
+    HiddenState,
     RankFailed,
     RanksDisagree,
     ResumeRefused,
@@ -25,6 +27,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.given import mapping_given
 from trainfold.core.inventory import Descent, Inventory, Problem, problem_of
+from trainfold.core.printable import printable
 from trainfold.core.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
 from trainfold.core.request import Request, Target
 from trainfold.core.resume_plan import Refusal, ResumePlan
@@ -211,3 +214,6 @@ def _warn(outcome: ResumePlan) -> None:
     for drift in outcome.drifts:
         if drift.verdict == "warn":
             warnings.warn(str(drift), ResumeDrift, stacklevel=4)
+    if outcome.unsaved:
+        text = not_restored_text(outcome.unsaved, checkpoint=f"{outcome.run}/{outcome.checkpoint}")
+        warnings.warn(printable(text, keep="\n"), HiddenState, stacklevel=4)

@@ -5,6 +5,7 @@ from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
+from trainfold.core.audit import UNSAVED
 from trainfold.core.contract import contract_of
 from trainfold.core.description import Described
 from trainfold.core.errors import TrainfoldError
@@ -141,7 +142,7 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     """
     saved = {**_proved_by_components(manifest), **manifest.contract}
     for key in sorted({*saved, *wanted}):
-        if _component_of(key) in left_out:
+        if key == UNSAVED or _component_of(key) in left_out:
             continue
         have, want = saved.get(key, _ABSENT), wanted.get(key, _ABSENT)
         if have is _ABSENT or want is _ABSENT:

@@ -116,6 +116,18 @@ class UnattachedOptimizer(InvalidState):
     """An optimizer that is not attached steps parameters of a live run; a resume would begin it anew (W13)."""
 
 
+class HiddenStateRefused(InvalidState):
+    """State that changes with training and that no component saves, in a run that was attached with ``strict=True`` (W07)."""
+
+
+class SwappedWeights(InvalidState):
+    """The averaged weights of an attached object stand in the model, so a save would lose the raw ones (B13)."""
+
+
+class HiddenState(UserWarning):
+    """State that changes with training and that no component saves; a resume would begin it anew (W07)."""
+
+
 class MastersRebuilt(UserWarning):
     """An optimizer state without its fp32 masters; they were cloned anew from low-precision parameters (B08)."""
 

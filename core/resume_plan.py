@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias, final
 
 import attrs
 
+from trainfold.core.audit import not_restored, not_restored_text
 from trainfold.core.codec import digest_of
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import Manifest
@@ -78,11 +79,19 @@ class ResumePlan:
         return sum(action.size_bytes for action in self.actions)
 
     @property
+    def unsaved(self) -> dict[str, str]:
+        """State of the loaded components that the checkpoint lists as not saved: attribute -> what it holds (W07)."""
+        return not_restored(
+            self.manifest.contract, [each.name for each in self.actions if each.verb in ("load", "adopt")]
+        )
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What a person should hear: checkpoints passed over, and drifts with the verdict ``warn``."""
         return (
             *(f"passed over {problem}" for problem in self.passed_over),
             *(str(drift) for drift in self.drifts if drift.verdict == "warn"),
+            *((not_restored_text(self.unsaved, checkpoint=self.checkpoint),) if self.unsaved else ()),
         )
 
     def digest(self) -> str:
@@ -105,6 +114,7 @@ class ResumePlan:
                 *rows,
                 *(f"drift        {drift}" for drift in self.drifts),
                 *(f"passed over  {problem}" for problem in self.passed_over),
+                *(f"not saved    {path}: {what}" for path, what in self.unsaved.items()),
                 *(f"note         {note}" for note in self.notes),
             ]
         )

@@ -34,6 +34,7 @@ from trainfold.properties.differences import (
     first_difference,
     tensor_difference,
 )
+from trainfold.properties.made import MadeBy, elsewhere, made_by
 from trainfold.properties.metric_laws import batch_invariant
 from trainfold.properties.traces import module_facts, random_states
 
@@ -48,6 +49,7 @@ __all__ = [
     "first_difference",
     "is_pure",
     "leaves_no_trace",
+    "made_by",
     "reads_each_sample_once",
     "resumes_exactly",
     "round_trips",
@@ -186,7 +188,7 @@ def accumulates(steps: Sequence[Step], state: TrainState, batch: Any, *, rtol: f
 
 
 def resumes_exactly(
-    step: Step,
+    step: Step | MadeBy,
     state: TrainState,
     batches: Sequence[Any],
     *,
@@ -198,17 +200,19 @@ def resumes_exactly(
     What a step keeps outside of the state is lost too: between the save and the load the same step makes a detour, from other
     weights and with other batches, so that an average, a momentum or a counter of its own is no longer what the saved run left,
     also if it begins anew at step 0. Each k costs all steps and k + 2 of the detour, so all k of n batches about 1.5 n**2.
-    One thing it cannot move: a cache that is filled once, from what came before, and never again.
+    A detour cannot move a cache that is filled once, from what came before, and never again: give a maker of the step for that,
+    ``made_by(make_step)``. The run that resumes then makes its step anew, in a new process where asked.
 
     Args:
-        step: any step, also one that donates.
+        step: any step, also one that donates; or `made_by` a function that makes it, which finds more.
         state: the first state.
         batches: the batches of the whole run.
-        store: where to save, or a function that makes an empty place for each k.
+        store: where to save, or a function that makes an empty place for each k; a new process resumes from a folder.
         at: the numbers of steps after which to die; None for every one from 0 to all.
 
     Raises:
         LawBroken: naming the first leaf that differs, and k.
+        InvalidArgument: for a maker that a new process cannot import.
 
     Examples:
         >>> from trainfold.core.state import Progress
@@ -216,18 +220,25 @@ def resumes_exactly(
         ...     done = Progress(state.trainer.step + 1, samples=state.trainer.samples + batch)
         ...     return state.evolve(trainer=done), {}
         >>> resumes_exactly(count, TrainState(trainer=Progress()), [2, 3, 5])
+        >>> resumes_exactly(made_by(lambda: count), TrainState(trainer=Progress()), [2, 3, 5])
     """
-    whole = _run(step, clone(state), batches)
+    made = step if isinstance(step, MadeBy) else MadeBy(lambda: step)
+    whole = _run(made.make(), clone(state), batches)
     for k in range(len(batches) + 1) if at is None else at:
         place = store() if callable(store) else store
-        half = _run(step, clone(state), batches[:k])
+        dying = made.make()
+        half = _run(dying, clone(state), batches[:k])
         save(half, place)
         at_step = half.trainer.step if half.trainer is not None else None
         rest = batches[k:]
-        _detour(step, state, [batches[-1], *itertools.islice(itertools.cycle(rest), k + 1)] if len(rest) else [])
+        _detour(dying, state, [batches[-1], *itertools.islice(itertools.cycle(rest), k + 1)] if len(rest) else [])
         resumed = load(place, like=clone(state), step=at_step)
         check_same("resume", half, resumed, f"loaded after {k} steps")
-        check_same("resume", whole, _run(step, resumed, rest), f"died after {k} of {len(batches)} steps")
+        died = f"died after {k} of {len(batches)} steps"
+        check_same("resume", whole, _run(made.make(), clone(resumed), rest), died)
+        if made.in_new_process:
+            ended = elsewhere(made, resumed, clone(state), rest, whole)
+            check_same("resume", whole, ended, f"{died}, and resumed in a new process")
 
 
 def round_trips(state: TrainState, *, store: Store | Callable[[], Store] = MemoryStore) -> None:

@@ -7,6 +7,8 @@ import attrs
 
 from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.adapters.cli.output import Answer, Table, size_text
+from trainfold.adapters.cli.plan import NOT_SAVED
+from trainfold.core.audit import UNSAVED, unsaved_of
 from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.structure import places
 
@@ -56,8 +58,15 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
             tuple((file.name, size_text(file.size_bytes), file.digest) for file in manifest.files),
         ),
         Table("Values", ("leaf", "value"), _shortened(scalars)),
-        Table("Contract", ("key", "value"), tuple((key, _text(value)) for key, value in manifest.contract.items())),
+        Table(
+            "Contract",
+            ("key", "value"),
+            tuple((key, _text(value)) for key, value in manifest.contract.items() if key != UNSAVED),
+        ),
     ]
+    unsaved = unsaved_of(manifest.contract)
+    if unsaved:
+        tables.append(Table(NOT_SAVED, ("attribute", "what it holds"), tuple(unsaved.items())))
     if tensors:
         tables.append(Table("Tensors", ("leaf", "dtype", "shape", "bytes", "file"), tuple(_tensor_rows(manifest))))
     data = {
@@ -67,6 +76,7 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
         "versions": dict(manifest.versions),
         "omitted": list(manifest.omitted),
         "contract": dict(manifest.contract),
+        "unsaved": unsaved,
         "files": [attrs.asdict(file) for file in manifest.files],
         "components": [_component_json(component) for component in manifest.components],
         "values": {name: _jsonable(value) for name, value in scalars},

@@ -22,6 +22,7 @@ from trainfold.core.request import Request, Target, make_request
 from trainfold.core.resume_plan import Refusal, ResumePlan
 from trainfold.core.resume_planner import chosen_manifest, plan_resume
 
+NOT_SAVED = "Not saved, and changed with training"
 _CAVEAT = (
     "planned for a run built exactly as it was saved; your own model, data and world are compared "
     "when your program calls trainfold.plan(run, like=state)"
@@ -150,6 +151,8 @@ def _planned(plan: ResumePlan) -> Answer:
     if plan.drifts:
         found = tuple((each.verdict, each.kind, each.where, each.saved, each.wanted) for each in plan.drifts)
         tables.append(Table("Drifts", ("verdict", "kind", "where", "saved", "here"), found))
+    if plan.unsaved:
+        tables.append(Table(NOT_SAVED, ("attribute", "what it holds"), tuple(plan.unsaved.items())))
     data = {
         "run": plan.run,
         "resumes": True,
@@ -160,6 +163,7 @@ def _planned(plan: ResumePlan) -> Answer:
         "actions": [attrs.asdict(action) for action in plan.actions],
         "passed_over": [attrs.asdict(problem) for problem in plan.passed_over],
         "drifts": [attrs.asdict(drift) for drift in plan.drifts],
+        "unsaved": plan.unsaved,
         "notes": [*plan.notes, _CAVEAT],
     }
     return Answer(data, tuple(tables))

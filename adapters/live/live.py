@@ -1,7 +1,7 @@
 """`Live`: the mutable objects of a training loop, read as one `TrainState` and written back from one."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import attrs
@@ -14,16 +14,19 @@ from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.rng_streams import RngPart, bound_device, preserved_rng
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
 from trainfold.adapters.components.sharded import check_whole, wheres
+from trainfold.adapters.live.audit import Audit
 from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.open_window import Boundary
 from trainfold.adapters.live.recorder import Recorder, check_values
 from trainfold.adapters.live.restore import CountersPart, extra_state_parts, refusals, write_all
 from trainfold.adapters.live.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
+from trainfold.adapters.live.swapped import SwapProbe
 from trainfold.adapters.live.unattached import StepWatch
 from trainfold.adapters.live.view import Lent
 from trainfold.adapters.loaders.choose import feed_of
 from trainfold.adapters.loaders.feed import Feed, mismatch
 from trainfold.core import tree
+from trainfold.core.audit import UNSAVED
 from trainfold.core.components import components_of, state_of, validate_components
 from trainfold.core.errors import CaptureRefused, IncompleteWindow, InvalidArgument, RestoreRefused
 from trainfold.core.init import check_real
@@ -34,13 +37,15 @@ from trainfold.core.state import Progress, TrainState
 _LOG = logging.getLogger("trainfold")
 
 
-def attach(
+def attach(  # noqa: PLR0913 - keywords
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     scheduler: Any = None,
     loader: Any = None,
     extra: Mapping[str, Any] | None = None,
+    strict: bool = False,
+    unsaved: Collection[str] = (),
 ) -> "Live":
     """Make the mutable objects of a loop save-able and resume-able.
 
@@ -52,6 +57,9 @@ def attach(
             ``live.batches()`` then.
         extra: the run's other components by name: modules, optimizers, anything with ``state_dict`` and
             ``load_state_dict``, or a pair of functions ``(get, set)`` for a tree.
+        strict: whether a save is refused (`HiddenStateRefused`), and not only warned of (`HiddenState`), where the attached
+            objects hold state that changes with training and that no component saves (W07).
+        unsaved: such state that need not be saved, by the names that the warning gives, such as ``"model.history"``.
 
     Returns:
         The live run.
@@ -70,7 +78,7 @@ def attach(
         >>> list(live.capture().model.params)
         ['weight', 'bias']
     """
-    return Live(model, optimizer, scheduler=scheduler, loader=loader, extra=extra or {})
+    return Live(model, optimizer, scheduler=scheduler, loader=loader, extra=extra or {}, strict=strict, unsaved=unsaved)
 
 
 @final
@@ -80,7 +88,7 @@ class Live:
     Law: run k steps, `capture`, build every object anew, `restore`, run n steps = run k + n steps, bit for bit.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
@@ -88,6 +96,8 @@ class Live:
         scheduler: Any,
         loader: Any,
         extra: Mapping[str, Any],
+        strict: bool = False,
+        unsaved: Collection[str] = (),
     ) -> None:
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidArgument(
@@ -131,6 +141,9 @@ class Live:
         self._boundary = Boundary({"model": model, "optimizer": optimizer, **self._extra})
         self._steps_of_others = StepWatch(self._attached, lambda: _names(self._named()))
         self._selection: tuple[str, ...] | None = None  # what a manager saves; None for all
+        schedulers = {} if self._scheduler is None else dict(tree.named_leaves(self._scheduler.schedulers, "scheduler"))
+        self._audit = Audit({**self._attached(), **schedulers}, loader, accepted=unsaved, is_strict=strict)
+        self._averages = SwapProbe(model, self._extra)
         self._is_tried = False  # whether a dry capture has shown that the run can be saved
 
     # --- counting ----------------------------------------------------------------------------------------------------
@@ -212,6 +225,8 @@ class Live:
         self._progress = Progress(now.step + steps, now.epoch, now.samples + counted, now.tokens + (tokens or 0))
         if steps:
             self._boundary.close()
+            self._audit.stepped()
+            self._averages.stepped()
             if not self._is_tried:
                 self._try_capture()
             if self.recorder is not None:
@@ -296,6 +311,8 @@ class Live:
             A state of all components; those that are kept for `register` are in it as they were restored (B15).
 
         Raises:
+            SwappedWeights: while the averaged weights of an attached object stand in the model (B13).
+            HiddenStateRefused: where the run was attached with ``strict=True`` and holds state that no component saves (W07).
             IncompleteWindow: inside an accumulation window, as far as it shows: a batch was handed out, or the optimizer
                 stepped, without `advance`; `advance` with ``steps=0``; gradients that changed since `advance` (A06).
         """
@@ -349,6 +366,8 @@ class Live:
         kept = {name: copied(saved[name]) for name in leftover if name in state.extra}
         write_all({name: part for name, part in parts.items() if chosen is None or name in chosen}, saved)
         self._boundary.close()
+        self._audit.begin_anew(self._progress.step)
+        self._averages.stepped()
         self._taken = 0
         unchosen = () if chosen is None else tuple(name for name in self._pending if name not in chosen)
         self._pending = {**{name: self._pending[name] for name in unchosen}, **kept}
@@ -385,6 +404,8 @@ class Live:
         self._extra[name] = target
         self._boundary.watch(name, target)
         self._steps_of_others.forget()
+        self._audit.attach(name, target)
+        self._averages = SwapProbe(self._model, self._extra)
         self._is_tried = False
         if isinstance(target, torch.optim.Optimizer):
             self._watch.add(name, target)
@@ -412,6 +433,7 @@ class Live:
             IncompleteWindow: saying what is open.
         """
         self._steps_of_others.check("live")
+        self._averages.check()
         found = self._boundary.evidence()
         if found is None and self._feed is not None and self._feed.undelivered():
             found = f"batches handed out since the last advance(): {self._feed.undelivered()}"
@@ -440,6 +462,8 @@ class Live:
         found: dict[str, Any] = {} if self._feed is None else self._feed.contract()
         if self._scheduler is not None:
             found["scheduler.kind"] = self._scheduler.kinds()
+        if self._audit.unsaved:
+            found[UNSAVED] = self._audit.unsaved
         return {**found, **self._script}
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -464,7 +488,9 @@ class Live:
 
     def _state_of(self, captured: Mapping[str, Any]) -> TrainState:
         late = late_schedules(self._optimizer, lambda: _names(self._named()), self._script)
-        return state_of({**captured, **copied_containers(self._pending)}).evolve(contract={**late, **self.contract()})
+        state = state_of({**captured, **copied_containers(self._pending)})
+        self._audit.check(state, self._progress.step)
+        return state.evolve(contract={**late, **self.contract()})
 
     def _named(self) -> dict[str, NamedTensors]:
         """What the attached modules hold, by component."""

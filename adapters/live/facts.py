@@ -1,0 +1,301 @@
+"""`Look`: one look at what the attached objects hold and no component saves, as facts; bounded, and without running their code."""
+
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+from functools import cache
+from time import monotonic
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+
+from trainfold.adapters.live.attributes import SEQUENCES, attributes, held_by
+from trainfold.core.audit import BUFFER, GENERATOR, LENGTH, NOTHING, NUMBER, TENSOR, TEXT, Fact
+from trainfold.core.codec import digest_of
+from trainfold.core.names import canonical_name
+
+_DEPTH: Final = 6
+_OBJECTS: Final = 20_000  # in one look
+_BYTES: Final = 64 * 2**20  # of tensors, in one look
+_SAMPLED: Final = 4096  # elements of one that is larger than a piece
+_PIECE: Final = 2**22
+_SECS: Final = 0.5
+_WORDS: Final = 624  # of a Mersenne twister
+_LONG: Final = 1000
+_KINDS: Final = {bool: NUMBER, int: NUMBER, float: NUMBER, complex: NUMBER, str: TEXT, type(None): NOTHING}
+_DATA: Final = (Dataset, Sampler, BatchSampler)
+_LOADER: Final = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
+# of torch's own modules those that compute; its wrappers (DDP, compile, FSDP) hold the machinery of a step, not of a run
+_COMPUTE: Final = ("torch.nn.modules.", "torch.nn.utils.", "torch.ao.")
+_CODE: Final = (type, type(sys), torch.jit.ScriptModule)
+_ENTERED: Final = frozenset({"builtins", "collections", "types", "functools", "random"})
+
+
+@final
+class Look:
+    """One look at the attached objects.
+
+    Args:
+        known: things that are saved, or looked at elsewhere, by identity; they are passed by.
+        addresses: of the storages that are saved.
+
+    Attributes:
+        facts: path -> what is there.
+        tokens: path -> what a saved value is recognised by, where it is no number.
+    """
+
+    def __init__(self, known: dict[int, Any], addresses: set[int]) -> None:
+        self.facts: dict[str, Fact] = {}
+        self.tokens: dict[str, str] = {}
+        self._seen = dict(known)
+        self._addresses = addresses
+        self._bytes = _BYTES
+        self._objects = _OBJECTS
+        self._deadline = monotonic() + _SECS
+        self._in_loader = self._trusts_states = False
+
+    def module(self, root: str, module: torch.nn.Module) -> None:
+        """Look at a module: the attributes of its submodules, and the buffers that are not persistent."""
+        for path, each in module.named_modules():
+            self._module(path_of(root, path), each)
+
+    def holder(self, root: str, target: Any) -> None:
+        """Look at an optimizer, a scheduler, or an object under ``extra``."""
+        self._attributes(root, target, 1)
+
+    def loader(self, loader: Any) -> None:
+        """Look at a loader: its dataset, samplers and functions."""
+        self._in_loader = True
+        self._trusts_states = hasattr(loader, "state_dict")  # it asks its parts for their states itself
+        if not isinstance(loader, DataLoader):
+            self._attributes("loader", loader, 1)
+            return
+        for name in _LOADER:
+            self._visit(f"loader.{name}", getattr(loader, name, None), "loader", 1)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _module(self, path: str, module: torch.nn.Module) -> None:
+        self._seen[id(module)] = module
+        kind = type(module).__module__
+        is_torchs = kind.startswith("torch.")
+        own = vars(module)
+        if not is_torchs or kind.startswith(_COMPUTE):
+            names = [name for name in own if name not in _module_names() and not (is_torchs and name[0] == "_")]
+            for name in names:
+                self._visit(f"{path}.{name}", own[name], path, 1)
+        for name in module._non_persistent_buffers_set:  # noqa: SLF001 (torch has no public name for it)
+            self._visit(f"{path}.{name}", module._buffers.get(name), path, 1, buffer=True)  # noqa: SLF001
+
+    def _visit(self, path: str, value: Any, owner: str, depth: int, *, buffer: bool = False) -> None:
+        kind = _KINDS.get(type(value))
+        if kind is not None:
+            if kind is not TEXT or len(value) < _LONG:
+                self.facts[path] = Fact(kind, repr(value), owner)
+            return
+        if id(value) in self._seen or depth > _DEPTH or self._objects <= 0 or monotonic() > self._deadline:
+            return
+        self._seen[id(value)] = value
+        self._objects -= 1
+        if isinstance(value, torch.nn.Module):
+            self._unregistered(path, value)
+        elif not self._is_value(path, value, owner, BUFFER if buffer else TENSOR) and self._is_entered(value):
+            self._enter(path, value, depth)
+
+    def _is_value(self, path: str, value: Any, owner: str, kind: str) -> bool:
+        """Note what has a value of its own; False for what has parts."""
+        if isinstance(value, torch.Tensor):
+            self._tensor(path, value, owner, kind)
+        elif isinstance(value, np.ndarray):
+            if value.dtype.kind in "biufc":
+                self._tensor(path, torch.from_numpy(np.ascontiguousarray(value)), owner, kind)
+        elif isinstance(value, np.generic | itertools.count):
+            self.facts[path] = Fact(NUMBER, repr(value), owner)
+        elif (token := token_of_generator(value)) is not None:
+            self.facts[path] = Fact(GENERATOR, token, owner)
+            self.tokens[path] = token
+        else:
+            return False
+        return True
+
+    def _enter(self, path: str, value: Any, depth: int) -> None:
+        if isinstance(value, SEQUENCES):
+            self.facts[f"{path}[len]"] = Fact(LENGTH, str(len(value)), path)
+        if isinstance(value, (dict, set, frozenset, *SEQUENCES)):
+            for step, child in held_by(value):
+                self._visit(path + step, child, path, depth + 1)
+        else:
+            self._attributes(path, value, depth + 1)
+
+    def _attributes(self, path: str, value: Any, depth: int) -> None:
+        """An object's own attributes; of a class of torch's only those that it does not keep for itself."""
+        hidden = type(value).__module__.startswith("torch.")
+        has_epoch = callable(getattr(type(value), "set_epoch", None))
+        is_started = has_epoch or isinstance(value, Sampler)  # and makes its order anew then
+        skipped = _optimizer_names() if isinstance(value, torch.optim.Optimizer) else frozenset()
+        held = held_by(value) if callable(value) and not attributes_only(value) else attributes(value)
+        for step, child in held:
+            name = step[1:]
+            if (hidden and name[:1] == "_") or name in skipped or (has_epoch and "epoch" in name):
+                continue
+            if isinstance(value, IterableDataset) and type(child) in _KINDS:
+                continue  # its batches are drawn again at a resume, and compared
+            if is_started and isinstance(child, (torch.Tensor, np.ndarray, *SEQUENCES)):
+                continue
+            self._visit(path + step, child, path, depth)
+
+    def _is_entered(self, value: Any) -> bool:
+        """Whether an object may hold state: no code, no machinery of torch's, of Python's libraries or of ours."""
+        kind = type(value)
+        home = kind.__module__.split(".")[0]
+        if isinstance(value, _CODE) or home == "trainfold":
+            return False
+        if callable(value) and not isinstance(value, _DATA) and kind.__module__ in ("builtins", "functools"):
+            return self._in_loader and not str(getattr(value, "__module__", "torch.")).startswith("torch.")
+        if home in ("torch", "torchdata"):
+            return home == "torch" and isinstance(value, (*_DATA, torch.optim.Optimizer))
+        if self._in_loader and self._trusts_states and hasattr(kind, "state_dict"):
+            return False
+        return home not in sys.stdlib_module_names or home in _ENTERED
+
+    def _unregistered(self, path: str, module: torch.nn.Module) -> None:
+        """A module in a plain list or dict, whose parameters are in no state."""
+        self.module(path, module)
+        for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self._tensor(f"{path}.{name}", value, path, TENSOR)
+
+    def _tensor(self, path: str, value: torch.Tensor, owner: str, kind: str) -> None:
+        if value.grad_fn is not None or value.layout is not torch.strided or value.device.type == "meta":
+            return  # what a forward has made for its backward is gone by the next step
+        try:
+            if value.untyped_storage().data_ptr() in self._addresses:
+                return
+            digest = self._digest(value)
+        except (RuntimeError, NotImplementedError, TypeError):  # without memory of its own
+            return
+        if digest is not None:
+            self.facts[path] = Fact(kind, digest, owner, tuple(value.shape))
+            self.tokens[path] = digest
+
+    def _digest(self, value: torch.Tensor) -> str | None:
+        """Of all of a tensor; of a large one, of elements all over it. None where the bytes of this look are used up."""
+        size = value.numel() * value.element_size()
+        flat = value.detach().reshape(-1) if value.is_contiguous() else None
+        if size > _PIECE:
+            if flat is None:
+                return None
+            flat = flat[:: value.numel() // _SAMPLED].contiguous()
+            size = flat.numel() * flat.element_size()
+        if size > self._bytes:
+            return None
+        self._bytes -= size
+        whole = value.detach().reshape(-1) if flat is None else flat
+        return token_of_tensor(whole)
+
+
+def path_of(root: str, path: str) -> str:
+    """The path of a submodule, without the names of wrappers.
+
+    Examples:
+        >>> path_of("model", "module.encoder.0"), path_of("model", "module")
+        ('model.encoder.0', 'model')
+    """
+    return f"{root}.{canonical_name(f'{path}._')}"[:-2] if path else root
+
+
+def token_of_tensor(value: torch.Tensor) -> str:
+    """What the values of a tensor are recognised by: equal for equal bytes, and for equal words of a generator.
+
+    Examples:
+        >>> token_of_tensor(torch.arange(700)) == token_of_tensor(torch.arange(624, dtype=torch.int32))
+        True
+    """
+    flat = value.detach().reshape(-1).cpu()
+    if not flat.is_floating_point() and not flat.is_complex() and flat.element_size() > 1 and flat.numel() >= _WORDS:
+        flat = flat[:_WORDS].to(torch.int64)
+    return digest_of(flat.contiguous().view(torch.uint8).numpy().tobytes()) if flat.numel() else "empty"
+
+
+def token_of_generator(value: Any) -> str | None:
+    """What the state of a random generator is recognised by; None for anything else.
+
+    Examples:
+        >>> generator = torch.Generator()
+        >>> token_of_generator(generator) == token_of_tensor(generator.get_state())
+        True
+    """
+    if isinstance(value, torch.Generator):
+        return token_of_tensor(value.get_state())
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return token_of_value(value.getstate()[1])
+    if isinstance(value, np.random.RandomState):
+        return _token_of_bits(value.get_state(legacy=False))
+    if isinstance(value, np.random.Generator):
+        return _token_of_bits(value.bit_generator.state)
+    if isinstance(value, np.random.BitGenerator):
+        return _token_of_bits(value.state)
+    return None
+
+
+def token_of_value(value: Any) -> str | None:
+    """What a saved value is recognised by, if it is a tensor, an array, or the words or the number of a generator.
+
+    Examples:
+        >>> token_of_value(tuple(range(625))) == token_of_value(np.arange(624, dtype=np.uint32))
+        True
+    """
+    if isinstance(value, torch.Tensor):
+        return token_of_tensor(value)
+    if isinstance(value, np.ndarray):
+        return token_of_tensor(torch.from_numpy(np.ascontiguousarray(value))) if value.dtype.kind in "biufc" else None
+    if isinstance(value, tuple | list) and len(value) >= _WORDS and isinstance(value[0], int):
+        return token_of_tensor(torch.tensor(value[:_WORDS], dtype=torch.int64))
+    if type(value) is int and abs(value) >= 2**53:
+        return f"int {value}"
+    return token_of_generator(value)
+
+
+def _token_of_bits(state: Any) -> str:
+    """The words, or the large numbers, that the state of a numpy generator has."""
+    inner = state["state"]
+    for value in inner.values() if isinstance(inner, dict) else (inner,):
+        token = token_of_value(value)
+        if token is not None:
+            return token
+    return repr(state)
+
+
+def values_in(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a captured tree with the last key that leads to each; long rows of numbers are one value."""
+    token = token_of_value(tree) if isinstance(tree, tuple | list) else None
+    if isinstance(tree, dict):
+        for key, child in tree.items():
+            yield from values_in(child, str(key))
+    elif isinstance(tree, tuple | list) and token is None:
+        for child in tree:
+            yield from values_in(child, name)
+    else:
+        yield name, tree
+
+
+def attributes_only(value: Any) -> bool:
+    """Whether a callable object is an instance of a class, and no function."""
+    return type(value).__module__ not in ("builtins", "functools")
+
+
+@cache
+def _module_names() -> frozenset[str]:
+    """What torch itself keeps in every module."""
+    return frozenset({*vars(torch.nn.Module()), "_compiled_call_impl"})
+
+
+@cache
+def _optimizer_names() -> frozenset[str]:
+    """What torch itself keeps in every optimizer; ``step`` is what a scheduler wraps."""
+    plain = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    return frozenset({*vars(plain), "_opt_called", "_step_count", "step"})

@@ -1,0 +1,213 @@
+"""The audit: state that changes with training and that no component saves, told from what two looks at a run have seen (W07).
+
+A look is made of facts: path -> what is there. This module compares two looks and says what a person should hear.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Final, TypeAlias, final
+
+import attrs
+
+UNSAVED: Final = "unsaved"  # the key of the contract under which a manifest lists it; it is never compared
+SHOWN: Final = 12
+LISTED: Final = 64
+
+NOTHING: Final = "nothing"
+NUMBER: Final = "a number"
+TEXT: Final = "a text"
+TENSOR: Final = "a tensor"
+BUFFER: Final = "a non-persistent buffer"
+LENGTH: Final = "the length of a list"
+GENERATOR: Final = "a random generator"
+MODE: Final = "a mode (train or eval)"
+_CONSTANT: Final = frozenset({NOTHING})
+_SIZED: Final = frozenset({TENSOR, BUFFER})
+_PLACE: Final = re.compile(r"(\[[^\[\]]*\])+$")
+
+_CURES: Final[Mapping[str, str]] = {
+    BUFFER: "register_buffer(name, tensor) without persistent=False",
+    TENSOR: "register_buffer(name, tensor) in its module",
+    NUMBER: "a buffer; or extra={'name': (get, set)}, a function that returns it and one that takes it back",
+    TEXT: "extra={'name': (get, set)}, a function that returns it and one that takes it back",
+    LENGTH: "extra={'name': (get, set)}, a function that returns the list and one that takes it back",
+    GENERATOR: "extra={'name': (get, set)}, functions that read and write its state",
+    MODE: "set it before each step, as a function of live.progress.step",
+}
+
+
+@final
+@attrs.frozen
+class Fact:
+    """What was seen at one place.
+
+    Attributes:
+        kind: one of the kinds above.
+        value: equal for equal values: the text of a number, the digest of a tensor.
+        owner: the path of the object that holds it.
+        shape: of a tensor.
+    """
+
+    kind: str
+    value: str
+    owner: str = ""
+    shape: tuple[int, ...] = ()
+
+
+Facts: TypeAlias = Mapping[str, Fact]
+
+
+def changed(before: Facts, now: Facts) -> dict[str, Fact]:
+    """What is another value now than it was, and is not a cache.
+
+    A cache is made when it is asked for, and is a function of what it was asked for. So these are none of the changes:
+
+    - what was not there, or was None or empty, and is there now: it may be changed by the next look;
+    - a tensor of another shape, as one that grows with the longest sequence so far;
+    - a number that is a size of such a tensor in the same object.
+
+    Args:
+        before: an earlier look.
+        now: this one.
+
+    Returns:
+        Path -> what is there now.
+
+    Examples:
+        >>> before = {"model.p": Fact(NUMBER, "0.1"), "model.cache": Fact(NOTHING, "None"), "model.n": Fact(NUMBER, "4")}
+        >>> now = {"model.p": Fact(NUMBER, "0.3"), "model.cache": Fact(TENSOR, "xxh3:1", shape=(9,)), "model.n": Fact(NUMBER, "9")}
+        >>> list(changed(before, now))
+        ['model.p']
+    """
+    found = {path: fact for path, fact in now.items() if path in before and _differs(before[path], fact)}
+    grown: dict[str, set[str]] = {}
+    for path, fact in now.items():
+        if fact.kind in _SIZED and (path not in before or before[path].shape != fact.shape):
+            grown.setdefault(fact.owner, set()).update(map(str, fact.shape))
+    return {path: fact for path, fact in found.items() if fact.value not in grown.get(fact.owner, ())}
+
+
+def _differs(before: Fact, now: Fact) -> bool:
+    if before.value == now.value or {before.kind, now.kind} & _CONSTANT:
+        return False
+    if before.kind == LENGTH and before.value == "0":
+        return False
+    return not (before.kind in _SIZED and now.kind in _SIZED and before.shape != now.shape)
+
+
+def attribute_of(path: str) -> str:
+    """The attribute that a place in a container belongs to.
+
+    Examples:
+        >>> attribute_of("model.counts['cat'][3]"), attribute_of("model.blocks[0].p")
+        ('model.counts', 'model.blocks[0].p')
+    """
+    return _PLACE.sub("", path)
+
+
+def attributes_of(found: Mapping[str, Fact], *, accepted: Collection[str] = ()) -> dict[str, str]:
+    """Attribute -> what it holds, for each that has changed and that nobody has accepted.
+
+    Args:
+        found: of `changed`.
+        accepted: attributes that need not be saved; one of them stands for all that is inside of it too.
+
+    Examples:
+        >>> attributes_of({"model.log[0]": Fact(NUMBER, "1"), "model.p": Fact(NUMBER, "2")}, accepted=["model.log"])
+        {'model.p': 'a number'}
+    """
+    named: dict[str, str] = {}
+    for path, fact in found.items():
+        if not any(path == each or path.startswith((f"{each}.", f"{each}[")) for each in accepted):
+            named.setdefault(path if fact.kind == GENERATOR else attribute_of(path), fact.kind)
+    return named
+
+
+def listed(named: Mapping[str, str]) -> dict[str, str]:
+    """What a manifest says of it: at most so many attributes, and how many more.
+
+    Examples:
+        >>> listed({"model.p": "a number"})
+        {'model.p': 'a number'}
+    """
+    first = dict(list(named.items())[:LISTED])
+    return first if len(named) <= LISTED else {**first, "...": f"and {len(named) - LISTED} more"}
+
+
+def hidden_state_text(named: Mapping[str, str], *, step: int) -> str:
+    """What a person hears: each attribute by name, and the cures.
+
+    Args:
+        named: attribute -> what it holds.
+        step: where it was found.
+
+    Examples:
+        >>> print(hidden_state_text({"model.drop.p": "a number"}, step=20))
+        1 attribute changes with training and is saved by no component; a resume from step 20 would begin it anew:
+          model.drop.p: a number
+        To save a number: a buffer; or extra={'name': (get, set)}, a function that returns it and one that takes it back.
+        What need not be saved, such as a log: attach(..., unsaved=['model.drop.p']).
+    """
+    several = "attributes change with training and are" if len(named) > 1 else "attribute changes with training and is"
+    them = "them" if len(named) > 1 else "it"
+    lines = [
+        f"{len(named)} {several} saved by no component; a resume from step {step} would begin {them} anew:",
+        *_lines(named),
+        *(f"To save {kind}: {cure}." for kind, cure in _CURES.items() if kind in named.values()),
+        f"What need not be saved, such as a log: attach(..., unsaved={list(named)[:1]}).",
+    ]
+    return "\n".join(lines)
+
+
+def unsaved_of(contract: Mapping[str, object]) -> dict[str, str]:
+    """What the contract of a checkpoint lists; nothing for a value that no trainfold has written.
+
+    Examples:
+        >>> unsaved_of({"unsaved": {"model.p": "a number"}, "batch_size": 8})
+        {'model.p': 'a number'}
+    """
+    said = contract.get(UNSAVED)
+    return {str(path): str(what) for path, what in said.items()} if isinstance(said, Mapping) else {}
+
+
+def not_restored(contract: Mapping[str, object], loaded: Collection[str]) -> dict[str, str]:
+    """What a checkpoint lists as unsaved and belongs to components that are loaded.
+
+    Args:
+        contract: of the checkpoint.
+        loaded: the names of the components.
+
+    Examples:
+        >>> contract = {"unsaved": {"model.p": "a number", "loader.dataset.rng": "a random generator"}}
+        >>> not_restored(contract, ["model", "trainer"])
+        {'model.p': 'a number'}
+    """
+    roots = {"loader": "dataset", "...": next(iter(loaded), "")}
+    return {path: what for path, what in unsaved_of(contract).items() if roots.get(_root(path), _root(path)) in loaded}
+
+
+def not_restored_text(named: Mapping[str, str], *, checkpoint: str) -> str:
+    """What a person hears at a resume from a checkpoint that lacks state.
+
+    Args:
+        named: attribute -> what it holds; some.
+        checkpoint: the one that is resumed from.
+
+    Examples:
+        >>> print(not_restored_text({"model.p": "a number"}, checkpoint="step-00000020"))
+        step-00000020 does not hold state that changes with training; what this run does not bring itself begins anew:
+          model.p: a number
+    """
+    head = (
+        f"{checkpoint} does not hold state that changes with training; what this run does not bring itself begins anew:"
+    )
+    return "\n".join([head, *_lines(named)])
+
+
+def _root(path: str) -> str:
+    return path if path == "..." else re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def _lines(named: Mapping[str, str]) -> list[str]:
+    lines = [f"  {path}: {what}" for path, what in list(named.items())[:SHOWN]]
+    return lines if len(named) <= SHOWN else [*lines, f"  and {len(named) - SHOWN} more"]
