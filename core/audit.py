@@ -27,8 +27,8 @@ _PLACE: Final = re.compile(r"(\[[^\[\]]*\])+$")
 
 _CURES: Final[Mapping[str, str]] = {
     BUFFER: "register_buffer(name, tensor) without persistent=False",
-    TENSOR: "register_buffer(name, tensor) in its module",
-    NUMBER: "a buffer; or extra={'name': (get, set)}, a function that returns it and one that takes it back",
+    TENSOR: "register_buffer(name, tensor) in a module; or the state_dict() of its object",
+    NUMBER: "a buffer of a module; the state_dict() of its object; or extra={'name': (get, set)}, a function that returns it and one that takes it back",
     TEXT: "extra={'name': (get, set)}, a function that returns it and one that takes it back",
     LENGTH: "extra={'name': (get, set)}, a function that returns the list and one that takes it back",
     GENERATOR: "extra={'name': (get, set)}, functions that read and write its state",
@@ -145,7 +145,7 @@ def hidden_state_text(named: Mapping[str, str], *, step: int) -> str:
         >>> print(hidden_state_text({"model.drop.p": "a number"}, step=20))
         1 attribute changes with training and is saved by no component; a resume from step 20 would begin it anew:
           model.drop.p: a number
-        To save a number: a buffer; or extra={'name': (get, set)}, a function that returns it and one that takes it back.
+        To save a number: a buffer of a module; the state_dict() of its object; or extra={'name': (get, set)}, a function that returns it and one that takes it back.
         What need not be saved, such as a log: attach(..., unsaved=['model.drop.p']).
     """
     several = "attributes change with training and are" if len(named) > 1 else "attribute changes with training and is"

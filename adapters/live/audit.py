@@ -24,7 +24,7 @@ from trainfold.core.audit import (
 from trainfold.core.errors import HiddenState, HiddenStateRefused, InvalidArgument
 from trainfold.core.names import named_tensors
 from trainfold.core.scalars import shown
-from trainfold.core.state import Opaque, OptimizerState, TrainState
+from trainfold.core.state import Opaque, OptimizerState, OwnOptimizerState, TrainState
 
 _LOG = logging.getLogger("trainfold")
 
@@ -177,9 +177,7 @@ class _Saved:
         self._named: set[tuple[str, str]] = set()
         self._values: dict[str, set[str]] = {}
         self._free: set[str] = set()
-        parts = {"scheduler": state.scheduler, "loader": state.dataset, **state.extra}
-        if not isinstance(state.optimizer, OptimizerState):
-            parts["optimizer"] = state.optimizer
+        parts = {"optimizer": state.optimizer, "scheduler": state.scheduler, "loader": state.dataset, **state.extra}
         for name, part in parts.items():
             held = _bare(part)
             for key, value in values_in(held):
@@ -221,6 +219,11 @@ def _bare(part: Any) -> Any:
     """A captured component without our own nodes."""
     if isinstance(part, Opaque):
         return _bare(part.value)
+    if isinstance(part, OptimizerState):
+        return {"groups": [dict(group.hyper) for group in part.groups]}  # its slots are those of parameters
+    if isinstance(part, OwnOptimizerState):
+        parts = {"base": part.base, "own": part.own, "loose": part.loose, "attributes": part.attributes}
+        return {**_bare(parts), "held": _bare(dict(part.held))}
     if isinstance(part, dict):
         return {key: _bare(child) for key, child in part.items()}
     return [_bare(child) for child in part] if type(part) is list else part
