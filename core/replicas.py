@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from trainfold.core.audit import UNSAVED
 from trainfold.core.codec import digest_of
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.scalars import Json, canonical_json
 
 _OPAQUE: Final = "trainfold.Opaque"
-_ENVIRONMENT: Final = "environment."  # another device or number of threads is no other run
+# another device or number of threads is no other run; and what one rank knows to be unsaved is no condition of a resume
+_OWN: Final = ("environment.", UNSAVED)
 _BUFFERS: Final = ".buffers['"
 _STATISTICS: Final = (
     "batch statistics, such as BatchNorm's, differ under DistributedDataParallel: convert the model with "
@@ -80,7 +82,7 @@ def summary(leaves: Leaves, contract: Mapping[str, Json]) -> dict[str, str]:
         leaves: component -> leaf path -> digest.
         contract: what must be equal at a resume.
     """
-    shared = {key: value for key, value in contract.items() if not key.startswith(_ENVIRONMENT)}
+    shared = {key: value for key, value in contract.items() if not key.startswith(_OWN)}
     lines = {name: "\n".join(f"{path} {digest}" for path, digest in each.items()) for name, each in leaves.items()}
     digests = {name: digest_of(text.encode("utf-8", "surrogatepass")) for name, text in lines.items()}
     return {**digests, "contract": digest_of(canonical_json(shared))}
@@ -101,11 +103,11 @@ def differing(mine: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
     """The leaves, or keys of the contract, that this rank has otherwise than rank 0, in rank 0's order.
 
     Examples:
-        >>> differing({"a": 1, "b": 3, "environment.threads": 1}, {"a": 1, "b": 2, "environment.threads": 2})
+        >>> differing({"a": 1, "b": 3, "environment.threads": 1, "unsaved": {"model.p": "a number"}}, {"a": 1, "b": 2, "environment.threads": 2})
         ['b']
     """
     names = dict.fromkeys((*first, *mine))
-    return [name for name in names if not name.startswith(_ENVIRONMENT) and _text(mine, name) != _text(first, name)]
+    return [name for name in names if not name.startswith(_OWN) and _text(mine, name) != _text(first, name)]
 
 
 def _text(held: Mapping[str, Any], name: str) -> bytes:
