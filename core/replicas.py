@@ -18,8 +18,8 @@ _STATISTICS: Final = (
     "for buffer in model.buffers(): torch.distributed.broadcast(buffer, 0)"
 )
 _VALUES: Final = (
-    "keep replicas alike: wrap the model in DistributedDataParallel, and begin all ranks with the same values. If they are no replicas but stages "
-    "of a pipeline or parts of a model, save each as a run of its own: CheckpointManager(f'{run}/{rank}', collectives=trainfold.SingleProcess())"
+    "keep replicas alike: wrap the model in DistributedDataParallel, and begin all ranks with the same values. What each rank has of its own on "
+    "purpose, such as a stage of a pipeline, is saved in a run for each rank: CheckpointManager(f'{run}/{rank}', collectives=trainfold.SingleProcess())"
 )
 _SETTINGS: Final = "start the same script with the same settings on all ranks"
 

@@ -28,7 +28,7 @@ _ALWAYS_MEANT: Final = frozenset(
 )  # a checkpoint without one of them is an export, or weightless
 _OF_RANKS: Mapping[str, tuple[str, str]] = {
     "rng": ("streams", "random streams of "),
-    "dataset": ("data_ranks", "the place inside of an epoch of "),
+    "dataset": ("data_ranks", "the place in the data of "),
 }
 
 

@@ -50,7 +50,7 @@ def disagreements(outcomes):
         ({"shift": 1e-7}, "model.params['b']", "DistributedDataParallel"),
         ({"mean": 0.5}, "model.buffers['bn.running_mean']", "convert_sync_batchnorm"),
         ({"slot": -0.0}, "ema['a']", "same values"),
-        ({"slot": 1.0}, "ema['a']", "stages of a pipeline"),
+        ({"slot": 1.0}, "ema['a']", "stage of a pipeline"),
     ],
 )
 def test_replicas_that_differ_in_a_bit_are_refused_on_every_rank_naming_the_leaf(drift, where, cure):
@@ -263,7 +263,7 @@ def test_what_real_ranks_saved_in_silence_is_refused_by_name(processes, tmp_path
             assert "extra['ema']" in told[f"fsdp extra {orig}"]
         assert "ZeroRedundancyOptimizer" in told["zero"]
         assert told["stages"].startswith("RanksDisagree: model.params['0.weight']")
-        assert "stages of a pipeline" in told["stages"]
+        assert "stage of a pipeline" in told["stages"]
         assert told["statistics"].startswith("RanksDisagree: model.buffers['1.running_mean']")
         assert "convert_sync_batchnorm" in told["statistics"]
         assert told["statistics sent"] == told["alone on purpose"] == "nothing"
