@@ -78,7 +78,7 @@ def _of_streams(changed: dict[str, Difference]) -> list[str]:
         (
             f"rng{named}: random numbers were drawn otherwise. Either something draws between manager.restore() and the first batch "
             "(a dataset, a model or an evaluation made after it: restore last, just before the loop), or how many are drawn depends on "
-            "something that is not saved (Dropout.p, a counter, eval() on a submodule)"
+            "something that is not saved (Dropout.p, a counter, a submodule that went to eval mode)"
         )
     ]
 

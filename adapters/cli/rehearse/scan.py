@@ -1,10 +1,12 @@
 """`Scan`: sees checkpoints appear in a directory, for programs that save without a manager."""
 
+import os
 import shutil
 import time
 from pathlib import Path
 from typing import Final, final
 
+from trainfold.backends.names import MANIFEST
 from trainfold.core.rehearsal.entry import Entry
 from trainfold.core.save_plan import step_of
 
@@ -43,10 +45,14 @@ class Scan:
         return [Entry("saved", step, 0, time.monotonic(), {"checkpoint": name}) for step, name in sorted(found)]
 
     def _manifests(self) -> list[Path]:
-        patterns = ("/".join(["*"] * depth + ["step-*", "manifest.json"]) for depth in range(_DEPTH))
-        return [
-            path for pattern in patterns for path in self._home.glob(pattern) if step_of(path.parent.name) is not None
-        ]
+        found = []
+        for folder, below, files in os.walk(self._home):  # what is deleted meanwhile is passed over
+            path = Path(folder)
+            depth = len(path.relative_to(self._home).parts)
+            below[:] = [name for name in below if depth < _DEPTH and not name.startswith(".")]
+            if MANIFEST in files and step_of(path.name) is not None:
+                found.append(path / MANIFEST)
+        return found
 
     def _keep(self, path: Path) -> None:
         kept = self._notes / "-".join(path.parent.parent.relative_to(self._home.parent).parts)

@@ -1,0 +1,68 @@
+"""Seven programs as people write them, and the examples: killed with SIGKILL, resumed, and the same bits in every component."""
+
+import os
+
+import pytest
+
+from trainfold.adapters.cli.rehearse.command import run_rehearsal
+from trainfold.adapters.cli.rehearse.errors import ResumeDiffers
+from trainfold.adapters.cli.rehearse.settings import make_settings
+
+IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak")
+KILLS, SEEDS = (4, range(6)) if IS_DEEP else (2, range(1))
+PROGRAMS = {
+    "char_gpt": {"model", "optimizer", "trainer", "rng", "ahead"},
+    "mnist_cnn": {"model", "optimizer", "scheduler", "trainer", "dataset", "rng"},
+    "dcgan": {"model", "optimizer", "trainer", "dataset", "rng", "discriminator", "optimizer_d"},
+    "vae": {"model", "optimizer", "trainer", "dataset", "rng"},
+    "word_lm": {"model", "trainer", "rng", "rest"},
+    "ddpm": {"model", "optimizer", "scheduler", "trainer", "dataset", "rng", "ema"},
+    "reinforce": {"model", "optimizer", "trainer", "rng", "world"},
+}
+EXAMPLES = {"existing_loop": [], "functional_loop": ["{run}"], "evaluate": ["{run}", "--batch-size", "7"]}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_that_is_killed_ends_with_the_bits_of_one_that_was_not(name, seed, root, warm_python, tmp_path):
+    """W15, V13: every component, every recorded value; two epochs or more, and kills in steps and in saves."""
+    command = warm_python.command(root / "tests" / "programs" / f"{name}.py", "--out", "{run}")
+    answer = run_rehearsal(tmp_path / "rehearsal", make_settings(command, steps=14, every=3, kills=KILLS, seed=seed))
+    assert answer.error is None, (answer.error, answer.data["starts"])
+    assert answer.data["outcome"] == "identical"
+    assert answer.data["kills"] >= 1
+    assert answer.data["values_compared"] >= 4
+    rows = {row[0]: row for row in answer.tables[0].rows}
+    assert {row for row in rows if rows[row][1].startswith("xxh3:")} == PROGRAMS[name]
+
+
+ATTACHED = {
+    "char_gpt": ', extra={"ahead": (get_ahead, set_ahead)}',
+    "word_lm": ', extra={"rest": (get_rest, set_rest)}',
+    "reinforce": ', extra={"world": (get_world, set_world)}',
+}
+
+
+@pytest.mark.parametrize("name", ATTACHED)
+def test_the_same_program_that_leaves_something_out_is_caught(name, root, warm_python, tmp_path):
+    """The next batch that was drawn ahead, a hidden state of an LSTM, the generator of a world: what nobody else can see."""
+    text = (root / "tests" / "programs" / f"{name}.py").read_text()
+    assert text.count(ATTACHED[name]) == 1
+    (tmp_path / "train.py").write_text(text.replace(ATTACHED[name], ""))
+    command = warm_python.command(tmp_path / "train.py", "--out", "{run}")
+    answer = run_rehearsal(tmp_path / "rehearsal", make_settings(command, steps=10, every=3, kills=1))
+    assert isinstance(answer.error, ResumeDiffers), answer.data
+    first = answer.data["differences"][0]
+    assert (first["kind"], first["step"]) == ("value", first["resumed_at"] + 1)  # the first step after the resume
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_rehearsed(name, root, warm_python, tmp_path, monkeypatch):
+    """Each program of examples/, as it is; two of them have no manager, and are watched by their checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    command = warm_python.command(root / "examples" / f"{name}.py", *EXAMPLES[name])
+    answer = run_rehearsal(tmp_path / "rehearsal", make_settings(command, steps=12, every=4, kills=1))
+    assert answer.error is None, (answer.error, answer.data["starts"])
+    assert answer.data["outcome"] == "identical"
+    assert answer.data["starts"][-1]["resumed_at"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["rehearsal"]
