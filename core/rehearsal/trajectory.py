@@ -175,11 +175,9 @@ def _of_values(one: Stretch, other: Stretch) -> Iterable[Difference]:
         mine, theirs = one.values.get(step, {}), other.values.get(step, {})
         for name in {**mine, **theirs}:
             expected, found = mine.get(name, ()), theirs.get(name, ())
-            if step == other.resumed_at + 1:
-                expected = _tail(expected, len(found))  # the rest was recorded before the save
-            if (step == last and other.is_cut) or (step == last_of_one and one.is_cut):
-                length = min(len(expected), len(found))
-                expected, found = expected[:length], found[:length]
+            is_first = step == other.resumed_at + 1
+            is_torn = (step == last and other.is_cut) or (step == last_of_one and one.is_cut)
+            expected, found = _aligned(expected, found, is_first=is_first, is_torn=is_torn)
             for a, b in itertools.zip_longest(expected, found, fillvalue=ABSENT):
                 if a != b:
                     yield Difference(step, "value", name, a, b, other.number, other.resumed_at)
@@ -205,6 +203,25 @@ def _of_components(one: Stretch, other: Stretch, leaving_out: tuple[str, ...]) -
 def _belongs(path: str, component: str) -> bool:
     rest = path.removeprefix(component)
     return path.startswith(component) and not (rest[:1].isalnum() or rest.startswith("_"))
+
+
+def _aligned(expected: Texts, found: Texts, *, is_first: bool, is_torn: bool) -> tuple[Texts, Texts]:
+    """The parts of the values of a step that both processes should have.
+
+    Args:
+        expected: those of the whole run.
+        found: those of the process.
+        is_first: whether it is the first step after a resume: what is recorded after the count of the step before it is
+            recorded before the save.
+        is_torn: whether one of the processes died in this step.
+    """
+    length = min(len(expected), len(found))
+    if is_first and is_torn:
+        starts = range(len(expected) - len(found) + 1)
+        return (found, found) if any(expected[at : at + len(found)] == found for at in starts) else (expected[:length], found[:length])  # fmt: skip
+    if is_torn:
+        return expected[:length], found[:length]
+    return (_tail(expected, len(found)), found) if is_first else (expected, found)
 
 
 def _tail(texts: Texts, length: int) -> Texts:

@@ -1,0 +1,142 @@
+"""What is concluded from the records of three runs: nothing that differs is passed over, and nothing that is the same is blamed."""
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainfold.core.rehearsal.conclusion import conclude
+from trainfold.core.rehearsal.number import exact_text, float_of, relative_difference
+from trainfold.core.rehearsal.trajectory import SavedStep, Stretch
+
+NAMES = ("loss", "norm")
+
+
+def values_of(step, tick=0):
+    """Two recorded values of a step, one of them twice, as in an accumulation window."""
+    return {"loss": (f"{step}", f"{step}5"), "norm": (f"{step + tick}.5",)}
+
+
+def saved_of(step, tick=0):
+    return SavedStep(
+        {"model": f"m{step + tick}", "rng": "r"}, {"model.params['w']": f"w{step + tick}", "rng.value['torch']": "r"}
+    )
+
+
+def stretch(number, start, end, *, every, is_cut=False, partial=0):
+    """What a process does from one step to another; a cut one may have recorded a part of the step that it died in."""
+    values = {step: values_of(step) for step in range(start + 1, end + 1)}
+    if partial:
+        values[end + 1] = {"loss": (f"{end + 1}",)}
+    saved = {("run", step): saved_of(step) for step in range(start + 1, end + 1) if step % every == 0}
+    return Stretch(number, start, start > 0, is_cut, end, values, saved)
+
+
+@st.composite
+def rehearsals(draw):
+    """A whole run, and one that was killed now and then after its first save, resumed from the newest one each time."""
+    every = draw(st.integers(1, 4))
+    steps = draw(st.integers(2 * every, 5 * every))
+    whole = stretch(1, 0, steps, every=every)
+    killed, start = [], 0
+    for number in range(1, draw(st.integers(1, 3)) + 1):
+        end = draw(st.integers(max(start, every), steps - 1))
+        killed.append(stretch(number, start, end, every=every, is_cut=True, partial=draw(st.integers(0, 1))))
+        start = end - end % every
+    killed.append(stretch(len(killed) + 1, start, steps, every=every))
+    return whole, killed
+
+
+@given(rehearsals())
+def test_runs_that_are_the_same_are_identical(rehearsal):
+    """However they were cut: a part of a step is no difference."""
+    whole, killed = rehearsal
+    conclusion = conclude(whole, whole, killed, tolerance=None)
+    last = killed[-1]
+    assert conclusion.outcome == ("identical" if any(each.saved for each in killed[1:]) else "nothing")
+    assert conclusion.found == conclusion.noise == ()
+    assert conclusion.values >= sum(len(texts) for values in last.values.values() for texts in values.values())
+
+
+@given(rehearsals(), st.data())
+def test_one_value_of_a_resumed_process_that_is_another_is_found_where_it_is(rehearsal, data):
+    whole, killed = rehearsal
+    which = data.draw(st.integers(1, len(killed) - 1))
+    resumed = killed[which]
+    steps = [step for step in resumed.values if step <= resumed.last_step]
+    if not steps:
+        return
+    step, name = data.draw(st.sampled_from(steps)), data.draw(st.sampled_from(NAMES))
+    texts = list(resumed.values[step][name])
+    texts[data.draw(st.integers(0, len(texts) - 1))] = "other"
+    bent = attrs.evolve(resumed, values={**resumed.values, step: {**resumed.values[step], name: tuple(texts)}})
+    conclusion = conclude(whole, whole, [*killed[:which], bent, *killed[which + 1 :]], tolerance=1.0)
+    assert conclusion.outcome == "differs"
+    (found,) = conclusion.found
+    assert (found.kind, found.step, found.name, found.found, found.number) == ("value", step, name, "other", which + 1)
+    assert conclusion.reasons
+
+
+@given(rehearsals(), st.data())
+def test_one_leaf_of_a_resumed_process_that_is_another_is_found_where_it_is(rehearsal, data):
+    whole, killed = rehearsal
+    places = [(which, key) for which, each in enumerate(killed) for key in each.saved if which]
+    if not places:
+        return
+    which, key = data.draw(st.sampled_from(places))
+    component, leaf = data.draw(st.sampled_from([("model", "model.params['w']"), ("rng", "rng.value['torch']")]))
+    saved = killed[which].saved[key]
+    bent = SavedStep({**saved.components, component: "other"}, {**saved.leaves, leaf: "other"})
+    changed = attrs.evolve(killed[which], saved={**killed[which].saved, key: bent})
+    conclusion = conclude(whole, whole, [*killed[:which], changed, *killed[which + 1 :]], tolerance=None)
+    assert conclusion.outcome == "differs"
+    (found,) = conclusion.found
+    assert (found.kind, found.step, found.name) == ("component", key[1], component)
+    assert found.leaves == ((leaf, saved.leaves[leaf], "other"),)
+
+
+@given(rehearsals(), st.data())
+def test_a_step_that_a_resumed_process_did_not_record_is_found(rehearsal, data):
+    """Silence in the middle is a difference too; at the ends it is not, where the process was cut."""
+    whole, killed = rehearsal
+    last = killed[-1]
+    inner = sorted(last.values)[:-1] if last.values else []
+    if not inner:
+        return
+    step = data.draw(st.sampled_from(inner))
+    missing = attrs.evolve(last, values={key: values for key, values in last.values.items() if key != step})
+    conclusion = conclude(whole, whole, [*killed[:-1], missing], tolerance=None)
+    expected = "differs" if step > last.resumed_at + 1 else conclusion.outcome  # before the first record: saved before
+    assert conclusion.outcome == expected
+    if expected == "differs":
+        assert {each.step for each in conclusion.found} == {step}
+        assert {each.found for each in conclusion.found} == {"absent"}
+
+
+@given(rehearsals(), st.data())
+def test_whatever_differs_between_whole_runs_is_never_blamed_on_a_resume(rehearsal, data):
+    """W15: told apart, also where it is the process before the first kill that shows it."""
+    whole, killed = rehearsal
+    step = data.draw(st.integers(1, min(killed[0].last_step, whole.last_step)))
+    restless = {"again": whole, "first": killed[0]}
+    name = data.draw(st.sampled_from(sorted(restless)))
+    bent = {**restless[name].values, step: values_of(step, tick=100)}
+    restless[name] = attrs.evolve(restless[name], values=bent)
+    conclusion = conclude(whole, restless["again"], [restless["first"], *killed[1:]], tolerance=None)
+    assert conclusion.outcome == "unrepeatable"
+    assert conclusion.noise[0].step == step
+    assert conclusion.found == ()
+
+
+@given(st.floats(), st.floats())
+def test_texts_are_equal_if_and_only_if_the_bits_are(one, other):
+    """NaN apart, which has one text."""
+    same = (one != one and other != other) or one.hex() == other.hex()
+    assert (exact_text(one) == exact_text(other)) == same
+    assert exact_text(float_of(exact_text(one))) == exact_text(one)
+    assert (relative_difference(exact_text(one), exact_text(other)) == 0) >= same
+
+
+@pytest.mark.parametrize("number", [True, 7, -(2**80), 0.1, -0.0, float("nan"), float("-inf"), 2 + 3j])
+def test_a_number_is_as_far_from_itself_as_can_be_hoped(number):
+    assert relative_difference(exact_text(number), exact_text(number)) == 0.0
