@@ -6,6 +6,7 @@ from typing import Any, Protocol, final, runtime_checkable
 
 import attrs
 
+from trainfold.adapters.components.read_back import first_difference
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.scalars import SCALARS
@@ -91,7 +92,11 @@ class ObjectPart:
         return []
 
     def write(self, saved: Any) -> Undo:
-        """Give the object its state; if it refuses halfway, give it back the one that it had."""
+        """Give the object its state, and read it back; if it refuses, or comes back otherwise, give it back what it had.
+
+        Raises:
+            InvalidState: if what the object says now is not what was saved, naming its class (W05).
+        """
         before = copied(self.target.state_dict())
 
         def undo() -> None:
@@ -99,10 +104,25 @@ class ObjectPart:
 
         try:
             self.target.load_state_dict(copied(saved.value))
+            self._check_read_back(saved.value)
         except Exception:
             undo()
             raise
         return undo
+
+    def _check_read_back(self, saved: Any) -> None:
+        found = self.target.state_dict()
+        difference = first_difference(saved, found, self.path)
+        if difference is None or first_difference(found, self.target.state_dict(), self.path) is not None:
+            return  # what never says the same twice, such as a clock, cannot be compared
+        where, was, now = difference
+        kind = type(self.target).__qualname__
+        raise InvalidState(
+            where,
+            expected=f"{was}, as it was saved",
+            found=f"{now}, after load_state_dict() of {kind}",
+            mend=f"{kind} does not take back what its state_dict() says: mend its pair of methods, or attach a pair of functions",
+        )
 
 
 @final

@@ -12,6 +12,8 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.scalars import SCALARS
 
 _TORCHS: Final = "torch.optim."
+_TORCHS_OWN: Final = frozenset({"state", "param_groups", "defaults"})
+_CONTAINERS: Final = (list, tuple, dict)
 _SMALL_NUMEL: Final = 64
 _MANY: Final = 256
 
@@ -35,10 +37,11 @@ def held_optimizers(
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
             found[name] = value
-        elif isinstance(value, list | tuple) and name != "param_groups":
-            found |= {f"{name}[{i}]": each for i, each in enumerate(value) if isinstance(each, torch.optim.Optimizer)}
-        elif isinstance(value, dict):
-            found |= {f"{name}[{k!r}]": each for k, each in value.items() if isinstance(each, torch.optim.Optimizer)}
+        elif isinstance(value, _CONTAINERS) and value and name not in _TORCHS_OWN:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            found |= {f"{name}[{key!r}]": each for key, each in items if isinstance(each, torch.optim.Optimizer)}
+    if not found:
+        return found
     outer = set(map(id, (optimizer, *around)))
     once = {id(each): name for name, each in reversed(found.items()) if id(each) not in outer}
     return {name: each for name, each in found.items() if once.get(id(each)) == name}
@@ -147,7 +150,7 @@ def _plain_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, A
     if type(optimizer).__module__.startswith(_TORCHS):
         return
     for name, value in vars(optimizer).items():
-        if name[0] != "_" and name not in ("state", "param_groups", "defaults") and _is_small(value, 0):
+        if name[0] != "_" and name not in _TORCHS_OWN and _is_small(value, 0):
             form = to_plain(value, {})
             yield name, form.detach().clone() if isinstance(form, torch.Tensor) else form
 

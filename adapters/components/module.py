@@ -47,10 +47,12 @@ class ModulePart:
     Attributes:
         module: the live module; its parameter objects stay, so that ties and the optimizer's references survive.
         path: the component, for messages.
+        can_undo: whether a write can be taken back, because something after it may be refused.
     """
 
     module: torch.nn.Module
     path: str = "model"
+    can_undo: bool = False
 
     def capture(self) -> ModelState:
         """The module's tensors, not copied."""
@@ -72,13 +74,27 @@ class ModulePart:
         """
         own = self.capture()
         saved = _as_named_by(saved, own)
+        undo = self._undo(own) if self.can_undo else nothing
         with torch.no_grad():
             for mine, theirs in ((own.params, saved.params), (own.buffers, saved.buffers)):
                 for name, tensor in mine.items():
                     tensor.copy_(theirs[name])
         for parameter in self.module.parameters():
             parameter.grad = None
-        return nothing
+        return undo
+
+    def _undo(self, own: ModelState) -> Undo:
+        before = [(tensor, tensor.clone()) for each in (own.params, own.buffers) for tensor in each.values()]
+        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+
+        def undo() -> None:
+            with torch.no_grad():
+                for tensor, value in before:
+                    tensor.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+        return undo
 
 
 def _as_named_by(saved: ModelState, own: ModelState) -> ModelState:

@@ -1,10 +1,12 @@
 """A learning rate scheduler, or several, as the ``scheduler`` component."""
 
+from collections.abc import Mapping
 from typing import Any, final
 
 import attrs
 
-from trainfold.adapters.components.component import ObjectPart, Stateful, Undo, kind_of
+from trainfold.adapters.components.component import ObjectPart, Stateful, Undo, kind_of, wrong_kind
+from trainfold.adapters.components.field_checks import field_problems
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, TrainfoldError
 from trainfold.core.state import Opaque
@@ -35,7 +37,7 @@ class SchedulerPart:
         return tree.unflatten(arrangement, [part.capture() for part in self._parts()])
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Whether it is the same arrangement of the same kinds of schedulers."""
+        """Whether it is the same arrangement of the same kinds of schedulers, each field of its type (W20)."""
         parts, values = self._parts(), _opaques(saved)
         if [part.path for part in parts] != list(values):
             return [
@@ -46,7 +48,8 @@ class SchedulerPart:
                     mend="attach as many schedulers as the state was captured from, in the same arrangement",
                 )
             ]
-        return [problem for part in parts for problem in part.problems(values[part.path])]
+        found = [problem for part in parts for problem in part.problems(values[part.path])]
+        return found or [problem for part in parts for problem in _field_problems(part, values[part.path])]
 
     def write(self, saved: Any) -> Undo:
         """Give each its state; if one refuses, all have the states that they had."""
@@ -67,6 +70,15 @@ class SchedulerPart:
     def kinds(self) -> list[str]:
         """The classes, for the resume contract."""
         return [kind_of(part.target) for part in self._parts()]
+
+
+def _field_problems(part: ObjectPart, saved: Opaque) -> list[TrainfoldError]:
+    present, kind = part.target.state_dict(), kind_of(part.target)
+    if not isinstance(present, Mapping):
+        return []
+    if not isinstance(saved.value, Mapping):
+        return [wrong_kind(part.path, f"the fields of a {kind}", saved.value)]
+    return field_problems(saved.value, present, part.path, is_torchs=kind.startswith("torch."))
 
 
 def check_schedulers(schedulers: Any) -> Any:

@@ -9,9 +9,10 @@ from typing import Any, final
 import torch
 
 from trainfold.adapters.components.component import Stateful
-from trainfold.adapters.live.facts import Look, path_of, token_of_value, values_in
+from trainfold.adapters.live.facts import Look, lengths_in, path_of, token_of_value, values_in
 from trainfold.adapters.loaders.feed import generators_of
 from trainfold.core.audit import (
+    LENGTH,
     MODE,
     NUMBER,
     TEXT,
@@ -177,6 +178,7 @@ class _Saved:
         self._named: set[tuple[str, str]] = set()
         self._values: dict[str, set[str]] = {}
         self._free: set[str] = set()
+        self._lengths: set[tuple[str, str]] = set()
         parts = {"optimizer": state.optimizer, "scheduler": state.scheduler, "loader": state.dataset, **state.extra}
         for name, part in parts.items():
             held = _bare(part)
@@ -188,14 +190,17 @@ class _Saved:
                     self._named.add((key.strip("_"), repr(value)))
                     if name != "loader":  # the numbers of a position are ours
                         self._values.setdefault(name, set()).add(repr(value))
-                    if not isinstance(held, dict) or name == "module_extra_state":
+                    if not isinstance(held, dict) or name.endswith(("_extra_state", "_own_state")):
                         self._free.add(repr(value))
+            self._lengths |= {(key.strip("_"), str(length)) for key, length in lengths_in(held)}
 
     def has(self, path: str, fact: Fact, token: str | None) -> bool:
         """Whether what is at a path is saved: the same bits of a tensor or a generator; a number under its name, or by its object."""
-        if fact.kind not in (NUMBER, TEXT):
+        if fact.kind not in (NUMBER, TEXT, LENGTH):
             return token in self._tokens
         root, name = path.split(".", maxsplit=1)[0].split("[", maxsplit=1)[0], path.rpartition(".")[2].split("[")[0]
+        if fact.kind == LENGTH:
+            return (name.strip("_"), fact.value) in self._lengths
         known = (name.strip("_"), fact.value) in self._named or fact.value in self._values.get(root, ())
         return known or fact.value in self._free
 

@@ -283,6 +283,17 @@ def values_in(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, tree
 
 
+def lengths_in(tree: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """The length of each list of a captured tree, with the last key that leads to it."""
+    if isinstance(tree, dict):
+        for key, child in tree.items():
+            yield from lengths_in(child, str(key))
+    elif isinstance(tree, tuple | list):
+        yield name, len(tree)
+        for child in tree if token_of_value(tree) is None else ():
+            yield from lengths_in(child, name)
+
+
 def attributes_only(value: Any) -> bool:
     """Whether a callable object is an instance of a class, and no function."""
     return type(value).__module__ not in ("builtins", "functools")

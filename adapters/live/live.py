@@ -11,6 +11,7 @@ from trainfold.adapters.components.component import ObjectPart, Part, Stateful, 
 from trainfold.adapters.components.held_optimizers import Attached
 from trainfold.adapters.components.module import ModulePart, lent_module
 from trainfold.adapters.components.optimizer import OptimizerPart
+from trainfold.adapters.components.own_modules import OwnModulePart, own_module_parts
 from trainfold.adapters.components.rng_streams import RngPart, bound_device, preserved_rng
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
 from trainfold.adapters.components.sharded import check_whole, wheres
@@ -18,7 +19,7 @@ from trainfold.adapters.live.audit import Audit
 from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.open_window import Boundary
 from trainfold.adapters.live.recorder import Recorder, check_values
-from trainfold.adapters.live.restore import CountersPart, extra_state_parts, refusals, write_all
+from trainfold.adapters.live.restore import CountersPart, refusals, write_all
 from trainfold.adapters.live.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
 from trainfold.adapters.live.swapped import SwapProbe
 from trainfold.adapters.live.unattached import StepWatch
@@ -117,14 +118,15 @@ class Live:
         self._pending: dict[str, Any] = {}
         self._taken = 0  # batches handed out since the last optimizer step
         self.recorder: Recorder | None = None  # of a rehearsal: given by a manager that was made in one
-        self._implied = extra_state_parts(model)
+        modules = {"model": model, **self._extra}
+        self._implied = {name: own_module_parts(name, each) for name, each in modules.items()}
         self._as_attached = Attached()
         components_of(TrainState(extra=self._extra))  # checks the names
-        for name in self._implied.keys() & self._extra.keys():
+        for name in set(self._of_modules) & self._extra.keys():
             raise InvalidArgument(
                 f"extra[{name!r}]",
                 expected="another name",
-                found="that of the states which modules of this model declare with get_extra_state",
+                found="that of the states which attached modules say themselves",
                 mend="choose another name",
             )
         optimizers = {
@@ -171,7 +173,7 @@ class Live:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the components beside the built-in ones, registered or pending."""
-        return (*self._extra, *self._implied, *self._pending)
+        return (*self._extra, *self._of_modules, *self._pending)
 
     @property
     def pending(self) -> tuple[str, ...]:
@@ -328,7 +330,7 @@ class Live:
         assert isinstance(rng, RngPart)
         others = {name: part.capture() for name, part in parts.items() if not isinstance(part, ModulePart)}
         streams = rng.read()  # last, because the user's objects may draw to say what they hold
-        if any(isinstance(part, ObjectPart | TreePart) for part in parts.values()):
+        if any(isinstance(part, ObjectPart | TreePart | OwnModulePart) for part in parts.values()):
             named = self._named()  # code of the user's has run, and may have put other tensors into the modules
         lent = {name: lent_module(named[name]) if name in named else others[name] for name in parts}
         return Lent(self._state_of(lent), named, streams)
@@ -394,14 +396,16 @@ class Live:
             raise InvalidArgument("register.name", expected="a new name", found=name, mend="choose another name")
         components_of(TrainState(extra={name: target}))
         check_whole([(f"register({name!r})", target)])
-        part = self._part(name, target, _names(named))
-        if name in self._pending:
-            reasons = part.problems(self._pending[name])
-            if reasons:
-                raise RestoreRefused(f"live.register({name!r})", tuple(reasons))
-            write_all({name: part}, self._pending)
-            del self._pending[name]
+        implied = own_module_parts(name, target)
+        parts = {name: self._part(name, target, _names(named)), **implied}
+        owed = {each: part for each, part in parts.items() if each in self._pending}
+        reasons = [reason for each, part in owed.items() for reason in part.problems(self._pending[each])]
+        if reasons:
+            raise RestoreRefused(f"live.register({name!r})", tuple(reasons))
+        write_all(owed, self._pending)
+        self._pending = {each: held for each, held in self._pending.items() if each not in owed}
         self._extra[name] = target
+        self._implied[name] = implied
         self._boundary.watch(name, target)
         self._steps_of_others.forget()
         self._audit.attach(name, target)
@@ -483,6 +487,11 @@ class Live:
         found = {"model": self._model, "optimizer": self._optimizer, **self._extra}
         return {name: target for name, target in found.items() if target is not None}
 
+    @property
+    def _of_modules(self) -> dict[str, OwnModulePart]:
+        """What attached modules say themselves, by component."""
+        return {name: part for own in self._implied.values() for name, part in own.items()}
+
     def _schedulers(self) -> list[Any]:
         return [] if self._scheduler is None else tree.leaves(self._scheduler.schedulers)
 
@@ -501,7 +510,6 @@ class Live:
         """The components, in the order in which they are written: what may refuse comes first, random streams last."""
         names = _names(named)
         extras = {name: self._part(name, target, names) for name, target in self._extra.items()}
-        extras.update(self._implied)
         parts: dict[str, Part] = {n: part for n, part in extras.items() if isinstance(part, ObjectPart | TreePart)}
         if self._scheduler is not None:
             parts["scheduler"] = self._scheduler
@@ -510,8 +518,12 @@ class Live:
         if self._optimizer is not None:
             extras = {"optimizer": self._part("optimizer", self._optimizer, names), **extras}
         parts.update({n: part for n, part in extras.items() if isinstance(part, OptimizerPart) and part.has_own_way})
+        extras["model"] = ModulePart(self._model)
+        for name, own in self._implied.items():
+            if own:  # what a module says itself comes after its weights, and may be refused
+                parts[name] = ModulePart({"model": self._model, **self._extra}[name], name, can_undo=True)
+                parts.update(own)
         parts.update({n: part for n, part in extras.items() if n not in parts})
-        parts["model"] = ModulePart(self._model)
         parts["trainer"] = CountersPart(lambda: self.progress, self._set_progress)
         parts["rng"] = RngPart(bound_device(list(named["model"].params.values())))
         return parts

@@ -4,19 +4,16 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, final
 
 import attrs
-import torch
 
-from trainfold.adapters.components.component import Part, TreePart, Undo, nothing
+from trainfold.adapters.components.component import Part, Undo, nothing
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.core.errors import InvalidArgument, InvalidState, RestoreRefused, TrainfoldError
-from trainfold.core.names import canonical_name
-from trainfold.core.state import Opaque, Progress, make_progress
+from trainfold.core.state import Progress, make_progress
 
 _DEPENDS = {
     "scheduler": ("optimizer", "the learning rate that it has set is in the optimizer's param groups (B04)"),
     "dataset": ("trainer", "a position is restored for a run that goes on, with its counters (G10)"),
 }
-EXTRA_STATE = "module_extra_state"
 
 
 def refusals(
@@ -110,24 +107,3 @@ class CountersPart:
         """Set them."""
         self.set(saved)
         return nothing
-
-
-def extra_state_parts(model: torch.nn.Module) -> dict[str, TreePart]:
-    """A component for the opaque states that modules of this model declare with ``get_extra_state`` (B18), if any do."""
-    plain = torch.nn.Module.get_extra_state
-    owners = {
-        canonical_name(f"{name}._")[:-2] if name else "": module
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not plain
-    }
-    if not owners:
-        return {}
-
-    def get() -> Opaque:
-        return Opaque({name: module.get_extra_state() for name, module in owners.items()})
-
-    def put(saved: Opaque) -> None:
-        for name, module in owners.items():
-            module.set_extra_state(saved.value[name])
-
-    return {EXTRA_STATE: TreePart(get, put, EXTRA_STATE)}
