@@ -1,12 +1,14 @@
 """The interpreter of a `ResumePlan`: it reads what the plan says into fresh memory, and decides nothing."""
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
+from trainfold.backends.header_check import HeaderCheck
 from trainfold.backends.native_reader import ReadRequest, fresh_tensor, read_tensors
 from trainfold.backends.protocols import Store
 from trainfold.core import tree
@@ -43,18 +45,19 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
         The resumed state.
 
     Raises:
-        CheckpointDamaged: if bytes that are used have another digest.
+        CheckpointDamaged: if bytes that are used have another digest, or the header of their file is not the one that was written.
         CheckpointTorn: if a file ends too early.
         CheckpointHostile: if the saved data position is one that cannot be (G02).
     """
     mine = components_of(like)
+    headers = HeaderCheck(store, plan.checkpoint, plan.manifest)
     found: dict[str, Any] = {}
     for action in plan.actions:
         if action.verb in ("keep", "reset"):
             if action.name in mine:
                 found[action.name] = mine[action.name]
         else:
-            found[action.name] = _component(plan, action, mine, store)
+            found[action.name] = _component(plan, action, mine, store, headers)
             _check_position(found[action.name], f"{plan.run}/{plan.checkpoint}")
     state = state_of(found).evolve(contract={**run_contract(like.contract), **plan.contract})
     return _with_fresh_masters(state, {action.name: action.verb for action in plan.actions})
@@ -86,7 +89,9 @@ def _with_fresh_masters(state: TrainState, verbs: Mapping[str, str]) -> TrainSta
     return state
 
 
-def _component(plan: ResumePlan, action: ComponentAction, mine: Mapping[str, Any], store: Store) -> Any:
+def _component(
+    plan: ResumePlan, action: ComponentAction, mine: Mapping[str, Any], store: Store, headers: HeaderCheck
+) -> Any:
     saved = plan.manifest.component(action.name)
     assert saved is not None  # the plan names only components that are saved
     records, node = saved.tensors[action.part], saved.nodes[action.part]
@@ -96,11 +101,12 @@ def _component(plan: ResumePlan, action: ComponentAction, mine: Mapping[str, Any
     needed = set(at) if action.verb == "adopt" else set(at) & set(targets)
     indices = sorted({at[path].tensor for path in needed if at[path].tensor is not None and path not in action.kept})  # type: ignore[type-var]
     first_path = {at[path].tensor: path for path in reversed(list(at)) if path in needed}
-    place = f"{plan.checkpoint}"
+    chosen = [records[index] for index in indices if index is not None]
+    wants = [targets.get(first_path[index]) for index in indices]
+    headers.check(chain.from_iterable(map(_files_of, chosen, wants)))
     loaded: dict[int | None, Any] = dict(
-        zip(indices, _read(store, place, plan.manifest, [records[i] for i in indices if i is not None],  # noqa: B905
-                           [targets.get(first_path[i]) for i in indices]))
-    )  # fmt: skip
+        zip(indices, _read(store, plan.checkpoint, plan.manifest, chosen, wants), strict=True)
+    )
 
     def take(index: int, path: str, *, as_numpy: bool) -> Any:
         value = loaded[index]
@@ -155,12 +161,10 @@ def _request(directory: str, manifest: Manifest, record: TensorRecord, which: in
 
 
 def _assemble(store: Store, directory: str, manifest: Manifest, record: TensorRecord, target: Any) -> torch.Tensor:
-    box: Box = tuple((0, size) for size in record.shape)
-    if isinstance(target, Shard):
-        box = tuple((start, start + size) for start, size in zip(target.starts, target.tensor.shape, strict=True))
+    box = _box_of(record, target)
     where = f"{store.url}/{directory} {record.path}"
     out = fresh_tensor(tuple(stop - start for start, stop in box), record.dtype, where)
-    used = [i for i, shard in enumerate(record.shards) if intersect(shard.box, box) is not None or not record.shape]
+    used = _used(record, box)
     pieces = read_tensors(store, [_request(directory, manifest, record, i) for i in used])
     for i, piece in zip(used, pieces, strict=True):
         common = intersect(record.shards[i].box, box) or ()
@@ -168,6 +172,24 @@ def _assemble(store: Store, directory: str, manifest: Manifest, record: TensorRe
         place = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, box, strict=True))
         out[place] = piece[source]
     return out
+
+
+def _box_of(record: TensorRecord, target: Any) -> Box:
+    """The part of a tensor that a target wants."""
+    if isinstance(target, Shard):
+        return tuple((start, start + size) for start, size in zip(target.starts, target.tensor.shape, strict=True))
+    return tuple((0, size) for size in record.shape)
+
+
+def _used(record: TensorRecord, box: Box) -> list[int]:
+    return [i for i, shard in enumerate(record.shards) if intersect(shard.box, box) is not None or not record.shape]
+
+
+def _files_of(record: TensorRecord, target: Any) -> list[int]:
+    """The files in which the bytes are that a target wants."""
+    if len(record.shards) == 1 and not isinstance(target, Shard):
+        return [record.shards[0].file]
+    return [record.shards[i].file for i in _used(record, _box_of(record, target))]
 
 
 def _onto(value: torch.Tensor, target: Any) -> torch.Tensor:

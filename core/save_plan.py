@@ -16,11 +16,13 @@ from trainfold.core.codec import STORED, size_bytes, stored_shape
 from trainfold.core.collecting import without_collecting
 from trainfold.core.description import Described
 from trainfold.core.errors import InvalidArgument, RanksDisagree
+from trainfold.core.manifest import Manifest
 from trainfold.core.replicas import belongs_to_rank
 from trainfold.core.scalars import Json, canonical_json
 from trainfold.core.spec import Box, LeafSpec
 
 ALIGNMENT_BYTES = 4096
+_LENGTH_BYTES = 8  # before the header's text
 DIRECTORY = re.compile(r"step-(\d{8,18})")
 MANIFEST = "manifest.json"
 _DATA_FILE = re.compile(r"\w+-\d{5,}-of-\d{5,}(\.r\d+)?\.safetensors")
@@ -273,24 +275,63 @@ def _pieces(path: str, specs: list[LeafSpec]) -> list[tuple[str, LeafSpec, Box, 
 def _file(name: str, component: str, rank: int, held: list[tuple[str, LeafSpec, Box]]) -> FilePlan:
     # Wide dtypes first: with no gaps allowed between tensors, this alone keeps each one aligned to its item size.
     held = sorted(held, key=lambda piece: -STORED[piece[1].dtype].itemsize)
-    header: dict[str, Json] = {"__metadata__": {"format": "pt", "trainfold": component}}
     offset = 0
     spans = []
     for path, spec, box in held:
         shape, stored, listed, nbytes = _layout(spec.dtype, box)
         end = offset + nbytes
-        key = storage_key(path)
-        header[path if key in header else key] = {"dtype": stored, "shape": listed, "data_offsets": [offset, end]}
-        spans.append((path, spec.dtype, stored, shape, offset, end, box))
+        spans.append((path, spec.dtype, stored, shape, listed, offset, end, box))
         offset = end
-    text = canonical_json(header)
-    text += b" " * (-(8 + len(text)) % ALIGNMENT_BYTES)
-    base = 8 + len(text)
+    header = _header(
+        component, ((path, stored, listed, start, end) for path, _, stored, _, listed, start, end, _ in spans)
+    )
+    base = len(header)
     placements = tuple(
         TensorPlacement(path, dtype, stored_name, shape, base + start, base + stop, box)
-        for path, dtype, stored_name, shape, start, stop, box in spans
+        for path, dtype, stored_name, shape, _, start, stop, box in spans
     )
-    return FilePlan(name, component, rank, len(text).to_bytes(8, "little") + text, base + offset, placements)
+    return FilePlan(name, component, rank, header, base + offset, placements)
+
+
+def _header(component: str, spans: Iterable[tuple[str, str, list[int], int, int]]) -> bytes:
+    """The first bytes of a file: path, stored dtype, listed shape, start and stop of each tensor, in the order of the bytes."""
+    header: dict[str, Json] = {"__metadata__": {"format": "pt", "trainfold": component}}
+    for path, stored, listed, start, stop in spans:
+        key = storage_key(path)
+        header[path if key in header else key] = {"dtype": stored, "shape": listed, "data_offsets": [start, stop]}
+    text = canonical_json(header)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def header_of(manifest: Manifest, index: int) -> bytes | None:
+    """The header that a save writes into a file, made again from what the manifest says of it; None for a file without tensors.
+
+    Law: for each file of a plan it is the plan's header. So the bytes of a header, spare ones included, can be compared at a load, which
+    reads no other byte that it does not use.
+
+    Args:
+        manifest: the checkpoint's.
+        index: of the file in it.
+    """
+    file = manifest.files[index]
+    component = manifest.component(file.component)
+    found = [
+        (shard.start, shard.stop, record.path, record.dtype, shard.box)
+        for table in (() if component is None else component.tensors)
+        for record in table
+        for shard in record.shards
+        if shard.file == index
+    ]
+    # empty tensors may share a start: then the wider ones come first, and else the order of the table, as `_file` has them
+    found.sort(key=lambda piece: (piece[0], piece[1], -STORED[piece[3]].itemsize))
+    if not found:
+        return None
+    base = found[0][0]
+    return _header(
+        file.component,
+        ((path, *_layout(dtype, box)[1:3], start - base, stop - base) for start, stop, path, dtype, box in found),
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -68,19 +68,14 @@ def header_bytes(saved, name):
 def test_no_changed_byte_is_loaded_in_silence(saved, name, how):
     """C04, C07, V03: the older checkpoint is taken with a warning, or the resume is refused; by its number it is always refused.
 
-    The names and places of tensors that a data file has of itself, for other readers, are not read by a resume, which
-    goes by the manifest; the next test is about them.
+    So it is with the names and places of tensors that a data file has of itself, for other readers, and with the spaces behind them.
     """
     older, newest = digest_of_state(state_of(1)), digest_of_state(state_of(2))
     assert outcome(saved) == (newest, 0)
-    used, fell_back, refused, unread = header_bytes(saved, name), 0, 0, 0
+    fell_back, refused = 0, 0
     for at in positions(saved, name, how):
         files = changed(saved, name, at, how)
         found, told = outcome(files)
-        if 8 <= at < used:
-            assert (found, told) == (newest, 0), f"byte {at}: {found}"
-            unread += 1
-            continue
         assert found != newest, f"byte {at} is changed, and nobody sees it"
         if found == older:
             assert told, f"byte {at}: an older checkpoint is taken without a word"
@@ -90,7 +85,7 @@ def test_no_changed_byte_is_loaded_in_silence(saved, name, how):
             refused += 1
         by_number, _ = outcome(files, step=2) if IS_SOAK or at % 5 == 0 else ("not asked", 0)
         assert len(by_number) < 32, f"byte {at}: asked for by its number, it is loaded: {by_number}"
-    say(f"{name}, {how}: {fell_back} fell back, {refused} refused, {unread} not read by a resume")
+    say(f"{name}, {how}: {fell_back} fell back, {refused} refused")
 
 
 @pytest.mark.parametrize("how", CHANGES)

@@ -1,0 +1,61 @@
+"""`HeaderCheck`: whether the headers of the files that a load reads are those that were written, byte by byte."""
+
+from collections.abc import Iterable
+from typing import Final, final
+
+import xxhash
+
+from trainfold.backends.protocols import Store
+from trainfold.core.codec import DIGEST_PREFIX
+from trainfold.core.errors import CheckpointDamaged
+from trainfold.core.manifest import Manifest
+from trainfold.core.save_plan import header_of
+
+_CHUNK_BYTES: Final = 16 << 20
+
+
+@final
+class HeaderCheck:
+    """Compares each header once with the one that the manifest implies; a load itself goes by the manifest and believes no header.
+
+    A header that differs may come from another writer of the format, which is free in its spaces and the order of its keys. Then the whole
+    file is read and compared with its digest, which decides.
+
+    Args:
+        store: the run.
+        directory: the checkpoint's.
+        manifest: its proved manifest.
+    """
+
+    def __init__(self, store: Store, directory: str, manifest: Manifest) -> None:
+        self._store = store
+        self._directory = directory
+        self._manifest = manifest
+        self._checked: set[int] = set()
+
+    def check(self, files: Iterable[int]) -> None:
+        """Check these files of the manifest, by index.
+
+        Raises:
+            CheckpointDamaged: if the bytes of a header are not those that were written.
+        """
+        for index in sorted(set(files) - self._checked):
+            wanted = header_of(self._manifest, index)
+            name = f"{self._directory}/{self._manifest.files[index].name}"
+            if wanted is not None and self._store.read(name, stop=len(wanted)) != wanted:
+                self._check_whole(name, index)
+            self._checked.add(index)
+
+    def _check_whole(self, name: str, index: int) -> None:
+        file = self._manifest.files[index]
+        digest = xxhash.xxh3_128()
+        for start in range(0, file.size_bytes, _CHUNK_BYTES):
+            digest.update(self._store.read(name, start=start, stop=min(start + _CHUNK_BYTES, file.size_bytes)))
+        found = DIGEST_PREFIX + digest.hexdigest()
+        if found != file.digest:
+            raise CheckpointDamaged(
+                f"{self._store.url}/{name}",
+                expected=f"the header that was written, or {file.digest}",
+                found=f"another header, and {found}",
+                mend="the bytes changed on disk or on the way: verify the run, and load another checkpoint",
+            )

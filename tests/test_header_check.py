@@ -1,0 +1,102 @@
+"""The header of a data file: a load finds a change in it, made again from the manifest, and reads other writers' headers by the file's digest."""
+
+import json
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainfold.backends.inventory import read_manifest
+from trainfold.backends.local import LocalStore
+from trainfold.backends.memory import MemoryStore
+from trainfold.backends.runs import load, save
+from trainfold.core.codec import digest_of
+from trainfold.core.description import describe
+from trainfold.core.errors import CheckpointDamaged
+from trainfold.core.manifest import encode_manifest
+from trainfold.core.save_plan import header_of, plan_save
+from trainfold.core.state import Progress, TrainState
+from trainfold.properties import strategies
+
+ROOT = Path(__file__).parent
+
+
+@given(
+    st.dictionaries(st.text(max_size=4), strategies.tensors(), max_size=5),
+    st.dictionaries(st.text(max_size=4), strategies.tensors(), max_size=3),
+)
+@settings(deadline=None)
+def test_the_header_that_the_manifest_implies_is_the_one_that_was_written(one, other):
+    """Law: whatever dtypes, empty tensors and names there are."""
+    store = MemoryStore()
+    state = TrainState(trainer=Progress(step=1), extra={"one": one, "other": other})
+    save(state, store)
+    manifest = read_manifest(store, "step-00000001")
+    for index, file in enumerate(manifest.files):
+        header = header_of(manifest, index)
+        assert header is not None
+        assert store.read(f"step-00000001/{file.name}", stop=len(header)) == header
+    plans = plan_save(
+        [{name: describe(part, name)[0] for name, part in (("one", one), ("other", other))}], step=1, revision=0
+    ).files
+    assert {plan.name: plan.header for plan in plans} == {
+        file.name: header_of(manifest, index) for index, file in enumerate(manifest.files)
+    }
+
+
+def test_headers_of_checkpoints_of_every_version_are_the_ones_that_are_implied():
+    """Old bytes: else each load of theirs would read whole files."""
+    runs = sorted((ROOT / "compat").glob("v*/run"))
+    assert runs
+    for run in runs:
+        store = LocalStore(run)
+        for name in (each for each in store.list() if each.startswith("step-")):
+            manifest = read_manifest(store, name)
+            for index, file in enumerate(manifest.files):
+                header = header_of(manifest, index)
+                assert header is not None
+                assert store.read(f"{name}/{file.name}", stop=len(header)) == header
+
+
+def saved(tmp_path):
+    state = TrainState(
+        trainer=Progress(step=1), extra={"w": {"a": torch.ones(5), "b": torch.ones(2)}, "v": torch.zeros(2)}
+    )
+    save(state, tmp_path)
+    return state, next((tmp_path / "step-00000001").glob("w-*"))
+
+
+@pytest.mark.parametrize("at", [8, 20, 100, -200, -1])
+def test_a_flipped_bit_in_a_header_is_found_by_a_load(at, tmp_path):
+    """C07: in a name, an offset, and in the spaces behind them."""
+    state, file = saved(tmp_path)
+    data = bytearray(file.read_bytes())
+    size = 8 + int.from_bytes(data[:8], "little")
+    data[at if at > 0 else size + at] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match=r"w-00000.*another header"):
+        load(tmp_path, like=state, step=1)
+    found = load(tmp_path, like=state, step=1, components=["v", "trainer"])
+    assert found.trainer.step == 1
+
+
+def test_a_header_of_another_writer_is_read_where_the_files_digest_fits(tmp_path):
+    """The format is open: keys in another order, and other spaces, are nobody's fault."""
+    state, file = saved(tmp_path)
+    data = file.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    document = json.loads(data[8:size])
+    text = json.dumps({key: document[key] for key in reversed(document)}, separators=(", ", ": ")).encode()
+    file.write_bytes(data[:8] + text + b" " * (size - 8 - len(text)) + data[size:])
+    path = tmp_path / "step-00000001" / "manifest.json"
+    store = LocalStore(tmp_path)
+    manifest = read_manifest(store, "step-00000001")
+    files = tuple(
+        attrs.evolve(each, digest=digest_of(file.read_bytes())) if each.name == file.name else each
+        for each in manifest.files
+    )
+    path.write_bytes(encode_manifest(attrs.evolve(manifest, files=files)))
+    assert load(tmp_path, like=state).extra["w"]["a"].tolist() == [1.0] * 5
