@@ -7,19 +7,21 @@ import xxhash
 
 from trainfold.backends.protocols import Store
 from trainfold.core.codec import DIGEST_PREFIX
-from trainfold.core.errors import CheckpointDamaged
+from trainfold.core.errors import CheckpointDamaged, TrainfoldError
 from trainfold.core.manifest import Manifest
 from trainfold.core.save_plan import header_of
+from trainfold.core.strict import strict_json
 
 _CHUNK_BYTES: Final = 16 << 20
+_LENGTH_BYTES: Final = 8
 
 
 @final
 class HeaderCheck:
     """Compares each header once with the one that the manifest implies; a load itself goes by the manifest and believes no header.
 
-    A header that differs may come from another writer of the format, which is free in its spaces and the order of its keys. Then the whole
-    file is read and compared with its digest, which decides.
+    A header that says the same in other bytes may come from another writer of the format, which is free in its spaces and the order of its
+    keys. Then the whole file is read and compared with its digest, which decides. One that says something else is refused unread.
 
     Args:
         store: the run.
@@ -42,7 +44,9 @@ class HeaderCheck:
         for index in sorted(set(files) - self._checked):
             wanted = header_of(self._manifest, index)
             name = f"{self._directory}/{self._manifest.files[index].name}"
-            if wanted is not None and self._store.read(name, stop=len(wanted)) != wanted:
+            if wanted is not None and (found := self._store.read(name, stop=len(wanted))) != wanted:
+                if not _says_the_same(found, wanted):
+                    raise self._damaged(name, "the header that was written", "another one")
                 self._check_whole(name, index)
             self._checked.add(index)
 
@@ -53,9 +57,17 @@ class HeaderCheck:
             digest.update(self._store.read(name, start=start, stop=min(start + _CHUNK_BYTES, file.size_bytes)))
         found = DIGEST_PREFIX + digest.hexdigest()
         if found != file.digest:
-            raise CheckpointDamaged(
-                f"{self._store.url}/{name}",
-                expected=f"the header that was written, or {file.digest}",
-                found=f"another header, and {found}",
-                mend="the bytes changed on disk or on the way: verify the run, and load another checkpoint",
-            )
+            raise self._damaged(name, f"the header that was written, or {file.digest}", f"another header, and {found}")
+
+    def _damaged(self, name: str, expected: str, found: str) -> CheckpointDamaged:
+        mend = "the bytes changed on disk or on the way: verify the run, and load another checkpoint"
+        return CheckpointDamaged(f"{self._store.url}/{name}: its header", expected=expected, found=found, mend=mend)
+
+
+def _says_the_same(found: bytes, wanted: bytes) -> bool:
+    try:
+        return found[:_LENGTH_BYTES] == wanted[:_LENGTH_BYTES] and strict_json(
+            found[_LENGTH_BYTES:], ""
+        ) == strict_json(wanted[_LENGTH_BYTES:], "")
+    except TrainfoldError:
+        return False

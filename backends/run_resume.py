@@ -103,10 +103,12 @@ def _component(
     first_path = {at[path].tensor: path for path in reversed(list(at)) if path in needed}
     chosen = [records[index] for index in indices if index is not None]
     wants = [targets.get(first_path[index]) for index in indices]
-    headers.check(chain.from_iterable(map(_files_of, chosen, wants)))
     loaded: dict[int | None, Any] = dict(
         zip(indices, _read(store, plan.checkpoint, plan.manifest, chosen, wants), strict=True)
     )
+    headers.check(
+        chain.from_iterable(map(_files_of, chosen, wants))
+    )  # afterwards: what cannot fit into memory is refused by then
 
     def take(index: int, path: str, *, as_numpy: bool) -> Any:
         value = loaded[index]

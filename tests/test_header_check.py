@@ -69,6 +69,16 @@ def saved(tmp_path):
     return state, next((tmp_path / "step-00000001").glob("w-*"))
 
 
+def test_a_header_of_other_bytes_that_says_the_same_is_damage_where_the_files_digest_does_not_fit(tmp_path):
+    """A tab among the spaces at its end."""
+    state, file = saved(tmp_path)
+    data = bytearray(file.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little") - 1] = ord("\t")
+    file.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match=r"w-00000.*its header.*xxh3"):
+        load(tmp_path, like=state, step=1)
+
+
 @pytest.mark.parametrize("at", [8, 20, 100, -200, -1])
 def test_a_flipped_bit_in_a_header_is_found_by_a_load(at, tmp_path):
     """C07: in a name, an offset, and in the spaces behind them."""
@@ -77,7 +87,7 @@ def test_a_flipped_bit_in_a_header_is_found_by_a_load(at, tmp_path):
     size = 8 + int.from_bytes(data[:8], "little")
     data[at if at > 0 else size + at] ^= 4
     file.write_bytes(data)
-    with pytest.raises(CheckpointDamaged, match=r"w-00000.*another header"):
+    with pytest.raises(CheckpointDamaged, match=r"w-00000.*its header.*another"):
         load(tmp_path, like=state, step=1)
     found = load(tmp_path, like=state, step=1, components=["v", "trainer"])
     assert found.trainer.step == 1
