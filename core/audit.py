@@ -18,7 +18,7 @@ NUMBER: Final = "a number"
 TEXT: Final = "a text"
 TENSOR: Final = "a tensor"
 BUFFER: Final = "a non-persistent buffer"
-LENGTH: Final = "the length of a list"
+LENGTH: Final = "a list"
 GENERATOR: Final = "a random generator"
 MODE: Final = "a mode (train or eval)"
 _CONSTANT: Final = frozenset({NOTHING})
@@ -182,8 +182,7 @@ def not_restored(contract: Mapping[str, object], loaded: Collection[str]) -> dic
         >>> not_restored(contract, ["model", "trainer"])
         {'model.p': 'a number'}
     """
-    roots = {"loader": "dataset", "...": next(iter(loaded), "")}
-    return {path: what for path, what in unsaved_of(contract).items() if roots.get(_root(path), _root(path)) in loaded}
+    return {path: what for path, what in unsaved_of(contract).items() if component_of(path) in (*loaded, "...")}
 
 
 def not_restored_text(named: Mapping[str, str], *, checkpoint: str) -> str:
@@ -204,8 +203,15 @@ def not_restored_text(named: Mapping[str, str], *, checkpoint: str) -> str:
     return "\n".join([head, *_lines(named)])
 
 
-def _root(path: str) -> str:
-    return path if path == "..." else re.split(r"[.\[]", path, maxsplit=1)[0]
+def component_of(path: str) -> str:
+    """The component that an attribute belongs to.
+
+    Examples:
+        >>> component_of("model.drop.p"), component_of("scheduler[0].n"), component_of("loader.dataset.rng")
+        ('model', 'scheduler', 'dataset')
+    """
+    root = path if path == "..." else re.split(r"[.\[]", path, maxsplit=1)[0]
+    return "dataset" if root == "loader" else root
 
 
 def _lines(named: Mapping[str, str]) -> list[str]:

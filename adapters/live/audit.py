@@ -19,9 +19,11 @@ from trainfold.core.audit import (
     Fact,
     attributes_of,
     changed,
+    component_of,
     hidden_state_text,
     listed,
 )
+from trainfold.core.components import BUILTIN_COMPONENTS, select
 from trainfold.core.errors import HiddenState, HiddenStateRefused, InvalidArgument
 from trainfold.core.names import named_tensors
 from trainfold.core.scalars import shown
@@ -79,12 +81,13 @@ class Audit:
         if self._modes is None:
             self._modes = self._modes_now()
 
-    def check(self, state: TrainState, step: int) -> None:
+    def check(self, state: TrainState, step: int, chosen: Collection[str] | None = None) -> None:
         """Look, if it is time to, at a run that is being saved.
 
         Args:
             state: what is saved.
             step: the run's.
+            chosen: the components that are saved; None for all. What is left out on purpose is not named.
 
         Raises:
             HiddenStateRefused: where the run was attached with ``strict=True``: at this save and at each one after it.
@@ -94,18 +97,18 @@ class Audit:
             self._saves += 1
             if self._saves == self._next:
                 self._next *= 2
-                self._name_new(state, step)
+                self._name_new(state if chosen is None else select(state, _known(chosen, state)), step, chosen)
         if self._is_strict and self._named:
             raise HiddenStateRefused(
                 "live",
                 expected="every state that changes with training in a component (strict=True)",
-                found=hidden_state_text(self._named, step=step),
+                found=f"{hidden_state_text(self._named, step=step)}\n",
                 mend="save it, or accept it by name; nothing was written",
             )
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _name_new(self, state: TrainState, step: int) -> None:
+    def _name_new(self, state: TrainState, step: int, chosen: Collection[str] | None) -> None:
         look = self._looked()
         found = changed(self._before, look.facts)
         self._before = dict(look.facts)
@@ -113,6 +116,8 @@ class Audit:
             saved = _Saved(state)
             found = {path: each for path, each in found.items() if not saved.has(path, each, look.tokens.get(path))}
         found |= self._changed_modes()
+        if chosen is not None:
+            found = {path: each for path, each in found.items() if component_of(path) in chosen}
         named = attributes_of(found, accepted=self._accepted)
         new = {path: what for path, what in named.items() if path not in self._named}
         self._named |= new
@@ -179,16 +184,16 @@ class _Saved:
         self._values: dict[str, set[str]] = {}
         self._free: set[str] = set()
         self._lengths: set[tuple[str, str]] = set()
-        parts = {"optimizer": state.optimizer, "scheduler": state.scheduler, "loader": state.dataset, **state.extra}
+        parts = {"optimizer": state.optimizer, "scheduler": state.scheduler, "dataset": state.dataset, **state.extra}
         for name, part in parts.items():
             held = _bare(part)
             for key, value in values_in(held):
-                token = token_of_value(value) if _is_small(value) else None
+                token = token_of_value(value)
                 if token is not None:
                     self._tokens.add(token)
                 if isinstance(value, bool | int | float | str):
                     self._named.add((key.strip("_"), repr(value)))
-                    if name != "loader":  # the numbers of a position are ours
+                    if name != "dataset":  # the numbers of a position are ours
                         self._values.setdefault(name, set()).add(repr(value))
                     if not isinstance(held, dict) or name.endswith(("_extra_state", "_own_state")):
                         self._free.add(repr(value))
@@ -203,6 +208,11 @@ class _Saved:
             return (name.strip("_"), fact.value) in self._lengths
         known = (name.strip("_"), fact.value) in self._named or fact.value in self._values.get(root, ())
         return known or fact.value in self._free
+
+
+def _known(chosen: Collection[str], state: TrainState) -> list[str]:
+    """Those of the chosen components that a state may have."""
+    return [name for name in chosen if name in BUILTIN_COMPONENTS or name in state.extra]
 
 
 def _names_given(accepted: object) -> tuple[str, ...]:
@@ -232,10 +242,6 @@ def _bare(part: Any) -> Any:
     if isinstance(part, dict):
         return {key: _bare(child) for key, child in part.items()}
     return [_bare(child) for child in part] if type(part) is list else part
-
-
-def _is_small(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or value.numel() * value.element_size() <= 2**22
 
 
 def _says_all(target: Any) -> bool:

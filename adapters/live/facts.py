@@ -183,19 +183,13 @@ class Look:
             self.tokens[path] = digest
 
     def _digest(self, value: torch.Tensor) -> str | None:
-        """Of all of a tensor; of a large one, of elements all over it. None where the bytes of this look are used up."""
+        """None where the bytes of this look are used up."""
         size = value.numel() * value.element_size()
-        flat = value.detach().reshape(-1) if value.is_contiguous() else None
-        if size > _PIECE:
-            if flat is None:
-                return None
-            flat = flat[:: value.numel() // _SAMPLED].contiguous()
-            size = flat.numel() * flat.element_size()
+        size = size if size <= _PIECE or not value.is_contiguous() else _SAMPLED * value.element_size()
         if size > self._bytes:
             return None
         self._bytes -= size
-        whole = value.detach().reshape(-1) if flat is None else flat
-        return token_of_tensor(whole)
+        return token_of_tensor(value)
 
 
 def path_of(root: str, path: str) -> str:
@@ -211,11 +205,16 @@ def path_of(root: str, path: str) -> str:
 def token_of_tensor(value: torch.Tensor) -> str:
     """What the values of a tensor are recognised by: equal for equal bytes, and for equal words of a generator.
 
+    Of a large one only elements all over it are read.
+
     Examples:
         >>> token_of_tensor(torch.arange(700)) == token_of_tensor(torch.arange(624, dtype=torch.int32))
         True
     """
-    flat = value.detach().reshape(-1).cpu()
+    flat = value.detach().reshape(-1)
+    if flat.numel() * flat.element_size() > _PIECE:
+        flat = flat[:: flat.numel() // _SAMPLED]
+    flat = flat.cpu()
     if not flat.is_floating_point() and not flat.is_complex() and flat.element_size() > 1 and flat.numel() >= _WORDS:
         flat = flat[:_WORDS].to(torch.int64)
     return digest_of(flat.contiguous().view(torch.uint8).numpy().tobytes()) if flat.numel() else "empty"

@@ -498,7 +498,7 @@ class Live:
     def _state_of(self, captured: Mapping[str, Any]) -> TrainState:
         late = late_schedules(self._optimizer, lambda: _names(self._named()), self._script)
         state = state_of({**captured, **copied_containers(self._pending)})
-        self._audit.check(state, self._progress.step)
+        self._audit.check(state, self._progress.step, self._selection)
         return state.evolve(contract={**late, **self.contract()})
 
     def _named(self) -> dict[str, NamedTensors]:
