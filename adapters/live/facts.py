@@ -5,7 +5,7 @@ import random
 import sys
 from collections.abc import Iterator
 from functools import cache
-from time import monotonic
+from time import thread_time
 from typing import Any, Final, final
 
 import numpy as np
@@ -22,7 +22,7 @@ _OBJECTS: Final = 20_000  # in one look
 _BYTES: Final = 64 * 2**20  # of tensors, in one look
 _SAMPLED: Final = 4096  # elements of one that is larger than a piece
 _PIECE: Final = 2**22
-_SECS: Final = 0.5
+_SECS: Final = 0.5  # of this thread, so that other programs do not shorten a look
 _WORDS: Final = 624  # of a Mersenne twister
 _LONG: Final = 1000
 _KINDS: Final = {bool: NUMBER, int: NUMBER, float: NUMBER, complex: NUMBER, str: TEXT, type(None): NOTHING}
@@ -54,7 +54,7 @@ class Look:
         self._addresses = addresses
         self._bytes = _BYTES
         self._objects = _OBJECTS
-        self._deadline = monotonic() + _SECS
+        self._deadline = thread_time() + _SECS
         self._in_loader = self._trusts_states = False
 
     def module(self, root: str, module: torch.nn.Module) -> None:
@@ -96,7 +96,7 @@ class Look:
             if kind is not TEXT or len(value) < _LONG:
                 self.facts[path] = Fact(kind, repr(value), owner)
             return
-        if id(value) in self._seen or depth > _DEPTH or self._objects <= 0 or monotonic() > self._deadline:
+        if id(value) in self._seen or depth > _DEPTH or self._objects <= 0 or thread_time() > self._deadline:
             return
         self._seen[id(value)] = value
         self._objects -= 1
