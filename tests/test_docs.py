@@ -113,6 +113,17 @@ def test_links_between_files_lead_somewhere(root):
             assert target.startswith("https://") or (root / target).exists(), f"{page}: {target}"
 
 
+def test_each_test_that_a_page_names_exists(root):
+    """A page that says which test holds a line cannot outlive the test."""
+    pages = [root / "README.md", *(root / "docs").glob("*/*.md")]
+    named = {(page.name, name) for page in pages for name in re.findall(r"`(tests/[^`\s]+)`", page.read_text())}
+    assert named, "the page of what is exact names its tests"
+    for page, name in sorted(named):
+        file, _, test = name.partition("::")
+        assert (root / file).exists(), f"{page}: {name}"
+        assert not test or f"def {test}(" in (root / file).read_text(), f"{page}: {name}"
+
+
 def test_every_decision_has_a_number_a_status_and_its_four_parts(root):
     pages = sorted((root / "docs" / "adr").glob("0*.md"))
     numbers = [page.name[:4] for page in pages]
