@@ -15,6 +15,7 @@ from trainfold.core.compare import Findings, compare_component, compare_contract
 from trainfold.core.components import BUILTIN_COMPONENTS
 from trainfold.core.contract import step_contract
 from trainfold.core.errors import UnknownComponent
+from trainfold.core.given import nearest
 from trainfold.core.inventory import Inventory, Problem, lineage
 from trainfold.core.manifest import ComponentRecord, Manifest
 from trainfold.core.policy import Drift, contract_kind, verdict_of
@@ -188,7 +189,10 @@ def _check_names(manifest: Manifest, target: Target, request: Request) -> None:
     unknown = [name for name in (*(request.components or ()), *request.reset) if name not in known]
     if unknown:
         raise UnknownComponent(
-            "components", expected=f"names among {sorted(known)}", found=unknown, mend="correct the name"
+            "components",
+            expected=f"names among {sorted(known)}",
+            found=unknown,
+            mend=f"{nearest(unknown, sorted(known))}correct the name",
         )
 
 

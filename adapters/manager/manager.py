@@ -38,10 +38,11 @@ from trainfold.backends.rank_environment import world_given
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import step_of_state
 from trainfold.backends.together import on_rank_zero
+from trainfold.core.components import check_likely, validate_components
 from trainfold.core.contract import checked_contract
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text
 from trainfold.core.events import Event
-from trainfold.core.given import mapping_given, names_given
+from trainfold.core.given import mapping_given
 from trainfold.core.policy import check_policy
 from trainfold.core.retention import Retention
 from trainfold.core.save_due import Verdict, make_triggers
@@ -95,6 +96,7 @@ class CheckpointManager:
 
     Raises:
         InvalidArgument: for an argument that cannot be; nothing was touched.
+        UnknownComponent: for a name in ``components`` that is all but that of a built-in one.
         UnsupportedLeaf: for a value of the contract that has no exact form.
         CheckpointForeign: if the place holds something else than a run; nothing is written there.
         RunLocked: if another process saves into this run.
@@ -157,7 +159,7 @@ class CheckpointManager:
             retention = retention_given(keep_last, keep)
             left_behind = None if keep_left_behind is None else policy_given("keep_left_behind", keep_left_behind)
             room = room_given(max_extra_bytes)
-            names = names_given(components)
+            names = check_likely(components)
             policy = check_policy(policy)
             agreed = checked_contract(mapping_given("contract", contract))
             self._pid = os.getpid()
@@ -169,6 +171,7 @@ class CheckpointManager:
                     making.enter_context(self._store.lock())
 
             on_rank_zero(world, begin)
+            self._components, self._names_are_known = names, names is None
             self._announcer = Announcer(self._store.url, on_event)
             self._resumer = Resumer(self._store, world, names, policy, agreed)
             self._due = Due(triggers, requests, world)
@@ -208,7 +211,7 @@ class CheckpointManager:
                 checkpoints before are untouched.
         """
         self._check_open()
-        check_run(run, Live | TrainState)
+        self._check_run(run)
         if isinstance(run, Live) and run.is_in_window:
             if is_last:
                 run.check_boundary()  # says how to give the window up: the run's last state must not be lost in silence
@@ -230,7 +233,7 @@ class CheckpointManager:
         background is told of, as by `poll`.
         """
         self._check_open()
-        check_run(run, Live | TrainState)
+        self._check_run(run)
         with told_afterwards() as failures:
             return self._decide(run, failures, is_last=is_last, is_best=is_best)
 
@@ -271,7 +274,7 @@ class CheckpointManager:
                 untouched.
         """
         self._check_open()
-        check_run(run, Live | TrainState)
+        self._check_run(run)
         with told_afterwards() as failures:
             return self._save(run, failures, may_skip=self._skips)
 
@@ -362,7 +365,7 @@ class CheckpointManager:
             SaveFailed: if a save was under way and failed.
         """
         self._check_open()
-        check_run(run, Live | TrainState)
+        self._check_run(run)
         self._saves.settle()  # what is decided for must be there afterwards, and be the newest
         return self._resumer.decide(run, step=step)
 
@@ -384,7 +387,7 @@ class CheckpointManager:
             RestoreRefused: if the live objects cannot take the state.
         """
         self._check_open()
-        check_run(run, Live | TrainState)
+        self._check_run(run)
         asked = None if decision is None else self._decided(run, decision)
         state = self._load(run, asked, None)
         return self._restored(run) if isinstance(run, Live) else state
@@ -409,6 +412,7 @@ class CheckpointManager:
         """
         self._check_open()
         check_run(live, Live)
+        self._check_run(live)
         try:
             self._load(live, step, mapping_given("reset", reset))
         except ResumeRefused as refused:
@@ -432,7 +436,7 @@ class CheckpointManager:
             ResumeRefused: if the best checkpoint does not fit.
         """
         self._check_open()
-        check_run(run, Live | TrainState)
+        self._check_run(run)
         self._saves.settle()
         state, step = self._resumer.load_best(run)
         self._announcer.tell("restored_best", step=step, detail="its weights, and nothing else")
@@ -496,6 +500,12 @@ class CheckpointManager:
             self._saves.end_previous(failures)
         verdict = self._due.decide(boundary)
         return verdict if self._rehearsal is None else self._rehearsal.verdict(run, verdict)
+
+    def _check_run(self, run: Live | TrainState) -> None:
+        check_run(run, Live | TrainState)
+        if not self._names_are_known:  # of the first run that it sees: what is declared later is looked at by its save
+            validate_components(self._components, declared=run.names if isinstance(run, Live) else tuple(run.extra))
+            self._names_are_known = True
 
     def _check_not_telling(self) -> None:
         if self._announcer.is_telling:
