@@ -5,7 +5,6 @@ from typing import Final
 from urllib.parse import unquote
 
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.scalars import shown
 
 # Two letters at least, so that C:/ is a drive; one slash is enough, because pathlib makes s3:/ of s3://.
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
@@ -37,10 +36,10 @@ or mounted directory, or pass a store of your own: trainfold has none for s3:// 
         return place
     scheme, rest = found[1].lower(), place[found.end() :]
     if scheme != "file":
-        raise InvalidArgument("run", expected="a path or a file:// URL", found=shown(place),
+        raise InvalidArgument("run", expected="a path or a file:// URL", found=repr(place),
                               mend=f"save to a local or mounted directory, or pass a store of your own: trainfold has none for {scheme}:// yet")  # fmt: skip
     host, slash, path = ("", "/", rest) if found[2] == "/" else rest.partition("/")
     if host not in {"", "localhost"} or not slash:
-        raise InvalidArgument("run", expected="a file:// URL with an absolute path of this machine", found=shown(place),
+        raise InvalidArgument("run", expected="a file:// URL with an absolute path of this machine", found=repr(place),
                               mend="write three slashes, as in file:///data/runs/a, or give the path itself")  # fmt: skip
     return "/" + unquote(path, errors="surrogateescape")

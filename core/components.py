@@ -156,7 +156,7 @@ def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
     if chosen is None:
         return state
     part = state_of({name: component for name, component in components_of(state).items() if name in chosen})
-    return part.evolve(contract=state.contract)
+    return part.evolve(contract=state.contract, origin=state.origin)
 
 
 def merge(base: TrainState, part: TrainState) -> TrainState:
@@ -173,7 +173,8 @@ def merge(base: TrainState, part: TrainState) -> TrainState:
     new_weights = part.model is not None and part.optimizer is None and part.model is not base.model
     if new_weights and part.model is not None and isinstance(base.optimizer, OptimizerState):
         whole = whole.evolve(optimizer=with_fitting_masters(base.optimizer, part.model.params))
-    return whole.evolve(contract={**base.contract, **part.contract})
+    origin = base.origin if part.trainer is None else part.origin  # of the counters
+    return whole.evolve(contract={**base.contract, **part.contract}, origin=origin)
 
 
 def is_extra_name(name: object) -> bool:

@@ -126,6 +126,7 @@ def plan_resume(inventory: Inventory, target: Target, request: Request) -> Resum
     compare_contract(
         manifest,
         target.contract,
+        components=target.components,
         left_out={action.name for action in actions if action.verb in ("keep", "reset")},
         world_size=target.world_size,
         versions=target.versions,
@@ -133,7 +134,9 @@ def plan_resume(inventory: Inventory, target: Target, request: Request) -> Resum
     )
     actions = tuple(_with_targets_choices(action, findings.drifts) for action in actions)
     checkpoint = f"step-{manifest.head.step:08d}"
-    refused = tuple(drift for drift in findings.drifts if drift.verdict == "refuse")
+    refused = tuple(
+        sorted((drift for drift in findings.drifts if drift.verdict == "refuse"), key=lambda each: each.follows)
+    )
     partial = () if request.step is not None else _partial(inventory, manifest, target, request)
     if refused or findings.problems:
         return Refusal(inventory.run, checkpoint, (*findings.problems, *refused, *partial))
@@ -181,6 +184,9 @@ def _chosen(inventory: Inventory, request: Request, target: Target) -> Manifest 
     torn = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is None)
     empty = Problem("RunEmpty", inventory.run, "a complete checkpoint", "none",
                      "train from the start, or point at another run", 12)  # fmt: skip
+    if inventory.lost is not None and not bad:
+        empty = Problem("RunDamaged", inventory.run, f"a whole checkpoint: {inventory.lost}", "none",
+                        "copy the run again, or start over on purpose: CheckpointManager(run, start_over=True)", 19)  # fmt: skip
     return bad or (empty, *torn)
 
 
@@ -247,9 +253,15 @@ def _with_targets_choices(action: ComponentAction, drifts: Sequence[Drift]) -> C
     """Where the policy lets a difference of the contract pass, the value of the target is the one to use."""
     passed = [drift for drift in drifts if drift.verdict != "refuse"]
     if action.name == "optimizer":
-        kept = [drift.where for drift in passed if drift.kind == "hyperparameters"]
+        kept = [drift.where for drift in passed if contract_kind(drift.where) in {"hyperparameters", "scheduler"}]
     elif action.name == "dataset":
         kept = [drift.where for drift in passed if drift.kind == "dataset"]
+    elif (
+        action.name == "scheduler"
+        and action.verb in ("load", "adopt")
+        and any(drift.adapts_a_scheduler for drift in passed)
+    ):
+        return attrs.evolve(action, note="under the target's settings, by policy")
     elif action.name == "scheduler" and any(drift.kind in {"horizon", "schedule"} for drift in passed):
         return ComponentAction(action.name, "keep", note="the target's, by policy")
     else:
