@@ -1,5 +1,6 @@
 """Writers that neither a hook nor a version counter shows: what they write to is copied in the call, or `hold_check` finds them."""
 
+import contextlib
 import threading
 
 import attrs
@@ -10,8 +11,10 @@ from torch import nn
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.config import CheckpointConfig, create_checkpoint_manager
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.hold import Hold
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load
+from trainfold.core.codec import leaf_digest
 from trainfold.core.errors import InvalidArgument, SaveFailed
 
 
@@ -196,3 +199,16 @@ def test_the_check_is_an_argument_and_a_field_of_the_config(tmp_path):
         manager.drain()
     assert load(tmp_path / "a", like=live.capture()).trainer.step == 1
     assert model[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_what_was_written_is_compared_with_what_was_held(check):
+    """W16: the digests of the files, too, and not only the memory at the last look."""
+    weight = torch.ones(4)
+    hold = Hold(
+        {("model", "w"): weight, ("model", "copied"): weight.clone()}, unannounced={("model", "copied")}, check=check
+    )
+    hold.check_written("model", {"w": leaf_digest(weight), "copied": "xxh3:anything", "other": "xxh3:anything"})
+    with pytest.raises(SaveFailed, match=r"w: .*other bytes") if check else contextlib.nullcontext():
+        hold.check_written("model", {"w": leaf_digest(torch.zeros(4))})
+    hold.release()
