@@ -60,6 +60,11 @@ class End:
         self.is_over = True
         self._bell.ring()
 
+    def wait_a_moment(self) -> None:
+        """Return when it is over, or a little later: whoever waits may look whether it can still come."""
+        if not self.is_over:
+            self._bell.wait()
+
     def wait(self) -> None:
         """Return when it is over; if this is interrupted, it can be called again."""
         while not self.is_over:

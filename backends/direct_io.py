@@ -13,15 +13,14 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from queue import SimpleQueue
-from types import TracebackType
+from functools import partial
 from typing import Final, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trainfold.backends.bell import End
+from trainfold.backends.helpers import Helpers, Task
 from trainfold.backends.protocols import Buffer, Placeable
 
 BUFFER_BYTES: Final = 2 << 20  # four of them stay in the third-level cache, where the device reads them
@@ -110,7 +109,7 @@ def write_stream(fd: int, parts: Iterable[Buffer], *, size_bytes: int) -> int:
     _allocate(fd, size_bytes)
     is_direct = try_direct(fd)
     given = 0
-    with _POOL.borrow(BUFFERS) as buffers, _Writers(WRITERS) as writers:
+    with _POOL.borrow(BUFFERS) as buffers, Helpers(WRITERS) as writers:
         queue = _Queue(fd, writers, deque(buffers))
         for part in parts.placed(queue.place) if isinstance(parts, Placeable) else parts:
             data = np.frombuffer(part, dtype=np.uint8)
@@ -126,106 +125,13 @@ def write_stream(fd: int, parts: Iterable[Buffer], *, size_bytes: int) -> int:
 
 @final
 @attrs.define(eq=False)
-class _Write:
-    """One buffer on its way to the file."""
-
-    fd: int
-    buffer: Bytes
-    count: int
-    offset: int
-    end: End = attrs.field(factory=End)
-    failure: BaseException | None = None
-
-    def carry_out(self) -> None:
-        try:
-            _write_at(self.fd, self.buffer.data[: self.count], self.offset)
-        except BaseException as error:  # noqa: BLE001 - raised by `result`
-            self.failure = error
-        finally:
-            self.end.tell()
-
-    def result(self) -> Bytes:
-        """Wait for the end, and give the buffer back, or raise what failed."""
-        self.end.wait()
-        failure, self.failure = self.failure, None  # its traceback leads to this write
-        if failure is not None:
-            raise failure
-        return self.buffer
-
-
-@final
-class _Writer:
-    """What one thread does. Its end is told by it, and not by `Thread.join`, which believes it to be over when interrupted."""
-
-    def __init__(self, waiting: "SimpleQueue[_Write | None]") -> None:
-        self._waiting = waiting
-        self.end = End()
-
-    def work(self) -> None:
-        """Carry out what waits, until there is a None."""
-        try:
-            while (write := self._waiting.get()) is not None:
-                write.carry_out()
-        finally:
-            self.end.tell()
-
-
-@final
-class _Writers:
-    """Threads for the writes of one stream, there from its start to its end.
-
-    No executor: Python lets none begin anything once it has started to come down, and that is when the last save of a program
-    that ends without `close` is written (P11). Where it starts no threads either, as from 3.12 on, who fills writes as well.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._waiting: SimpleQueue[_Write | None] = SimpleQueue()
-        self._threads: list[_Writer] = []
-        self._count = count
-
-    def __enter__(self) -> "_Writers":
-        for _ in range(self._count):
-            writer = _Writer(self._waiting)
-            thread = threading.Thread(target=writer.work, name="trainfold-write", daemon=True)  # who fills waits for it
-            try:
-                thread.start()
-            except RuntimeError:
-                break
-            self._threads.append(writer)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Carry out what waits and end: after it the file is closed, and the buffers are lent again."""
-        interruption: BaseException | None = None
-        while not all(writer.end.is_over for writer in self._threads):
-            try:
-                for _ in self._threads:
-                    self._waiting.put(None)  # again after an interrupt; one too many does no harm
-                for writer in self._threads:
-                    writer.end.wait()
-            except BaseException as caught:  # noqa: BLE001 - raised below: a late write would hit another file
-                interruption = caught
-        if interruption is not None:
-            raise interruption
-
-    def begin(self, write: _Write) -> None:
-        if self._threads:
-            self._waiting.put(write)
-        else:
-            write.carry_out()
-
-
-@final
-@attrs.define(eq=False)
 class _Queue:
     """Fills one buffer while others are written, in file order."""
 
     fd: int
-    writers: _Writers
+    writers: Helpers
     free: deque[Bytes]
-    busy: deque[_Write] = attrs.field(factory=deque)
+    busy: deque[Task[Bytes]] = attrs.field(factory=deque)
     filled: int = 0
     offset: int = 0
 
@@ -262,9 +168,9 @@ class _Queue:
             self._take_back()
 
     def _send(self, count: int) -> None:
-        write = _Write(self.fd, self.free.popleft(), count, self.offset)
-        self.busy.append(write)
-        self.writers.begin(write)
+        task = Task(partial(_write_buffer, self.fd, self.free.popleft(), count, self.offset))
+        self.busy.append(task)
+        self.writers.give(task)
         self.offset += count
         self.filled = 0
 
@@ -275,6 +181,12 @@ class _Queue:
 def _address(data: Bytes) -> int:
     address: int = data.__array_interface__["data"][0]
     return address
+
+
+def _write_buffer(fd: int, buffer: Bytes, count: int, offset: int) -> Bytes:
+    """Write the first bytes of a buffer, and give it back."""
+    _write_at(fd, buffer.data[:count], offset)
+    return buffer
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:

@@ -1,6 +1,7 @@
 """What an `OSError` means for a save: one place that turns the machine's errors into named ones (C15)."""
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,6 +40,11 @@ def save_failure(error: OSError, where: str, *, needed: str = "the planned bytes
         kind, mend = NoSpace, "raise the limit on the size of a file (`ulimit -f`), or save on a filesystem without it"
     elif error.errno in _FULL:
         kind, mend = NoSpace, f"{_MORE_ROOM}; earlier checkpoints are intact"
+    elif error.errno == errno.ENOMEM:
+        kind, mend = (
+            SaveFailed,
+            "this machine has no memory left: free some, or give an async save less with max_extra_bytes=; earlier checkpoints are intact",
+        )
     elif error.errno in _FORBIDDEN:
         kind, mend = NotWritable, "give this user the right to write there, or save elsewhere"
     else:
@@ -53,6 +59,18 @@ def named_failures(where: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise save_failure(error, where) from error
+    except MemoryError as error:
+        raise no_memory(where) from error
+
+
+def no_memory(where: str) -> SaveFailed:
+    """The failure of a save for which Python has no memory (W19).
+
+    Examples:
+        >>> print(no_memory("runs/a").found)
+        [Errno 12] Cannot allocate memory
+    """
+    return save_failure(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), where)
 
 
 @contextmanager

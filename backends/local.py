@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -12,7 +13,7 @@ from typing import Final, final
 
 from trainfold.backends import run_lock
 from trainfold.backends.direct_io import write_stream
-from trainfold.backends.failures import no_space, save_failure, torn, wrong_size
+from trainfold.backends.failures import named_failures, no_space, torn, wrong_size
 from trainfold.backends.local_files import (
     STAGED_PREFIX,
     check_path,
@@ -225,6 +226,9 @@ class LocalStore:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """See `Store.lock`: ``flock`` on ``.lock``."""
+        is_ending = (
+            sys.is_finalizing
+        )  # bound here: when Python ends, this module's names may be gone before a lock that nobody let go of
         with self._named_errors(""):
             make_directories(self._root, "")
             held = run_lock.acquire(self._root)
@@ -235,11 +239,12 @@ class LocalStore:
                 collect(self._root)
             yield
         finally:
-            try:
-                self._let_go(held)
-            except BaseException:  # an interrupt: nobody could do it later
-                self._let_go(held)
-                raise
+            if not is_ending():  # then the lock goes with the process
+                try:
+                    self._let_go(held)
+                except BaseException:  # an interrupt: nobody could do it later
+                    self._let_go(held)
+                    raise
 
     def _let_go(self, held: run_lock.HeldLock) -> None:
         with self._mutex:
@@ -296,10 +301,8 @@ class LocalStore:
 
     @contextmanager
     def _named_errors(self, name: str) -> Iterator[None]:
-        try:
+        with named_failures(self._where(name)):
             yield
-        except OSError as error:
-            raise save_failure(error, self._where(name)) from error
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Final, Protocol, final, runtime_checkable
@@ -11,6 +10,7 @@ import attrs
 import torch
 import xxhash
 
+from trainfold.backends.helpers import Helpers, Task
 from trainfold.backends.native_header import FileHeader, HeaderEntry, read_header
 from trainfold.backends.protocols import Store
 from trainfold.core.codec import DIGEST_PREFIX, STORED, size_bytes, tensor_bytes, torch_dtype
@@ -113,8 +113,10 @@ def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Te
             _read_run(store, requests, targets, run)
     else:
         shares = [share for run in runs for share in _split(requests, run, total_bytes // _THREADS)]
-        with ThreadPoolExecutor(_THREADS, "trainfold-read") as pool:
-            list(pool.map(partial(_read_run, store, requests, targets), shares))
+        with Helpers(_THREADS - 1) as helpers:
+            reads = [helpers.give(Task(partial(_read_run, store, requests, targets, share))) for share in shares]
+            for read in reads:
+                read.result()
     return [_given(request, target) for request, target in zip(requests, targets, strict=True)]
 
 

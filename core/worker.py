@@ -1,6 +1,7 @@
 """`Worker`: the mutable objects that one step in flight computes with, and the pool that they wait in."""
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -150,8 +151,13 @@ class Pool:
 
     def watch(self, worker: Worker, lease: Lease) -> None:
         """Keep a worker bound for as long as somebody has the state, so that an idle one holds no memory."""
+        is_ending = (
+            sys.is_finalizing
+        )  # bound here: when Python ends, this module's names may be gone before the lease is
 
         def let_go(reference: weakref.ref[Lease]) -> None:
+            if is_ending():
+                return
             with self._lock:
                 if worker in self._idle and worker.watch is reference:
                     worker.release()

@@ -14,6 +14,7 @@ from trainfold.adapters.manager.retention import Keeper
 from trainfold.adapters.manager.saver import Saver
 from trainfold.adapters.manager.triggers import Before, Due
 from trainfold.adapters.manager.update_hooks import UpdateGate
+from trainfold.backends.failures import named_failures
 from trainfold.backends.hold import Hold
 from trainfold.backends.protocols import Store
 from trainfold.backends.run_save import SaveResult
@@ -240,7 +241,8 @@ class Saves:
             snapshot = self._snapshot(run, lent.state)
             leaves = snapshot.named()
             unannounced = self._gate.changing(run, lent, leaves) | snapshot.arrays()
-            hold = Hold(leaves, unannounced=unannounced, max_extra_bytes=self._room, check=self._hold_check)
+            with named_failures(self._store.url):
+                hold = Hold(leaves, unannounced=unannounced, max_extra_bytes=self._room, check=self._hold_check)
         except Exception as error:
             self._announcer.tell("failed", step=step, detail=error_text(error))
             if self._world.world_size > 1:  # the other ranks wait in their threads for what this one has to say

@@ -15,6 +15,7 @@ from traceback import walk_tb
 from typing import Any, Final, Generic, TypeVar, final
 
 from trainfold.backends.bell import End
+from trainfold.backends.helpers import start_in_time
 
 T = TypeVar("T")
 _SUSPENDABLE: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -83,7 +84,7 @@ class Worker:
     """A thread that carries out jobs in their order; it is there from the first one on.
 
     A Python that ends waits for what was begun (P11), in its main thread's end and in that of a process of `multiprocessing`.
-    Where no thread can be started, the caller does the work.
+    Where no thread can be started, or one that was started does not begin in time, the caller does the work (W19).
 
     Args:
         name: of the thread.
@@ -116,9 +117,10 @@ class Worker:
             line.end.wait()  # it may have seen the job in leaving
         self._line = line = _Line(self._name)
         try:
-            line.thread.start()
-        except RuntimeError:
+            start_in_time(line.thread)
+        except (RuntimeError, MemoryError):
             self._line = None
+            line.queue.put(None)  # one that begins all the same has nothing to do
             try:
                 job.carry_out()
             except BaseException as error:
