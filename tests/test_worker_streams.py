@@ -14,11 +14,13 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     default_collate,
     get_worker_info,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.components.stream_reader import StreamReader, set_streams
@@ -28,9 +30,10 @@ from trainfold.core.errors import InvalidArgument, RestoreRefused
 from trainfold.core.state import Opaque
 
 N = 13
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This DataLoader will create"
-)  # more workers than this machine has cores
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more workers than this machine has cores
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 with torch 2.13
+]
 
 
 class Augmented(Dataset):
@@ -368,3 +371,59 @@ def test_a_reader_finds_exactly_the_streams_that_moved(draws):
             lambda x, y: torch.equal(torch.as_tensor(x), torch.as_tensor(y)), zip(one, again, strict=True)
         )
     )
+
+
+class Stream(IterableDataset):
+    """Each worker has its part, knows where it is, and draws."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        info = get_worker_info()
+        while self.at < N:
+            self.at += 1
+            yield torch.tensor([self.at, info.id, random.random(), float(torch.rand(()))], dtype=torch.float64)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+STATEFUL: dict[str, Any] = {
+    "shuffled": partial(StatefulDataLoader, Augmented("python", "numpy", "torch"), batch_size=2, shuffle=True),
+    "init": partial(StatefulDataLoader, Augmented("numpy", "seed"), batch_size=3, worker_init_fn=seeded_init),
+    "collate": partial(StatefulDataLoader, Augmented(), batch_size=3, shuffle=True, collate_fn=noisy_collate),
+    "stream": partial(StatefulDataLoader, Stream(), batch_size=3),
+    "no batches": partial(StatefulDataLoader, Augmented("torch"), batch_size=None, shuffle=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "persistent"),
+    [("shuffled", True), ("init", False), ("collate", True), ("stream", False), ("no batches", False)],
+)
+def test_a_loader_with_a_state_of_its_own_is_resumed_with_its_workers_streams(name, persistent):
+    """W01: torchdata's state says where the samples are, and nothing of the streams."""
+    make = partial(STATEFUL[name], num_workers=2, persistent_workers=persistent)
+    check(make, epochs=1 + persistent, chains=[(1, 9)] if persistent else [(2,)])
+
+
+def test_a_loader_with_a_state_of_its_own_is_refused_with_another_number_of_workers():
+    """W02: torchdata would stop at a bare assert."""
+    run = Run(partial(STATEFUL["shuffled"], num_workers=2))
+    run.read(3)
+    with pytest.raises(RestoreRefused, match=r"draws\.num_workers"):
+        run.resumed(partial(STATEFUL["shuffled"], num_workers=0))
+
+
+def test_a_state_from_some_batches_before_is_refused_where_a_stream_has_moved():
+    """W01: torchdata draws those batches again, with the streams of now."""
+    make = partial(STATEFUL["shuffled"], num_workers=2, snapshot_every_n_steps=3)
+    run = Run(make)
+    run.read(2)
+    with pytest.raises(RestoreRefused, match="snapshot_every_n_steps=1"):
+        run.resumed(make)

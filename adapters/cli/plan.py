@@ -172,9 +172,7 @@ def _planned(plan: ResumePlan) -> Answer:
 def _refused(refusal: Refusal) -> Answer:
     error: TrainfoldError = ResumeRefused(refusal.run, refusal)
     first = refusal.reasons[0]
-    if isinstance(first, Problem) and (
-        refusal.finds_nothing or len(refusal.reasons) == 1 or first.error == "RunDamaged"
-    ):
+    if isinstance(first, Problem) and (refusal.finds_nothing or len(refusal.reasons) == 1):
         error = error_of(first)
     data = {
         "run": refusal.run,

@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from trainfold.adapters.components.component import ObjectPart, Part, Stateful, TreePart, copied, copied_containers
+from trainfold.adapters.components.generator import GeneratorPart, is_generator
 from trainfold.adapters.components.held_optimizers import Attached
 from trainfold.adapters.components.module import ModulePart, lent_module
 from trainfold.adapters.components.optimizer import OptimizerPart
@@ -17,25 +18,24 @@ from trainfold.adapters.components.scheduler import SchedulerPart, check_schedul
 from trainfold.adapters.components.sharded import check_whole, wheres
 from trainfold.adapters.live.audit import Audit
 from trainfold.adapters.live.dry_capture import dry_capture
+from trainfold.adapters.live.loop_data import LoopData
 from trainfold.adapters.live.open_window import Boundary
 from trainfold.adapters.live.recorder import Recorder, check_values
 from trainfold.adapters.live.restore import CountersPart, refusals, write_all
-from trainfold.adapters.live.schedules import Schedules
 from trainfold.adapters.live.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
 from trainfold.adapters.live.swapped import SwapProbe
 from trainfold.adapters.live.unattached import StepWatch
 from trainfold.adapters.live.view import Lent
-from trainfold.adapters.loaders.choose import feed_of
+from trainfold.adapters.loaders.choose import feeds_of
 from trainfold.adapters.loaders.feed import Feed, mismatch
 from trainfold.core import tree
 from trainfold.core.audit import UNSAVED
 from trainfold.core.components import components_of, state_of, validate_components
 from trainfold.core.errors import CaptureRefused, IncompleteWindow, InvalidArgument, RestoreRefused
 from trainfold.core.init import check_real
-from trainfold.core.inventory import Descent
 from trainfold.core.names import NamedTensors, named_tensors
 from trainfold.core.policy import check_policy
-from trainfold.core.state import Origin, Progress, TrainState
+from trainfold.core.state import Progress, TrainState
 
 _LOG = logging.getLogger("trainfold")
 
@@ -57,8 +57,8 @@ def attach(  # noqa: PLR0913 - keywords
         optimizer: made from the parameters of ``model``.
         scheduler: an object with ``state_dict`` and ``load_state_dict``; or a list, tuple or dict of them.
         loader: a ``DataLoader`` over a map-style dataset, or one with a state of its own; iterate over
-            ``live.batches()`` then.
-        extra: the run's other components by name: modules, optimizers, anything with ``state_dict`` and
+            ``live.batches()`` then. Several by name, in a dict: iterate over ``live.batches(name)``.
+        extra: the run's other components by name: modules, optimizers, random generators, anything with ``state_dict`` and
             ``load_state_dict``, or a pair of functions ``(get, set)`` for a tree.
         strict: whether a save is refused (`HiddenStateRefused`), and not only warned of (`HiddenState`), where the attached
             objects hold state that changes with training and that no component saves (W07).
@@ -114,7 +114,8 @@ class Live:
         self._model = model
         self._optimizer = optimizer
         self._scheduler = None if scheduler is None else SchedulerPart(check_schedulers(scheduler))
-        self._feed: Feed | None = None if loader is None else feed_of(loader)
+        self._feed: Feed | None = None if loader is None else feeds_of(loader)
+        self._data = None if self._feed is None else LoopData(self._feed)
         self._extra = dict(extra)
         self._progress = Progress()
         self._pending: dict[str, Any] = {}
@@ -142,11 +143,6 @@ class Live:
         if optimizer is not None:
             self._script["attached.optimizer.frozen"] = frozen(model)
         self._watch.check(self._schedulers(), self._extra, where="attach.scheduler")
-        self._schedules = Schedules(self._scheduler, optimizers, self._extra)
-        self._script |= self._schedules.contract
-        self.saved_in: dict[
-            str, Descent
-        ] = {}  # run id -> the checkpoint of it that this run comes from, or is saved as
         self._boundary = Boundary({"model": model, "optimizer": optimizer, **self._extra})
         self._steps_of_others = StepWatch(self._attached, lambda: _names(self._named()))
         self._selection: tuple[str, ...] | None = None  # what a manager saves; None for all
@@ -164,11 +160,6 @@ class Live:
             return self._progress
         now = self._progress  # at each step: `attrs.evolve` costs ten times as much
         return Progress(now.step, self._feed.epoch, now.samples, now.tokens)
-
-    @property
-    def origin(self) -> Origin:
-        """The runs that it was restored from or saved into, for a manager that saves it."""
-        return Origin(dict(self.saved_in))
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -232,7 +223,7 @@ class Live:
                 "none handed out since the last step",
                 "iterate over live.batches() and not over the loader itself; or say samples=0, for a step on no new data",
             )
-        counted = (samples or 0) if self._feed is None else self._feed.advance(samples)
+        counted = (samples or 0) if self._data is None else self._data.advance(samples, steps=steps)
         self._taken = 0 if steps else taken
         counted = counted if samples is None else samples
         now = self._progress
@@ -285,13 +276,19 @@ class Live:
         self._boundary.close()
         return self.progress
 
-    def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Any]:
+    def batches(
+        self, loader: str | None = None, /, *, epochs: int | None = None, steps: int | None = None
+    ) -> Iterator[Any]:
         """The loader's batches from the position on, also in the middle of an epoch, and epoch after epoch.
 
         ``set_epoch`` is called on samplers that have it, before the position is sought (G04). Where ``epochs`` or
-        ``steps`` are reached already, nothing is drawn and no iterator is made (A11); for ``epochs`` a warning is logged.
+        ``steps`` are reached already, nothing is drawn and no iterator is made (A11).
+
+        In the body of a loop over `epochs` it yields the batches of that epoch. If random streams have moved since a
+        restore, they are put back at the first batch, and a warning names them (G11).
 
         Args:
+            loader: its name, where several are attached.
             epochs: stop when the run has had so many, from its beginning; None for no limit.
             steps: stop when the run has had so many optimizer steps, from its beginning; None for no limit.
 
@@ -302,19 +299,46 @@ class Live:
             InvalidArgument: if no loader was attached.
             DataPositionMismatch: if the loader turns out not to be able to take the position.
         """
-        if self._feed is None:
-            raise InvalidArgument(
-                "live.batches", expected="an attached loader", found="none", mend="attach(..., loader=loader)"
-            )
-        if epochs is not None and self.progress.epoch >= epochs:
-            _LOG.warning("live.batches(epochs=%d) has nothing to give: the run has had %d epochs; raise epochs= to extend it",
-                         epochs, self.progress.epoch)  # fmt: skip
 
         def is_done() -> bool:
-            step = self._progress.step
-            return (steps is not None and step >= steps) or (self.recorder is not None and self.recorder.is_over(step))
+            return (steps is not None and self._progress.step >= steps) or self._is_over()
 
-        return self._feed.batches(epochs=epochs, done=is_done)
+        return self._loop_data("live.batches").batches(loader, epochs=epochs, done=is_done)
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """The epochs that are still to do, for a loop in two levels.
+
+        Inside, ``live.batches()`` yields the rest of that epoch. Leaving it early begins the next epoch, as it does in a
+        plain loop. A position that was saved at an epoch's last batch comes back to that epoch: no batch is left, and what
+        the body does after them is done.
+
+        Args:
+            n: how many epochs the run has, from its beginning.
+
+        Yields:
+            The number of each, from the one that the run is in.
+
+        Raises:
+            InvalidArgument: if no loader was attached.
+
+        Examples:
+            >>> loader = torch.utils.data.DataLoader(torch.arange(4), batch_size=2)
+            >>> live = attach(torch.nn.Linear(1, 1), loader=loader)
+            >>> for epoch in live.epochs(2):
+            ...     for batch in live.batches():
+            ...         progress = live.advance(samples=len(batch))
+            >>> epoch, progress.step
+            (1, 4)
+        """
+        return self._loop_data("live.epochs").epochs(n, done=self._is_over)
+
+    def _is_over(self) -> bool:
+        return self.recorder is not None and self.recorder.is_over(self._progress.step)
+
+    def _loop_data(self, where: str) -> LoopData:
+        if self._data is None:
+            raise InvalidArgument(where, expected="an attached loader", found="none", mend="attach(..., loader=loader)")
+        return self._data
 
     # --- capture and restore -----------------------------------------------------------------------------------------
 
@@ -376,10 +400,7 @@ class Live:
         chosen = validate_components(components, declared=(*self.names, *state.extra))
         if self._feed is not None:
             self._feed.policy = check_policy(policy)
-        is_scheduled = chosen is None or not self._schedules.components.isdisjoint(chosen)
-        adapts = state.origin.adapts if is_scheduled else frozenset()
-        saved, unknown = self._schedules.adapted(saved, adapts, parts)
-        reasons = (*unknown, *refusals(parts, saved, chosen))
+        reasons = refusals(parts, saved, chosen)
         if reasons:
             raise RestoreRefused("live", reasons)
         leftover = [name for name in saved if name not in parts and (chosen is None or name in chosen)]
@@ -389,8 +410,9 @@ class Live:
         self._audit.begin_anew(self._progress.step)
         self._averages.stepped()
         self._taken = 0
-        if chosen is None or "trainer" in chosen:
-            self.saved_in = dict(state.origin.runs)
+        rng = parts["rng"]
+        if self._data is not None and (chosen is None or "rng" in chosen) and isinstance(rng, RngPart):
+            self._data.restored(rng)
         unchosen = () if chosen is None else tuple(name for name in self._pending if name not in chosen)
         self._pending = {**{name: self._pending[name] for name in unchosen}, **kept}
         if kept:
@@ -459,29 +481,14 @@ class Live:
         self._steps_of_others.check("live")
         self._averages.check()
         found = self._boundary.evidence()
-        if found is None and self._feed is not None and self._feed.undelivered():
-            found = f"batches handed out since the last advance(): {self._feed.undelivered()}"
+        if found is None and self._data is not None and self._data.unaccounted():
+            found = f"batches handed out since the last advance(): {self._data.unaccounted()}"
         if found:
             raise IncompleteWindow(
                 "live",
                 expected="a boundary: a whole number of optimizer steps, counted by advance()",
                 found=found,
                 mend="save after optimizer.step() and live.advance(samples=...); or live.drop_window() to give it up",
-            )
-
-    def check_counted(self) -> None:
-        """Raise if an optimizer has stepped since the last `advance`: a loop that never counts is never saved (W11).
-
-        Raises:
-            IncompleteWindow: naming the optimizers.
-        """
-        taken = self._boundary.uncounted()
-        if taken:
-            raise IncompleteWindow(
-                "live.advance",
-                expected="a call after each optimizer step, before manager.step(live)",
-                found=taken,
-                mend="call live.advance(samples=...) after optimizer.step()",
             )
 
     @property
@@ -534,7 +541,7 @@ class Live:
         late = late_schedules(self._optimizer, lambda: _names(self._named()), self._script)
         state = state_of({**captured, **copied_containers(self._pending)})
         self._audit.check(state, self._progress.step, self._selection)
-        return state.evolve(contract={**late, **self.contract()}, origin=self.origin)
+        return state.evolve(contract={**late, **self.contract()})
 
     def _named(self) -> dict[str, NamedTensors]:
         """What the attached modules hold, by component."""
@@ -548,8 +555,8 @@ class Live:
         parts: dict[str, Part] = {n: part for n, part in extras.items() if isinstance(part, ObjectPart | TreePart)}
         if self._scheduler is not None:
             parts["scheduler"] = self._scheduler
-        if self._feed is not None:
-            parts["dataset"] = self._feed
+        if self._data is not None:
+            parts["dataset"] = self._data
         if self._optimizer is not None:
             extras = {"optimizer": self._part("optimizer", self._optimizer, names), **extras}
         parts.update({n: part for n, part in extras.items() if isinstance(part, OptimizerPart) and part.has_own_way})
@@ -568,6 +575,8 @@ class Live:
             return ModulePart(target, name)
         if isinstance(target, torch.optim.Optimizer):
             return OptimizerPart(target, names, name, self._as_attached.of(name, target))
+        if is_generator(target):
+            return GeneratorPart(target, name)
         if isinstance(target, Stateful):
             return ObjectPart(target, name)
         if isinstance(target, tuple) and len(target) == 2 and all(callable(function) for function in target):

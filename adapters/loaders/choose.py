@@ -13,11 +13,13 @@ exactly, wherever it draws from the streams of torch, numpy and python.
 Inside an epoch `MapFeed` draws the last batch again and compares it (the data probe). So data that changed behind the
 same length are refused, and so is a dataset, sampler or collate that draws from a generator or a counter of its own.
 
-Limits: `StatefulFeed` has no probe, because such a loader cannot go back. A sampler of the user's that draws from a
+Limits: `StatefulFeed` has no probe, because such a loader cannot go back. A stream that draws when its iteration is
+*started* has to keep what it drew in its ``state_dict``: a resume starts the iteration again. A sampler of the user's that draws from a
 *global* stream while the epoch goes on (not at its start) is resumed exactly without workers only. A dataset or sampler
 that changes itself from epoch to epoch needs ``state_dict`` or ``set_epoch``.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
@@ -25,10 +27,29 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainfold.adapters.components.component import Stateful, kind_of
 from trainfold.adapters.loaders.feed import Feed, samplers_of
+from trainfold.adapters.loaders.group import FeedGroup
 from trainfold.adapters.loaders.iterable import iterates, torchdatas
 from trainfold.adapters.loaders.map_style import MapFeed
 from trainfold.adapters.loaders.stateful import StatefulFeed
 from trainfold.core.errors import InvalidArgument
+
+
+def feeds_of(loader: Any) -> Feed:
+    """The feed for a loader, or for several by name.
+
+    Raises:
+        InvalidArgument: as `feed_of`; or for names that are no text, or none at all.
+
+    Examples:
+        >>> feeds_of({"labelled": DataLoader([1]), "unlabelled": DataLoader([2])}).epoch
+        0
+    """
+    if not isinstance(loader, Mapping):
+        return feed_of(loader)
+    if not loader or not all(isinstance(name, str) and name for name in loader):
+        raise InvalidArgument("attach.loader", expected="loaders by name", found=repr(dict(loader))[:80],
+                              mend='say loader={"labelled": ..., "unlabelled": ...}')  # fmt: skip
+    return FeedGroup({name: feed_of(each) for name, each in loader.items()})
 
 
 def feed_of(loader: Any) -> Feed:

@@ -32,35 +32,26 @@ class Drawer:
         self.again: deque[Streams] = deque()  # for batches to be drawn once more: the streams that they were drawn with
         self.knows_that_streams_move = False
 
-    def open(self, trace: WorkerTrace | None, replaced: Mapping[str, Any]) -> Iterator[Any]:
+    def open(self, trace: WorkerTrace | None, others: Mapping[str, Any]) -> Iterator[Any]:
         """Make an iterator.
 
         Args:
             trace: what goes into new workers; None where none are started.
-            replaced: other attributes of the loader.
+            others: other attributes of the loader.
 
         Raises:
             InvalidArgument: for a loader that makes an iterator of its own kind over workers.
         """
         loader = self._loader
-        now: dict[str, Any] = dict(replaced)
+        now: dict[str, Any] = dict(others)
         if trace is not None:
             now["collate_fn"] = trace.collate
             now["worker_init_fn"] = trace.start
             now["dataset"] = skipping(loader.dataset, batches=loader.batch_sampler is not None)
-        own = {name: vars(loader)[name] for name in now}
-        vars(loader).update(now)  # for the time of this call; a loader's attributes cannot be set
-        try:
+        with replaced(loader, now):
             iterator: Iterator[Any] = iter(loader)
-        finally:
-            vars(loader).update(own)
         if trace is not None and type(iterator).__module__.split(".")[0] not in ("torch", "torchdata"):
-            raise InvalidArgument(
-                "attach.loader",
-                expected="a loader with workers that hands out what they made",
-                found=f"a {type(loader).__qualname__}, whose __iter__ makes a {type(iterator).__qualname__} of it",
-                mend="attach a plain DataLoader and change its batches in the loop over live.batches(), or num_workers=0",
-            )
+            raise unpaired(loader, f"a {type(iterator).__qualname__}")
         self._reader = StreamReader() if loader.num_workers == 0 else None
         return iterator
 
@@ -93,6 +84,36 @@ class Drawer:
         moved: Streams = {} if self.knows_that_streams_move else reader.moved()
         self.knows_that_streams_move = self.knows_that_streams_move or bool(moved)
         return batch, Drawn(None, batch_digest(batch), moved, self._before)
+
+
+@contextmanager
+def replaced(loader: "DataLoader[Any]", values: Mapping[str, Any]) -> Iterator[None]:
+    """Give a loader other attributes for the time of a block; they cannot be set in the ordinary way.
+
+    Examples:
+        >>> loader = DataLoader([1])
+        >>> with replaced(loader, {"dataset": [2]}):
+        ...     loader.dataset
+        [2]
+        >>> loader.dataset
+        [1]
+    """
+    own = {name: vars(loader)[name] for name in values}
+    vars(loader).update(values)
+    try:
+        yield
+    finally:
+        vars(loader).update(own)
+
+
+def unpaired(loader: Any, found: str) -> InvalidArgument:
+    """The error for a loader that may change what its workers made, and with it their reports."""
+    return InvalidArgument(
+        "attach.loader",
+        expected="a loader with workers that hands out what they made",
+        found=f"a {type(loader).__qualname__}, whose __iter__ makes {found} of it",
+        mend="attach a plain DataLoader and change its batches in the loop over live.batches(), or num_workers=0",
+    )
 
 
 @contextmanager

@@ -89,7 +89,13 @@ class Draws:
             before = self.streams[drawn.worker]
             self.streams[drawn.worker] = {**before, **drawn.moved}
             self.next = (drawn.worker + 1) % self.workers
-        self.last = None if drawn.digest is None else Last(drawn.digest, samples, before if self.moved else {})
+        self.last = None if not drawn.digest else Last(drawn.digest, samples, before if self.moved else {})
+
+    def absorb(self, drawn: Drawn) -> None:
+        """Take the streams of a batch that nobody trains on: its worker goes on after it."""
+        self.moved = self.moved or bool(drawn.moved)
+        if drawn.worker is not None:
+            self.streams[drawn.worker] = {**self.streams[drawn.worker], **drawn.moved}
 
     def end_epoch(self) -> None:
         """Count an epoch; the next one begins at the first worker."""
@@ -126,8 +132,15 @@ class Draws:
             "last": None if last is None else {**attrs.asdict(last, recurse=False), "before": plain(last.before)},
         }
 
-    def problems(self, saved: Any, generators: Mapping[str, torch.Generator], policy: Mapping[str, Verdict],
-                 *, inside: bool) -> list[TrainfoldError]:  # fmt: skip
+    def problems(
+        self,
+        saved: Any,
+        generators: Mapping[str, torch.Generator],
+        policy: Mapping[str, Verdict],
+        *,
+        inside: bool,
+        tied: bool = False,
+    ) -> list[TrainfoldError]:
         """Every reason why a saved one cannot be gone on with here.
 
         Args:
@@ -135,6 +148,7 @@ class Draws:
             generators: those of the loader.
             policy: what to do about another number of workers.
             inside: whether the position is in the middle of an epoch.
+            tied: whether the loader's own state is of no use to another number of workers.
         """
         where = "state.dataset.draws"
         accepts = verdict_of("num_workers", where, policy) != "refuse"
@@ -150,13 +164,16 @@ class Draws:
                 )
             ]
         found = self._malformed(saved, generators)
-        if found or accepts:
+        differs = saved["count"] != self.workers if not found else False
+        if found or (accepts and not (tied and differs)):
             return found
         mend = (
             f"make the loader with num_workers={saved['count']}, persistent_workers={saved['persistent']}; or go on "
             'with other samples than the run would have had, with policy={"num_workers": "warn"}'
         )
-        if (saved["count"] != self.workers and saved["moved"]) or saved["persistent"] != self.persistent:
+        if tied:
+            mend = mend.partition(";")[0]
+        if (differs and (saved["moved"] or tied)) or saved["persistent"] != self.persistent:
             found.append(
                 mismatch(
                     f"{where}.num_workers",

@@ -14,6 +14,7 @@ from trainfold.core.state import Opaque
 
 OTHER = "attach the loader that the state was captured from, or leave dataset out with components="
 END = object()
+OPENED = object()  # what `Feed.batches` yields first, when the loader's iterator is made
 Generators = dict[str, torch.Tensor]
 
 
@@ -31,7 +32,10 @@ class Feed(Protocol):
         """Epochs whose samples were all consumed."""
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
-        """Batches from the position on, epoch after epoch, until there were ``epochs`` or ``done()`` says so."""
+        """Batches from the position on, epoch after epoch, until there were ``epochs`` or ``done()`` says so.
+
+        `OPENED` comes before the first.
+        """
 
     def advance(self, samples: int | None) -> int:
         """Count batches that were handed out as consumed; return how many samples that is."""
@@ -44,6 +48,9 @@ class Feed(Protocol):
 
     def rewind(self) -> None:
         """Forget them: they will be handed out again."""
+
+    def leave_epoch(self) -> None:
+        """Begin the next epoch, as a plain loop that leaves this one early does."""
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume."""

@@ -15,6 +15,7 @@ from trainfold.adapters.loaders.draw_batches import Drawer
 from trainfold.adapters.loaders.draws import Draws, Last, plain
 from trainfold.adapters.loaders.feed import (
     END,
+    OPENED,
     OTHER,
     Deliveries,
     Delivery,
@@ -75,6 +76,7 @@ class MapFeed:
         self._probe_due = False  # after a restore
         self._started = False  # whether this feed has started persistent workers
         self._alive = False  # whether they go on with the next epoch
+        self._living: Iterator[Any] | None = None  # their iterator, inside of an epoch
 
     @property
     def epoch(self) -> int:
@@ -111,6 +113,38 @@ class MapFeed:
         self._draws.end_epoch()
         self._epoch, self._samples, self._batches = self._epoch + 1, 0, 0  # G03
 
+    def leave_epoch(self) -> None:
+        """Begin the next epoch, as a plain loop that leaves this one early does (W04).
+
+        Workers that live on have drawn ahead for this epoch, and the next one begins after that. So what they have drawn
+        is taken from them.
+
+        Raises:
+            DataPositionMismatch: if these workers lived in a process that has died, and what they had drawn is not known.
+        """
+        self._run += 1
+        iterator, self._living = self._living, None
+        if iterator is not None:
+            _present(self._tap.current).stopped = True
+            for each in self._deliveries.waiting:
+                self._draws.absorb(each.drawn)
+            while (made := self._drawer.draw(iterator)) is not END:
+                self._draws.absorb(made[1])
+            self._alive = True
+        elif self._draws.persistent and self._samples:
+            raise mismatch(
+                "state.dataset.draws",
+                "a position in an epoch that goes on, or one from after the next has begun",
+                "one from after this epoch was left early, and what its workers had drawn ahead is not known",
+                "save inside the loop over the batches; or make the loader with persistent_workers=False",
+            )
+        self._deliveries.waiting.clear()
+        self._drawer.again.clear()
+        self._orders.clear()
+        self._borns.clear()
+        self._end_epoch()
+        self._drawing = self._epoch
+
     def drop(self) -> int:
         """Give up what was handed out and not consumed."""
         return self.advance(None)
@@ -120,9 +154,14 @@ class MapFeed:
         self._run += 1
         run = self._run
         self.rewind()
+        told = False
         while (epochs is None or self._drawing < epochs) and not done():
             iterator = self._open()
+            self._living = iterator if self._draws.persistent else None
             tap, last = _present(self._tap.current), False
+            if not told:
+                told = True
+                yield OPENED
             while not last and not done():
                 made = self._drawer.draw(iterator)
                 if made is END:
@@ -139,6 +178,7 @@ class MapFeed:
                     raise stale()
             del iterator
             self._alive = last and self._draws.persistent
+            self._living = None if last else self._living
             self._drawing += int(last)
 
     def _end_late(self, tap: Any) -> bool:
@@ -355,6 +395,16 @@ class MapFeed:
                     "the end of an epoch is written epoch + 1, samples 0; give the dataset the run was started with",
                 )
             )
+        record = value.get("draws")
+        if samples and size != old and loader.num_workers and isinstance(record, dict) and record.get("moved") is True:
+            found.append(
+                mismatch(
+                    "state.dataset.draws.batch_size",
+                    f"batches of {old}, because the random streams of {loader.num_workers} workers have moved",
+                    f"batches of {size}",
+                    "use the batch size that the position was saved with, or resume at the end of an epoch",
+                )
+            )
         if samples or value.get("order") is not None:
             found.extend(order_problems(value.get("order"), self._generators))
         found.extend(self._ahead_problems(value))
@@ -392,7 +442,7 @@ class MapFeed:
 
         def take(value: dict[str, Any]) -> None:
             self._run += 1
-            self._alive, self._probe_due = False, True
+            self._alive, self._probe_due, self._living = False, True, None
             self._deliveries.waiting.clear()
             self._epoch, self._samples, self._batches = value["epoch"], value["samples"], value["batches"]
             self._draws.take(value.get("draws"))

@@ -1,14 +1,20 @@
 """`StatefulFeed`: a loader that knows its own position, such as torchdata's StatefulDataLoader."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, final
 
+import attrs
 from torch.utils.data import DataLoader
 
 from trainfold.adapters.components.component import Undo, copied, copied_containers, kind_of
 from trainfold.adapters.components.rng_streams import preserved_rng
+from trainfold.adapters.components.stream_reader import Streams
+from trainfold.adapters.loaders.draw_batches import replaced, unpaired
+from trainfold.adapters.loaders.draws import Drawn, Draws
 from trainfold.adapters.loaders.feed import (
     END,
+    OPENED,
     OTHER,
     Deliveries,
     Delivery,
@@ -24,11 +30,10 @@ from trainfold.adapters.loaders.feed import (
 )
 from trainfold.adapters.loaders.iterable import Replay, ended_in_part, iterates, keeps_nothing, torchdatas
 from trainfold.adapters.loaders.sampler_tap import capture_order, order_problems, restore_order
+from trainfold.adapters.loaders.worker_trace import WorkerTrace
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, TrainfoldError
 from trainfold.core.policy import Verdict
 from trainfold.core.state import Opaque
-
-VERSION = 1
 
 
 @final
@@ -56,6 +61,8 @@ class StatefulFeed:
         self._replay: Replay | None = None  # how batches are drawn that may have to be drawn again
         self._digest: str | None = None  # of those of the epoch that were consumed; None: the loader's state will do
         self._samplers: dict[str, Any] = {}  # states between two epochs
+        workers = loader.num_workers if _is_traced(loader) else 0
+        self._draws = Draws(workers, persistent=bool(workers and loader.persistent_workers))
         self._began: Any = None  # the loader's state when the epoch began, where it has one
         self._run = 0
         self.policy: Mapping[str, Verdict] = {}
@@ -87,15 +94,37 @@ class StatefulFeed:
         """Count every batch that was handed out as consumed; only the caller knows how many samples they had."""
         for delivery in self._deliveries.take(None):
             self._batches += 1
+            if delivery.drawn is not None:
+                self._draws.consume(delivery.drawn, 0)
             if delivery.last:
-                self._epoch, self._batches = self._epoch + 1, 0
+                self._end_epoch()
         self._settle()
         return samples or 0
+
+    def _end_epoch(self) -> None:
+        self._epoch, self._batches = self._epoch + 1, 0
+        self._draws.end_epoch()
 
     def _settle(self) -> None:
         """Everything that was drawn is consumed."""
         if self._replay is not None:
             self._digest = self._replay.digest if self._drawn else ""
+
+    def leave_epoch(self) -> None:
+        """Begin the next epoch, where this one has not begun.
+
+        Raises:
+            InvalidArgument: inside an epoch: such a loader cannot leave it.
+        """
+        if self._drawn or self._deliveries.waiting:
+            raise InvalidArgument(
+                "live.epochs",
+                expected="that a loader with a state of its own is read to the end of each epoch",
+                found=f"{self._drawn} batches of one, and a loop that has left it",
+                mend="read every batch, or attach a plain DataLoader",
+            )
+        self._end_epoch()
+        self._drawing = self._epoch
 
     def drop(self) -> int:
         """Give up what was handed out and not consumed."""
@@ -106,21 +135,26 @@ class StatefulFeed:
         self._run += 1
         run = self._run
         self.rewind()
+        told = False
         while (epochs is None or self._drawing < epochs) and not done():
             if self._iterator is None:
                 self._iterator = self._open()
             iterator, total = self._iterator, length_of(self._loader)
             last = False
+            if not told:
+                told = True
+                yield OPENED
             while not last and not done():
                 batch = self._draw(iterator)
                 if batch is END:
                     self._end_late()
                     break
                 self._drawn += 1
+                drawn = iterator.drawn if isinstance(iterator, Unreported) else None
                 last = self._drawn == total
                 if last and self._draw(iterator) is not END:  # so that the loader knows of its end, and saves that
                     raise mismatch("attach.loader", f"{total} batches, as len() says", "more", "mend its __len__")
-                self._deliveries.waiting.append(Delivery(0, last))
+                self._deliveries.waiting.append(Delivery(0, last, drawn))
                 if last:
                     self._iterator, self._drawing, self._drawn = None, self._drawing + 1, 0
                 yield batch
@@ -138,9 +172,10 @@ class StatefulFeed:
             )
         self._iterator, self._drawing, self._drawn = None, self._drawing + 1, 0
         if self._deliveries.waiting:
-            self._deliveries.waiting[-1] = Delivery(0, last=True)
+            waiting = self._deliveries.waiting
+            waiting[-1] = attrs.evolve(waiting[-1], last=True)
         else:
-            self._epoch, self._batches = self._epoch + 1, 0
+            self._end_epoch()
             self._settle()
 
     def _open(self) -> Iterator[Any]:
@@ -163,7 +198,8 @@ class StatefulFeed:
         with preserved_rng():  # the run that was not interrupted made this iterator when the epoch began
             if self._order is not None:
                 restore_order(self._order, self._generators)  # for samplers whose state the loader cannot keep
-            iterator: Iterator[Any] = iter(loader)
+            with self._traced(self._draws.starts(probe=False)):
+                iterator = self._unreported(iter(loader))
         if loader.num_workers == 0 or not getattr(loader.sampler, "replacement", False):  # else it has read ahead
             set_generators(self._generators, now)
         if iterates(loader) and keeps_nothing(loader.state_dict()):
@@ -177,7 +213,7 @@ class StatefulFeed:
         """Bring the loader to the end of an epoch, where the next one has not begun."""
         loader, state = self._loader, self._loaded
         now = {name: generator.get_state() for name, generator in self._generators.items()}
-        with preserved_rng():
+        with preserved_rng(), self._traced(self._draws.starts(probe=False)):
             if not isinstance(state, dict) or not state.get("_iterator_finished"):
                 iter(loader)
             elif loader.num_workers > 0 and not loader.persistent_workers:
@@ -201,7 +237,8 @@ class StatefulFeed:
     def _start(self) -> Iterator[Any]:
         """An iterator at the start of an epoch, which is made now, whether the run was interrupted or not."""
         self._order = capture_order(self._generators)
-        iterator: Iterator[Any] = iter(self._loader)
+        with self._traced({}):
+            iterator = self._unreported(iter(self._loader))
         self._loaded = self._replay = self._began = None
         if iterates(self._loader):
             state = copied_containers(self._loader.state_dict())
@@ -221,12 +258,27 @@ class StatefulFeed:
             restore_order(self._order, self._generators)
             if self._began is not None:
                 self._loader.load_state_dict(copied(self._began))
-            iterator: Iterator[Any] = iter(self._loader)
+            with self._traced({}):
+                iterator = self._unreported(iter(self._loader))
             replay = Replay(self._loader, self._order)
             replay.skip(iterator, self._drawn, digest)
         set_generators(self._generators, now)
         self._replay, self._loaded = replay, None
         return iterator
+
+    @contextmanager
+    def _traced(self, starts: dict[int, Streams]) -> Iterator[None]:
+        """Workers that are started in this block report the streams of their batches."""
+        if not self._draws.workers:
+            yield
+            return
+        loader = self._loader
+        trace = WorkerTrace(loader.collate_fn, loader.worker_init_fn, starts=starts, digests=False)
+        with replaced(loader, {"collate_fn": trace.collate, "worker_init_fn": trace.start}):
+            yield
+
+    def _unreported(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        return Unreported(iterator) if self._draws.workers else iterator
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume."""
@@ -241,13 +293,14 @@ class StatefulFeed:
         return Opaque(
             {
                 "kind": "stateful",
-                "version": VERSION,
+                "version": 2,  # 1 has no draws
                 "loader": kind_of(self._loader),
                 "epoch": self._epoch,
                 "batches": self._batches,
                 "state": self._state(),
                 "samplers": self._sampler_states(),
                 "digest": self._digest,
+                "draws": self._draws.capture(None),
                 "began": self._began if self._batches and self._digest is not None else None,
                 "order": self._order.value if self._batches and self._order is not None else None,
                 "generators": {name: generator.get_state() for name, generator in self._generators.items()},
@@ -272,7 +325,7 @@ class StatefulFeed:
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every way in which a position does not fit this loader."""
-        found = position_problems(saved, "stateful", ("epoch", "batches"), versions=(VERSION,))
+        found = position_problems(saved, "stateful", ("epoch", "batches"), versions=(1, 2))
         if found:
             return found
         value = saved.value
@@ -287,8 +340,24 @@ class StatefulFeed:
             found.append(mismatch("state.dataset.digest", "a digest of the batches, as text", repr(digest), OTHER))
         if value.get("order") is not None or (digest is not None and value["batches"]):
             found.extend(order_problems(value.get("order"), self._generators))
+        found.extend(self._draws_problems(value))
         found.extend(generator_problems(self._generators, value.get("generators"), "state.dataset.generators"))
         return found
+
+    def _draws_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
+        saved = value.get("draws")
+        moved = isinstance(saved, dict) and saved.get("moved") is True
+        behind = _steps_since_snapshot(value.get("state"))
+        if moved and behind and value.get("digest") is None:
+            return [
+                mismatch(
+                    "state.dataset.state",
+                    "a loader's state from after its last batch, because its workers' random streams have moved",
+                    f"one from {behind} batches before",
+                    "make the loader with snapshot_every_n_steps=1, and resume from the end of an epoch",
+                )
+            ]
+        return self._draws.problems(saved, {}, self.policy, inside=bool(value["batches"]), tied=True)
 
     def write(self, saved: Any) -> Undo:
         """Give the loader its state; it moves when the batches are asked for."""
@@ -302,6 +371,7 @@ class StatefulFeed:
             self._drawing, self._drawn = self._epoch, self._batches
             self._iterator, self._loaded = None, state
             self._replay, self._digest, self._began = None, value.get("digest"), value.get("began")
+            self._draws.take(value.get("draws"))
             self._samplers = value.get("samplers", {})
             self._order = None if value["order"] is None else Opaque(value["order"])
             self._deliveries.waiting.clear()
@@ -313,3 +383,48 @@ class StatefulFeed:
             take(before)
             raise
         return lambda: take(before)
+
+
+@final
+class Unreported:
+    """An iterator without the reports that come with its batches; the last one is kept.
+
+    Args:
+        made: an iterator of pairs of a batch and its report.
+    """
+
+    def __init__(self, made: Iterator[Any]) -> None:
+        self._made = made
+        self.drawn: Drawn | None = None
+
+    def __iter__(self) -> "Unreported":
+        return self
+
+    def __next__(self) -> Any:
+        batch, report = next(self._made)
+        self.drawn = Drawn.by_worker(report)
+        return batch
+
+
+def _is_traced(loader: Any) -> bool:
+    """Whether it is torchdata's loader with workers; one of the user's says itself what it saves.
+
+    Raises:
+        InvalidArgument: if a class of the user's may change what torchdata's workers made.
+    """
+    if not (isinstance(loader, DataLoader) and torchdatas(loader) and loader.num_workers):
+        return False
+    if type(loader).__iter__.__module__.split(".")[0] != "torchdata":
+        raise unpaired(loader, "another iterator")
+    return True
+
+
+def _steps_since_snapshot(state: Any) -> int:
+    """How many batches a state of torchdata's loader is behind.
+
+    Examples:
+        >>> _steps_since_snapshot({"_steps_since_snapshot": 2}), _steps_since_snapshot(None)
+        (2, 0)
+    """
+    behind = state.get("_steps_since_snapshot", 0) if isinstance(state, dict) else 0
+    return behind if type(behind) is int else 0

@@ -81,6 +81,7 @@ class WorkerTrace:
         empty: workers below this number get an empty task first.
         probe: the worker whose first batch is only compared, or None.
         after: the streams that this worker goes on with then.
+        digests: whether batches are digested; the digest is ``""`` where not.
     """
 
     def __init__(  # noqa: PLR0913 - keywords
@@ -92,6 +93,7 @@ class WorkerTrace:
         empty: int = 0,
         probe: int | None = None,
         after: Streams | None = None,
+        digests: bool = True,
     ) -> None:
         self._collate = collate
         self._init = init
@@ -99,6 +101,7 @@ class WorkerTrace:
         self._empty = empty
         self._probe = probe
         self._after: Streams = after or {}
+        self._digests = digests
         self._worker = -1
         self._reader: StreamReader | None = None
         self._seeded: Streams = {}
@@ -123,7 +126,7 @@ class WorkerTrace:
             self._empty = 0
             return None, Report(self._worker, {}, None)
         batch = self._collate(samples)
-        digest = batch_digest(batch)
+        digest = batch_digest(batch) if self._digests else ""
         if self._probe == self._worker:
             self._probe = None
             set_streams({**self._seeded, **self._after})

@@ -1,0 +1,243 @@
+"""`LoopData`: what a loop reads, epoch by epoch or at a stretch, from one loader or several; the component ``dataset``."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from trainfold.adapters.components.component import Undo
+from trainfold.adapters.components.rng_streams import RngPart
+from trainfold.adapters.loaders.batch_digest import batch_digest
+from trainfold.adapters.loaders.feed import OPENED, OTHER, Feed, mismatch
+from trainfold.adapters.loaders.group import FeedGroup
+from trainfold.core.errors import InvalidArgument, TrainfoldError
+from trainfold.core.state import Opaque
+
+_LOG = logging.getLogger("trainfold")
+
+
+@final
+class LoopData:
+    """Where a loop is in its data.
+
+    Args:
+        feed: the loader, or several.
+    """
+
+    def __init__(self, feed: Feed | FeedGroup) -> None:
+        self.feed = feed
+        self._depth: int | None = None  # how many batches the loop is ahead of those that it has counted
+        self._body: int | None = None  # the epoch of `epochs` whose body runs
+        self._resumed: int | None = None  # such an epoch, from a position
+        self._opened: dict[str, int] = {}  # loader -> the epoch that it was in when this body began to read it
+        self._read: set[str] = set()  # loaders that this body has read to the end
+        self._left: list[str] = []  # loaders whose epoch was left early, as a position says
+        self._open = 0  # iterations of this body that have not ended
+        self._restored: tuple[RngPart, Opaque] | None = None
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def batches(self, loader: str | None, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
+        """Batches of one loader; in the body of `epochs`, those of one epoch."""
+        feed, name = self._feed(loader), loader or ""
+        if self._body is None:
+            self._resumed = None
+            return self._started(feed.batches(epochs=epochs, done=done))
+        if name in self._read:
+            return self._started(iter(()))
+        first = self._opened.setdefault(name, feed.epoch)
+        stop = first + 1 if epochs is None else min(first + 1, epochs)
+        return self._started(self._in_body(name, feed, feed.batches(epochs=stop, done=done)))
+
+    def _feed(self, loader: str | None) -> Feed:
+        if isinstance(self.feed, FeedGroup):
+            return self.feed.feed(loader)
+        if loader is not None:
+            raise InvalidArgument(
+                "live.batches",
+                expected="no name, where one loader is attached",
+                found=repr(loader),
+                mend="say live.batches(), or attach(..., loader={name: loader})",
+            )
+        return self.feed
+
+    def _in_body(self, name: str, feed: Feed, stream: Iterator[Any]) -> Iterator[Any]:
+        self._open += 1
+        try:
+            for batch in stream:
+                yield batch
+                if feed.epoch > self._opened.get(name, feed.epoch):
+                    self._read.add(name)
+        finally:
+            self._open -= 1
+
+    def epochs(self, n: int, *, done: Callable[[], bool]) -> Iterator[int]:
+        """The epochs that are still to do; see ``Live.epochs``."""
+        if self._body is not None:
+            raise InvalidArgument(
+                "live.epochs", expected="one loop over epochs at a time", found="two", mend="leave one"
+            )
+        epoch = self.feed.epoch if self._resumed is None else self._resumed
+        if self._resumed is None:
+            self._opened.clear()
+            self._read.clear()
+        self._resumed = None
+        for name in self._left:
+            self._feed(name or None).leave_epoch()
+        self._left = []
+        try:
+            while epoch < n and not done():
+                self._body = epoch
+                yield epoch
+                if self._body != epoch:
+                    raise _replaced()
+                self._body = None
+                if done():
+                    return
+                self._leave_body()
+                epoch += 1
+        finally:
+            if self._body == epoch:
+                self._body = None
+
+    def _leave_body(self) -> None:
+        """Begin the next epoch of every loader that this body has not read to its end."""
+        for name, first in self._opened.items():
+            feed = self._feed(name or None)
+            if feed.epoch == first:
+                feed.leave_epoch()
+        if not self._opened and not isinstance(self.feed, FeedGroup):
+            self.feed.leave_epoch()
+        self._opened.clear()
+        self._read.clear()
+
+    # --- counting -----------------------------------------------------------------------------------------------------
+
+    def advance(self, samples: int | None, *, steps: int) -> int:
+        """Count batches; where a loop says how many samples it trained on, those that are left were drawn ahead."""
+        counted = self.feed.advance(samples)
+        left = self.feed.undelivered()
+        if steps and self._depth is None:
+            self._depth = left
+        for name, first in self._opened.items():
+            if self._feed(name or None).epoch > first:
+                self._read.add(name)
+        return counted
+
+    def unaccounted(self) -> int:
+        """Batches that were handed out, neither counted nor drawn ahead of the step as they always are."""
+        return max(0, self.feed.undelivered() - (self._depth or 0))
+
+    # --- the component ------------------------------------------------------------------------------------------------
+
+    def capture(self) -> Opaque:
+        """The position of the loader, and of the loop in its epochs."""
+        found = self.feed.capture()
+        if self._body is None and self._resumed is None:
+            return found
+        if self._resumed is not None:
+            epoch, opened, read, left = self._resumed, self._opened, self._read, self._left
+        elif self._open or not self._read:
+            epoch, opened, read, left = self._body or 0, self._opened, self._read, []
+        else:  # the loop over the batches has ended, so what is done at an epoch's end is done
+            epoch, opened, read = (self._body or 0) + 1, {}, set()
+            left = [name for name in self._opened if name not in self._read]
+        body = {"epoch": epoch, "opened": dict(opened), "read": sorted(read), "left": list(left)}
+        return Opaque({**found.value, "body": body})
+
+    def problems(self, saved: Any) -> list[TrainfoldError]:
+        """Every reason why it cannot be taken."""
+        body = saved.value.get("body") if isinstance(saved, Opaque) and isinstance(saved.value, dict) else None
+        found = self.feed.problems(saved)
+        names = set(self.feed.feeds) if isinstance(self.feed, FeedGroup) else {""}
+        if body is not None and not (
+            isinstance(body, dict)
+            and type(body.get("epoch")) is int
+            and body["epoch"] >= 0
+            and isinstance(body.get("opened"), dict)
+            and set(body["opened"]) <= names
+            and all(type(epoch) is int for epoch in body["opened"].values())
+            and all(isinstance(body.get(key), list) and set(map(str, body[key])) <= names for key in ("read", "left"))
+        ):
+            found.append(mismatch("state.dataset.body", "an epoch, and what it has read", repr(body)[:80], OTHER))
+        return found
+
+    def write(self, saved: Any) -> Undo:
+        """Take it."""
+        before = (self._depth, self._body, self._resumed, self._opened, self._read, self._left)
+        undo = self.feed.write(saved)
+        body = saved.value.get("body")
+        self._depth = self._body = None
+        self._resumed = None if body is None else body["epoch"]
+        self._opened = {} if body is None else dict(body["opened"])
+        self._read = set() if body is None else set(body["read"])
+        self._left = [] if body is None else list(body["left"])
+
+        def take_back() -> None:
+            undo()
+            self._depth, self._body, self._resumed, self._opened, self._read, self._left = before
+
+        return take_back
+
+    # --- random streams between a restore and the first batch ---------------------------------------------------------
+
+    def restored(self, part: RngPart) -> None:
+        """Remember the streams as a restore has left them."""
+        self._restored = part, part.capture()
+
+    def _started(self, stream: Iterator[Any]) -> Iterator[Any]:
+        return BatchStream(self._after_put_back(stream) if self._restored is not None else stream)
+
+    def _after_put_back(self, stream: Iterator[Any]) -> Iterator[Any]:
+        if self._restored is not None:
+            part, streams = self._restored
+            self._restored = None
+            put_back(part, streams)
+        yield from stream
+
+
+@final
+class BatchStream:
+    """Batches, whose loader's iterator is made by ``iter()``, as a DataLoader makes it.
+
+    Making it draws from the random streams. ``zip(a, b)`` makes both before it asks for a batch.
+
+    Args:
+        batches: from `Feed.batches`.
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._is_open = False
+
+    def __iter__(self) -> "BatchStream":
+        if not self._is_open:
+            self._is_open = True
+            next(self._batches, OPENED)
+        return self
+
+    def __next__(self) -> Any:
+        self.__iter__()
+        return next(self._batches)
+
+
+def put_back(part: RngPart, streams: Opaque) -> None:
+    """Write streams back that have moved since a restore, and say which (G11)."""
+    now = part.capture()
+    moved = [name for name, value in streams.value.items() if batch_digest(value) != batch_digest(now.value.get(name))]
+    if moved:
+        part.write(streams)
+        _LOG.warning(
+            "the random streams of %s have moved between the restore and the first batch: put back, so that the run goes on "
+            "as it would have. What drew there (a dataset, a model, an evaluation) is best done before the restore; to draw "
+            "anew on purpose, seed after the first batch, or restore without rng",
+            ", ".join(moved),
+        )
+
+
+def _replaced() -> InvalidArgument:
+    return InvalidArgument(
+        "live.epochs",
+        expected="one loop over epochs at a time",
+        found="one that a restore has replaced",
+        mend="leave this loop and call live.epochs() again",
+    )

@@ -1,0 +1,127 @@
+"""`FeedGroup`: several loaders of one loop, each with its own position, as one component ``dataset``."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+from trainfold.adapters.components.component import Undo
+from trainfold.adapters.loaders.feed import OTHER, Feed, mismatch, position_problems
+from trainfold.core.errors import InvalidArgument, TrainfoldError
+from trainfold.core.policy import Verdict
+from trainfold.core.state import Opaque
+
+
+@final
+class FeedGroup:
+    """Several loaders by name. They go on one by one, so that they may be zipped, nested or taken in turns.
+
+    Args:
+        feeds: name -> the feed of a loader, at least one. The first one counts the epochs of the run.
+    """
+
+    def __init__(self, feeds: Mapping[str, Feed]) -> None:
+        self.feeds = dict(feeds)
+        self._first = next(iter(self.feeds.values()))
+
+    @property
+    def policy(self) -> Mapping[str, Verdict]:
+        """That of every feed."""
+        return self._first.policy
+
+    @policy.setter
+    def policy(self, policy: Mapping[str, Verdict]) -> None:
+        for feed in self.feeds.values():
+            feed.policy = policy
+
+    @property
+    def epoch(self) -> int:
+        """Epochs of the first loader."""
+        return self._first.epoch
+
+    def feed(self, name: str | None) -> Feed:
+        """One of them.
+
+        Raises:
+            InvalidArgument: for a name that no loader has, or none at all.
+        """
+        if name in self.feeds:
+            return self.feeds[name]
+        raise InvalidArgument(
+            "live.batches",
+            expected=f"the name of a loader, one of {list(self.feeds)}",
+            found=repr(name),
+            mend=f"say live.batches({next(iter(self.feeds))!r})",
+        )
+
+    def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
+        """None: several loaders have no one order."""
+        del epochs, done
+        self.feed(None)
+        return iter(())
+
+    def advance(self, samples: int | None) -> int:
+        """Count every batch that was handed out, by any of them, as consumed."""
+        del samples  # which loader's they are, the caller cannot say
+        return sum(feed.advance(None) for feed in self.feeds.values())
+
+    def undelivered(self) -> int:
+        """How many batches were handed out and not consumed."""
+        return sum(feed.undelivered() for feed in self.feeds.values())
+
+    def drop(self) -> int:
+        """Give up what was handed out and not consumed."""
+        return sum(feed.drop() for feed in self.feeds.values())
+
+    def rewind(self) -> None:
+        """Go back to the positions."""
+        for feed in self.feeds.values():
+            feed.rewind()
+
+    def leave_epoch(self) -> None:
+        """Begin the next epoch of each."""
+        for feed in self.feeds.values():
+            feed.leave_epoch()
+
+    def contract(self) -> dict[str, Any]:
+        """Those of all, by name."""
+        return {
+            f"loaders.{name}.{key}": value
+            for name, feed in self.feeds.items()
+            for key, value in feed.contract().items()
+        }
+
+    def capture(self) -> Opaque:
+        """The positions, by name."""
+        return Opaque(
+            {
+                "kind": "group",
+                "version": 1,
+                "loaders": {name: feed.capture().value for name, feed in self.feeds.items()},
+            }
+        )
+
+    def problems(self, saved: Any) -> list[TrainfoldError]:
+        """Those of all."""
+        found = position_problems(saved, "group", (), versions=(1,))
+        if found:
+            return found
+        held = saved.value.get("loaders")
+        if not isinstance(held, dict) or set(held) != set(self.feeds):
+            names = sorted(map(str, held)) if isinstance(held, dict) else type(held).__qualname__
+            return [mismatch("state.dataset.loaders", f"those of {sorted(self.feeds)}", names, OTHER)]
+        return [problem for name, feed in self.feeds.items() for problem in feed.problems(Opaque(held[name]))]
+
+    def write(self, saved: Any) -> Undo:
+        """Take all positions; if one refuses, those before it are taken back."""
+        undos: list[Undo] = []
+
+        def undo() -> None:
+            for each in reversed(undos):
+                each()
+
+        try:
+            for name, feed in self.feeds.items():
+                undos.append(feed.write(Opaque(saved.value["loaders"][name])))
+        except Exception:
+            undo()
+            raise
+        return undo

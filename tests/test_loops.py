@@ -1,0 +1,356 @@
+"""Loops as people write them: epoch by epoch, over several loaders, one batch ahead, with generators of their own."""
+
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from trainfold.adapters.components.component import copied
+from trainfold.adapters.live.live import attach
+from trainfold.core.description import describe
+from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused
+
+N = 10
+
+
+class Noisy(Dataset):
+    """Draws from the global streams."""
+
+    def __init__(self, sign=1):
+        self.sign = sign
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return torch.tensor([self.sign * (index + 1), random.random(), float(torch.rand(()))], dtype=torch.float64)
+
+
+def loader(sign=1, **arguments):
+    return DataLoader(Noisy(sign), **{"batch_size": 3, "shuffle": True, **arguments})
+
+
+def seed_all(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+
+
+class Run:
+    """A live run whose events are written down; it stops after a number of steps."""
+
+    def __init__(self, make, seed=1, state=None):
+        model = torch.nn.Linear(1, 1)
+        seed_all(seed)
+        self.live = attach(model, loader=make())
+        if state is not None:
+            self.live.restore(state)
+        self.events, self.stop, self.state = [], None, None
+
+    def step(self, *batches, samples=None):
+        """One step; True where the run is to die."""
+        self.events.append([batch.tolist() for batch in batches] + [float(torch.rand(())), random.random()])
+        self.live.advance(samples=samples)
+        if self.live.progress.step == self.stop:
+            self.state = copied(self.live.capture())
+            describe(self.state.dataset, "dataset")
+            return True
+        return False
+
+
+class Died(Exception):
+    pass
+
+
+def check(make, loop, plain, kills=None):
+    """The loop with a live run does what the plain one does, and does it again after a death at every step."""
+    seed_all(1)
+    whole: list[Any] = []
+    plain(make(), whole)
+    run = Run(make)
+    loop(run)
+    assert run.events == whole, "attaching has changed a draw"
+    steps = run.live.progress.step
+    for kill in kills or range(1, steps + 1):
+        first = Run(make)
+        first.stop = kill
+        with pytest.raises(Died):
+            loop(first)
+        second = Run(make, seed=77, state=first.state)
+        loop(second)
+        assert first.events + second.events == whole, kill
+        third_at = kill + 1
+        if third_at < steps:  # and once more, from a position that a resumed run has saved
+            second = Run(make, seed=78, state=first.state)
+            second.stop = third_at
+            with pytest.raises(Died):
+                loop(second)
+            third = Run(make, seed=79, state=second.state)
+            loop(third)
+            assert first.events + second.events + third.events == whole, kill
+
+
+def event(*batches):
+    return [batch.tolist() for batch in batches] + [float(torch.rand(())), random.random()]
+
+
+def die(run, dies):
+    if dies:
+        raise Died
+
+
+WORKERS = [{}, {"num_workers": 2}]
+
+
+@pytest.mark.parametrize("arguments", WORKERS)
+def test_an_epoch_wise_loop_with_work_at_the_end_of_each_epoch_is_resumed_at_every_step(arguments):
+    """W04: also at an epoch's last batch, after which the loop still has work to do for that epoch."""
+
+    def plain(data, events):
+        for epoch in range(2):
+            for batch in data:
+                events.append(event(batch))
+            events.append(["end of", epoch, random.random()])
+
+    def loop(run):
+        for epoch in run.live.epochs(2):
+            for batch in run.live.batches():
+                die(run, run.step(batch))
+            run.events.append(["end of", epoch, random.random()])
+
+    check(partial(loader, **arguments), loop, plain, kills=None if not arguments else [2, 4, 5])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 1}],
+)
+def test_an_epoch_that_is_left_early_is_followed_by_the_one_of_the_plain_loop(arguments):
+    """W04: with workers that live on and have drawn ahead, too."""
+
+    def plain(data, events):
+        for epoch in range(3):
+            for number, batch in enumerate(data):
+                if epoch == 1 and number == 1:
+                    break  # this batch was drawn and not trained on
+                events.append(event(batch))
+
+    def loop(run):
+        for epoch in run.live.epochs(3):
+            start = run.live.progress.samples
+            for batch in run.live.batches():
+                if epoch == 1 and run.live.progress.step == 5:
+                    break
+                die(run, run.step(batch))
+            assert run.live.progress.samples - start <= N
+
+    check(partial(loader, **arguments), loop, plain, kills=None if not arguments else [1, 6, 7])
+
+
+def test_a_save_after_the_loop_over_the_batches_does_not_do_the_end_of_the_epoch_again():
+    """W04: what the body does after its last batch is done once."""
+    states = []
+
+    def loop(live, ends, stop=None):
+        for epoch in live.epochs(3):
+            for _ in live.batches():
+                live.advance()
+            ends.append(epoch)
+            states.append(copied(live.capture()))
+            if epoch == stop:
+                return
+
+    first: list[int] = []
+    loop(Run(loader).live, first, stop=1)
+    resumed = Run(loader, state=states[-1])
+    loop(resumed.live, first)
+    assert first == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (3, 5), (5, 3)])
+def test_zipped_loaders_are_resumed_at_every_step(sizes):
+    """W04: each pass of the plain loop begins both anew, and the longer one is left early."""
+
+    def make():
+        return {"labelled": loader(1, batch_size=sizes[0]), "unlabelled": loader(-1, batch_size=sizes[1])}
+
+    def plain(data, events):
+        for _ in range(2):
+            for one, other in zip(data["labelled"], data["unlabelled"], strict=False):
+                events.append(event(one, other))
+            events.append([random.random()])
+
+    def loop(run):
+        for _ in run.live.epochs(2):
+            pairs = zip(run.live.batches("labelled"), run.live.batches("unlabelled"), strict=False)
+            for one, other in pairs:
+                die(run, run.step(one, other))
+            run.events.append([random.random()])
+
+    check(make, loop, plain)
+
+
+def test_loaders_that_are_read_at_their_own_pace_are_resumed_at_every_step():
+    """W04: one is read epoch after epoch, the other without an end, and only now and then."""
+
+    def make():
+        return {"a": loader(1, num_workers=1), "b": loader(-1, batch_size=4)}
+
+    def loop(run):
+        others = run.live.batches("b")
+        for batch in run.live.batches("a", epochs=2):
+            drawn = [next(others)] if (run.live.progress.step + 1) % 2 == 0 else []
+            die(run, run.step(batch, *drawn))
+
+    def plain(data, events):
+        others = (batch for _ in iter(int, 1) for batch in data["b"])
+        for batch in (batch for _ in range(2) for batch in data["a"]):
+            drawn = [next(others)] if (len(events) + 1) % 2 == 0 else []
+            events.append(event(batch, *drawn))
+
+    check(make, loop, plain, kills=[2, 4, 5])
+
+
+@pytest.mark.parametrize(
+    "arguments", [*WORKERS, {"sampler": RandomSampler(range(N)), "shuffle": False, "batch_size": 4}]
+)
+def test_a_prefetcher_that_is_one_batch_ahead_is_resumed_at_every_step(arguments):
+    """W04: the batch that waits is handed out again, with the draws that it had; over the end of an epoch too."""
+
+    def ahead(batches):
+        waiting = None
+        for batch in batches:
+            if waiting is not None:
+                yield waiting
+            waiting = batch
+        if waiting is not None:
+            yield waiting
+
+    def plain(data, events):
+        for batch in ahead(batch for _ in range(2) for batch in data):
+            events.append(event(batch))
+
+    def loop(run):
+        for batch in ahead(run.live.batches(epochs=2)):
+            die(run, run.step(batch, samples=len(batch)))
+
+    check(partial(loader, **arguments), loop, plain, kills=None if "num_workers" not in arguments else [3, 4, 6])
+
+
+def test_a_loop_that_counts_fewer_batches_than_it_reads_is_refused_at_a_save():
+    """A06, W04: a prefetcher stays as far ahead as it is; a loop that forgets batches falls behind."""
+    live = Run(partial(loader, batch_size=2)).live
+    batches = live.batches()
+    for _ in range(2):
+        next(batches)
+        live.advance(samples=len(next(batches)))
+    with pytest.raises(IncompleteWindow, match="handed out"):
+        live.capture()
+
+
+@pytest.mark.parametrize(
+    ("loaders", "name", "words"),
+    [
+        (loader, "labelled", "no name"),
+        (lambda: {"a": loader()}, None, r"\['a'\]"),
+        (lambda: {"a": loader()}, "b", r"\['a'\]"),
+    ],
+)
+def test_the_name_of_a_loader_is_checked(loaders, name, words):
+    live = Run(loaders).live
+    with pytest.raises(InvalidArgument, match=words):
+        live.batches(name) if name else next(live.batches())
+
+
+@pytest.mark.parametrize("given", [{}, {1: DataLoader([1])}, {"": DataLoader([1])}])
+def test_loaders_without_names_are_refused(given):
+    with pytest.raises(InvalidArgument, match="loaders by name"):
+        attach(torch.nn.Linear(1, 1), loader=given)
+
+
+def test_positions_of_other_loaders_are_refused_by_name():
+    run = Run(lambda: {"a": loader(), "b": loader()})
+    for _ in zip(run.live.batches("a", epochs=1), run.live.batches("b"), strict=False):
+        run.live.advance()
+    state = copied(run.live.capture())
+    for make in (lambda: {"a": loader(), "c": loader()}, loader):
+        with pytest.raises(RestoreRefused, match=r"state\.dataset"):
+            Run(make, state=state)
+    value = state.dataset.value
+    broken = {**value["loaders"], "b": {**value["loaders"]["b"], "samples": -3}}
+    with pytest.raises(RestoreRefused, match="samples"):
+        Run(
+            lambda: {"a": loader(), "b": loader()},
+            state=state.evolve(dataset=type(state.dataset)({**value, "loaders": broken})),
+        )
+
+
+GENERATORS: dict[str, Any] = {
+    "torch": (lambda: torch.Generator().manual_seed(3), lambda g: float(torch.rand((), generator=g))),
+    "numpy": (lambda: np.random.default_rng(3), lambda g: g.standard_normal()),
+    "numpy, philox": (
+        lambda: np.random.Generator(np.random.Philox(3)),
+        lambda g: g.integers(2, size=3, dtype=np.uint8).tolist(),
+    ),
+    "numpy, sfc64": (lambda: np.random.Generator(np.random.SFC64(3)), lambda g: g.random()),
+    "numpy, mt19937": (lambda: np.random.Generator(np.random.MT19937(3)), lambda g: g.random(dtype=np.float32)),
+    "numpy, old": (lambda: np.random.RandomState(3), lambda g: g.standard_normal()),
+    "python": (lambda: random.Random(3), lambda g: g.gauss(0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_generator_under_extra_goes_on_where_it_was(name, tmp_path):
+    """W04: written in place, through a checkpoint, so that a dataset that holds it goes on too."""
+    import trainfold
+
+    make, draw = GENERATORS[name]
+    generator = make()
+    live = attach(torch.nn.Linear(1, 1), extra={"noise": generator})
+    with trainfold.CheckpointManager(str(tmp_path / "run"), every=1) as manager:
+        draw(generator)
+        live.advance(samples=1)
+        manager.step(live)
+    expected = [draw(generator) for _ in range(3)]
+    other = make()
+    resumed = attach(torch.nn.Linear(1, 1), extra={"noise": other})
+    with trainfold.CheckpointManager(str(tmp_path / "run"), every=1) as manager:
+        manager.restore(resumed)
+    assert [draw(other) for _ in range(3)] == expected
+
+
+def test_a_generator_of_another_kind_is_refused_by_name():
+    state = copied(attach(torch.nn.Linear(1, 1), extra={"noise": np.random.default_rng(1)}).capture())
+    for other in (torch.Generator(), np.random.Generator(np.random.SFC64()), random.Random(1)):
+        with pytest.raises(RestoreRefused, match="noise"):
+            attach(torch.nn.Linear(1, 1), extra={"noise": other}).restore(state)
+
+
+@pytest.mark.parametrize("late", ["dataset", "model", "seed", "nothing"])
+def test_streams_that_move_between_the_restore_and_the_first_batch_are_put_back_and_named(late, caplog):
+    """G11: a dataset that is built late, a model that is initialised after it."""
+    draws = {
+        "dataset": lambda: [random.random() for _ in range(5)],
+        "model": lambda: torch.nn.Linear(4, 4),
+        "seed": lambda: seed_all(5),
+        "nothing": lambda: None,
+    }
+
+    def read(run, until):
+        return [[batch.tolist(), float(torch.rand(())), random.random()] for batch in run.live.batches(steps=until)
+                if run.live.advance()]  # fmt: skip
+
+    whole = read(Run(loader), 7)
+    first = Run(loader)
+    read(first, 3)
+    state = copied(first.live.capture())
+    second = Run(loader, seed=9, state=state)
+    draws[late]()
+    assert read(second, 7) == whole[3:]
+    named = {"dataset": ["python"], "model": ["torch"], "seed": ["python", "numpy", "torch"], "nothing": []}[late]
+    assert [name for name in ("python", "numpy", "torch") if f"{name}" in caplog.text] == named
+    assert ("put back" in caplog.text) == bool(named)
