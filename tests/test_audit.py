@@ -685,6 +685,28 @@ def test_the_audit_moves_nothing_and_runs_no_code_of_the_users():
     assert before[3] == random.getstate()
 
 
+class Proxy:
+    """It answers for what it stands for, when it can."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("not connected")
+
+
+def test_what_is_odd_does_not_fail_a_save(tmp_path):
+    np.arange(8.0).tofile(tmp_path / "data.bin")
+    fixed = np.zeros(3)
+    fixed.setflags(write=False)
+    options = {"proxies": [Proxy()], "huge": 10**6000, "data": np.memmap(tmp_path / "data.bin", mode="r"), "fixed": fixed,
+               "strided": np.zeros((4, 4))[:, ::2], "half": np.zeros(2, np.float16), "words": np.array(["a"])}  # fmt: skip
+
+    def change(net):
+        net.huge += 1
+        net.strided[0] += 1
+
+    assert sorted(run(Net(change, **options))[1]) == ["model.huge", "model.strided"]
+
+
 def test_a_look_is_bounded():
     from trainfold.adapters.live import facts
 

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from trainfold.adapters.components.component import Stateful
-from trainfold.adapters.live.facts import Look, lengths_in, path_of, token_of_value, values_in
+from trainfold.adapters.live.facts import Look, lengths_in, path_of, text_of, token_of_value, values_in
 from trainfold.adapters.loaders.feed import generators_of
 from trainfold.core.audit import (
     LENGTH,
@@ -192,11 +192,11 @@ class _Saved:
                 if token is not None:
                     self._tokens.add(token)
                 if isinstance(value, bool | int | float | str):
-                    self._named.add((key.strip("_"), repr(value)))
+                    self._named.add((key.strip("_"), text_of(value)))
                     if name != "dataset":  # the numbers of a position are ours
-                        self._values.setdefault(name, set()).add(repr(value))
+                        self._values.setdefault(name, set()).add(text_of(value))
                     if not isinstance(held, dict) or name.endswith(("_extra_state", "_own_state")):
-                        self._free.add(repr(value))
+                        self._free.add(text_of(value))
             self._lengths |= {(key.strip("_"), str(length)) for key, length in lengths_in(held)}
 
     def has(self, path: str, fact: Fact, token: str | None) -> bool:

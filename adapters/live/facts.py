@@ -4,6 +4,7 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from time import thread_time
 from typing import Any, Final, final
@@ -94,24 +95,26 @@ class Look:
         kind = _KINDS.get(type(value))
         if kind is not None:
             if kind is not TEXT or len(value) < _LONG:
-                self.facts[path] = Fact(kind, repr(value), owner)
+                self.facts[path] = Fact(kind, text_of(value), owner)
             return
         if id(value) in self._seen or depth > _DEPTH or self._objects <= 0 or thread_time() > self._deadline:
             return
         self._seen[id(value)] = value
         self._objects -= 1
-        if isinstance(value, torch.nn.Module):
-            self._unregistered(path, value)
-        elif not self._is_value(path, value, owner, BUFFER if buffer else TENSOR) and self._is_entered(value):
-            self._enter(path, value, depth)
+        with suppress(Exception):  # a proxy, or a dict that another thread changes: a look must not fail a save
+            if isinstance(value, torch.nn.Module):
+                self._unregistered(path, value)
+            elif not self._is_value(path, value, owner, BUFFER if buffer else TENSOR) and self._is_entered(value):
+                self._enter(path, value, depth)
 
     def _is_value(self, path: str, value: Any, owner: str, kind: str) -> bool:
         """Note what has a value of its own; False for what has parts."""
         if isinstance(value, torch.Tensor):
             self._tensor(path, value, owner, kind)
         elif isinstance(value, np.ndarray):
-            if value.dtype.kind in "biufc":
-                self._tensor(path, torch.from_numpy(np.ascontiguousarray(value)), owner, kind)
+            # what cannot be written to does not change, and data in a file is read by nobody but its reader
+            if value.dtype.kind in "biufc" and value.flags.writeable and not isinstance(value, np.memmap):
+                self._tensor(path, torch.from_numpy(value), owner, kind)
         elif isinstance(value, np.generic | itertools.count):
             self.facts[path] = Fact(NUMBER, repr(value), owner)
         elif (token := token_of_generator(value)) is not None:
@@ -202,6 +205,16 @@ def path_of(root: str, path: str) -> str:
     return f"{root}.{canonical_name(f'{path}._')}"[:-2] if path else root
 
 
+def text_of(value: Any) -> str:
+    """The text of a plain value; of an int of thousands of digits too, which Python does not write out in decimals.
+
+    Examples:
+        >>> text_of(0.1), text_of(2**64)
+        ('0.1', '0x10000000000000000')
+    """
+    return hex(value) if type(value) is int and abs(value) >= 2**64 else repr(value)
+
+
 def token_of_tensor(value: torch.Tensor) -> str:
     """What the values of a tensor are recognised by: equal for equal bytes, and for equal words of a generator.
 
@@ -251,11 +264,11 @@ def token_of_value(value: Any) -> str | None:
     if isinstance(value, torch.Tensor):
         return token_of_tensor(value)
     if isinstance(value, np.ndarray):
-        return token_of_tensor(torch.from_numpy(np.ascontiguousarray(value))) if value.dtype.kind in "biufc" else None
+        return token_of_tensor(torch.from_numpy(value.copy())) if value.dtype.kind in "biufc" else None
     if isinstance(value, tuple | list) and len(value) >= _WORDS and isinstance(value[0], int):
         return token_of_tensor(torch.tensor(value[:_WORDS], dtype=torch.int64))
     if type(value) is int and abs(value) >= 2**53:
-        return f"int {value}"
+        return f"int {text_of(value)}"
     return token_of_generator(value)
 
 
