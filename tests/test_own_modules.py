@@ -12,7 +12,7 @@ from trainfold.adapters.components.component import ObjectPart, copied
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.memory import MemoryStore
-from trainfold.core.errors import RestoreRefused
+from trainfold.core.errors import CaptureRefused, RestoreRefused
 from trainfold.core.state import Opaque
 
 
@@ -228,6 +228,14 @@ def test_a_module_that_is_registered_later_gets_what_it_has_said():
     live.register("beside", late)
     assert late.count == 2
     assert not [name for name in live.pending if name.startswith("beside")]
+
+
+def test_a_hook_that_comes_after_the_attach_is_refused_at_the_first_step():
+    """W05, W14: what it adds would be lost in silence."""
+    run = Run(lambda: nn.Linear(3, 3), 0)
+    run.model[1].register_state_dict_post_hook(lambda module, state, prefix, _: state.update({prefix + "seen": 1}))
+    with pytest.raises(CaptureRefused, match=r"model\.1.*before trainfold\.attach"):
+        run.train(1)
 
 
 class Pair:

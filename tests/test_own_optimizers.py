@@ -2,6 +2,7 @@
 
 import copy
 from collections import deque
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -470,6 +471,32 @@ def test_an_inner_optimizer_that_knows_the_outer_one_is_found_once():
     attach(nn.Linear(1, 1))
     run = Run(lambda model: _knowing(several(model)), 0).train(2)
     assert sorted(run.live.capture().optimizer.held) == ["inner[0]", "inner[1]"]
+
+
+class Behind(torch.optim.Optimizer):
+    """Holds an optimizer inside of a helper object."""
+
+    def __init__(self, inner):
+        self.helper = SimpleNamespace(engines=[inner], schedule=SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        self.helper.engines[0].step()
+
+
+def test_an_optimizer_inside_of_a_helper_object_is_found_by_its_parameters():
+    """W05: a schedule that uses an optimizer of torch on a number of its own is not the run's."""
+
+    def behind(model):
+        return Behind(AdamW(model.parameters(), lr=0.02))
+
+    store, run = saved(behind)
+    run.train(3)
+    resumed = Run(behind, 1)
+    with CheckpointManager(store) as manager:
+        manager.restore(resumed.live)
+    assert list(held_optimizers(resumed.optimizer)) == ["helper.engines[0]"]
+    assert resumed.train(3).bits() == run.bits()
 
 
 def _knowing(optimizer):

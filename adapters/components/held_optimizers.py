@@ -1,6 +1,7 @@
 """What belongs to an optimizer beside its slots and groups: its own ``state_dict``, the optimizers that it holds, attributes."""
 
 from collections.abc import Collection, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, final
 
 import attrs
@@ -14,6 +15,11 @@ from trainfold.core.scalars import SCALARS
 _TORCHS: Final = "torch.optim."
 _TORCHS_OWN: Final = frozenset({"state", "param_groups", "defaults"})
 _CONTAINERS: Final = (list, tuple, dict)
+_PLAIN: Final = (
+    *(bool, int, float, str, bytes, type(None), type, torch.Tensor, torch.nn.Module, torch.dtype, torch.device),
+    *(FunctionType, MethodType, BuiltinFunctionType, ModuleType),
+)
+_DEPTH: Final = 4
 _SMALL_NUMEL: Final = 64
 _MANY: Final = 256
 
@@ -21,7 +27,7 @@ _MANY: Final = 256
 def held_optimizers(
     optimizer: torch.optim.Optimizer, around: Collection[torch.optim.Optimizer] = ()
 ) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers that this one holds by attribute, alone or in a list, a tuple or a dict; those that they hold are theirs.
+    """The optimizers that this one holds by attribute, in containers and helper objects too; those that they hold are theirs.
 
     Args:
         optimizer: such as a Lookahead around an AdamW.
@@ -34,17 +40,41 @@ def held_optimizers(
         ['inner']
     """
     found: dict[str, torch.optim.Optimizer] = {}
+    mine: set[int] | None = None
     for name, value in vars(optimizer).items():
-        if isinstance(value, torch.optim.Optimizer):
-            found[name] = value
-        elif isinstance(value, _CONTAINERS) and value and name not in _TORCHS_OWN:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            found |= {f"{name}[{key!r}]": each for key, each in items if isinstance(each, torch.optim.Optimizer)}
+        if name in _TORCHS_OWN or isinstance(value, _PLAIN) or (isinstance(value, _CONTAINERS) and not value):
+            continue
+        for path, each, is_inside in _within(value, name, 0, is_inside=False):
+            if is_inside:  # a schedule may use an optimizer of torch on a number of its own
+                mine = _parameters(optimizer) if mine is None else mine
+                if mine.isdisjoint(_parameters(each)):
+                    continue
+            found[path] = each
     if not found:
         return found
     outer = set(map(id, (optimizer, *around)))
     once = {id(each): name for name, each in reversed(found.items()) if id(each) not in outer}
     return {name: each for name, each in found.items() if once.get(id(each)) == name}
+
+
+def _within(value: Any, path: str, depth: int, *, is_inside: bool) -> Iterator[tuple[str, torch.optim.Optimizer, bool]]:
+    """The optimizers in a value, with the path of each, and whether it is inside of another object; what they hold is theirs."""
+    if isinstance(value, torch.optim.Optimizer):
+        yield path, value, is_inside
+    elif isinstance(value, _PLAIN) or depth > _DEPTH:
+        return
+    elif isinstance(value, _CONTAINERS):
+        if len(value) <= _MANY:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, each in items:
+                yield from _within(each, f"{path}[{key!r}]", depth + 1, is_inside=is_inside)
+    elif hasattr(value, "__dict__"):
+        for name, each in list(vars(value).items()):
+            yield from _within(each, f"{path}.{name}", depth + 1, is_inside=True)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def nest_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

@@ -117,6 +117,27 @@ def own_module_parts(name: str, module: Any) -> dict[str, OwnModulePart]:
     return {name: part for name, part in parts.items() if part.owners}
 
 
+def late_problems(name: str, module: Any, parts: Mapping[str, OwnModulePart]) -> list[TrainfoldError]:
+    """What a module says itself that it did not say when it was attached, such as by a hook that came later.
+
+    Args:
+        name: the component of its weights.
+        module: the module; anything else has no problems.
+        parts: what `own_module_parts` found then.
+    """
+    known = {(each, owner) for each, part in parts.items() for owner in part.owners}
+    now = {(each, owner) for each, part in own_module_parts(name, module).items() for owner in part.owners}
+    return [
+        InvalidState(
+            f"{name}.{owner}" if owner else name,
+            expected="a state_dict() that says what it said when the module was attached",
+            found="a hook, or a method, that was put there later",
+            mend="register hooks on state_dict before trainfold.attach(...)",
+        )
+        for _, owner in sorted(now - known)
+    ]
+
+
 def _has_extra(module: torch.nn.Module) -> bool:
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 

@@ -12,7 +12,7 @@ from trainfold.adapters.components.generator import GeneratorPart, is_generator
 from trainfold.adapters.components.held_optimizers import Attached
 from trainfold.adapters.components.module import ModulePart, lent_module
 from trainfold.adapters.components.optimizer import OptimizerPart
-from trainfold.adapters.components.own_modules import OwnModulePart, own_module_parts
+from trainfold.adapters.components.own_modules import OwnModulePart, late_problems, own_module_parts
 from trainfold.adapters.components.rng_streams import RngPart, bound_device, preserved_rng
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
 from trainfold.adapters.components.sharded import check_whole, wheres
@@ -520,7 +520,12 @@ class Live:
         rng = parts["rng"]
         assert isinstance(rng, RngPart)
         with preserved_rng(rng.device):
-            reasons = dry_capture(parts, self.contract, chosen=self._selection)
+            late = [
+                problem
+                for name, own in self._implied.items()
+                for problem in late_problems(name, self._attached()[name], own)
+            ]
+            reasons = tuple(late) + dry_capture(parts, self.contract, chosen=self._selection)
         if reasons:
             raise CaptureRefused("live.advance", reasons)
         self._is_tried = True
