@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from trainfold.adapters.components.component import Stateful, Undo
+from trainfold.adapters.components.stream_states import check_torch_state
 from trainfold.core.errors import DataPositionMismatch, InvalidState, TrainfoldError
 from trainfold.core.policy import Verdict
 from trainfold.core.state import Opaque
@@ -153,8 +154,8 @@ def generator_problems(generators: dict[str, torch.Generator], saved: Any, where
     found: list[TrainfoldError] = []
     for name, generator in generators.items():
         try:
-            torch.Generator(generator.device).set_state(saved[name].cpu())
-        except (RuntimeError, TypeError, AttributeError) as error:
+            check_torch_state(saved[name], generator.device)
+        except (ValueError, RuntimeError) as error:
             found.append(mismatch(f"{where}[{name!r}]", "a generator's state", str(error), OTHER))
     return found
 

@@ -9,7 +9,7 @@ from crash.states import Budget
 IS_SOAK: Final = os.environ.get("HYPOTHESIS_PROFILE") == "soak"
 BUDGET: Final = Budget(names=200_000, contents=4096) if IS_SOAK else Budget(names=16, contents=4)
 GO_ON_SHARE: Final = 0.1 if IS_SOAK else 0.05
-CRASH_AGAIN_EVERY: Final = 10 if IS_SOAK else 60  # each how manieth state that is new
+CRASH_AGAIN_EVERY: Final = 10 if IS_SOAK else 120  # each how manieth state that is new
 CUTS: Final = 200 if IS_SOAK else 10
 
 

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from crash.effects import Effect, Recorder
-from crash.scenarios import SCENARIOS, Scene, record, state_at
+from crash.scenarios import Scene, record, state_at, two_ranks
 from crash.syscalls import Handler
 from trainfold.backends import direct_io
 from trainfold.core.state import TrainState
@@ -50,13 +50,16 @@ class LargeScene:
 
     def record(self, mutant: Callable[[Recorder], Handler] | None = None) -> list[Effect]:
         """The effects; see `crash.scenarios.record`."""
-        scenario = SCENARIOS["two_ranks"] if self.writers > 1 else self._saves
+        scenario = self._saves_of_ranks if self.writers > 1 else self._saves
         with mock.patch.object(direct_io, "try_direct", self._try_direct):
             return record(scenario, make=self.make, mutant=mutant)
 
     def _saves(self, scene: Scene) -> None:
         for step in range(1, self.saves + 1):
             scene.save(step)
+
+    def _saves_of_ranks(self, scene: Scene) -> None:
+        two_ranks(scene, steps=range(1, self.saves + 1))
 
     def _try_direct(self, fd: int) -> bool:
         if not self.is_direct:
@@ -68,13 +71,16 @@ class LargeScene:
 
 LARGE: Final = (
     LargeScene(1, is_direct=False),
+    LargeScene(8, is_direct=True),
+    LargeScene(32, is_direct=True, saves=1),
+    LargeScene(8, is_direct=True, writers=2, saves=1),
+)
+MORE: Final = (  # for the soak; the teeth are tried in both modes above each size
     LargeScene(1, is_direct=True),
     LargeScene(8, is_direct=False),
-    LargeScene(8, is_direct=True),
     LargeScene(32, is_direct=False, saves=1),
-    LargeScene(32, is_direct=True, saves=1),
+    LargeScene(32, is_direct=True, writers=2, saves=1),
     LargeScene(1, is_direct=False, writers=2),
-    LargeScene(8, is_direct=True, writers=2),
 )
 
 

@@ -1,7 +1,7 @@
 """What a run does to its disk, recorded: saves, re-saves, rewinds, retention, pointers. Each is a list of effects."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -216,9 +216,9 @@ def long_life(scene: Scene) -> None:
         save(3, 2)
 
 
-def two_ranks(scene: Scene) -> None:
+def two_ranks(scene: Scene, steps: Iterable[int] = (1, 2)) -> None:
     """Two ranks save, twice, each its share of the files; which effect comes first is up to the threads."""
-    for step in (1, 2):
+    for step in steps:
         state = scene.make(step, 0)
         with scene.doing(Doing(step, digest_of_state(state))):
             run_threads(2, lambda ranks, state=state: trainfold.save(state, scene.run, collectives=ranks))

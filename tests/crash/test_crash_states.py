@@ -83,7 +83,7 @@ def test_a_power_cut_after_another_process_has_gone_on_from_a_killed_one_loses_n
     name, effects = scene
     promised, examiner, disk, total = promises(effects), Examiner(go_on_share=0), Disk(), 0
     for done in range(len(effects) + 1):
-        if done % (1 if IS_SOAK else 25) == 0:
+        if done % (1 if IS_SOAK else 50) == 0:
             count, wrong = kill_then_crash(disk, promised[done], examiner, Budget(64, 4) if IS_SOAK else Budget(4, 2))
             assert not wrong, f"{name}, killed after {effects[:done][-1:]}\n" + "\n".join(wrong)
             total += count

@@ -4,7 +4,7 @@ import pytest
 
 from crash.effects import Write
 from crash.effort import GO_ON_SHARE, IS_SOAK, say
-from crash.large import LARGE, MIB
+from crash.large import LARGE, MIB, MORE
 from crash.recovery import Examiner, promises
 from crash.states import Budget, crash_states
 
@@ -13,7 +13,7 @@ BUDGET = Budget(512, 64) if IS_SOAK else Budget(8, 4)
 
 
 @pytest.mark.timeout(0 if IS_SOAK else 120)
-@pytest.mark.parametrize("large", LARGE, ids=str)
+@pytest.mark.parametrize("large", [*LARGE, *MORE] if IS_SOAK else LARGE, ids=str)
 def test_whatever_a_crash_leaves_of_large_files_what_was_acknowledged_is_found_and_whole(large):
     """W18, C01, C02: and the states do not grow with the bytes: a file is a few extents, written between two syncs."""
     effects = large.record()

@@ -80,7 +80,10 @@ class Loop:
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        loader = torch.utils.data.DataLoader(list(torch.ones(12, 2)), batch_size=2, shuffle=True)
+        loader = torch.utils.data.DataLoader(
+            list(torch.ones(12, 2)), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1)
+        )
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.live = trainfold.attach(model, optimizer, scheduler=scheduler, loader=loader)
         for _, batch in zip(range(3), self.live.batches(epochs=1), strict=False):
             model(batch).sum().backward()
@@ -91,6 +94,13 @@ class Loop:
         random.gauss(0, 1)
         self.live.restore(self.live.capture())
         self.state = self.live.capture()
+
+    def train(self) -> None:
+        """One step, with what was restored."""
+        self.model(torch.ones(1, 2)).sum().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
 
     def fingerprint(self) -> dict[str, str]:
         """What the live objects are now, streams and all."""
@@ -202,6 +212,7 @@ class Readers:
                 random.random(), random.gauss(0, 1)
                 torch.rand(700), torch.randn(17)
             self.loop.fingerprint()
+            self.loop.train()
         finally:
             live.restore(self.loop.state)
         assert self.loop.fingerprint() == self.before
