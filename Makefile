@@ -32,6 +32,7 @@ format: $(DEV)  ## let ruff write
 
 docs: $(DEV)  ## the documentation, strictly, into docs/_build/html
 	$(BIN)/python -m sphinx -q -W -n --keep-going -b html docs docs/_build/html
+	@touch docs/_build/strict
 
 resume: $(DEV)  ## a resume under seven tools, compared bit for bit (installs the rivals; half an hour)
 	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[rivals]'

@@ -2,17 +2,19 @@
 
 import contextlib
 import doctest
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 from sybil import Example, Sybil
 from sybil.integration.pytest import SybilItem
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
@@ -25,9 +27,37 @@ assert "torch" not in sys.modules, "too late: torch has read OMP_NUM_THREADS"
 
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-settings.register_profile("laws", deadline=None, max_examples=1_000, print_blob=True)
-settings.register_profile("soak", deadline=None, max_examples=50_000, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+settings.register_profile("laws", deadline=None, print_blob=True)
+settings.register_profile("soak", deadline=None, print_blob=True)
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
+settings.load_profile(PROFILE)
+
+# Of the examples that a test asks for (100 if it does not say): a share in the usual run, so that each law is looked at in each
+# run of the tests, and many times as many in `make laws` and `make soak`, where they are searched.
+TIMES = {"laws": 10.0, "soak": 500.0}.get(PROFILE, 0.4)
+FEWEST = 12  # of what asks for more
+MOST = 1_000  # who asks for more than so many, means it
+
+
+def scaled(own: settings) -> settings:
+    """The settings of a test, with as many examples as this run has time for."""
+    wanted = own.max_examples
+    count = wanted if wanted > MOST else max(min(wanted, FEWEST), round(wanted * TIMES))
+    return settings(own, max_examples=count)
+
+
+def scale_examples(items: list[pytest.Item]) -> None:
+    """Scale each test of Hypothesis once, however many parameters it has; state machines say themselves how long they run.
+
+    Hypothesis has no public way to say this after a test was made; tests/test_profiles.py fails if it has another name for it one day.
+    """
+    functions = {
+        getattr(test := getattr(item, "obj", None), "__func__", test) for item in items if hasattr(item, "obj")
+    }
+    for function in filter(is_hypothesis_test, functions):
+        own = getattr(function, "_hypothesis_internal_use_settings", None)
+        if own is not None:  # the run of a state machine has none
+            function._hypothesis_internal_use_settings = scaled(own)  # noqa: SLF001
 
 
 def run_console(example: Example) -> None:
@@ -58,22 +88,36 @@ def run_console(example: Example) -> None:
 
 def run_command(arguments: list[str], shown: str, *, asks_code: bool) -> None:
     """Run the command line as a reader would, and compare its exit code and what it prints with what the page shows."""
-    done = subprocess.run(
-        [sys.executable, "-m", "trainfold", *arguments], capture_output=True, text=True, check=False, timeout=120
-    )
-    printed, code = done.stdout + done.stderr, 0
+    returned, printed = called(arguments)
+    code = 0
     if asks_code:
         shown, _, last = shown.rstrip().rpartition("\n")
         assert last.isdigit(), f"trainfold {arguments}: the last line shown is the exit code, not {last!r}"
         code = int(last)
-    assert done.returncode == code, f"trainfold {arguments}: exit {done.returncode}, not {code}:\n{printed}"
+    assert returned == code, f"trainfold {arguments}: exit {returned}, not {code}:\n{printed}"
     matches = doctest.OutputChecker().check_output(f"{shown.strip()}\n", f"{printed.strip()}\n", doctest.ELLIPSIS)
     assert not shown.strip() or matches, f"trainfold {arguments}\nshown:\n{shown}\nprinted:\n{printed}"
 
 
+def called(arguments: list[str]) -> tuple[int, str]:
+    """The exit code and all that is printed. Python and torch start in seconds, so only what trains is a process of its own."""
+    if arguments[:1] == ["demo"]:
+        command = [sys.executable, "-m", "trainfold", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        return done.returncode, done.stdout + done.stderr
+    from trainfold.adapters.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        warnings.simplefilter("default")
+        code = main(arguments)
+    return code, out.getvalue() + err.getvalue()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the blocks of a page in their order, whatever order pytest-randomly has given the tests."""
+    """Scale the examples; keep the blocks of a page in their order, whatever order pytest-randomly has given the tests."""
+    scale_examples(items)
     pages = [item for item in items if isinstance(item, SybilItem)]
     pages.sort(key=lambda item: (str(item.path), item.example.start))
     rest = [item for item in items if not isinstance(item, SybilItem)]

@@ -19,7 +19,7 @@ from trainfold.core import cpu_sum, terms, tree
 from trainfold.core.suite import Tally, merge_tallies, no_tally, observe, results_of
 from trainfold.core.tally_wire import check_layouts, layout_of, pack, unpack
 
-RANDOM_CASES = int(os.environ.get("TRAINFOLD_RANDOM_CASES", "4000"))
+RANDOM_CASES = int(os.environ.get("TRAINFOLD_RANDOM_CASES", "1600"))
 EXAMPLES = int(os.environ.get("TRAINFOLD_EXAMPLES", "300"))
 BLOCKS = 8
 

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 RUFF = Path(sys.executable).with_name("ruff")
 LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 
@@ -29,54 +27,32 @@ def test_the_layers_of_this_tree_are_kept(copy_of_tree):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("module", "line", "broken"),
-    [
-        (
-            "core/zz_violation.py",
-            "import trainfold.backends\n",
-            "trainfold.core is not allowed to import trainfold.backends",
-        ),
-        (
-            "core/zz_violation.py",
-            "import trainfold.properties\n",
-            "trainfold.core is not allowed to import trainfold.properties",
-        ),
-        (
-            "backends/zz_violation.py",
-            "import trainfold.adapters\n",
-            "trainfold.backends is not allowed to import trainfold.adapters",
-        ),
-        (
-            "properties/zz_violation.py",
-            "import trainfold.adapters\n",
-            "trainfold.properties is not allowed to import trainfold.adapters",
-        ),
-        ("core/zz_violation.py", "import pathlib\n", "trainfold.core is not allowed to import pathlib"),
-        ("backends/zz_violation.py", "import optree\n", "trainfold is not allowed to import optree"),
-        ("adapters/zz_violation.py", "import rich\n", "trainfold is not allowed to import rich"),
-        (
-            "properties/zz_violation.py",
-            "from trainfold.backends.local import LocalStore\n",
-            "trainfold.properties is not allowed to import trainfold.backends.local",
-        ),
-        (
-            "core/zz_violation.py",
-            "import trainfold\n",
-            "trainfold.core.zz_violation is not allowed to import trainfold",
-        ),
-        (
-            "adapters/zz_violation.py",
-            "from trainfold import save\n",
-            "trainfold.adapters.zz_violation is not allowed to import trainfold",
-        ),
-    ],
-)
-def test_a_violation_of_the_layers_is_caught(copy_of_tree, module, line, broken):
-    (copy_of_tree / module).write_text(f'"""A module that should not be."""\n\n{line}')
+VIOLATIONS = (  # folder, line, what the tool says
+    ("core", "import trainfold.backends", "trainfold.core is not allowed to import trainfold.backends"),
+    ("core", "import trainfold.properties", "trainfold.core is not allowed to import trainfold.properties"),
+    ("backends", "import trainfold.adapters", "trainfold.backends is not allowed to import trainfold.adapters"),
+    ("properties", "import trainfold.adapters", "trainfold.properties is not allowed to import trainfold.adapters"),
+    ("core", "import pathlib", "trainfold.core is not allowed to import pathlib"),
+    ("backends", "import optree", "trainfold is not allowed to import optree"),
+    ("adapters", "import rich", "trainfold is not allowed to import rich"),
+    ("properties", "from trainfold.backends.local import LocalStore", "trainfold.properties is not allowed to import trainfold.backends.local"),
+    ("core", "import trainfold", "{module} is not allowed to import trainfold"),
+    ("adapters", "from trainfold import save", "{module} is not allowed to import trainfold"),
+)  # fmt: skip
+
+
+def test_each_violation_of_the_layers_is_caught(copy_of_tree):
+    """One run for all of them: the tool lists every import that breaks a contract, with its module."""
+    for number, (folder, line, _) in enumerate(VIOLATIONS):
+        path = copy_of_tree / folder / f"zz_violation_{number}.py"
+        path.write_text(f'"""A module that should not be."""\n\n{line}\n')
     done = lint_imports(copy_of_tree)
     assert done.returncode != 0
-    assert broken in " ".join(done.stdout.split())
+    said = " ".join(done.stdout.split())
+    for number, (folder, line, broken) in enumerate(VIOLATIONS):
+        module = f"trainfold.{folder}.zz_violation_{number}"
+        assert broken.format(module=module) in said, line
+        assert f"{module} -> " in said, f"{line} is not named"
 
 
 def test_core_cannot_reach_torch_distributed_or_pickle(copy_of_tree):

@@ -38,7 +38,7 @@ from trainfold.core.loss import Loss
 from trainfold.core.retention import keep_every
 from trainfold.core.save_plan import MANIFEST, directory_of
 
-EXAMPLES, STEPS = {"laws": (600, 40), "soak": (20_000, 60)}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), (60, 25))
+EXAMPLES, STEPS = {"laws": (600, 40), "soak": (20_000, 60)}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), (30, 25))
 COMPONENTS = ("model", "optimizer", "trainer")
 PAUSE = threading.Event()  # who waits for it is in no kernel, which a save need not wait for
 WANTED = make_best_record(metric="loss", direction="min")

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -32,12 +33,13 @@ INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 EDGES = (-1e3, -1.5, 0.0, 0.5, 0.75, 2.0, 1e3)
 
 
+IS_DEEP = "HYPOTHESIS_PROFILE" in os.environ
+
+
 def examples(count):
-    """So many in a usual run; more with the profiles `laws` and `soak`."""
+    """Half as many in a usual run, for there are many metrics; ten times as many and more with the profiles `laws` and `soak`."""
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(
-        deadline=None, max_examples=max(1, count * settings.default.max_examples // 100), suppress_health_check=slow
-    )
+    return settings(deadline=None, max_examples=count if IS_DEEP else max(2, count // 2), suppress_health_check=slow)
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
