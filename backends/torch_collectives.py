@@ -84,12 +84,7 @@ class TorchCollectives:
             self.world_size: int = dist.get_world_size(group)
             token = self._all_gather(torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))[0]
         except RuntimeError as error:
-            raise RankFailed(
-                "the ranks",
-                expected="every rank to make its TorchCollectives",
-                found=_first_sentence(error).splitlines()[0],
-                mend="make them at the same point on every rank; look at the ranks that did not come",
-            ) from error
+            raise _not_made(error) from error
         store = dist.PrefixStore(f"trainfold/{bytes(token.tolist()).hex()}", _default_store(dist))
         self._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=grace_secs)
 
@@ -126,8 +121,9 @@ class TorchCollectives:
             return [tensor.detach().clone() for tensor in tensors]
         mine = plan.cut(tensors)
         parts = torch.empty_like(mine)
-        work = self._dist.all_to_all_single(parts, mine, group=self._group, async_op=True)
-        self._wait(work, call, until)
+        options = self._dist.distributed_c10d.AllToAllOptions()
+        options.timeout = timedelta(seconds=max(until - time.monotonic(), _LEAST_SECS))
+        self._wait(self._group.alltoall_base(parts, mine, [], [], options), call, until)
         sums = plan.join(self._all_gather(plan.add(parts), call, until))
         return [total.to(tensor.device) for total, tensor in zip(sums, tensors, strict=True)]
 
@@ -182,11 +178,22 @@ class TorchCollectives:
 
         A failure of one of the two is no failure of the other.
         """
-        dist, ranks = self._dist, self._dist.get_process_group_ranks(self._group)
+        # not `new_group`: torch names a group that is made by its ranks alone after how many groups this process has, which differs
+        # between ranks when one of them has let go of a group, and comes again
+        name = self.broadcast(secrets.token_hex(_TOKEN_BYTES))
+        copy = object.__new__(TorchCollectives)
+        copy._dist, copy._timeout_secs, copy._grace_secs = self._dist, self._timeout_secs, self._grace_secs
+        copy._calls, copy._faults, copy._own, copy._latest = 0, [], None, None
+        copy.rank, copy.world_size = self.rank, self.world_size
+        store = self._dist.PrefixStore(f"trainfold/{name}", _default_store(self._dist))
         timeout = timedelta(seconds=self._timeout_secs)
-        group = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
-        copy = TorchCollectives(group, timeout_secs=self._timeout_secs, grace_secs=self._grace_secs)
-        copy._own = group
+        try:
+            copy._group = self._dist.ProcessGroupGloo(
+                self._dist.PrefixStore("group", store), self.rank, self.world_size, timeout
+            )
+        except RuntimeError as error:
+            raise _not_made(error) from error
+        copy._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=self._grace_secs)
         return copy
 
     def _all_reduce(self, tensors: list[torch.Tensor], call: Call, until: float) -> list[torch.Tensor]:
@@ -314,6 +321,15 @@ def _initialised() -> Any:
             mend='start the ranks with torchrun, and call torch.distributed.init_process_group("gloo") (or "nccl") first',
         )
     return dist
+
+
+def _not_made(error: RuntimeError) -> RankFailed:
+    return RankFailed(
+        "the ranks",
+        expected="every rank to make its TorchCollectives",
+        found=_first_sentence(error).splitlines()[0],
+        mend="make them at the same point on every rank; look at the ranks that did not come",
+    )
 
 
 def _checked(dist: Any, group: Any) -> Any:

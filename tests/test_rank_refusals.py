@@ -270,6 +270,48 @@ def test_what_real_ranks_saved_in_silence_is_refused_by_name(processes, tmp_path
         assert "torch.distributed with 2 ranks" in told["no collectives"]
 
 
+def train_until(collectives, run, mode, steps):
+    """Dropout masks of each rank's own, gradients of all, and a share of the data for each."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(24, 3))
+    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=True, seed=3))
+    torch.manual_seed(1 + collectives.rank)
+    live = attach(model, optimizer, loader=loader)
+    with CheckpointManager(run, every=4, mode=mode, collectives=collectives) as manager:
+        manager.restore(live)
+        for (x,) in live.batches(epochs=2, steps=steps):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            live.advance()
+            manager.step(live)
+        manager.finish(live)
+    found = fingerprint(live.capture().evolve(rng=None))
+    return found, torch.rand(4).tolist()
+
+
+def resume_in_an_epoch(collectives, folder):
+    told = []
+    for mode in ("sync", "async"):
+        whole = train_until(collectives, f"{folder}/{mode}-whole", mode, None)
+        for steps in (4, 8, None):  # an epoch has 6
+            parts = train_until(collectives, f"{folder}/{mode}-parts", mode, steps)
+        told.append((whole, parts))
+    return told
+
+
+def test_real_ranks_go_on_with_the_bits_and_the_masks_of_each(processes, tmp_path):
+    """H02, G05: inside of an epoch, in both modes; every rank with its own streams and its own share. Each async manager has a group of its own."""
+    ranks = processes.run(2, resume_in_an_epoch, str(tmp_path), collectives=PATIENT)
+    for whole, parts in itertools.chain(*ranks):
+        assert parts == whole
+    ((first, one), _), ((second, other), _) = (told[0] for told in ranks)
+    assert (first["model"], first["optimizer"]) == (second["model"], second["optimizer"])
+    assert one != other, "a rank's streams are its own"
+
+
 def train(collectives, run, *, epochs=1, steps=None, **reset):
     """A loop as the tutorials of torch write it: which samples a rank has seen."""
     data = TensorDataset(torch.arange(24.0).view(24, 1))

@@ -133,6 +133,22 @@ def test_sums_of_tensors_on_a_device_are_on_it(processes):
     assert processes.run(2, sum_on_the_device, collectives=PATIENT) == [(sums, [1.0] * 5), (sums, [2.0] * 5)]
 
 
+def duplicate_again_and_again(collectives):
+    kept = []
+    for number in range(3):
+        copy = collectives.duplicate()
+        assert copy.gather(copy.rank + number) == [number, number + 1]
+        if collectives.rank == 1:
+            kept.append(copy)
+        del copy
+    return len(kept)
+
+
+def test_copies_are_made_whichever_ranks_have_let_go_of_earlier_ones(processes):
+    """C07: torch named a group after how many groups the process had: a second async manager hung, or was refused the connection."""
+    assert processes.run(2, duplicate_again_and_again, collectives=HASTY) == [0, 3]
+
+
 # --- ranks that do not come ------------------------------------------------------------------------------------------
 
 
