@@ -222,9 +222,8 @@ class LocalStore:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """See `Store.lock`: ``flock`` on ``.lock``."""
-        is_ending = (
-            sys.is_finalizing
-        )  # bound here: when Python ends, this module's names may be gone before a lock that nobody let go of
+        # bound here: when Python ends, this module's names may be gone before a lock that nobody let go of
+        is_ending = sys.is_finalizing
         with self._named_errors(""):
             make_directories(self._root, "")
             held = run_lock.acquire(self._root)
@@ -235,12 +234,12 @@ class LocalStore:
                 collect(self._root)
             yield
         finally:
-            if not is_ending():  # then the lock goes with the process
-                try:
+            try:
+                if not is_ending():  # then the lock goes with the process
                     self._let_go(held)
-                except BaseException:  # an interrupt: nobody could do it later
-                    self._let_go(held)
-                    raise
+            except BaseException:  # an interrupt: nobody could do it later
+                self._let_go(held)
+                raise
 
     def _let_go(self, held: run_lock.HeldLock) -> None:
         with self._mutex:

@@ -151,9 +151,8 @@ class Pool:
 
     def watch(self, worker: Worker, lease: Lease) -> None:
         """Keep a worker bound for as long as somebody has the state, so that an idle one holds no memory."""
-        is_ending = (
-            sys.is_finalizing
-        )  # bound here: when Python ends, this module's names may be gone before the lease is
+        # bound here: when Python ends, this module's names may be gone before the lease is
+        is_ending = sys.is_finalizing
 
         def let_go(reference: weakref.ref[Lease]) -> None:
             if is_ending():
