@@ -10,6 +10,7 @@ import torch
 
 from trainfold.adapters.components.component import Stateful
 from trainfold.adapters.live.facts import Look, lengths_in, path_of, text_of, token_of_value, values_in
+from trainfold.adapters.loaders.choose import loaders_by_path
 from trainfold.adapters.loaders.feed import generators_of
 from trainfold.core.audit import (
     LENGTH,
@@ -41,14 +42,14 @@ class Audit:
 
     Args:
         attached: component -> object: the model, the optimizer, the schedulers, whatever is under ``extra``.
-        loader: or None.
+        loader: or several by name, or None.
         accepted: attributes that need not be saved.
         is_strict: whether to refuse a save in place of a warning.
     """
 
     def __init__(self, attached: Mapping[str, Any], loader: Any, *, accepted: Collection[str], is_strict: bool) -> None:
         self._attached = dict(attached)
-        self._loader = loader
+        self._loaders = loaders_by_path(loader)
         self._accepted = _names_given(accepted)
         self._is_strict = is_strict
         self._named: dict[str, str] = {}
@@ -141,15 +142,15 @@ class Audit:
             for value in (*named.params.values(), *named.buffers.values()):
                 known[id(value)] = value
                 addresses |= _address(value)
-        known |= {id(each): each for each in generators_of(self._loader).values()}
+        known |= {id(each): each for loader in self._loaders.values() for each in generators_of(loader).values()}
         look = Look(known, addresses)
         for name, module in modules.items():
             look.module(name, module)
         for name, each in roots.items():
             if name not in modules and not _says_all(each):
                 look.holder(name, each)
-        if self._loader is not None:
-            look.loader(self._loader)
+        for path, loader in self._loaders.items():
+            look.loader(loader, path)
         return look
 
     def _modes_now(self) -> dict[str, bool]:

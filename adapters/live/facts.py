@@ -67,15 +67,15 @@ class Look:
         """Look at an optimizer, a scheduler, or an object under ``extra``."""
         self._attributes(root, target, 1)
 
-    def loader(self, loader: Any) -> None:
+    def loader(self, loader: Any, path: str = "loader") -> None:
         """Look at a loader: its dataset, samplers and functions."""
         self._in_loader = True
         self._trusts_states = hasattr(loader, "state_dict")  # it asks its parts for their states itself
         if not isinstance(loader, DataLoader):
-            self._attributes("loader", loader, 1)
+            self._attributes(path, loader, 1)
             return
         for name in _LOADER:
-            self._visit(f"loader.{name}", getattr(loader, name, None), "loader", 1)
+            self._visit(f"{path}.{name}", getattr(loader, name, None), path, 1)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

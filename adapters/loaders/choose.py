@@ -30,6 +30,7 @@ from trainfold.adapters.loaders.feed import Feed, samplers_of
 from trainfold.adapters.loaders.group import FeedGroup
 from trainfold.adapters.loaders.iterable import iterates, torchdatas
 from trainfold.adapters.loaders.map_style import MapFeed
+from trainfold.adapters.loaders.prepared import PreparedFeed
 from trainfold.adapters.loaders.stateful import StatefulFeed
 from trainfold.core.errors import InvalidArgument
 
@@ -52,6 +53,23 @@ def feeds_of(loader: Any) -> Feed:
     return FeedGroup({name: feed_of(each) for name, each in loader.items()})
 
 
+def loaders_by_path(loader: Any) -> dict[str, Any]:
+    """Each loader by the path that names it; of a prepared one, the loader that reads the dataset.
+
+    Examples:
+        >>> list(loaders_by_path({"labelled": [1]})), loaders_by_path(None)
+        (["loader['labelled']"], {})
+    """
+    if loader is None:
+        return {}
+    named = (
+        {f"loader[{name!r}]": each for name, each in loader.items()}
+        if isinstance(loader, Mapping)
+        else {"loader": loader}
+    )
+    return {path: getattr(each, "base_dataloader", each) for path, each in named.items()}
+
+
 def feed_of(loader: Any) -> Feed:
     """The feed for a loader.
 
@@ -62,6 +80,8 @@ def feed_of(loader: Any) -> Feed:
         >>> type(feed_of(DataLoader([1, 2, 3]))).__name__
         'MapFeed'
     """
+    if isinstance(getattr(loader, "base_dataloader", None), DataLoader):
+        return _prepared(loader)
     if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
         raise InvalidArgument(
             "attach.loader",
@@ -95,6 +115,20 @@ def feed_of(loader: Any) -> Feed:
         mend="use torchdata's StatefulDataLoader, or give the dataset __len__ and __getitem__; "
         "or attach without a loader and keep the position yourself under extra=",
     )
+
+
+def _prepared(loader: Any) -> Feed:
+    """The feed for a loader around another one, as ``accelerator.prepare`` makes it."""
+    base = loader.base_dataloader
+    several = type(loader).__name__ == "DataLoaderDispatcher" or getattr(base.batch_sampler, "num_processes", 1) > 1
+    if several or torchdatas(base) or isinstance(base.dataset, IterableDataset) or getattr(loader, "skip_batches", 0):
+        raise InvalidArgument(
+            "attach.loader",
+            expected="a prepared loader of one process, over a DataLoader over a map-style dataset",
+            found=f"a {kind_of(loader)} over a {kind_of(base)}" + (", of several processes" if several else ""),
+            mend="attach the DataLoader as it was before accelerator.prepare, and move its batches to the device in the loop",
+        )
+    return PreparedFeed(loader)
 
 
 def _knows_less(loader: "DataLoader[Any]") -> bool:

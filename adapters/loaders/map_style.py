@@ -54,11 +54,13 @@ class MapFeed:
 
     Args:
         loader: the loader; it is left as it is.
+        tells_epoch: whether ``set_epoch`` is called here, and by no one else.
     """
 
-    def __init__(self, loader: "DataLoader[Any]") -> None:
+    def __init__(self, loader: "DataLoader[Any]", *, tells_epoch: bool = True) -> None:
         self.policy: Mapping[str, Verdict] = {}
         self._loader = loader
+        self._tells_epoch = tells_epoch
         self._counts = loader.batch_sampler is not None
         self._slot = "batch_sampler" if self._counts else "sampler"
         self._generators = generators_of(loader)
@@ -99,7 +101,17 @@ class MapFeed:
 
     def advance(self, samples: int | None) -> int:
         """Count batches that were handed out as consumed."""
-        taken = self._deliveries.take(samples if self._counts else None)
+        return self._count(self._deliveries.take(samples if self._counts else None))
+
+    def consume(self, batches: int) -> int:
+        """Count so many batches, the first that wait, as consumed."""
+        return self._count([self._deliveries.waiting.popleft() for _ in range(batches)])
+
+    def ends_here(self) -> bool:
+        """Whether the batch that was handed out last is the last of its epoch."""
+        return bool(self._deliveries.waiting) and self._deliveries.waiting[-1].last
+
+    def _count(self, taken: list[Delivery]) -> int:
         for each in taken:
             self._samples, self._batches = self._samples + each.samples, self._batches + 1
             self._draws.consume(each.drawn, each.samples)
@@ -201,7 +213,8 @@ class MapFeed:
 
     def _open(self) -> Iterator[Any]:
         """An iterator of the loader at the position; `set_epoch` comes before the seek (G04)."""
-        tell_epoch(self._loader, self._drawing)
+        if self._tells_epoch:
+            tell_epoch(self._loader, self._drawing)
         self._tap.start, self._tap.skip, self._tap.empty, self._tap.seeks = None, 0, 0, False
         order = self._orders.get(self._drawing)
         return self._begin() if order is None else self._seek(order)

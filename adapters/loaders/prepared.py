@@ -1,0 +1,189 @@
+"""`PreparedFeed`: a loader around a DataLoader, such as accelerate makes, that moves batches to a device one batch ahead."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+from trainfold.adapters.components.component import Undo
+from trainfold.adapters.loaders.feed import END, OPENED, OTHER, mismatch
+from trainfold.adapters.loaders.map_style import MapFeed
+from trainfold.core.errors import InvalidArgument, TrainfoldError
+from trainfold.core.policy import Verdict
+from trainfold.core.state import Opaque
+
+
+@final
+class PreparedFeed:
+    """A loader with a ``base_dataloader`` that it reads ahead of what it hands out.
+
+    The loop gets what the outer loader makes of each batch. The position is that of the inner one, at the batches that
+    the loop has had: those that the outer loader has drawn ahead are drawn again at a resume.
+
+    Args:
+        loader: the outer loader, of one process.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._inner = MapFeed(loader.base_dataloader, tells_epoch=not hasattr(loader, "set_epoch"))
+        self._handed = 0  # batches that the loop has had and not counted
+        self._run = 0
+        self._iteration = _iteration(loader)
+        self._at = 0  # the epoch in which it was read
+
+    @property
+    def policy(self) -> Mapping[str, Verdict]:
+        """That of the inner feed."""
+        return self._inner.policy
+
+    @policy.setter
+    def policy(self, policy: Mapping[str, Verdict]) -> None:
+        self._inner.policy = policy
+
+    @property
+    def epoch(self) -> int:
+        """Epochs whose samples were all consumed."""
+        return self._inner.epoch
+
+    def undelivered(self) -> int:
+        """How many batches the loop has had and not counted."""
+        return self._handed
+
+    def advance(self, samples: int | None) -> int:
+        """Count the batches that the loop has had."""
+        counted = self._inner.consume(self._handed)
+        if samples is not None and samples != counted and self._handed:
+            raise mismatch("advance.samples", f"{counted}, those of the batches handed out", samples,
+                           "count every sample of each batch, or leave samples= out")  # fmt: skip
+        self._handed = 0
+        return counted
+
+    def drop(self) -> int:
+        """Give up what was handed out and not consumed."""
+        return self.advance(None)
+
+    def rewind(self) -> None:
+        """Go back to the position."""
+        self._handed = 0
+        self._inner.rewind()
+
+    def leave_epoch(self) -> None:
+        """Begin the next epoch. The outer loader does not count an epoch that is left early, and neither is it told of one."""
+        self._run += 1
+        self._handed = 0
+        self._iteration, self._at = _iteration(self._loader), self._inner.epoch + 1
+        self._inner.leave_epoch()
+
+    def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
+        """What the outer loader makes of the batches of the inner one."""
+        self._run += 1
+        run = self._run
+        self.rewind()
+        source = self._inner.batches(epochs=epochs, done=lambda: False)
+        told, epoch = False, self._inner.epoch
+        while (epochs is None or epoch < epochs) and not done():
+            inner = _Epoch(self._loader.base_dataloader, self._inner, source)
+            self._iteration, self._at = _iteration(self._loader), epoch
+            outer = self._open(inner)
+            if not told:
+                told = True
+                yield OPENED
+            for batch in outer:
+                self._handed += 1
+                yield batch
+                if self._run != run or done():
+                    return
+            if not inner.is_read:
+                raise InvalidArgument(
+                    "attach.loader", expected="a loader that reads its base_dataloader to the end", found="one that does not",
+                    mend="attach the plain DataLoader, and move its batches in the loop",
+                )  # fmt: skip
+            epoch += 1
+
+    def _open(self, inner: "_Epoch") -> Iterator[Any]:
+        """The outer loader's iterator; it takes its inner one when the first batch is asked for."""
+        own = self._loader.base_dataloader
+        self._loader.base_dataloader = inner
+        try:
+            outer = iter(self._loader)
+            first = next(outer, END)
+        finally:
+            self._loader.base_dataloader = own
+        return _with_first(first, outer)
+
+    def contract(self) -> dict[str, Any]:
+        """That of the inner feed."""
+        return self._inner.contract()
+
+    def capture(self) -> Opaque:
+        """The position of the inner feed, and the epochs that the outer loader has counted."""
+        ended = self._inner.epoch > self._at
+        return Opaque({"kind": "prepared", "version": 1, "iteration": self._iteration + int(ended),
+                       "inner": self._inner.capture().value})  # fmt: skip
+
+    def problems(self, saved: Any) -> list[TrainfoldError]:
+        """Every way in which a position does not fit."""
+        value = saved.value if isinstance(saved, Opaque) else None
+        if not isinstance(value, dict) or value.get("kind") != "prepared" or value.get("version") != 1:
+            return [mismatch("state.dataset", "the position of a loader with a base_dataloader", "another", OTHER)]
+        if type(value.get("iteration")) is not int or value["iteration"] < 0:
+            return [mismatch("state.dataset.iteration", "an int >= 0", repr(value.get("iteration"))[:80], OTHER)]
+        return self._inner.problems(Opaque(value.get("inner")))
+
+    def write(self, saved: Any) -> Undo:
+        """Take a position."""
+        before = self._iteration, self._at, _iteration(self._loader)
+        undo = self._inner.write(Opaque(saved.value["inner"]))
+        self._run += 1
+        self._handed = 0
+        self._iteration, self._at = saved.value["iteration"], self._inner.epoch
+        _set_iteration(self._loader, self._iteration)
+
+        def take_back() -> None:
+            undo()
+            self._iteration, self._at, now = before
+            _set_iteration(self._loader, now)
+
+        return take_back
+
+
+class _Epoch:
+    """Stands for the inner loader: one epoch of it, from where the position is."""
+
+    def __init__(self, loader: Any, feed: MapFeed, source: Iterator[Any]) -> None:
+        self._loader = loader
+        self._feed = feed
+        self._source = source
+        self.is_read = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._source:
+            if batch is OPENED:
+                continue
+            last = self._feed.ends_here()
+            if last:
+                self.is_read = True
+            yield batch
+            if last:
+                return
+
+
+def _with_first(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    if first is not END:
+        yield first
+        yield from rest
+
+
+def _iteration(loader: Any) -> int:
+    found = getattr(loader, "iteration", 0)
+    return found if type(found) is int else 0
+
+
+def _set_iteration(loader: Any, iteration: int) -> None:
+    if hasattr(loader, "iteration"):
+        loader.iteration = iteration
