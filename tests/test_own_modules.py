@@ -2,6 +2,7 @@
 
 import copy
 import time
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from trainfold.adapters.components.component import ObjectPart, copied
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.memory import MemoryStore
-from trainfold.core.errors import CaptureRefused, RestoreRefused
+from trainfold.core.errors import CaptureRefused, RestoreRefused, ResumeRefused
 from trainfold.core.state import Opaque
 
 
@@ -236,6 +237,55 @@ def test_a_hook_that_comes_after_the_attach_is_refused_at_the_first_step():
     run.model[1].register_state_dict_post_hook(lambda module, state, prefix, _: state.update({prefix + "seen": 1}))
     with pytest.raises(CaptureRefused, match=r"model\.1.*before trainfold\.attach"):
         run.train(1)
+
+
+class Quantised(nn.Module):
+    """Training that is aware of quantisation: the observer has no channels before the first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.ao is on its way out
+            from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
+
+            self.fake = FakeQuantize(MovingAveragePerChannelMinMaxObserver, -127, 127, dtype=torch.qint8, ch_axis=0,
+                                     qscheme=torch.per_channel_symmetric)  # fmt: skip
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.fake(self.linear.weight), self.linear.bias)
+
+
+def test_observers_that_get_their_size_in_a_forward_resume_after_one():
+    """W05: refused as they are built, by the names of the buffers; exact after one forward before the attach."""
+
+    def build(seed, *, has_run):
+        torch.manual_seed(seed)
+        model = Quantised()
+        if has_run:
+            model(torch.zeros(1, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        return model, optimizer, attach(model, optimizer)
+
+    def train(model, optimizer, live, steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.full((2, 3), 0.5 + live.progress.step)).square().sum().backward()
+            optimizer.step()
+            live.advance(samples=2)
+        return trainfold.fingerprint(live.capture())
+
+    store, run = MemoryStore(), build(0, has_run=False)
+    with CheckpointManager(store) as manager:
+        train(*run, 3)
+        manager.save(run[2])
+        whole = train(*run, 3)
+    with CheckpointManager(store) as manager, pytest.raises(ResumeRefused, match="min_val"):
+        manager.restore(build(1, has_run=False)[2])
+    resumed = build(1, has_run=True)
+    with CheckpointManager(store) as manager:
+        manager.restore(resumed[2])
+    assert train(*resumed, 3) == whole
 
 
 class Pair:
