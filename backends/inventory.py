@@ -5,6 +5,7 @@ import itertools
 import attrs
 
 from trainfold.backends.protocols import Store
+from trainfold.core.best_json import BEST_FILE
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointForeign,
@@ -56,7 +57,17 @@ def read_inventory(store: Store) -> Inventory:
     except TrainfoldError as error:
         return Inventory(store.url, None, (), problem_of(error))
     entries = tuple(_entry(store, name, run_id) for name in names if step_of(name) is not None)
-    return Inventory(store.url, run_id, entries, _run_problem(store, run_id, names, entries))
+    problem = _run_problem(store, run_id, names, entries)
+    has_none = run_id is not None and not any(entry.head is not None for entry in entries)
+    return Inventory(store.url, run_id, entries, problem, _lost(store, names) if has_none else None)
+
+
+def _lost(store: Store, names: list[str]) -> str | None:
+    """What says that there was a committed checkpoint; a first save that was killed has left nothing of this kind."""
+    for name, target in sorted(store.pointers().items(), reverse=True):  # latest before best
+        if name in ("latest", "best") and step_of(target) is not None:
+            return f"{name} names {target}"
+    return f"there is a {BEST_FILE}" if BEST_FILE in names else None
 
 
 def read_run_id(store: Store) -> str | None:

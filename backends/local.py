@@ -27,6 +27,7 @@ from trainfold.backends.local_files import (
     sync_above,
 )
 from trainfold.backends.names import MANIFEST, directory_of, is_component, split_name
+from trainfold.backends.place import local_path
 from trainfold.backends.protocols import Buffer
 from trainfold.core.codec import digest_of
 from trainfold.core.errors import CommitConflict
@@ -45,7 +46,10 @@ class LocalStore:
     syncs the directory again. A file whose fsync failed is abandoned and never synced again.
 
     Args:
-        path: the run's directory; it may be a link, nothing below it may.
+        path: the run's directory, or its ``file://`` URL; it may be a link, nothing below it may.
+
+    Raises:
+        InvalidArgument: for a URL of another scheme, or a path that no filesystem can have.
 
     Examples:
         >>> import tempfile
@@ -58,7 +62,7 @@ class LocalStore:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        given = os.fspath(path)
+        given = local_path(os.fspath(path))
         check_path(given)
         self._url = given.rstrip("/") or "/"
         self._root = os.path.abspath(given)  # noqa: PTH100  # a later chdir must not move the run

@@ -11,10 +11,10 @@ from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.quarantine_file import begin_attempt, end_attempt, quarantined
 from trainfold.backends.run_resume import run_resume
 from trainfold.backends.run_save import library_versions
+from trainfold.backends.snapshot import full_contract
 from trainfold.backends.together import on_rank_zero
 from trainfold.core.audit import not_restored_text
 from trainfold.core.components import components_of
-from trainfold.core.contract import checked_contract, contract_of
 from trainfold.core.description import describe
 from trainfold.core.errors import (
     CheckpointError,
@@ -25,8 +25,8 @@ from trainfold.core.errors import (
     ResumeRefused,
     TrainfoldError,
 )
-from trainfold.core.given import mapping_given
 from trainfold.core.inventory import Descent, Inventory, Problem, problem_of
+from trainfold.core.policy import ENVIRONMENT
 from trainfold.core.printable import printable
 from trainfold.core.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
 from trainfold.core.request import Request, Target
@@ -151,7 +151,9 @@ def passed_over(store: Store, request: Request, world: Collectives) -> Mapping[s
 def target_of(like: TrainState, contract: Mapping[str, Any] | None, world: Collectives) -> Target:
     """What a run that looks like this wants to resume."""
     components = {name: describe(component, name)[0] for name, component in components_of(like).items()}
-    agreed = checked_contract({**contract_of(like), **mapping_given("contract", contract)})
+    agreed = full_contract(like, contract)
+    if world.rank > 0:  # the environment that is saved is rank 0's, and so is the one that it is compared with
+        agreed = {key: value for key, value in agreed.items() if not key.startswith(ENVIRONMENT)}
     return Target(components, agreed, world.rank, world.world_size, library_versions())
 
 

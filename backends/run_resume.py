@@ -18,18 +18,20 @@ from trainfold.core.components import components_of, state_of
 from trainfold.core.contract import run_contract
 from trainfold.core.cursor import DataCursor, check_cursor
 from trainfold.core.errors import CheckpointHostile, InvalidState
+from trainfold.core.inventory import Descent
 from trainfold.core.manifest import (
     Manifest,
     TensorRecord,
 )
 from trainfold.core.masters import refresh_masters
+from trainfold.core.regroup import regrouped
 from trainfold.core.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.rng import KEY_BITS, Key
 from trainfold.core.scalars import shown
 from trainfold.core.shard import Shard
 from trainfold.core.slot_homes import beside_params, laid_out_like
 from trainfold.core.spec import Box
-from trainfold.core.state import ModelState, OptimizerState, OwnOptimizerState, ParamGroup, TrainState
+from trainfold.core.state import ModelState, OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState
 from trainfold.core.structure import places, rebuild
 
 
@@ -59,7 +61,13 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
         else:
             found[action.name] = _component(plan, action, mine, store, headers)
             _check_position(found[action.name], f"{plan.run}/{plan.checkpoint}")
-    state = state_of(found).evolve(contract={**run_contract(like.contract), **plan.contract})
+    head = plan.manifest.head
+    is_resumed = any(each.name == "trainer" and each.verb not in ("keep", "reset") for each in plan.actions)
+    runs = {head.run_id: Descent(head.timeline, head.step, head.forks)} if is_resumed else {}
+    adapts = frozenset(drift.where for drift in plan.drifts if drift.adapts_a_scheduler)
+    state = state_of(found).evolve(
+        contract={**run_contract(like.contract), **plan.contract}, origin=Origin({**like.origin.runs, **runs}, adapts)
+    )
     return _with_fresh_masters(state, {action.name: action.verb for action in plan.actions})
 
 
@@ -215,7 +223,9 @@ def _of_this_run(
     if not isinstance(saved, OptimizerState):
         return saved
     placed = saved if params is None else beside_params(saved, params)
-    return _with_kept_hyper(placed, wanted.base if isinstance(wanted, OwnOptimizerState) else wanted, kept, prefix)
+    target = wanted.base if isinstance(wanted, OwnOptimizerState) else wanted
+    placed = regrouped(placed, target) if isinstance(target, OptimizerState) else placed
+    return _with_kept_hyper(placed, target, kept, prefix)
 
 
 def _with_kept_hyper(saved: OptimizerState, wanted: Any, kept: tuple[str, ...], prefix: str) -> OptimizerState:

@@ -47,6 +47,7 @@ class SaveResult:
         size_bytes: bytes of its data files.
         fingerprints: component -> digest.
         forks: where the earlier timelines of its lineage were left, (timeline, step) each.
+        run_id: the run's.
     """
 
     run: str
@@ -56,6 +57,7 @@ class SaveResult:
     size_bytes: int
     fingerprints: Mapping[str, str]
     forks: tuple[tuple[int, int], ...] = ()
+    run_id: str = ""
 
     @property
     def descent(self) -> Descent:
@@ -148,7 +150,7 @@ def run_save(  # noqa: PLR0913 - keywords
         raise
     fingerprints = {component.name: component.fingerprint for component in manifest.components}
     return SaveResult(
-        store.url, plan.directory, head.step, head.timeline, manifest.size_bytes, fingerprints, head.forks
+        store.url, plan.directory, head.step, head.timeline, manifest.size_bytes, fingerprints, head.forks, head.run_id
     )
 
 

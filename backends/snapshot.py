@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import torch
 
+from trainfold.backends.environment import environment_of
 from trainfold.backends.failures import failures_elsewhere, named_failures
 from trainfold.backends.hold import Hold
 from trainfold.backends.inventory import RUN_FILE, check_place, examine, read_inventory, read_run_id, run_document
@@ -143,8 +144,14 @@ def take_snapshot(
         described={name: described for name, (described, _) in pairs.items()},
         tensors={name: tensors for name, (_, tensors) in pairs.items()},
         omitted=omitted,
-        contract=dict(sorted((contract_of(state) | checked_contract(mapping_given("contract", contract))).items())),
+        contract=full_contract(state, contract),
     )
+
+
+def full_contract(state: TrainState, contract: Mapping[str, Any] | None) -> dict[str, Json]:
+    """All that must be equal at a resume: what the environment says, the state, and the caller, each before the one before it."""
+    given = {**environment_of(state), **contract_of(state), **mapping_given("contract", contract)}
+    return checked_contract(given)
 
 
 @failures_elsewhere()

@@ -1,7 +1,7 @@
 """The comparison of what a checkpoint holds with what a run wants: components leaf by leaf, contracts key by key."""
 
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -9,9 +9,10 @@ from trainfold.core.audit import UNSAVED
 from trainfold.core.contract import contract_of
 from trainfold.core.description import Described
 from trainfold.core.errors import TrainfoldError
+from trainfold.core.group_labels import relabelled
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
-from trainfold.core.policy import Drift, Verdict, contract_kind, make_drift
+from trainfold.core.policy import ENVIRONMENT, Drift, Verdict, contract_kind, make_drift
 from trainfold.core.scalars import Json
 from trainfold.core.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.state import TrainState
@@ -130,6 +131,7 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     manifest: Manifest,
     wanted: Mapping[str, Json],
     *,
+    components: Mapping[str, Described],
     left_out: Container[str],
     world_size: int,
     versions: Mapping[str, str],
@@ -140,17 +142,22 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     What describes a component that is not resumed, such as the learning rate of an optimizer that starts anew, may differ.
     What an old checkpoint does not say is read from its components where they prove it (V09).
     """
-    saved = {**_proved_by_components(manifest), **manifest.contract}
-    for key in sorted({*saved, *wanted}):
-        if key == UNSAVED or _component_of(key) in left_out:
-            continue
+    saved, alone = _relabelled({**_proved_by_components(manifest), **manifest.contract}, manifest, components)
+    known = sorted({*saved, *wanted} - {UNSAVED})
+    keys = [key for key in known if _component_of(key) not in left_out and not _is_in(key, alone)]
+    follows = _consequences(saved, wanted, keys)
+    for key in keys:
         have, want = saved.get(key, _ABSENT), wanted.get(key, _ABSENT)
+        if key in follows:
+            continue
         if have is _ABSENT or want is _ABSENT:
             owner = _owner_of(key)
             is_derived = owner in _DERIVED or owner.startswith(_ATTACHED)
             if is_derived and _has(saved, owner) and _has(wanted, owner):
                 findings.drift(contract_kind(key), key, saved=have, wanted=want)
-            elif not is_derived:
+            elif (
+                not is_derived and owner != ENVIRONMENT
+            ):  # a state without a model has no device, an old checkpoint nothing
                 findings.drift("unproven" if have is _ABSENT else "uncompared", key, saved=have, wanted=want)
         elif not _same(have, want):
             findings.drift(contract_kind(key), key, saved=have, wanted=want)
@@ -159,6 +166,48 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     for library, version in versions.items():
         if manifest.versions.get(library) != version:
             findings.drift("versions", library, saved=manifest.versions.get(library), wanted=version)
+
+
+def _relabelled(
+    saved: dict[str, Json], manifest: Manifest, components: Mapping[str, Described]
+) -> tuple[dict[str, Json], tuple[str, ...]]:
+    """The saved contract with the group labels of the run, for those optimizers whose parameters are others, which is told."""
+    alone: set[str] = set()
+    for name, wanted in components.items():
+        record = manifest.component(name)
+        if record is None or _node_class(record.nodes[0]) != _OPTIMIZER or _node_class(wanted.node) != _OPTIMIZER:
+            continue
+        have, want = _groups_of(record.nodes[0]), _groups_of(wanted.node)
+        if {each for group in have for each in group} != {each for group in want for each in group}:
+            prefix = f"{name}." if name == "optimizer" else f"{_ATTACHED}{name}."
+            saved, more = relabelled(saved, prefix, have, want)
+            alone |= more
+    return saved, tuple(alone)
+
+
+def _is_in(key: str, alone: tuple[str, ...]) -> bool:
+    """Whether a key is of a group that one side alone has; its base rate is told all the same, for the scheduler has it too."""
+    return key.startswith(alone) and not key.endswith(".initial_lr")
+
+
+def _consequences(saved: Mapping[str, Json], wanted: Mapping[str, Json], keys: Iterable[str]) -> set[str]:
+    """The keys that differ because another one does: a person is told the cause alone, whose verdict is theirs too.
+
+    Another class of scheduler has other settings and leaves other things in the groups; and what a scheduler makes of its public
+    settings has a private name.
+    """
+    differing = [key for key in keys if saved.get(key, _ABSENT) != wanted.get(key, _ABSENT)]
+    settings = [key for key in differing if contract_kind(key) in {"scheduler", "schedule_function"}]
+    if "scheduler.kind" in differing and "scheduler.kind" in saved and "scheduler.kind" in wanted:
+        live = [key for key in differing if ".groups[" in key and "live" in (saved.get(key), wanted.get(key))]
+        half = [key for key in settings if ".groups[" in key and (key not in saved or key not in wanted)]
+        return {*live, *half, *(key for key in settings if ".groups[" not in key)}
+    peaks = {key.rpartition(".")[0] for key in settings if key.endswith(".max_lr") and ".groups[" in key}
+    bases = {key for key in settings if key.endswith((".initial_lr", ".min_lr")) and key.rpartition(".")[0] in peaks}
+    public = {key.rpartition(".")[0] for key in settings if not key.rpartition(".")[2].startswith("_")}
+    return bases | {
+        key for key in settings if key.rpartition(".")[2].startswith("_") and key.rpartition(".")[0] in public
+    }
 
 
 def _proved_by_components(manifest: Manifest) -> dict[str, Json]:
@@ -175,7 +224,7 @@ def _proved_by_components(manifest: Manifest) -> dict[str, Json]:
 
 def _owner_of(key: str) -> str:
     """``"optimizer."``; or ``"attached.ema."``, for what a live run says of one of its objects."""
-    return ".".join(key.split(".")[: 2 if key.startswith(_ATTACHED) else 1]) + "."
+    return ".".join(key.partition("[")[0].split(".")[: 2 if key.startswith(_ATTACHED) else 1]) + "."
 
 
 def _component_of(key: str) -> str:
@@ -238,11 +287,14 @@ def _optimizer_groups(node: Json, wanted: Json, findings: Findings) -> None:
 
 
 def _group_params(node: Json) -> set[str]:
+    return {fqn for group in _groups_of(node) for fqn in group}
+
+
+def _groups_of(node: Json) -> list[list[str]]:
     try:
-        groups = node["fields"]["groups"]["tuple"]
-        return {fqn for group in groups for fqn in group["static"]["params"]["tuple"]}
+        return [list(map(str, group["static"]["params"]["tuple"])) for group in node["fields"]["groups"]["tuple"]]
     except (KeyError, TypeError):
-        return set()
+        return []
 
 
 def _whole_slots(node: Json, dims: Mapping[str, int], findings: Findings) -> None:

@@ -1,11 +1,12 @@
 """Components: the named parts of a state, and the selection of some of them."""
 
 from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from operator import attrgetter
 from typing import Any
 
 from trainfold.core.errors import InvalidArgument, UnknownComponent
-from trainfold.core.given import names_given
+from trainfold.core.given import names_given, nearest
 from trainfold.core.masters import with_fitting_masters
 from trainfold.core.state import OptimizerState, TrainState
 
@@ -84,9 +85,49 @@ def validate_components(names: Iterable[str] | None, *, declared: Collection[str
             "components",
             expected=f"names among {known}",
             found=unknown,
-            mend="correct the name, or declare the component under `extra`",
+            mend=f"{nearest(unknown, known)}correct the name, or declare the component under `extra`",
         )
     return chosen
+
+
+def check_likely(names: Iterable[str] | None) -> tuple[str, ...] | None:
+    """Check a selection before it is known which components the run has of its own (B02).
+
+    A name that nobody can have is refused, and one that is all but that of a built-in component: where it is a component of
+    the user's, an index or a word after an underscore tells the two apart.
+
+    Returns:
+        The names, each once; None for all.
+
+    Raises:
+        UnknownComponent: naming the nearest one.
+
+    Examples:
+        >>> check_likely(["model", "model_2", "ema"])
+        ('model', 'model_2', 'ema')
+        >>> check_likely(["modell"])
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.UnknownComponent: components: expected names among ['model', 'optimizer', 'scheduler', \
+'trainer', 'dataset', 'rng'] or of your own components, found ['modell']; did you mean 'model'? correct the name
+    """
+    chosen = names_given(names)
+    odd = [
+        name for name in chosen or () if name not in BUILTIN_COMPONENTS and (not is_extra_name(name) or _is_slip(name))
+    ]
+    if odd:
+        raise UnknownComponent(
+            "components",
+            expected=f"names among {list(BUILTIN_COMPONENTS)} or of your own components",
+            found=odd,
+            mend=f"{nearest(odd, BUILTIN_COMPONENTS)}correct the name",
+        )
+    return chosen
+
+
+def _is_slip(name: str) -> bool:
+    stem = name.partition("_")[0].rstrip("0123456789")
+    return stem not in BUILTIN_COMPONENTS and bool(get_close_matches(name, BUILTIN_COMPONENTS, n=1, cutoff=0.85))
 
 
 def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
@@ -115,7 +156,7 @@ def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
     if chosen is None:
         return state
     part = state_of({name: component for name, component in components_of(state).items() if name in chosen})
-    return part.evolve(contract=state.contract)
+    return part.evolve(contract=state.contract, origin=state.origin)
 
 
 def merge(base: TrainState, part: TrainState) -> TrainState:
@@ -132,7 +173,8 @@ def merge(base: TrainState, part: TrainState) -> TrainState:
     new_weights = part.model is not None and part.optimizer is None and part.model is not base.model
     if new_weights and part.model is not None and isinstance(base.optimizer, OptimizerState):
         whole = whole.evolve(optimizer=with_fitting_masters(base.optimizer, part.model.params))
-    return whole.evolve(contract={**base.contract, **part.contract})
+    origin = base.origin if part.trainer is None else part.origin  # of the counters
+    return whole.evolve(contract={**base.contract, **part.contract}, origin=origin)
 
 
 def is_extra_name(name: object) -> bool:

@@ -44,6 +44,10 @@ def _rebuild(cls: type[TrainfoldError], where: str, expected: object, found: obj
     return cls(where, expected=expected, found=found, mend=mend)
 
 
+def _reasons(count: int) -> str:
+    return "1 reason" if count == 1 else f"{count} reasons"
+
+
 def error_text(error: BaseException) -> str:
     """What an error says, also of one that cannot say it.
 
@@ -171,7 +175,7 @@ class SpecMismatch(TrainfoldError):
             where,
             expected="the same leaves, shapes and dtypes",
             found=f"{len(differences)} differences:\n{shown}\n",
-            mend="build the state as it was built when it was saved, or name a policy for each kind",
+            mend="build the state as it was built when it was saved",
         )
         self.differences = differences
 
@@ -191,8 +195,8 @@ class RestoreRefused(TrainfoldError):
         super().__init__(
             where,
             expected="a state that these objects can take",
-            found=f"{len(reasons)} reasons against it:\n{shown}\n",
-            mend="mend what differs, or select components; nothing was changed",
+            found=f"{_reasons(len(reasons))} against it:\n{shown}\n",
+            mend="build the objects as they were when the state was saved; nothing was changed",
         )
         self.reasons = reasons
 
@@ -283,6 +287,12 @@ class CheckpointQuarantined(CheckpointError):
     exit_code = 18
 
 
+class RunDamaged(CheckpointError):
+    """The run had a whole checkpoint and has none any more, as a copy that was broken off; it is no new run (W21)."""
+
+    exit_code = 19
+
+
 class ResumeRefused(CheckpointError):
     """A plan to resume was refused; every reason is listed.
 
@@ -296,8 +306,8 @@ class ResumeRefused(CheckpointError):
         super().__init__(
             where,
             expected="a checkpoint that continues this run exactly",
-            found=f"{len(refusal.reasons)} reasons against it:\n{refusal}\n",
-            mend="mend what differs, or name a policy for it",
+            found=f"{_reasons(len(refusal.reasons))} against it:\n{refusal}\n",
+            mend=refusal.fix,
         )
         self.refusal = refusal
 
@@ -377,6 +387,12 @@ class RunReplaced(SaveFailed):
     """The directory that this process saves into was removed, moved or replaced by another one."""
 
     exit_code = 35
+
+
+class RunNotRestored(SaveFailed):
+    """The run has checkpoints, and what is to be saved comes from none of them: a restore was forgotten (W10)."""
+
+    exit_code = 37
 
 
 # --- worlds ----------------------------------------------------------------------------------------------------------

@@ -5,12 +5,12 @@ from typing import Literal, TypeAlias, final
 import attrs
 
 EventKind: TypeAlias = Literal[
-    "saved", "committed", "skipped", "failed", "pruned", "restored", "restored_best", "refused"
+    "saved", "committed", "skipped", "failed", "pruned", "restored", "restored_best", "refused", "cadence"
 ]
 """``saved``: a save was begun, and the loop goes on. ``committed``: it is durable. ``skipped``: it was not begun, because another
 one was under way. ``failed``: it did not become durable. ``pruned``: an old checkpoint was deleted. ``restored``: the run goes
 on from a checkpoint. ``restored_best``: it has taken the weights of its best checkpoint, and stays at its own step. ``refused``: it
-could not go on, and why."""
+could not go on, and why. ``cadence``: how often to save was chosen, for ``every="auto"``."""
 
 
 @final

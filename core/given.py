@@ -1,5 +1,6 @@
 """What a caller gave for names or for a mapping, checked before anything is touched."""
 
+import difflib
 import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -39,6 +40,18 @@ def names_given(components: object) -> tuple[str, ...] | None:
             mend="list them, as in ['model', 'trainer']",
         )
     return tuple(dict.fromkeys(names))
+
+
+def nearest(names: Iterable[str], known: Iterable[str]) -> str:
+    """A question for each name that is close to a known one, ready to go before the fix; empty where none is.
+
+    Examples:
+        >>> nearest(["modell", "x"], ["model", "optimizer"])
+        "did you mean 'model'? "
+    """
+    known = list(known)
+    near = [match for name in names for match in difflib.get_close_matches(name, known, n=1, cutoff=0.7)]
+    return f"did you mean {' and '.join(map(repr, dict.fromkeys(near)))}? " if near else ""
 
 
 def mapping_given(name: str, given: object, *, values: type = object) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`Inventory`: what was found in a run, as a value, and the order in which its checkpoints are to be believed."""
 
 from collections.abc import Iterable
-from typing import final
+from typing import Final, final
 
 import attrs
 
@@ -72,12 +72,14 @@ class Inventory:
         run_id: from ``run.json``; None where there is no run.
         entries: every step directory, in the order of names; foreign names are not in here.
         problem: what is wrong with the run itself, or None.
+        lost: what says that the run had a whole checkpoint, where it has none with a manifest; such as ``"latest names step-00000120"``.
     """
 
     run: str
     run_id: str | None
     entries: tuple[Entry, ...]
     problem: Problem | None = None
+    lost: str | None = None
 
     def entry(self, name: str) -> Entry | None:
         """The entry of that name, or None."""
@@ -132,6 +134,10 @@ class Descent:
     forks: tuple[tuple[int, int], ...] = ()
 
 
+BEGINNING: Final = Descent(-1, -1)
+"""What a state descends from that was never saved: nothing, whatever the run holds."""
+
+
 def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Descent | None = None) -> Head:
     """The head of a checkpoint about to be saved: same timeline if it continues the newest one, and else a new timeline.
 
@@ -157,6 +163,9 @@ def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: De
         (1, ((0, 100),), 'step-00000100')
     """
     newest = current_head(inventory)
+    if descends_from == BEGINNING:
+        taken = {of for head, _ in _claims(inventory.entries) for of in (head.timeline, *dict(head.forks))}
+        return Head(run_id, step, max(taken, default=-1) + 1)
     origin = _by_steps(inventory, newest, step) if descends_from is None else descends_from
     if origin is None:
         return Head(run_id, step, 0 if newest is None else newest.timeline + 1)

@@ -1,7 +1,7 @@
 """Drift: what differs between a checkpoint and the run that wants to resume, and what is done about each kind."""
 
 from collections.abc import Mapping
-from typing import Literal, TypeAlias, final
+from typing import Final, Literal, TypeAlias, final
 
 import attrs
 
@@ -29,6 +29,9 @@ KINDS: Mapping[str, tuple[Verdict, frozenset[str], str]] = {
     "hyperparameters": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another hyperparameter; adapt takes the target's"),
     "horizon": ("refuse", frozenset({"refuse", "warn", "adapt"}), "the schedule ends elsewhere; adapt takes the target's"),
     "schedule": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another schedule; adapt takes the target's"),
+    "scheduler": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another setting of a torch scheduler; adapt takes the target's and keeps the count"),
+    "schedule_function": ("warn", frozenset({"refuse", "warn", "adapt"}), "another function of a scheduler, such as the lambda of a LambdaLR; the target's goes on"),
+    "environment": ("warn", frozenset({"refuse", "warn", "adapt"}), "another numerical environment, such as the number of threads: other bits"),
     "dataset_size": ("refuse", frozenset({"refuse"}), "the dataset has another length, so positions mean other samples"),
     "dataset": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another data order"),
     "batch_size": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another batch size"),
@@ -39,6 +42,23 @@ KINDS: Mapping[str, tuple[Verdict, frozenset[str], str]] = {
     "unproven": ("refuse", frozenset({"refuse", "warn", "adapt"}), "a contract key of this run that the checkpoint does not have"),
     "uncompared": ("warn", frozenset({"refuse", "warn", "adapt"}), "a contract key of the checkpoint that this run does not have"),
 }  # fmt: skip
+
+# kind -> the recipe for it on the page docs/how-to/change-a-run.md
+RECIPES: Mapping[str, str] = {
+    "scheduler": "Extend the run",
+    "schedule": "Extend the run",
+    "horizon": "Extend the run",
+    "hyperparameters": "Change the learning rate",
+    "batch_size": "Change the batch size",
+    "missing": "Unfreeze layers",
+    "shape": "Observers that resize",
+}
+ENVIRONMENT: Final = "environment."  # what the keys of the numerical environment begin with
+_OWNERS: Mapping[str, str] = {"optimizer": "hyperparameters", "dataset": "dataset", "environment": "environment"}
+# What a scheduler leaves in the groups that it works on: its own base rates.
+BASE_RATES: Final = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+# kind -> a wider one, whose verdict counts where a policy says nothing of the kind itself
+_WIDER: Mapping[str, str] = {"schedule": "scheduler", "horizon": "scheduler", "schedule_function": "scheduler"}
 
 
 @final
@@ -59,6 +79,24 @@ class Drift:
     saved: str
     wanted: str
     verdict: Verdict
+
+    @property
+    def can_be_adapted(self) -> bool:
+        """Whether a policy may let it pass."""
+        return "adapt" in KINDS[self.kind][1]
+
+    @property
+    def follows(self) -> bool:
+        """Whether it tends to follow from another one, as the slots of a parameter follow from the parameter."""
+        return self.where.startswith(("optimizer.slots[", "optimizer.groups: ", "optimizer.masters["))
+
+    @property
+    def adapts_a_scheduler(self) -> bool:
+        """Whether attached schedulers go on under the settings of the run; a function that is only warned of changes nothing."""
+        is_attached = self.kind == "scheduler" or (self.where == "scheduler.kind" and self.wanted.startswith("["))
+        return (is_attached and self.verdict != "refuse") or (
+            self.kind == "schedule_function" and self.verdict == "adapt"
+        )
 
     def __str__(self) -> str:
         return printable(f"{self.verdict:7} {self.kind:18} {self.where}: saved {self.saved}, wanted {self.wanted}")
@@ -103,8 +141,20 @@ def make_drift(kind: str, where: str, *, saved: object, wanted: object, policy: 
 
 
 def verdict_of(kind: str, where: str, policy: Mapping[str, Verdict]) -> Verdict:
-    """What a policy, or else the default of the kind, says about a drift."""
-    return policy.get(f"contract:{where}", policy.get(kind, KINDS[kind][0]))
+    """What a policy, or else the default of the kind, says about a drift.
+
+    ``scheduler`` speaks for ``schedule``, ``horizon`` and ``schedule_function`` too, where they are not named themselves; for
+    base rates in the groups of an optimizer ``hyperparameters`` counts as well.
+
+    Examples:
+        >>> verdict_of("horizon", "scheduler.total", {"scheduler": "adapt"}), verdict_of("horizon", "scheduler.total", {})
+        ('adapt', 'refuse')
+    """
+    wider = _WIDER.get(kind) or ("hyperparameters" if where.startswith("optimizer.") else "contract")
+    default = KINDS[kind][0]
+    if kind in _WIDER or (kind == "scheduler" and ".groups[" in where):
+        default = policy.get(wider, default)
+    return policy.get(f"contract:{where}", policy.get(kind, default))
 
 
 def contract_kind(key: str) -> str:
@@ -117,11 +167,15 @@ def contract_kind(key: str) -> str:
     exact = {"optimizer.kind": "optimizer", "dataset.length": "dataset_size", "dataset_size": "dataset_size"}
     if key in exact:
         return exact[key]
-    if key.startswith("optimizer."):
-        return "hyperparameters"
+    last = key.rpartition(".")[2]
+    if key.startswith(("attached.scheduler.", "attached.scheduler[")):
+        return "schedule_function" if key.endswith("()") else "scheduler"
+    if ".groups[" in key and last in BASE_RATES:
+        return "scheduler"
     if key.startswith("scheduler."):
-        return "horizon" if key.rsplit(".", 1)[1] in {"total", "horizon", "total_steps"} else "schedule"
-    if key.startswith("dataset."):
-        return "dataset"
+        return "horizon" if last in {"total", "horizon", "total_steps"} else "schedule"
+    owner = key.partition(".")[0]
+    if owner != key and owner in _OWNERS:
+        return _OWNERS[owner]
     name = key.removeprefix("step.")
     return name if name in {"batch_size", "accumulate", "horizon"} else "contract"

@@ -1,7 +1,7 @@
 """`ResumePlan`, or `Refusal`: what a resume will do with every component, or every reason why it cannot; values that print."""
 
 from collections.abc import Mapping
-from typing import Literal, TypeAlias, final
+from typing import Final, Literal, TypeAlias, final
 
 import attrs
 
@@ -9,10 +9,11 @@ from trainfold.core.audit import not_restored, not_restored_text
 from trainfold.core.codec import digest_of
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import Manifest
-from trainfold.core.policy import Drift
+from trainfold.core.policy import RECIPES, Drift
 from trainfold.core.printable import printable
 from trainfold.core.scalars import Json
 
+_SHOWN: Final = 3
 Verb: TypeAlias = Literal["load", "adopt", "reset", "keep"]
 
 
@@ -98,7 +99,8 @@ class ResumePlan:
         """A digest of every decision; equal on all ranks that decide alike (V05)."""
         files = [file.digest for file in self.manifest.files]
         actions = [attrs.evolve(action, part=0) for action in self.actions]  # each rank reads its own part
-        decided = (self.checkpoint, str(self.manifest.head), files, actions, self.drifts)
+        drifts = tuple(drift for drift in self.drifts if drift.kind != "environment")  # rank 0 alone compares its own
+        decided = (self.checkpoint, str(self.manifest.head), files, actions, drifts)
         return digest_of(repr(decided).encode("utf-8", "backslashreplace"))
 
     def __str__(self) -> str:
@@ -148,8 +150,35 @@ class Refusal:
         return isinstance(first, Problem) and none_there and unfinished and first.where == self.run
 
     @property
+    def fix(self) -> str:
+        """The next move: the policy to type where one helps; where none does, what to put back, and no word of policies.
+
+        Examples:
+            >>> from trainfold.core.policy import make_drift
+            >>> Refusal("r", None, (make_drift("batch_size", "batch_size", saved=8, wanted=16, policy={}),)).fix
+            'put it back, or pass policy={"batch_size": "adapt"} if it is meant: "Change the batch size" in docs/how-to/change-a-run.md'
+        """
+        drifts = [each for each in self.reasons if isinstance(each, Drift)]
+        if self.reasons and isinstance(self.reasons[0], Problem):
+            return self.reasons[0].mend
+        fixed = [each for each in drifts if not each.can_be_adapted]
+        kinds = dict.fromkeys(each.kind for each in drifts if each.can_be_adapted)
+        typed = ", ".join(f'"{kind}": "adapt"' for kind in kinds)
+        recipes = [RECIPES[each.kind] for each in (*fixed, *drifts) if each.kind in RECIPES]
+        page = f': "{recipes[0]}" in docs/how-to/change-a-run.md' if recipes else ""
+        if not fixed:
+            return f"put {'it' if len(drifts) == 1 else 'them'} back, or pass policy={{{typed}}} if it is meant{page}"
+        wheres = [each.where for each in fixed]
+        more = f" and {len(wheres) - _SHOWN} more" if len(wheres) > _SHOWN else ""
+        others = f"; for the others, policy={{{typed}}} if they are meant" if kinds else ""
+        return f"put {', '.join(wheres[:_SHOWN])}{more} back, or begin another run{others}{page}"
+
+    @property
     def exit_code(self) -> int:
-        """The code of the only problem, else that of a refusal (20)."""
+        """The code of the only problem, or of a damaged run, else that of a refusal (20)."""
+        first = self.reasons[0] if self.reasons else None
+        if isinstance(first, Problem) and first.error == "RunDamaged":
+            return first.exit_code  # the others are what is left of it
         codes = {reason.exit_code if isinstance(reason, Problem) else 20 for reason in self.reasons}
         return codes.pop() if len(codes) == 1 else 20
 

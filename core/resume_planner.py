@@ -15,6 +15,7 @@ from trainfold.core.compare import Findings, compare_component, compare_contract
 from trainfold.core.components import BUILTIN_COMPONENTS
 from trainfold.core.contract import step_contract
 from trainfold.core.errors import UnknownComponent
+from trainfold.core.given import nearest
 from trainfold.core.inventory import Inventory, Problem, lineage
 from trainfold.core.manifest import ComponentRecord, Manifest
 from trainfold.core.policy import Drift, contract_kind, verdict_of
@@ -125,6 +126,7 @@ def plan_resume(inventory: Inventory, target: Target, request: Request) -> Resum
     compare_contract(
         manifest,
         target.contract,
+        components=target.components,
         left_out={action.name for action in actions if action.verb in ("keep", "reset")},
         world_size=target.world_size,
         versions=target.versions,
@@ -132,7 +134,9 @@ def plan_resume(inventory: Inventory, target: Target, request: Request) -> Resum
     )
     actions = tuple(_with_targets_choices(action, findings.drifts) for action in actions)
     checkpoint = f"step-{manifest.head.step:08d}"
-    refused = tuple(drift for drift in findings.drifts if drift.verdict == "refuse")
+    refused = tuple(
+        sorted((drift for drift in findings.drifts if drift.verdict == "refuse"), key=lambda each: each.follows)
+    )
     partial = () if request.step is not None else _partial(inventory, manifest, target, request)
     if refused or findings.problems:
         return Refusal(inventory.run, checkpoint, (*findings.problems, *refused, *partial))
@@ -180,6 +184,9 @@ def _chosen(inventory: Inventory, request: Request, target: Target) -> Manifest 
     torn = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is None)
     empty = Problem("RunEmpty", inventory.run, "a complete checkpoint", "none",
                      "train from the start, or point at another run", 12)  # fmt: skip
+    if inventory.lost is not None and not bad:
+        empty = Problem("RunDamaged", inventory.run, f"a whole checkpoint: {inventory.lost}", "none",
+                        "copy the run again, or start over on purpose: CheckpointManager(run, start_over=True)", 19)  # fmt: skip
     return bad or (empty, *torn)
 
 
@@ -188,7 +195,10 @@ def _check_names(manifest: Manifest, target: Target, request: Request) -> None:
     unknown = [name for name in (*(request.components or ()), *request.reset) if name not in known]
     if unknown:
         raise UnknownComponent(
-            "components", expected=f"names among {sorted(known)}", found=unknown, mend="correct the name"
+            "components",
+            expected=f"names among {sorted(known)}",
+            found=unknown,
+            mend=f"{nearest(unknown, sorted(known))}correct the name",
         )
 
 
@@ -243,9 +253,15 @@ def _with_targets_choices(action: ComponentAction, drifts: Sequence[Drift]) -> C
     """Where the policy lets a difference of the contract pass, the value of the target is the one to use."""
     passed = [drift for drift in drifts if drift.verdict != "refuse"]
     if action.name == "optimizer":
-        kept = [drift.where for drift in passed if drift.kind == "hyperparameters"]
+        kept = [drift.where for drift in passed if contract_kind(drift.where) in {"hyperparameters", "scheduler"}]
     elif action.name == "dataset":
         kept = [drift.where for drift in passed if drift.kind == "dataset"]
+    elif (
+        action.name == "scheduler"
+        and action.verb in ("load", "adopt")
+        and any(drift.adapts_a_scheduler for drift in passed)
+    ):
+        return attrs.evolve(action, note="under the target's settings, by policy")
     elif action.name == "scheduler" and any(drift.kind in {"horizon", "schedule"} for drift in passed):
         return ComponentAction(action.name, "keep", note="the target's, by policy")
     else:

@@ -1,7 +1,7 @@
 """`TrainState`: a training run as one frozen value, made of components."""
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import attrs
 import torch
@@ -9,6 +9,9 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState
 from trainfold.core.leaves import Leaves
+
+if TYPE_CHECKING:
+    from trainfold.core.inventory import Descent
 
 Scalar: TypeAlias = int | float | bool | str | bytes | None
 _STATIC = {"pytree_node": False}
@@ -122,6 +125,26 @@ class Opaque:
 
 
 @final
+@attrs.frozen(eq=False)
+class Origin:
+    """Where a state comes from, which is no part of what it says: all origins are equal.
+
+    Attributes:
+        runs: the id of a run -> the checkpoint of it that the state was loaded from, or saved as.
+        adapts: keys of the contract in which the run that resumes goes before the checkpoint, by policy.
+    """
+
+    runs: "Mapping[str, Descent]" = attrs.field(factory=dict)
+    adapts: frozenset[str] = frozenset()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origin)
+
+    def __hash__(self) -> int:
+        return hash(Origin)
+
+
+@final
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen
 class TrainState:
@@ -137,6 +160,7 @@ class TrainState:
         extra: user-declared components by name, such as ``{"ema": ...}``.
         contract: what a resume must keep beside the components, such as ``{"step.accumulate": 4}``; not a component. It is
             saved, comes back with a resume, and is compared by the next step (V08).
+        origin: where it comes from, for a manager that saves it; not saved, and equal in all states.
     """
 
     model: ModelState | None = None
@@ -147,6 +171,7 @@ class TrainState:
     rng: Any = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
     contract: Mapping[str, Any] = attrs.field(factory=dict, metadata=_STATIC, repr=False)
+    origin: Origin = attrs.field(factory=Origin, metadata=_STATIC, repr=False, kw_only=True)
 
     def evolve(self, **changes: Any) -> "TrainState":
         """Return this state with some components replaced.

@@ -250,6 +250,7 @@ class Step:
             rng=state.rng,
             extra=state.extra,
             contract={**state.contract, **self.contract},
+            origin=state.origin,
         )
 
     def _telling(self) -> contextlib.AbstractContextManager[None]:

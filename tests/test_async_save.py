@@ -859,9 +859,10 @@ def test_what_is_pointed_to_while_old_checkpoints_are_deleted_is_kept(monkeypatc
     with CheckpointManager(store, keep_last=3) as manager:
         for step in (1, 2, 3):
             manager.save(TrainState(trainer=Progress(step=step)))
+    state = load(store, like=TrainState(trainer=Progress()))
     monkeypatch.setattr(store, "delete", slow)
     with CheckpointManager(store, mode="async", keep_last=1) as manager:
-        manager.save(TrainState(trainer=Progress(step=4)))
+        manager.save(state.evolve(trainer=Progress(step=4)))
         manager.drain()
         assert inside.wait(20)  # of the first
         store.point("milestone", "step-00000002")

@@ -139,6 +139,7 @@ def test_ls_shows_what_did_not_become_a_checkpoint(run, answered):
 def test_an_empty_run_is_not_a_missing_one(run, tmp_path, answered):
     for directory in run.glob("step-*"):
         (directory / "manifest.json").unlink()
+    (run / "latest").unlink()
     for command in ("ls", "plan", "verify", "inspect"):
         _, error = answered(command, run, code=12)
         assert error["kind"] == "RunEmpty"

@@ -60,6 +60,7 @@ def test_what_is_loaded_is_what_was_decided(run):
     """O01: a decision that is no longer true is refused, and nothing else is loaded in its place."""
     with CheckpointManager(run) as manager:
         stale, older = manager.should_load(state_at(0)), manager.should_load(state_at(0), step=1)
+        manager.load(state_at(0))
         manager.save(state_at(4))
         with pytest.raises(InvalidArgument, match=r"step-00000003.*step-00000004"):
             manager.load(state_at(0), stale)

@@ -133,6 +133,7 @@ def test_a_writer_whose_run_was_removed_and_made_anew_leaves_the_new_one_alone(t
         assert "restore" in caught.value.mend
         assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     with CheckpointManager(run) as third:
+        third.load(at(0))
         third.save(at(4))
     assert steps_in(run) == [2, 4]
 

@@ -276,7 +276,7 @@ def test_what_stands_in_a_group_at_attach_is_a_setting_and_what_appears_later_is
 
     with CheckpointManager(store) as manager, pytest.raises(ResumeRefused) as refused:
         manager.restore(Run(faster, 1).live)
-    assert "1 reasons" in str(refused.value)
+    assert "1 reason against" in str(refused.value)
     assert "groups['0.bias'].lr: saved 0.1, wanted 0.2" in str(refused.value)
 
 

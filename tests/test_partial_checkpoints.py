@@ -113,9 +113,8 @@ def test_a_component_that_the_script_has_got_since_sends_nobody_back():
     with CheckpointManager(store) as manager:
         train(live, manager)
     live = make_live()
-    with CheckpointManager(store) as manager:
-        live.advance(samples=1, steps=5)
-        manager.save(live)
+    live.advance(samples=1, steps=5)
+    trainfold.save(live.capture(), store)
     refusal = trainfold.plan(store, like=make_live(extra).capture())
     assert refusal.checkpoint == "step-00000005"
 

@@ -42,6 +42,7 @@ from trainfold.core.errors import (
     InvalidArgument,
     RestoreRefused,
     ResumeRefused,
+    RunNotRestored,
 )
 from trainfold.core.inventory import lineage, next_head
 from trainfold.core.quarantine import (
@@ -391,6 +392,9 @@ def test_a_manager_does_not_begin_anew_where_all_that_there_is_is_quarantined(tm
         with pytest.raises(ResumeRefused, match="CheckpointQuarantined"):
             manager.restore(live)
         assert not manager.should_load(live)
+        with pytest.raises(RunNotRestored):
+            manager.save(TrainState(trainer=Progress(step=9)))
+    with CheckpointManager(tmp_path, keep_last=1, start_over=True) as manager:
         manager.save(TrainState(trainer=Progress(step=9)))
         manager.save(TrainState(trainer=Progress(step=10)))
         assert LocalStore(tmp_path).list() == sorted([QUARANTINE_FILE, "run.json", SEVEN, directory_of(10)])

@@ -72,7 +72,7 @@ def test_a_manager_compares_all_at_its_first_save_and_buffers_at_each(mode):
     store = MemoryStore()
 
     def work(world, drift, step):
-        with CheckpointManager(store, mode=mode, collectives=world) as manager:
+        with CheckpointManager(store, mode=mode, collectives=world, start_over=True) as manager:
             manager.save(state_at(step))
             manager.drain()
             manager.save(state_at(step + 1, **(drift if world.rank == 1 else {})))

@@ -123,6 +123,7 @@ def test_what_a_dead_committer_left_behind_goes_with_the_retention_of_a_later_st
     assert store.list("step-00000002"), "the other ranks delete nothing"
     look(store, state_at(1))
     with CheckpointManager(store) as manager:
+        manager.load(state_at(1), manager.should_load(state_at(1), step=1))
         manager.save(state_at(3))
     assert store.list("step-00000002") == []
     look(store, state_at(3))

@@ -12,6 +12,7 @@ from trainfold.adapters.cli.output import Answer, Table
 from trainfold.backends.run_save import tensor_digest
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.manifest import Manifest
+from trainfold.core.policy import ENVIRONMENT
 from trainfold.core.structure import places
 
 _SHOWN_LEAVES = 100
@@ -56,9 +57,7 @@ def diff_checkpoints(a: Path, b: Path) -> Answer:
     one, other = open_checkpoint(a), open_checkpoint(b)
     components = _lines(fingerprints(one.manifest), fingerprints(other.manifest))
     leaves = [line for line in _lines(leaf_texts(one.manifest), leaf_texts(other.manifest)) if not line.same]
-    contract = [
-        line for line in _lines(_plain(one.manifest.contract), _plain(other.manifest.contract)) if not line.same
-    ]
+    contract = [line for line in _lines(_promises(one.manifest), _promises(other.manifest)) if not line.same]
     made = [line for line in _lines(_circumstances(one.manifest), _circumstances(other.manifest)) if not line.same]
     changed = [line.name for line in components if not line.same]
     tables = [
@@ -130,7 +129,13 @@ def _circumstances(manifest: Manifest) -> dict[str, str]:
         "timeline": str(head.timeline),
         "ranks": str(manifest.world_size),
         **{f"{library} version": version for library, version in manifest.versions.items()},
+        **_plain({key: value for key, value in manifest.contract.items() if key.startswith(ENVIRONMENT)}),
     }
+
+
+def _promises(manifest: Manifest) -> dict[str, str]:
+    """The contract, less the environment, which is a circumstance: equal bits are equal wherever they were made."""
+    return _plain({key: value for key, value in manifest.contract.items() if not key.startswith(ENVIRONMENT)})
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ import attrs
 from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.local_files import check_path, too_long
+from trainfold.backends.place import local_path
 from trainfold.backends.protocols import Store
 from trainfold.core import errors
 from trainfold.core.inventory import Inventory, Problem, current_head
@@ -44,7 +45,7 @@ def open_run(path: Path) -> tuple[Store, Inventory]:
         CheckpointMissing: if there is no such directory.
         CheckpointError: of the kind that fits, if it is no run.
     """
-    _check_path(path)
+    path = _local(path)
     if not path.is_dir():
         raise errors.CheckpointMissing(
             str(path),
@@ -67,7 +68,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         RunEmpty: if the run has no checkpoint.
         CheckpointError: of the kind that fits, if its manifest is not to be believed or files are missing.
     """
-    _check_path(path)
+    path = _local(path)
     real = path.resolve() if path.is_symlink() else path  # `latest` is a link to a checkpoint
     if step_of(real.name) is None:
         store, inventory = open_run(path)
@@ -87,7 +88,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(store, name, entry.manifest)
 
 
-def _check_path(path: Path) -> None:
+def _local(path: Path) -> Path:
+    """The path that was meant, checked; a URL of another scheme than ``file`` is refused."""
+    path = Path(local_path(str(path)))
     check_path(str(path))
     try:
         path.is_dir()
@@ -95,6 +98,7 @@ def _check_path(path: Path) -> None:
         if error.errno == errno.ENAMETOOLONG:
             raise too_long(str(path)) from error
         raise
+    return path
 
 
 def error_of(problem: Problem) -> errors.TrainfoldError:

@@ -172,7 +172,9 @@ def _planned(plan: ResumePlan) -> Answer:
 def _refused(refusal: Refusal) -> Answer:
     error: TrainfoldError = ResumeRefused(refusal.run, refusal)
     first = refusal.reasons[0]
-    if isinstance(first, Problem) and (refusal.finds_nothing or len(refusal.reasons) == 1):
+    if isinstance(first, Problem) and (
+        refusal.finds_nothing or len(refusal.reasons) == 1 or first.error == "RunDamaged"
+    ):
         error = error_of(first)
     data = {
         "run": refusal.run,

@@ -212,7 +212,7 @@ class OptimizerPart:
                 self._problem("kind", kind_of(self.optimizer), base.kind, "make the optimizer that the state is of")
             )
         params = self._params()
-        mine = {frozenset(group) for group in self._groups()}
+        mine = {frozenset(group) for group in self.groups()}
         theirs = {frozenset(group.params) for group in base.groups}
         if mine != theirs:
             names = frozenset[str]().union(*theirs)
@@ -239,7 +239,7 @@ class OptimizerPart:
         )
         found.extend(slot_problems(base.groups, slots, params, present, self.path, is_torchs=is_torchs))
         live = {
-            frozenset(names): group for names, group in zip(self._groups(), self.optimizer.param_groups, strict=True)
+            frozenset(names): group for names, group in zip(self.groups(), self.optimizer.param_groups, strict=True)
         }
         found.extend(group_problems(base, live, self.path))
         return found or self._own_problems(saved)
@@ -254,7 +254,7 @@ class OptimizerPart:
             expected, got = sides if own.own is None else sides[::-1]
             mend = f"use the {kind} that the state was captured from; an older trainfold lost what only its state_dict() has"
             found.append(self._problem("own", expected, got, mend))
-        elif own.own is not None and [group.params for group in own.base.groups] != self._groups():
+        elif own.own is not None and [group.params for group in own.base.groups] != self.groups():
             mend = f"give {kind} its parameters in the order in which it had them: its own state_dict() counts them"
             found.append(self._problem("groups", "parameters in the order of the saved ones", "another order", mend))
         mine = self.held()
@@ -398,7 +398,7 @@ class OptimizerPart:
     def _hypers(self, saved: OptimizerState) -> list[dict[str, Any]]:
         parameters = self._params()
         by_members = {frozenset(group.params): group.hyper for group in saved.groups}
-        return [from_plain(copied(dict(by_members[frozenset(group)])), parameters) for group in self._groups()]
+        return [from_plain(copied(dict(by_members[frozenset(group)])), parameters) for group in self.groups()]
 
     def _set_hypers(self, hypers: list[dict[str, Any]], seen: set[int]) -> None:
         given = self.attached.groups if self.attached is not None else ()
@@ -425,7 +425,8 @@ class OptimizerPart:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return dict(zip(_names_of(parameters, self.names, self.path), parameters, strict=True))
 
-    def _groups(self) -> list[tuple[str, ...]]:
+    def groups(self) -> list[tuple[str, ...]]:
+        """The names of the parameters of each group, in the optimizer's order."""
         return [tuple(_names_of(group["params"], self.names, self.path)) for group in self.optimizer.param_groups]
 
     def _hyper_of(self, saved: OptimizerState) -> list[Mapping[str, Any]]:

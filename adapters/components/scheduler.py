@@ -38,7 +38,7 @@ class SchedulerPart:
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Whether it is the same arrangement of the same kinds of schedulers, each field of its type (W20)."""
-        parts, values = self._parts(), _opaques(saved)
+        parts, values = self._parts(), opaques(saved)
         if [part.path for part in parts] != list(values):
             return [
                 InvalidState(
@@ -53,7 +53,7 @@ class SchedulerPart:
 
     def write(self, saved: Any) -> Undo:
         """Give each its state; if one refuses, all have the states that they had."""
-        values = _opaques(saved)
+        values = opaques(saved)
         undos: list[Undo] = []
 
         def undo_all() -> None:
@@ -98,7 +98,8 @@ def check_schedulers(schedulers: Any) -> Any:
     return schedulers
 
 
-def _opaques(saved: Any) -> dict[str, Any]:
+def opaques(saved: Any) -> dict[str, Any]:
+    """The state of each scheduler by its path, ``scheduler['critic']``."""
     found: dict[str, Any] = {}
 
     def collect(value: Any, path: str) -> None:

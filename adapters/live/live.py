@@ -22,6 +22,7 @@ from trainfold.adapters.live.loop_data import LoopData
 from trainfold.adapters.live.open_window import Boundary
 from trainfold.adapters.live.recorder import Recorder, check_values
 from trainfold.adapters.live.restore import CountersPart, refusals, write_all
+from trainfold.adapters.live.schedules import Schedules
 from trainfold.adapters.live.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
 from trainfold.adapters.live.swapped import SwapProbe
 from trainfold.adapters.live.unattached import StepWatch
@@ -33,9 +34,10 @@ from trainfold.core.audit import UNSAVED
 from trainfold.core.components import components_of, state_of, validate_components
 from trainfold.core.errors import CaptureRefused, IncompleteWindow, InvalidArgument, RestoreRefused
 from trainfold.core.init import check_real
+from trainfold.core.inventory import Descent
 from trainfold.core.names import NamedTensors, named_tensors
 from trainfold.core.policy import check_policy
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state import Origin, Progress, TrainState
 
 _LOG = logging.getLogger("trainfold")
 
@@ -143,6 +145,11 @@ class Live:
         if optimizer is not None:
             self._script["attached.optimizer.frozen"] = frozen(model)
         self._watch.check(self._schedulers(), self._extra, where="attach.scheduler")
+        self._schedules = Schedules(self._scheduler, optimizers, self._extra)
+        self._script |= self._schedules.contract
+        self.saved_in: dict[
+            str, Descent
+        ] = {}  # run id -> the checkpoint of it that this run comes from, or is saved as
         self._boundary = Boundary({"model": model, "optimizer": optimizer, **self._extra})
         self._steps_of_others = StepWatch(self._attached, lambda: _names(self._named()))
         self._selection: tuple[str, ...] | None = None  # what a manager saves; None for all
@@ -160,6 +167,11 @@ class Live:
             return self._progress
         now = self._progress  # at each step: `attrs.evolve` costs ten times as much
         return Progress(now.step, self._feed.epoch, now.samples, now.tokens)
+
+    @property
+    def origin(self) -> Origin:
+        """The runs that it was restored from or saved into, for a manager that saves it."""
+        return Origin(dict(self.saved_in))
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -282,7 +294,7 @@ class Live:
         """The loader's batches from the position on, also in the middle of an epoch, and epoch after epoch.
 
         ``set_epoch`` is called on samplers that have it, before the position is sought (G04). Where ``epochs`` or
-        ``steps`` are reached already, nothing is drawn and no iterator is made (A11).
+        ``steps`` are reached already, nothing is drawn and no iterator is made (A11); for ``epochs`` a warning is logged.
 
         In the body of a loop over `epochs` it yields the batches of that epoch. If random streams have moved since a
         restore, they are put back at the first batch, and a warning names them (G11).
@@ -299,6 +311,9 @@ class Live:
             InvalidArgument: if no loader was attached.
             DataPositionMismatch: if the loader turns out not to be able to take the position.
         """
+        if epochs is not None and self._data is not None and self.progress.epoch >= epochs:
+            _LOG.warning("live.batches(epochs=%d) has nothing to give: the run has had %d epochs; raise epochs= to extend it",
+                         epochs, self.progress.epoch)  # fmt: skip
 
         def is_done() -> bool:
             return (steps is not None and self._progress.step >= steps) or self._is_over()
@@ -400,7 +415,10 @@ class Live:
         chosen = validate_components(components, declared=(*self.names, *state.extra))
         if self._feed is not None:
             self._feed.policy = check_policy(policy)
-        reasons = refusals(parts, saved, chosen)
+        is_scheduled = chosen is None or not self._schedules.components.isdisjoint(chosen)
+        adapts = state.origin.adapts if is_scheduled else frozenset()
+        saved, unknown = self._schedules.adapted(saved, adapts, parts)
+        reasons = (*unknown, *refusals(parts, saved, chosen))
         if reasons:
             raise RestoreRefused("live", reasons)
         leftover = [name for name in saved if name not in parts and (chosen is None or name in chosen)]
@@ -410,6 +428,8 @@ class Live:
         self._audit.begin_anew(self._progress.step)
         self._averages.stepped()
         self._taken = 0
+        if chosen is None or "trainer" in chosen:
+            self.saved_in = dict(state.origin.runs)
         rng = parts["rng"]
         if self._data is not None and (chosen is None or "rng" in chosen) and isinstance(rng, RngPart):
             self._data.restored(rng)
@@ -491,6 +511,21 @@ class Live:
                 mend="save after optimizer.step() and live.advance(samples=...); or live.drop_window() to give it up",
             )
 
+    def check_counted(self) -> None:
+        """Raise if an optimizer has stepped since the last `advance`: a loop that never counts is never saved (W11).
+
+        Raises:
+            IncompleteWindow: naming the optimizers.
+        """
+        taken = self._boundary.uncounted()
+        if taken:
+            raise IncompleteWindow(
+                "live.advance",
+                expected="a call after each optimizer step, before manager.step(live)",
+                found=taken,
+                mend="call live.advance(samples=...) after optimizer.step()",
+            )
+
     @property
     def is_in_window(self) -> bool:
         """Whether an accumulation window was declared open by ``advance(steps=0)``."""
@@ -546,7 +581,7 @@ class Live:
         late = late_schedules(self._optimizer, lambda: _names(self._named()), self._script)
         state = state_of({**captured, **copied_containers(self._pending)})
         self._audit.check(state, self._progress.step, self._selection)
-        return state.evolve(contract={**late, **self.contract()})
+        return state.evolve(contract={**late, **self.contract()}, origin=self.origin)
 
     def _named(self) -> dict[str, NamedTensors]:
         """What the attached modules hold, by component."""

@@ -67,12 +67,16 @@ class Boundary:
         """What shows that a window is open, in words, or None."""
         if self.open_samples:
             return f"a window open since {self.open_samples} samples: advance(steps=0) was the last call"
-        if self._steps:
-            taken = ", ".join(f"{steps} of {name}" for name, steps in self._steps.items())
-            return f"optimizer steps since the last advance(): {taken}"
+        if taken := self.uncounted():
+            return taken
         if self._gradients_changed():
             return "gradients that changed since the last advance()"
         return None
+
+    def uncounted(self) -> str | None:
+        """The optimizer steps that were not counted, in words, or None."""
+        taken = ", ".join(f"{steps} of {name}" for name, steps in self._steps.items())
+        return f"optimizer steps since the last advance(): {taken}" if taken else None
 
     def _gradients_changed(self) -> bool:
         return any(

@@ -18,7 +18,7 @@ from trainfold.core.names import named_tensors
 _LOG = logging.getLogger("trainfold")
 _FROZEN_SHOWN = 64
 # What a torch scheduler leaves in a group that it works on -> the hyperparameters that it then changes at each step.
-_SCHEDULED = {"initial_lr": {"lr"}, "max_momentum": {"momentum", "betas"}}
+SCHEDULED = {"initial_lr": {"lr"}, "max_momentum": {"momentum", "betas"}}
 
 
 @final
@@ -97,7 +97,7 @@ class SchedulerWatch:
     ) -> bool:
         """Whether one of the schedulers is not certainly another optimizer's; one that is not torch's may have several."""
         others = [other for other in self._optimizers.values() if other is not optimizer]
-        known = [*schedulers, *filter(_is_scheduler, map(_bare, extra.values()))]
+        known = [*schedulers, *filter(_is_scheduler, map(bare, extra.values()))]
         return not all(_is_torchs(each) and _is_one_of(getattr(each, "optimizer", None), others) for each in known)
 
 
@@ -114,7 +114,7 @@ def hyperparameters(optimizers: Mapping[str, OptimizerPart], *, scheduled: Conta
     found: dict[str, Any] = {}
     for name, part in optimizers.items():
         prefix = "optimizer." if name == "optimizer" else f"attached.{name}."
-        signs = _SCHEDULED if name in scheduled else {}
+        signs = SCHEDULED if name in scheduled else {}
         if name == "optimizer":
             found["optimizer.kind"] = kind_of(part.optimizer)
         found |= _settings(part, prefix, signs, set())
@@ -179,7 +179,7 @@ def frozen(model: torch.nn.Module) -> list[str]:
     return [*names[:_FROZEN_SHOWN], f"and {len(names) - _FROZEN_SHOWN} more: {digest}"]
 
 
-def _bare(target: Any) -> Any:
+def bare(target: Any) -> Any:
     """The object itself, where its two methods were attached."""
     return getattr(target[0], "__self__", target) if isinstance(target, tuple) and target else target
 
@@ -202,7 +202,7 @@ def _is_scheduler(target: Any) -> bool:
 def _opaque(extra: Mapping[str, Any]) -> dict[str, Any]:
     """The extras in which a scheduler may be that does not show: those of somebody's own, and pairs of functions."""
     plain = torch.nn.Module | torch.optim.Optimizer
-    objects = {name: _bare(target) for name, target in extra.items()}
+    objects = {name: bare(target) for name, target in extra.items()}
     return {name: extra[name] for name, each in objects.items() if not isinstance(each, plain) and not _is_torchs(each)}
 
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from keyword import iskeyword
 from pathlib import Path
 from types import FunctionType, MethodType
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import attrs
 
@@ -59,9 +59,10 @@ class CheckpointConfig:
         allow: which managers may be named: prefixes of dotted paths, each ending with a dot. Of the class, and no field, so
             that no file that a config is read from can widen it.
         run: a directory, or a store.
-        every: save at each multiple of so many optimizer steps.
+        every: save at each multiple of so many optimizer steps; ``"auto"`` for one that is chosen; None for no such cadence.
         every_secs: save after so many seconds.
         at_end: whether the state is saved that the run ends with.
+        start_over: whether the run starts from the beginning on purpose, and leaves its checkpoints behind.
         keep_last: keep so many of the newest checkpoints; 0 or None for all.
         keep: what else to keep.
         keep_left_behind: what to keep of the checkpoints that rewinds have left behind; None for all.
@@ -79,16 +80,17 @@ class CheckpointConfig:
         ... class Ours(CheckpointConfig):
         ...     allow = ("trainfold.", "ours.checkpoints.")
         ...     bucket: str
-        >>> Ours(run="runs/a", bucket="b").every is None
-        True
+        >>> Ours(run="runs/a", bucket="b").every
+        'auto'
     """
 
     allow: ClassVar[tuple[str, ...]] = ("trainfold.",)
 
     run: str | Path | Store
-    every: int | None = None
+    every: int | Literal["auto"] | None = "auto"
     every_secs: float | None = None
     at_end: bool = True
+    start_over: bool = False
     keep_last: int | None = None
     keep: Retention | None = None
     keep_left_behind: Retention | None = None

@@ -53,6 +53,8 @@ class DisabledManager:
     def step(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> None:
         """Save nothing; decide whether the loop ends."""
         if is_last or not (isinstance(run, Live) and run.is_in_window):
+            if isinstance(run, Live):
+                run.check_counted()
             self.should_save(run, is_last=is_last, is_best=is_best)
             self._due.answered()
 

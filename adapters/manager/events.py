@@ -9,7 +9,7 @@ from trainfold.core.events import Event, EventKind
 
 _LOG = logging.getLogger("trainfold")
 _LEVELS: Final = {"saved": logging.DEBUG, "pruned": logging.DEBUG, "failed": logging.WARNING, "refused": logging.WARNING,
-                  "skipped": logging.WARNING}  # fmt: skip
+                  "skipped": logging.WARNING, "cadence": logging.WARNING}  # fmt: skip
 
 
 @final

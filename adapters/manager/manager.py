@@ -3,10 +3,11 @@
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Literal, final
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.arguments import (
@@ -19,8 +20,10 @@ from trainfold.adapters.manager.arguments import (
     retention_given,
     room_given,
 )
+from trainfold.adapters.manager.auto_cadence import AutoCadence, teller_of
 from trainfold.adapters.manager.config import CheckpointConfig, manager_arguments
 from trainfold.adapters.manager.events import Announcer
+from trainfold.adapters.manager.first_save import FirstSave, HeldRun, look
 from trainfold.adapters.manager.loading import Resumer
 from trainfold.adapters.manager.outcomes import Restored, SaveOutcome
 from trainfold.adapters.manager.protocol import LoadDecision
@@ -38,10 +41,11 @@ from trainfold.backends.rank_environment import world_given
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import step_of_state
 from trainfold.backends.together import on_rank_zero
+from trainfold.core.components import check_likely, validate_components
 from trainfold.core.contract import checked_contract
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text
 from trainfold.core.events import Event
-from trainfold.core.given import mapping_given, names_given
+from trainfold.core.given import mapping_given
 from trainfold.core.policy import check_policy
 from trainfold.core.retention import Retention
 from trainfold.core.save_due import Verdict, make_triggers
@@ -67,9 +71,14 @@ class CheckpointManager:
 
     Args:
         run: a directory, or a store.
-        every: save at each multiple of so many optimizer steps; None for no such cadence.
+        every: save at each multiple of so many optimizer steps; None for no such cadence. ``"auto"``, the default, chooses one by what
+            a save costs and how long a step takes, and logs it: the first save is due after a minute. Where ``every_secs`` is
+            given, it is that cadence alone.
         every_secs: save when so many seconds have passed since the last save, by rank 0's clock; None for no such cadence.
         at_end: whether `step` with ``is_last`` and `finish` save the state that the run ends with.
+        start_over: whether this program starts from the beginning on purpose, in a run that has checkpoints. They are left behind
+            in a timeline of their own. Without it, a first save of what was not restored from the run is refused. Leave it out of a
+            command that restarts by itself: it would start over each time.
         keep_last: keep so many of the newest complete checkpoints; 0 or None for all (E01). What ``save_best`` named stays
             beside them (E02).
         keep: what else to keep, such as ``keep_every(10_000)``; the newest one and those that a rule keeps stay (E07).
@@ -95,6 +104,7 @@ class CheckpointManager:
 
     Raises:
         InvalidArgument: for an argument that cannot be; nothing was touched.
+        UnknownComponent: for a name in ``components`` that is all but that of a built-in one.
         UnsupportedLeaf: for a value of the contract that has no exact form.
         CheckpointForeign: if the place holds something else than a run; nothing is written there.
         RunLocked: if another process saves into this run.
@@ -122,9 +132,10 @@ class CheckpointManager:
         self,
         run: runs.Run,
         *,
-        every: int | None = None,
+        every: int | Literal["auto"] | None = "auto",
         every_secs: float | None = None,
         at_end: bool = True,
+        start_over: bool = False,
         keep_last: int | None = None,
         keep: Retention | None = None,
         keep_left_behind: Retention | None = None,
@@ -153,27 +164,34 @@ class CheckpointManager:
                 every, every_secs, at_end = self._rehearsal.orders.every, None, True
             is_async = one_of("mode", mode, ("sync", "async")) == "async"
             self._skips = one_of("when_busy", when_busy, ("wait", "skip")) == "skip"
-            triggers = make_triggers(every=every, every_secs=every_secs, at_end=at_end)
+            is_auto = isinstance(every, str) and one_of("every", every, ("auto",)) == "auto"
+            triggers = make_triggers(
+                every=None if isinstance(every, str) else every, every_secs=every_secs, at_end=at_end
+            )
             retention = retention_given(keep_last, keep)
             left_behind = None if keep_left_behind is None else policy_given("keep_left_behind", keep_left_behind)
             room = room_given(max_extra_bytes)
-            names = names_given(components)
+            names, start_over = check_likely(components), flag("start_over", start_over)
             policy = check_policy(policy)
             agreed = checked_contract(mapping_given("contract", contract))
             self._pid = os.getpid()
             self._store = runs.open_store(run)
 
-            def begin() -> None:
+            def begin() -> HeldRun:
                 with named_failures(self._store.url):
                     check_place(self._store)  # before the lock, which is a file
                     making.enter_context(self._store.lock())
+                    return look(self._store)
 
-            on_rank_zero(world, begin)
+            held = on_rank_zero(world, begin)
+            self._components, self._names_are_known = names, names is None
             self._announcer = Announcer(self._store.url, on_event)
             self._resumer = Resumer(self._store, world, names, policy, agreed)
-            self._due = Due(triggers, requests, world)
+            auto = AutoCadence(teller_of(self._announcer, world)) if is_auto and every_secs is None else None
+            self._due = Due(triggers, requests, world, auto=auto)
+            self._first = FirstSave(self._store, world, held, start_over=start_over)
             self._saves = Saves(self._store, world, components=names, contract=agreed, is_async=is_async, room=room, hold_check=flag("hold_check", hold_check), due=self._due,
-                                keeper=Keeper(self._store, retention, left_behind), announcer=self._announcer, held=kept)  # fmt: skip
+                                first=self._first, keeper=Keeper(self._store, retention, left_behind), announcer=self._announcer, held=kept)  # fmt: skip
             kept.append(making.pop_all())
         self._held, self._is_open, self._let_go = kept[0], True, let_go
 
@@ -203,16 +221,21 @@ class CheckpointManager:
             What was saved, or None; `should_stop` says whether the loop ends.
 
         Raises:
-            IncompleteWindow: if a save is due, and the run is not at a boundary.
+            IncompleteWindow: if a save is due, and the run is not at a boundary; or, whether one is due or not, if an optimizer has
+                stepped and `Live.advance` has not counted it.
+            RunNotRestored: if the run has checkpoints, and nothing of them was restored.
             SaveFailed: if this save failed, or one before it in the background, and then what is due was done all the same; the
                 checkpoints before are untouched.
         """
         self._check_open()
-        check_run(run, Live | TrainState)
+        self._check_run(run)
         if isinstance(run, Live) and run.is_in_window:
             if is_last:
                 run.check_boundary()  # says how to give the window up: the run's last state must not be lost in silence
             return None
+        if isinstance(run, Live):
+            run.check_counted()
+        self._saves.check_first(run)
         with told_afterwards() as failures:
             verdict = self._decide(run, failures, is_last=is_last, is_best=is_best)
             if verdict.save:
@@ -230,7 +253,7 @@ class CheckpointManager:
         background is told of, as by `poll`.
         """
         self._check_open()
-        check_run(run, Live | TrainState)
+        self._check_run(run)
         with told_afterwards() as failures:
             return self._decide(run, failures, is_last=is_last, is_best=is_best)
 
@@ -267,11 +290,12 @@ class CheckpointManager:
 
         Raises:
             IncompleteWindow: if the live run is not at a boundary.
+            RunNotRestored: if the run has checkpoints, and nothing of them was restored.
             SaveFailed: if it failed, or the one before did, and then this one was begun all the same; the earlier checkpoints are
                 untouched.
         """
         self._check_open()
-        check_run(run, Live | TrainState)
+        self._check_run(run)
         with told_afterwards() as failures:
             return self._save(run, failures, may_skip=self._skips)
 
@@ -362,7 +386,11 @@ class CheckpointManager:
             SaveFailed: if a save was under way and failed.
         """
         self._check_open()
-        check_run(run, Live | TrainState)
+        self._check_run(run)
+        if self._first.start_over:
+            return LoadDecision(
+                can_load=False, step=step, reason="start_over=True: it starts from the beginning on purpose"
+            )
         self._saves.settle()  # what is decided for must be there afterwards, and be the newest
         return self._resumer.decide(run, step=step)
 
@@ -384,7 +412,7 @@ class CheckpointManager:
             RestoreRefused: if the live objects cannot take the state.
         """
         self._check_open()
-        check_run(run, Live | TrainState)
+        self._check_run(run)
         asked = None if decision is None else self._decided(run, decision)
         state = self._load(run, asked, None)
         return self._restored(run) if isinstance(run, Live) else state
@@ -409,6 +437,9 @@ class CheckpointManager:
         """
         self._check_open()
         check_run(live, Live)
+        self._check_run(live)
+        if self._first.start_over:
+            return self._started_over(live, step, reset)
         try:
             self._load(live, step, mapping_given("reset", reset))
         except ResumeRefused as refused:
@@ -432,7 +463,7 @@ class CheckpointManager:
             ResumeRefused: if the best checkpoint does not fit.
         """
         self._check_open()
-        check_run(run, Live | TrainState)
+        self._check_run(run)
         self._saves.settle()
         state, step = self._resumer.load_best(run)
         self._announcer.tell("restored_best", step=step, detail="its weights, and nothing else")
@@ -447,6 +478,14 @@ class CheckpointManager:
         self._close_after(error)
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _started_over(self, live: Live, step: int | None, reset: Mapping[str, str] | None) -> Restored:
+        if step is not None or reset:
+            raise InvalidArgument("start_over", expected="False, to restore a step, or all but a component", found="True",
+                                  mend="leave start_over=True out")  # fmt: skip
+        left = self._first.left_behind
+        _LOG.warning("%s: starts over on purpose; %d checkpoints are left behind", self._store.url, left)
+        return Restored(self._store.url, live.progress.step, is_fresh=True)
 
     def _decided(self, run: Live | TrainState, decision: LoadDecision) -> int | None:
         """The step that a decision asks for; None for the newest, if that is still the one that it was made for."""
@@ -471,6 +510,7 @@ class CheckpointManager:
             raise
         step = None if state.trainer is None else state.trainer.step
         self._due.loaded(step)
+        self._first.is_cleared = True
         self._saves.descends_from = self._resumer.descent
         self._announcer.tell("restored", step=step)
         return state
@@ -479,23 +519,39 @@ class CheckpointManager:
         return Restored(self._store.url, live.progress.step, is_fresh=False)
 
     def _save(self, run: Live | TrainState, failures: list[Exception], *, may_skip: bool) -> SaveOutcome:
-        rehearsal = self._rehearsal
-        if rehearsal is None:
-            return self._saves.save(run, failures, may_skip=may_skip)
-        rehearsal.begins_save(run)
+        auto, rehearsal, began = self._due.auto, self._rehearsal, time.monotonic()
+        if rehearsal is not None:
+            rehearsal.begins_save(run)
         outcome = self._saves.save(run, failures, may_skip=may_skip)
-        rehearsal.ends(run, self.drain)
+        if rehearsal is not None:
+            rehearsal.ends(run, self.drain)
+        if auto is not None and outcome.status != "skipped":
+            auto.begun(time.monotonic() - began, is_durable=outcome.status == "written")
+            auto.leave(outcome.step)
         return outcome
 
     def _decide(self, run: Live | TrainState, failures: list[Exception], *, is_last: bool, is_best: bool) -> Verdict:
         if self._rehearsal is not None:
             is_last = self._rehearsal.is_last(run) or is_last
         step = run.progress.step if isinstance(run, Live) else step_of_state(run)
+        auto = self._due.auto
+        if auto is not None:
+            auto.arrive(step)
         boundary = self._due.agreed(Boundary(step, is_last, is_best, self._saves.has_ended))
         if boundary.has_ended:
             self._saves.end_previous(failures)
+        if auto is not None:
+            if boundary.has_ended:
+                auto.ended()
+            auto.leave(step)
         verdict = self._due.decide(boundary)
         return verdict if self._rehearsal is None else self._rehearsal.verdict(run, verdict)
+
+    def _check_run(self, run: Live | TrainState) -> None:
+        check_run(run, Live | TrainState)
+        if not self._names_are_known:  # of the first run that it sees: what is declared later is looked at by its save
+            validate_components(self._components, declared=run.names if isinstance(run, Live) else tuple(run.extra))
+            self._names_are_known = True
 
     def _check_not_telling(self) -> None:
         if self._announcer.is_telling:

@@ -8,6 +8,7 @@ import attrs
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.view import Lent
 from trainfold.adapters.manager.events import Announcer
+from trainfold.adapters.manager.first_save import FirstSave
 from trainfold.adapters.manager.outcomes import SaveOutcome
 from trainfold.adapters.manager.retention import Keeper
 from trainfold.adapters.manager.saver import Saver
@@ -39,6 +40,7 @@ class Saves:
         room: how many bytes the copies of an async save may have; None for as many as the state.
         hold_check: whether the bytes of what an async save holds are compared at the commit (W16).
         due: what a save answers, and what is due again if it fails.
+        first: what is checked before the first save.
         keeper: deletes what is old after each commit.
         announcer: is told.
         held: what must not go before the save under way has ended, such as the run's lock.
@@ -58,6 +60,7 @@ class Saves:
         room: int | None,
         hold_check: bool,
         due: Due,
+        first: FirstSave,
         keeper: Keeper,
         announcer: Announcer,
         held: object,
@@ -71,12 +74,14 @@ class Saves:
         self._room = room
         self._hold_check = hold_check
         self._due = due
+        self._first = first
         self._keeper = keeper
         self._announcer = announcer
         self._held = held
         self._gate = UpdateGate()
         self._describer = Describer()
         self._saver = Saver(store, world.duplicate() if is_async else world)
+        self._saved_in: dict[str, Descent] = {}  # of the live run that is being saved
         self._before: Before | None = None  # what the save under way answers
         self._retention: Callable[[], None] | None = None  # of what was committed last, not begun yet
         self._is_proved = False  # whether a save has shown that the ranks have the same
@@ -108,12 +113,14 @@ class Saves:
             SaveFailed: if this one failed.
         """
         step = run.progress.step if isinstance(run, Live) else step_of_state(run)
+        self.check_first(run)
         self._due.see(step)
         if self.is_under_way:
             if may_skip and not self.has_ended_everywhere():
                 self._announcer.tell("skipped", step=step, detail="another save is under way")
                 return SaveOutcome("skipped", step)
             self._end_previous(failures)
+        self._saved_in = run.saved_in if isinstance(run, Live) else {}
         last = self._due.last_saved
         if self.descends_from is not None and last is not None and last < self.descends_from.step:
             self.descends_from = attrs.evolve(self.descends_from, step=last)  # it went back in memory
@@ -121,6 +128,10 @@ class Saves:
             return self._stage(run, step) if self._is_async else self._write(run, step)
         finally:
             self._retain()  # unless the save that was begun does it first
+
+    def check_first(self, run: Live | TrainState) -> None:
+        """Refuse what does not come from the run, if the run has checkpoints; looks once, so every rank calls."""
+        self.descends_from = self._first.check(run) or self.descends_from
 
     def end_previous(self, failures: list[Exception]) -> None:
         """Wait for the save under way, if there is one; its failure is added and not raised, so that what is next is done first."""
@@ -188,7 +199,7 @@ class Saves:
                 raise failure
             finally:
                 del ended, failure  # its traceback leads here, and to the tensors
-        self.descends_from = result.descent
+        self.descends_from = self._saved_in[result.run_id] = result.descent
         if self._world.rank == 0:
             self._retention = lambda: self._announcer.leave(self._keeper.retain(result))
         self._saver.forget()
@@ -215,7 +226,7 @@ class Saves:
         except Exception as error:
             self._announcer.tell("failed", step=step, detail=error_text(error))
             raise
-        self.descends_from = result.descent
+        self.descends_from = self._saved_in[result.run_id] = result.descent
         self._due.begun(step)
         self._tell_committed(result)
         if self._world.rank == 0:

@@ -5,8 +5,10 @@ from typing import final
 
 import attrs
 
+from trainfold.adapters.manager.auto_cadence import AutoCadence
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.together import on_all_ranks
+from trainfold.core.auto_cadence import FIRST_SAVE_SECS
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.requests import Request, merge_requests
 from trainfold.core.save_due import Triggers, Verdict, decide
@@ -24,6 +26,7 @@ class Boundary:
         is_best: whether this state is the best so far, as any rank says.
         has_ended: whether the save under way has ended, on every rank.
         secs_since_save: by rank 0's clock.
+        every: the cadence that rank 0 has chosen; None where it has chosen none.
     """
 
     step: int
@@ -31,6 +34,7 @@ class Boundary:
     is_best: bool
     has_ended: bool
     secs_since_save: float = 0.0
+    every: int | None = None
 
 
 @final
@@ -52,18 +56,28 @@ class Due:
         triggers: when to save without being asked to.
         requests: where requests come from; None for nowhere.
         world: the ranks.
+        auto: chooses a cadence; None where one is given.
 
     Attributes:
         stops: whether a boundary decided that the loop ends.
         is_aborted: whether it was asked to end without a save.
+        auto: what chooses a cadence, or None.
         last_saved: the step of the newest checkpoint, saved or resumed from. Where the loop went back in memory, to before that
             one, it is the step before the one that it was seen at: what is trained again is not saved yet.
     """
 
-    def __init__(self, triggers: Triggers, requests: RequestSource | None, world: Collectives) -> None:
+    def __init__(
+        self,
+        triggers: Triggers,
+        requests: RequestSource | None,
+        world: Collectives,
+        *,
+        auto: AutoCadence | None = None,
+    ) -> None:
         self.stops = False
         self.is_aborted = False
         self.last_saved: int | None = None
+        self.auto = auto
         self._triggers = triggers
         self._requests = requests
         self._world = world
@@ -85,7 +99,8 @@ class Due:
             if self._requests is not None:
                 self._asked = merge_requests([self._asked, self._requests.take()])
             secs = time.monotonic() - self._saved_at
-            return self._asked, Boundary(mine.step, mine.is_last, mine.is_best, mine.has_ended, secs)
+            every = None if self.auto is None else self.auto.every
+            return self._asked, Boundary(mine.step, mine.is_last, mine.is_best, mine.has_ended, secs, every)
 
         if self._world.world_size == 1:  # there is nobody to agree with, and this runs at each step
             return tell()[1]
@@ -102,6 +117,7 @@ class Due:
             is_best=any(each.is_best for each in all_of),
             has_ended=all(each.has_ended for each in all_of),
             secs_since_save=all_of[0].secs_since_save,
+            every=all_of[0].every,
         )
 
     def decide(self, boundary: Boundary) -> Verdict:
@@ -109,7 +125,7 @@ class Due:
         self.see(boundary.step)
         verdict = decide(
             boundary.step,
-            triggers=self._triggers,
+            triggers=self._triggers if self.auto is None else self._chosen(boundary),
             last_saved=self.last_saved,
             secs_since_save=boundary.secs_since_save,
             requests=self._asked,
@@ -119,6 +135,12 @@ class Due:
         self.stops = self.stops or verdict.stop
         self.is_aborted = self.is_aborted or "abort" in verdict.reasons
         return verdict
+
+    def _chosen(self, boundary: Boundary) -> Triggers:
+        """The triggers with the cadence that was chosen; before that the first save is due by the clock."""
+        if boundary.every is None:
+            return attrs.evolve(self._triggers, every_secs=FIRST_SAVE_SECS)
+        return attrs.evolve(self._triggers, every=boundary.every)
 
     def answered(self) -> None:
         """What was asked for is answered, without a save."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import final
 
+from trainfold.backends.place import local_path
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.requests import Request, checked_request
 from trainfold.core.scalars import shown
@@ -36,7 +37,7 @@ class StopFile:
         clock: seconds that only grow.
 
     Raises:
-        InvalidArgument: for a name that is not one in a directory, or a request that is none.
+        InvalidArgument: for a name that is not one in a directory, a request that is none, or a run that is a URL.
 
     Examples:
         >>> import tempfile
@@ -55,7 +56,7 @@ class StopFile:
         every_secs: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run = Path(run).absolute()  # a later chdir must not move it
+        self._run = Path(local_path(os.fspath(run))).absolute()  # a later chdir must not move it
         self._wanted = {_file_name(name): checked_request(asked) for name, asked in (files or FILES).items()}
         self._every_secs = every_secs
         self._clock = clock

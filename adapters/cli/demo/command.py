@@ -23,6 +23,7 @@ from trainfold.adapters.cli.output import Answer
 from trainfold.adapters.cli.progress import Display, display
 from trainfold.adapters.cli.rehearse.moments import Pace
 from trainfold.adapters.cli.workplace import Workplace
+from trainfold.backends.place import local_path
 from trainfold.backends.record_file import read_entries
 from trainfold.core.rehearsal.entry import Entry
 
@@ -59,6 +60,7 @@ def run_demo(directory: Path, settings: Settings, *, command: Command = train_co
         DemoFailed: if a run ends with an error.
     """
     started = time.monotonic()
+    directory = Path(local_path(str(directory)))
     with _PLACE.prepared(directory):
         write_settings(settings, directory)
         console = Console(stderr=True)

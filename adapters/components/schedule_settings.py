@@ -1,0 +1,158 @@
+"""What a script gave a scheduler, as plain values for the resume contract: settings, and functions by code and constants (W08)."""
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from trainfold.core.codec import digest_of
+from trainfold.core.errors import UnsupportedLeaf
+from trainfold.core.scalars import Json, canonical_json, encode_scalar
+
+# What moves as a scheduler steps, and what follows from a setting of the same scheduler.
+_MOVES: Final = frozenset(
+    {"optimizer", "verbose", "last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "mode_worse"}
+    | {"_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "_schedule_phases"}
+)
+_PLAIN: Final = (bool, int, float, str, bytes, type(None))
+_MOST_VALUES: Final = 64
+_DEPTH: Final = 3
+
+
+def settings_of(scheduler: Any, path: str, *, knows_groups: bool) -> dict[str, Json]:
+    """Contract key -> plain value, for each setting of a scheduler that was just made.
+
+    A setting is a public attribute, or an entry of its ``state_dict()``, that is plain and does not move with a step. So no
+    class needs to be known. A function ends with ``()``; it is known by its code, its constants, and the plain values that it
+    has from around it.
+
+    Args:
+        scheduler: the object.
+        path: what the keys begin with.
+        knows_groups: whether its optimizer is attached, whose groups say the base rates.
+
+    Examples:
+        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        >>> settings_of(torch.optim.lr_scheduler.StepLR(sgd, 30, gamma=0.5), "s", knows_groups=True)
+        {'s.gamma': 0.5, 's.step_size': 30}
+    """
+    state = scheduler.state_dict()
+    held = {**(state if isinstance(state, Mapping) else {}), **_attributes(scheduler)}
+    left_out = _MOVES | ({"base_lrs"} if knows_groups else set())
+    found: dict[str, Json] = {}
+    for name in sorted(name for name in held if isinstance(name, str) and name not in left_out):
+        value = held[name]
+        if name == "_schedulers":
+            for number, inner in enumerate(value):
+                found |= settings_of(inner, f"{path}.schedulers[{number}]", knows_groups=knows_groups)
+                found[f"{path}.schedulers[{number}].kind"] = type(inner).__qualname__
+        elif functions := _functions_in(value):
+            found[f"{path}.{name}()"] = [_function(each, _DEPTH) for each in functions]
+        elif (plain := _plain(value)) is not _NONE:
+            found[f"{path}.{name}"] = plain
+    return found
+
+
+def _attributes(scheduler: Any) -> dict[str, Any]:
+    """The public ones; of those that are private, those in which a torch scheduler keeps others and functions."""
+    held = vars(scheduler) if hasattr(scheduler, "__dict__") else {}
+    return {
+        name: value
+        for name, value in held.items()
+        if not name.startswith("_") or name in ("_schedulers", "_scale_fn_custom")
+    }
+
+
+def _functions_in(value: Any) -> list[Callable[..., Any]]:
+    if callable(value) and not isinstance(value, type | torch.nn.Module):
+        return [value]
+    if isinstance(value, list | tuple) and value and all(callable(each) for each in value):
+        return list(value)
+    return []
+
+
+_NONE: Any = object()
+
+
+def _plain(value: Any) -> Any:
+    """The JSON form of a plain value, a digest of a long one; `_NONE` for what is no plain value."""
+    try:
+        found = _json(value)
+    except (TypeError, UnsupportedLeaf):
+        return _NONE
+    size = len(found) if isinstance(found, list | dict) else 0
+    return found if size <= _MOST_VALUES else f"{size} values, {digest_of(canonical_json(found))}"
+
+
+def _json(value: Any) -> Json:
+    if isinstance(value, torch.Tensor | np.generic) and (isinstance(value, np.generic) or value.numel() == 1):
+        return _json(value.item())
+    if isinstance(value, _PLAIN):
+        return encode_scalar(value, "scheduler")
+    if isinstance(value, list | tuple):
+        return [_json(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): _json(each) for key, each in value.items()}
+    raise TypeError
+
+
+def _function(function: Any, depth: int) -> Json:
+    """A function as a plain value: its own constants by name, and a digest of its code."""
+    if isinstance(function, functools.partial):
+        given = {str(number): each for number, each in enumerate(function.args)} | function.keywords
+        return {"partial": _function(function.func, depth), **_values(given, depth)}
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if isinstance(code, types.CodeType):
+        return {
+            "code": digest_of(repr(_code(code)).encode("utf-8", "backslashreplace")),
+            **_around(function, code, depth),
+        }
+    call = getattr(type(function), "__call__", None)  # noqa: B004 its code, where it is an object of somebody's class
+    if isinstance(call, types.FunctionType):
+        return {"class": type(function).__qualname__, "call": _function(call, depth), **_values(vars(function), depth)}
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _code(code: types.CodeType) -> tuple[object, ...]:
+    return code.co_code, tuple(map(_constant, code.co_consts)), code.co_names, code.co_varnames
+
+
+def _constant(value: object) -> object:
+    if isinstance(value, types.CodeType):
+        return _code(value)
+    return (
+        sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
+    )  # whose order is another in each process
+
+
+def _around(function: Any, code: types.CodeType, depth: int) -> dict[str, Json]:
+    """What a function reads that is not in its code: defaults, closure cells, globals; plain values, and functions by theirs."""
+    function = getattr(function, "__func__", function)
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
+    closed = {name: cell.cell_contents for name, cell in cells.items() if _is_filled(cell)}
+    named = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+    positional = dict(
+        zip(reversed(code.co_varnames[: code.co_argcount]), reversed(function.__defaults__ or ()), strict=False)
+    )
+    return _values({**named, **closed, **positional, **(function.__kwdefaults__ or {})}, depth)
+
+
+def _values(given: Mapping[str, Any], depth: int) -> dict[str, Json]:
+    found: dict[str, Json] = {}
+    for name, value in sorted(given.items()):
+        if isinstance(value, types.FunctionType | types.MethodType | functools.partial) and depth:
+            found[name] = _function(value, depth - 1)
+        elif (plain := _plain(value)) is not _NONE:
+            found[name] = plain
+    return found
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 (it raises where the cell is empty)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,88 @@
+"""`FirstSave`: refuses to save into a run whose checkpoints the state does not come from, unless that is meant (W10)."""
+
+from typing import final
+
+import attrs
+
+from trainfold.adapters.live.live import Live
+from trainfold.backends.inventory import read_inventory
+from trainfold.backends.protocols import Store
+from trainfold.backends.together import on_all_ranks
+from trainfold.core.errors import RunNotRestored
+from trainfold.core.inventory import BEGINNING, Descent
+from trainfold.core.state import TrainState
+from trainfold.core.world import Collectives
+
+
+@final
+@attrs.frozen
+class HeldRun:
+    """What a run holds: its id, and the checkpoints with a manifest, whole or not."""
+
+    run_id: str
+    checkpoints: tuple[str, ...]
+
+
+def look(store: Store) -> HeldRun:
+    """What a run holds now.
+
+    Examples:
+        >>> from trainfold.backends.memory import MemoryStore
+        >>> look(MemoryStore())
+        HeldRun(run_id='', checkpoints=())
+    """
+    inventory = read_inventory(store)
+    return HeldRun(inventory.run_id or "", tuple(entry.name for entry in inventory.entries if entry.head is not None))
+
+
+@final
+class FirstSave:
+    """What a manager checks before its first save: a second start that forgets to restore leaves the first one behind.
+
+    Args:
+        store: the run.
+        world: the ranks, each of which makes the same calls.
+        held: what the run held when its lock was taken, since when nobody else adds to it.
+        start_over: whether the run starts from the beginning on purpose.
+
+    Attributes:
+        is_cleared: whether the state is known to come from the run: restored or loaded by the manager, or saved before.
+    """
+
+    def __init__(self, store: Store, world: Collectives, held: HeldRun, *, start_over: bool) -> None:
+        self.is_cleared = False
+        self.start_over = start_over
+        self.left_behind = len(held.checkpoints)
+        self._store = store
+        self._world = world
+        self._held = held
+
+    def check(self, run: Live | TrainState) -> Descent | None:
+        """Say what the first state to be saved descends from; None where the run is new, or that was asked before.
+
+        Raises:
+            RunNotRestored: where the run has checkpoints, and the state comes from none of them.
+        """
+        if self.is_cleared:
+            return None
+        run_id, names = self._held.run_id, self._held.checkpoints
+        runs = run.origin.runs
+
+        def descent() -> Descent | None:
+            if not names:
+                return None
+            if self.start_over:
+                return BEGINNING
+            if run_id not in runs:
+                raise RunNotRestored(
+                    self._store.url,
+                    expected="a state that comes from this run, which has checkpoints",
+                    found=f"one that nothing was restored into, beside {', '.join(names[-3:])}",
+                    mend="call manager.restore(live) before the loop, or trainfold.load; to leave these checkpoints behind on purpose, make the "
+                    "manager with start_over=True, or save into another directory",
+                )
+            return runs[run_id]
+
+        found = on_all_ranks(self._world, descent)[self._world.rank]
+        self.is_cleared = True
+        return found

@@ -1,0 +1,83 @@
+"""The numerical environment: what a program has set, or a machine has, on which the bits of a sum depend (W09)."""
+
+import platform
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from trainfold.core.policy import ENVIRONMENT
+from trainfold.core.state import ModelState, TrainState
+
+_UNKNOWN: Final = "unknown"
+_BACKENDS: Final[Any] = torch.backends  # whose modules say nothing of the types of their settings
+
+
+def environment_of(state: TrainState) -> dict[str, Any]:
+    """Contract key -> plain value, for the process and for the device that the model of a state is on.
+
+    It takes some twenty microseconds, so that it can be read at each save: a program may change it as it goes.
+
+    Examples:
+        >>> found = environment_of(TrainState())
+        >>> found["environment.default_dtype"], "environment.threads" in found
+        ('float32', True)
+    """
+    found = {
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "mkldnn": _BACKENDS.mkldnn.enabled,
+        "matmul_precision": _matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "machine": _machine(),
+    }
+    device = _device_of(state)
+    if device is not None:
+        found["device"] = device.type
+        if device.type == "cuda":
+            found |= _cuda(device)
+    return {f"{ENVIRONMENT}{name}": value for name, value in found.items()}
+
+
+def _device_of(state: TrainState) -> torch.device | None:
+    params = state.model.params if isinstance(state.model, ModelState) else {}
+    first = next(iter(params.values()), None)
+    return getattr(first, "device", None)
+
+
+def _cuda(device: torch.device) -> dict[str, Any]:
+    cudnn = _BACKENDS.cudnn
+    return {
+        "device_name": torch.cuda.get_device_name(device),
+        "cuda": f"{torch.version.cuda}, cudnn {cudnn.version()}",
+        "cudnn_precision": _read(lambda: cudnn.conv.fp32_precision),
+        "cudnn": {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic},
+    }
+
+
+@cache
+def _machine() -> str:
+    return platform.machine()
+
+
+def _matmul_precision() -> Any:
+    """By the one name for all backends; by those of the backends where torch refuses, because a program has set these."""
+    found = _read(torch.get_float32_matmul_precision)
+    if found != _UNKNOWN:
+        return found
+    mkldnn, cuda = _BACKENDS.mkldnn, _BACKENDS.cuda
+    return {
+        "mkldnn": _read(lambda: mkldnn.matmul.fp32_precision),
+        "cuda": _read(lambda: cuda.matmul.fp32_precision),
+    }
+
+
+def _read(setting: Callable[[], Any]) -> Any:
+    """A setting with an old name and a new one; torch refuses to say what it is where a program has used both."""
+    try:
+        return setting()
+    except (RuntimeError, AttributeError):
+        return _UNKNOWN

@@ -1,0 +1,45 @@
+"""Where a run is, as a path of this machine: what a person typed is a path, a ``file://`` URL, or refused."""
+
+import re
+from typing import Final
+from urllib.parse import unquote
+
+from trainfold.core.errors import InvalidArgument
+
+# Two letters at least, so that C:/ is a drive; one slash is enough, because pathlib makes s3:/ of s3://.
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
+
+
+def local_path(place: str) -> str:
+    """The path on this machine that a place means (W22).
+
+    Args:
+        place: a path, or a ``file://`` URL of this machine.
+
+    Returns:
+        The path.
+
+    Raises:
+        InvalidArgument: for any other URL, of which a folder of that name would be made otherwise.
+
+    Examples:
+        >>> local_path("runs/a"), local_path("file:///data/run%201")
+        ('runs/a', '/data/run 1')
+        >>> local_path("s3://bucket/run")
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.InvalidArgument: run: expected a path or a file:// URL, found 's3://bucket/run'; save to a local \
+or mounted directory, or pass a store of your own: trainfold has none for s3:// yet
+    """
+    found = _SCHEME.match(place)
+    if found is None:
+        return place
+    scheme, rest = found[1].lower(), place[found.end() :]
+    if scheme != "file":
+        raise InvalidArgument("run", expected="a path or a file:// URL", found=repr(place),
+                              mend=f"save to a local or mounted directory, or pass a store of your own: trainfold has none for {scheme}:// yet")  # fmt: skip
+    host, slash, path = ("", "/", rest) if found[2] == "/" else rest.partition("/")
+    if host not in {"", "localhost"} or not slash:
+        raise InvalidArgument("run", expected="a file:// URL with an absolute path of this machine", found=repr(place),
+                              mend="write three slashes, as in file:///data/runs/a, or give the path itself")  # fmt: skip
+    return "/" + unquote(path, errors="surrogateescape")

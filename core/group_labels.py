@@ -1,0 +1,48 @@
+"""The groups of two optimizers by what the contract calls them: the first of their parameters, which may be another one."""
+
+from collections.abc import Mapping, Sequence
+
+from trainfold.core.scalars import Json
+
+
+def relabelled(
+    contract: Mapping[str, Json], prefix: str, saved: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]
+) -> tuple[dict[str, Json], frozenset[str]]:
+    """A saved contract with the labels of the run, where a group has got or lost parameters.
+
+    Args:
+        contract: key -> value.
+        prefix: of the optimizer's keys, such as ``"optimizer."``.
+        saved: the parameters of each saved group.
+        wanted: those of each group of the run.
+
+    Returns:
+        The contract, and the beginnings of keys whose group only one side has: they follow from the parameters.
+
+    Examples:
+        >>> relabelled({"optimizer.groups['b'].lr": 0.1}, "optimizer.", [["b"]], [["a", "b"], ["c"]])
+        ({"optimizer.groups['a'].lr": 0.1}, frozenset({"optimizer.groups['c']."}))
+    """
+    if {frozenset(group) for group in saved} == {frozenset(group) for group in wanted}:
+        return dict(contract), frozenset()
+    home = {name: number for number, group in enumerate(saved) for name in group}
+    found, alone = dict(contract), set[str]()
+    taken = dict[int, str]()
+    for group in filter(None, wanted):
+        number = next((home[name] for name in group if name in home), None)
+        if number is None or number in taken:
+            alone.add(_begin(prefix, group))
+        else:
+            taken[number] = _begin(prefix, group)
+    for number, group in enumerate(saved):
+        old, new = _begin(prefix, group), taken.get(number)
+        if new is None:
+            alone.add(old)
+        elif new != old:
+            for key in [key for key in contract if key.startswith(old)]:
+                found[new + key.removeprefix(old)] = found.pop(key)
+    return found, frozenset(alone)
+
+
+def _begin(prefix: str, group: Sequence[str]) -> str:
+    return f"{prefix}groups[{min(group, default='')!r}]."

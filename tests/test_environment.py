@@ -1,0 +1,146 @@
+"""The numerical environment: what else the bits of a sum depend on, said when it differs at a resume (W09)."""
+
+import contextlib
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import trainfold
+from trainfold.adapters.live.live import attach
+from trainfold.backends.collectives import run_threads
+from trainfold.backends.environment import environment_of
+from trainfold.backends.inventory import examine, read_inventory
+from trainfold.backends.memory import MemoryStore
+from trainfold.backends.run_load import ResumeDrift
+from trainfold.backends.runs import load, plan, save
+from trainfold.core.errors import ResumeRefused
+
+
+def functional():
+    model = torch.nn.Linear(2, 1)
+    return trainfold.init_state(model, trainfold.optimizer(torch.optim.SGD, lr=0.1), seed=0)
+
+
+def captured():
+    model = torch.nn.Linear(2, 1)
+    return attach(model, torch.optim.SGD(model.parameters(), lr=0.1)).capture()
+
+
+@contextlib.contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def deterministic(_):
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def precision(level):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(level)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def without_mkldnn():
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+
+
+CHANGES = {
+    "threads": lambda: threads(torch.get_num_threads() + 1),
+    "deterministic": lambda: deterministic(True),
+    "matmul_precision": lambda: precision("high"),
+    "mkldnn": without_mkldnn,
+}
+
+
+@pytest.mark.parametrize("make", [functional, captured])
+@pytest.mark.parametrize("key", CHANGES)
+def test_another_environment_is_a_warning_that_names_the_setting(make, key):
+    """W09: a changed number of threads gave other bits without a word; for attached loops and for states."""
+    store = MemoryStore()
+    save(make(), store)
+    with CHANGES[key](), pytest.warns(ResumeDrift, match=f"environment +environment.{key}: saved .*, wanted "):
+        load(store, like=make())
+    with CHANGES[key](), pytest.raises(ResumeRefused, match=rf"environment.{key}") as refused:
+        load(store, like=make(), policy={"environment": "refuse"})
+    assert 'policy={"environment": "adapt"}' in refused.value.mend
+    with warnings.catch_warnings(), CHANGES[key]():
+        warnings.simplefilter("error")
+        load(store, like=make(), policy={"environment": "adapt"})
+
+
+@pytest.mark.parametrize("make", [functional, captured])
+def test_the_same_environment_is_not_mentioned(make):
+    store = MemoryStore()
+    save(make(), store)
+    assert plan(store, like=make()).drifts == ()
+
+
+@pytest.mark.parametrize("make", [functional, captured])
+def test_a_checkpoint_without_an_environment_is_resumed_without_a_word(make, monkeypatch):
+    """V09: those of earlier versions have none, and nobody can know what it was."""
+    store = MemoryStore()
+    with monkeypatch.context() as patched:
+        patched.setattr("trainfold.backends.snapshot.environment_of", lambda state: {})
+        save(make(), store)
+    assert plan(store, like=make()).drifts == ()
+
+
+def test_the_environment_is_that_of_the_save_and_not_of_the_start():
+    """A program may change it as it goes: it is read again at each save."""
+    store = MemoryStore()
+    with threads(torch.get_num_threads() + 1):
+        save(functional(), store)
+    manifest = examine(store, read_inventory(store), "step-00000000").entry("step-00000000").manifest
+    assert manifest.contract["environment.threads"] == torch.get_num_threads() + 1
+    assert manifest.contract["environment.device"] == "cpu"
+
+
+def test_ranks_on_unequal_machines_resume_together():
+    """V05: what is saved is rank 0's environment, so another number of threads on rank 1 is no change, and decides nothing."""
+    for threads_then, verdict in ((1, "refuse"), (9, "adapt")):
+        store = MemoryStore()
+        save(functional(), store, contract={"environment.threads": threads_then})
+
+        def rank(world, store=store, policy=verdict):
+            mine, policies = {"environment.threads": 1 + world.rank}, {"environment": policy}
+            return load(store, like=functional(), contract=mine, policy=policies, collectives=world).trainer
+
+        assert run_threads(2, rank) == [trainfold.Progress()] * 2
+
+
+def test_settings_of_both_interfaces_of_torch_are_read_without_an_error():
+    """Torch raises where a program has set a precision by the new names and asks for it by the old ones."""
+    script = """
+import torch
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+from trainfold.backends.collectives import run_threads
+from trainfold.backends.environment import environment_of
+from trainfold.core.state import TrainState
+print(environment_of(TrainState())["environment.matmul_precision"])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip().endswith("'cuda': 'tf32'}")
+    assert environment_of(functional())["environment.matmul_precision"] == "highest"

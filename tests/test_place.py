@@ -1,0 +1,63 @@
+"""Where a run is: paths and ``file://`` URLs of this machine, and no folder that is named like a bucket."""
+
+from pathlib import Path
+
+import pytest
+
+import trainfold
+from trainfold.adapters.cli import main
+from trainfold.backends.place import local_path
+from trainfold.core.errors import InvalidArgument
+
+STATE = trainfold.TrainState(trainer=trainfold.Progress(step=3))
+URLS = ["s3://bucket/run", "gs://bucket/run", "GS://bucket", "hdfs:///data/run", "http://host/run", "az+x.y-z://c/run"]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_url_without_a_store_is_refused_and_makes_no_folder(url, tmp_path, monkeypatch, capsys):
+    """W22: ``s3://bucket/run`` was a folder of that name; as a text, as a path, by a manager, a stop file, the commands."""
+    monkeypatch.chdir(tmp_path)
+    for run in (url, Path(url)):
+        for call in (
+            lambda run=run: trainfold.save(STATE, run),
+            lambda run=run: trainfold.load(run, like=STATE),
+            lambda run=run: trainfold.plan(run, like=STATE),
+            lambda run=run: trainfold.CheckpointManager(run),
+            lambda run=run: trainfold.StopFile(run),
+        ):
+            with pytest.raises(InvalidArgument, match=r"found '(?i:s3|gs|hdfs|http|az)") as refused:
+                call()
+            assert "pass a store of your own" in refused.value.mend
+    for command in (
+        ["ls", url],
+        ["plan", url],
+        ["inspect", url],
+        ["verify", url],
+        ["diff", url, url],
+        ["demo", "--run", url],
+    ):
+        assert main(command) != 0
+        assert "has none for" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_url_is_the_path_that_it_names(tmp_path, capsys):
+    """W22: ``file://`` is local, with and without a host, also after pathlib has taken a slash away."""
+    run = tmp_path / "run 1"
+    trainfold.save(STATE, f"file://{tmp_path}/run%201")
+    for place in (f"file://localhost{tmp_path}/run%201", Path(f"file://{tmp_path}/run%201"), run):
+        assert trainfold.load(place, like=STATE).trainer.step == 3
+    assert main(["ls", f"file://{tmp_path}/run%201"]) == 0
+    assert "3" in capsys.readouterr().out
+    assert {each.name for each in tmp_path.iterdir()} == {"run 1"}
+
+
+@pytest.mark.parametrize("url", ["file://elsewhere/run", "file://run", "file://"])
+def test_a_file_url_of_another_machine_is_refused(url):
+    with pytest.raises(InvalidArgument, match="three slashes"):
+        local_path(url)
+
+
+@pytest.mark.parametrize("path", ["runs/a", "C:/runs", "a:b/c", "./s3:/x", "/s3://x", "lr=0.1:wd=0/run"])
+def test_a_path_stays_as_it_is(path):
+    assert local_path(path) == path
