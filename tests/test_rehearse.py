@@ -1,10 +1,13 @@
 """`trainfold rehearse`: programs with state that no component holds are caught, clean ones pass, and restless ones are told apart."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from trainfold.adapters.cli import main
 from trainfold.adapters.cli.output import Answer
 from trainfold.adapters.cli.rehearse.command import PICTURE, REPORT, run_rehearsal
 from trainfold.adapters.cli.rehearse.errors import NeverResumed, NeverSaved, NotRepeatable, ProgramFailed, ResumeDiffers
+from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.settings import make_settings
 from trainfold.adapters.live.live import attach
 from trainfold.backends.memory import MemoryStore
@@ -265,7 +269,7 @@ def test_a_program_that_ignores_every_way_to_end_is_killed_after_its_last_step(r
 
 
 def test_a_program_that_looks_at_its_manager_once_an_epoch_is_saved_there(rehearse):
-    """48 samples in batches of 8 are 6 steps an epoch: no multiple of the cadence of 4 is a boundary."""
+    """48 samples in batches of 8 are 6 steps an epoch: no multiple of the cadence of 5 is a boundary."""
     by_epoch = program(
         (
             "for x, y in live.batches(epochs=100):",
@@ -273,13 +277,13 @@ def test_a_program_that_looks_at_its_manager_once_an_epoch_is_saved_there(rehear
         ),
         ("    manager.step(live)\n", "    live.progress.epoch > epoch and manager.step(live)\n"),
     )
-    answer = rehearse(by_epoch, steps=18)
+    answer = rehearse(by_epoch, steps=18, every=5)
     assert answer.error is None, answer.error
     assert answer.data["starts"][-1]["resumed_at"] in (6, 12)
 
 
 FUNCTIONAL = """
-import sys, torch, trainfold
+import sys, time, torch, trainfold
 from pathlib import Path
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Dropout(0.1), torch.nn.Linear(12, 1))
@@ -295,6 +299,7 @@ if not isinstance(planned, trainfold.Refusal):
 x = torch.randn(48, 6)
 scale = 1.0
 for done in range(state.trainer.step + 1, 100):
+    time.sleep(0.02)
     scale *= BEND
     rows = x[8 * (done % 6) : 8 * (done % 6) + 8]
     state, metrics = step(state, {"x": rows, "y": scale * rows.sum(1, keepdim=True)})
@@ -415,7 +420,14 @@ def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path):
 
 
 def orders(tmp_path, **changes):
-    given = {"home": str(tmp_path / "home"), "notes": str(tmp_path / "notes"), "every": 2, "steps": 5, **changes}
+    given = {
+        "home": str(tmp_path / "home"),
+        "notes": str(tmp_path / "notes"),
+        "every": 2,
+        "steps": 5,
+        "linger_after": 5,
+        **changes,
+    }
     return json.dumps(given)
 
 
@@ -436,6 +448,51 @@ def test_a_manager_reads_the_variable_when_it_is_made_and_says_so_loudly(tmp_pat
     with trainfold.CheckpointManager(tmp_path / "mine") as manager:
         manager.save(live)
     assert (tmp_path / "mine" / "step-00000005").exists()
+
+
+def test_the_batches_end_with_the_rehearsal(tmp_path, monkeypatch):
+    """In the middle of an epoch, and no process dies of it."""
+    monkeypatch.setenv(VARIABLE, orders(tmp_path))
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer, loader=torch.utils.data.DataLoader(torch.randn(16, 2), batch_size=2))
+    with trainfold.CheckpointManager("mine") as manager:
+        manager.restore(live)
+        for batch in live.batches(epochs=100):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            live.record(loss=0.5)
+            live.advance(samples=2)
+            manager.step(live)
+    assert live.progress.step == 5
+    entries = [json.loads(line) for line in (tmp_path / "notes" / "record.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries if entry["kind"] == "values"] == [1, 2, 3, 4, 5]
+    assert [entry["step"] for entry in entries if entry["kind"] == "saved"] == [2, 4, 5]
+    assert entries[-1]["kind"] == "done"
+
+
+def test_a_kill_takes_along_what_the_program_has_started(tmp_path):
+    """Loader workers die with the program, as on a machine that is lost."""
+    started = tmp_path / "started"
+    program = Program(
+        ["sh", "-c", f"sleep 60 & echo $! > {started}.new; mv {started}.new {started}; wait"],
+        environment=dict(os.environ),
+        record=tmp_path / "record.jsonl",
+        output=tmp_path / "output.txt",
+        scan=None,
+    )
+    with program:
+        for _ in program.entries(patience_secs=0.05):
+            if started.exists():
+                program.kill()
+                break
+    assert program.code == -signal.SIGKILL
+    stat, late = Path(f"/proc/{started.read_text().strip()}/stat"), time.monotonic() + 20
+    with contextlib.suppress(FileNotFoundError):
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < late, "what it started is still there"
+            time.sleep(0.01)
 
 
 def test_a_store_of_another_kind_is_moved_too_and_a_place_at_home_stays(tmp_path, monkeypatch):

@@ -544,8 +544,7 @@ class CheckpointManager:
             if boundary.has_ended:
                 auto.ended()
             auto.leave(step)
-        verdict = self._due.decide(boundary)
-        return verdict if self._rehearsal is None else self._rehearsal.verdict(run, verdict)
+        return self._due.decide(boundary)
 
     def _check_run(self, run: Live | TrainState) -> None:
         check_run(run, Live | TrainState)

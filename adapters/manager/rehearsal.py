@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
-import attrs
-
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.recorder import plain_number
 from trainfold.backends.local import LocalStore
@@ -23,12 +21,12 @@ from trainfold.core.codec import digest_of
 from trainfold.core.events import Event
 from trainfold.core.rehearsal.entry import EntryKind
 from trainfold.core.rehearsal.number import exact_text
-from trainfold.core.rehearsal.orders import MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, is_due, orders_of
-from trainfold.core.save_due import Verdict
+from trainfold.core.rehearsal.orders import MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, orders_of
 from trainfold.core.save_plan import directory_of
 from trainfold.core.state import TrainState
 
 _LOG = logging.getLogger("trainfold")
+_LINGER_SECS: Final = 0.05
 _PATIENCE: Final = 3  # how often over a run may go past its last step before a manager has seen it at a boundary
 
 
@@ -60,8 +58,6 @@ class Rehearsal:
         self._rank = rank
         self._place = ""
         self._name = ""
-        self._last = 0  # the boundary before this one, or where the run was resumed
-        self._due: tuple[int, bool] = (0, False)
         self._met_boundary = self._is_done = False
         notes = Path(orders.notes)
         notes.mkdir(parents=True, exist_ok=True)
@@ -118,19 +114,6 @@ class Rehearsal:
             self._step(step)  # a live run says so when it advances
         return self.is_over(step)
 
-    def verdict(self, run: Live | TrainState, verdict: Verdict) -> Verdict:
-        """A verdict that saves where the cadence of the rehearsal asks for it as well."""
-        is_due = self._is_due(run)
-        if verdict.save or "saved" in verdict.reasons or not is_due:
-            return verdict
-        return attrs.evolve(verdict, save=True, reasons=("every", *verdict.reasons))
-
-    def _is_due(self, run: Live | TrainState) -> bool:
-        step = _step(run)
-        if self._due[0] != step:  # else it was asked at this boundary already
-            self._due, self._last = (step, is_due(step, every=self.orders.every, last=self._last)), step
-        return self._due[1]
-
     def begins_save(self, run: Live | TrainState) -> None:
         """A save begins."""
         self._met_boundary = True
@@ -167,6 +150,8 @@ class Rehearsal:
         if self._is_done and step > self.orders.steps:
             self._die()
         self._write("step", step)
+        if step > self.orders.linger_after:
+            time.sleep(_LINGER_SECS)
 
     def _done(self, step: int, why: str) -> None:
         self._is_done = True
@@ -178,7 +163,6 @@ class Rehearsal:
 
     def _hear(self, event: Event) -> None:
         if event.kind == "restored" and event.step is not None:
-            self._last, self._due = event.step, (event.step, False)
             name = event.checkpoint or directory_of(event.step)
             self._write("start", event.step, manager=self._name, place=self._place, resumed_from=name)
             if self.is_over(event.step):

@@ -13,7 +13,7 @@ VARIABLE: Final = "TRAINFOLD_REHEARSAL"
 RECORD_NAME: Final = "record.jsonl"
 MANIFESTS_NAME: Final = "manifests"
 _WORDS: Final = ("home", "notes")
-_COUNTS: Final = ("every", "steps")
+_COUNTS: Final = ("every", "steps", "linger_after")
 
 
 @final
@@ -26,20 +26,23 @@ class Orders:
         notes: the directory for what this process tells of itself: its record, and a copy of each manifest.
         every: save at the first boundary at or after each multiple of so many optimizer steps.
         steps: the run ends at the first boundary at or after this step.
+        linger_after: wait a moment after each step that comes after this one, so that a quick program does not outrun the kill
+            that is on its way.
     """
 
     home: str
     notes: str
     every: int
     steps: int
+    linger_after: int
 
 
 def encode_orders(orders: Orders) -> str:
     """The text of the variable.
 
     Examples:
-        >>> encode_orders(Orders("/r/whole", "/r/whole/start-1", every=5, steps=40))
-        '{"home": "/r/whole", "notes": "/r/whole/start-1", "every": 5, "steps": 40}'
+        >>> encode_orders(Orders("/r/whole", "/r/whole/start-1", every=5, steps=40, linger_after=40))
+        '{"home": "/r/whole", "notes": "/r/whole/start-1", "every": 5, "steps": 40, "linger_after": 40}'
     """
     return json.dumps(attrs.asdict(orders))
 
@@ -53,7 +56,8 @@ def orders_of(environment: Mapping[str, str]) -> Orders | None:
     Examples:
         >>> orders_of({}) is None
         True
-        >>> orders_of({VARIABLE: '{"home": "/r/a", "notes": "/r/a/start-1", "every": 5, "steps": 40}'}).steps
+        >>> text = encode_orders(Orders("/r/whole", "/r/whole/start-1", every=5, steps=40, linger_after=40))
+        >>> orders_of({VARIABLE: text}).steps
         40
     """
     text = environment.get(VARIABLE)
@@ -76,13 +80,3 @@ def orders_of(environment: Mapping[str, str]) -> Orders | None:
             mend=f"unset {VARIABLE}: only a rehearsal sets it",
         )
     return Orders(**found)
-
-
-def is_due(step: int, *, every: int, last: int) -> bool:
-    """Whether a multiple of the cadence lies in (last, step]: so a program that looks once an epoch saves too.
-
-    Examples:
-        >>> [is_due(step, every=5, last=5) for step in (9, 10, 13)]
-        [False, True, True]
-    """
-    return step // every > last // every

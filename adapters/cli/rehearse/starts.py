@@ -92,7 +92,9 @@ class Run:
         self._number += 1
         notes = self._home / f"start-{self._number}"
         notes.mkdir()
-        orders = Orders(str(self._home), str(notes), every=self._settings.every, steps=self._settings.steps)
+        every, steps = self._settings.every, self._settings.steps
+        linger_after = steps if trigger is None else trigger.after_step
+        orders = Orders(str(self._home), str(notes), every=every, steps=steps, linger_after=linger_after)
         scan = Scan(self._home / "run", notes / MANIFESTS_NAME) if self._settings.names_run else None
         newest = scan.newest if scan is not None else 0
         program = Program(
