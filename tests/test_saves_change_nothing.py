@@ -11,7 +11,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.hold import Hold
 from trainfold.backends.memory import MemoryStore
 from trainfold.core.codec import byte_array, leaf_digest, tensor_bytes
-from trainfold.core.errors import SaveFailed, UnsupportedLeaf
+from trainfold.core.errors import CaptureRefused, SaveFailed, UnsupportedLeaf
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.state import Progress, TrainState
 
@@ -159,10 +159,12 @@ def test_a_leaf_whose_type_would_not_come_back_is_refused_by_name(kind, tmp_path
         trainfold.save(TrainState(trainer=Progress(step=1), extra={"some": {"a": leaf}}), MemoryStore())
     assert "['a']" in str(refused.value)
     live = attach(nn.Linear(1, 1), extra={"some": (lambda: {"a": leaf}, lambda _: None)})
-    live.advance(samples=1)
+    with pytest.raises(CaptureRefused, match=r"\['a'\]"):
+        live.advance(samples=1)
+    state = TrainState(trainer=Progress(step=1), extra={"some": {"a": leaf}})
     for mode in ("sync", "async"):
         with CheckpointManager(tmp_path / mode, mode=mode) as manager, pytest.raises(UnsupportedLeaf, match=r"\['a'\]"):
-            manager.save(live)
+            manager.save(state)
 
 
 def test_a_memory_map_is_refused_by_name(tmp_path):
