@@ -10,7 +10,7 @@ from typing import Any, final
 import attrs
 import torch
 
-from trainfold.core.errors import InvalidState
+from trainfold.core.errors import InvalidState, UnsupportedOptimizer
 from trainfold.core.leaves import Lease, Leaves
 from trainfold.core.masters import checked_masters, is_low_precision
 from trainfold.core.param_groups import check_cover
@@ -182,11 +182,22 @@ class BoundOptimizer:
     def _read_slots(self) -> dict[str, Any]:
         inner = self._torch_optimizer().state
         if len(inner) != len(self._order):  # a parameter had its first gradient: back to the order of the model
+            self._check_keys(inner)
             ordered = sorted(inner.items(), key=lambda item: self._ranks[item[0]])
             inner.clear()
             inner.update(ordered)
             self._order = [self._names[target] for target in inner]
         return dict(zip(self._order, inner.values(), strict=True))
+
+    def _check_keys(self, inner: Mapping[Any, Any]) -> None:
+        odd = [key for key in inner if not isinstance(key, torch.Tensor)]
+        if odd:
+            raise UnsupportedOptimizer(
+                self._kind,
+                expected="an optimizer whose state is kept by parameter",
+                found=f"state under {odd[:4]}",
+                mend="use the optimizer itself in a loop of your own, with trainfold.attach(model, optimizer)",
+            )
 
     def _read_groups(self) -> tuple[ParamGroup, ...]:
         """The groups, anew where the optimizer changed a hyperparameter by itself (the scaled lr is not one)."""

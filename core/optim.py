@@ -145,7 +145,7 @@ def optimizer(
         An `Optimizer`, which unpacks as ``(init, update)``.
 
     Raises:
-        UnsupportedOptimizer: if ``cls`` is no optimizer class, or needs a closure (LBFGS).
+        UnsupportedOptimizer: if ``cls`` is no optimizer class, needs a closure (LBFGS), or has a ``state_dict`` of its own.
         InvalidArgument: for an argument that the class does not have, or that no checkpoint can hold.
 
     Examples:
@@ -166,6 +166,13 @@ def optimizer(
             expected="an optimizer that computes from gradients alone",
             found="one whose step needs a closure, which evaluates the loss again",
             mend="choose an optimizer whose step(closure=None) works without one",
+        )
+    if cls.state_dict is not torch.optim.Optimizer.state_dict:
+        raise UnsupportedOptimizer(
+            cls.__name__,
+            expected="an optimizer whose slots and groups are all of its state",
+            found="one with a state_dict() of its own",
+            mend="use the optimizer itself in a loop of your own, with trainfold.attach(model, optimizer)",
         )
     try:
         inspect.signature(cls).bind([], **hyper)

@@ -19,7 +19,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.manager.update_hooks import UpdateGate
 from trainfold.backends.memory import MemoryStore
 from trainfold.core.description import describe
-from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, TrainfoldError
+from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, TrainfoldError, UnsupportedOptimizer
 from trainfold.core.leaves import Leaves
 from trainfold.core.state import OptimizerState, OwnOptimizerState
 
@@ -329,6 +329,22 @@ def test_an_async_save_of_a_wrapper_has_the_bytes_of_a_sync_one():
             run.train(2)
         found.append(trainfold.fingerprint(trainfold.load(store, like=Run(several, 0).live.capture())))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", [Counting, Writing])
+def test_a_pure_step_refuses_an_optimizer_with_more_than_slots_and_groups(kind):
+    """W05: made of a class that keeps state elsewhere, it would lose it at the first resume."""
+
+    def loss_fn(model, batch):
+        loss = model(batch).square()
+        return trainfold.Loss(sum=loss.sum(), weight=len(loss))
+
+    def train():
+        pure, model = trainfold.optimizer(kind), nn.Linear(3, 1)
+        trainfold.make_step(model, loss_fn, pure)(trainfold.init_state(model, pure, seed=0), torch.ones(2, 3))
+
+    with pytest.raises(UnsupportedOptimizer, match=rf"{kind.__name__}.*trainfold\.attach"):
+        train()
 
 
 # --- W20: what a restore is given is checked before anything is written ----------------------------------------------
