@@ -6,7 +6,7 @@ from typing import Any, Protocol, final, runtime_checkable
 
 import attrs
 
-from trainfold.adapters.components.read_back import first_difference
+from trainfold.adapters.own_state.read_back import first_difference
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.scalars import SCALARS

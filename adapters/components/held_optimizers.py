@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from trainfold.adapters.components.component import kind_of
-from trainfold.adapters.components.plain_form import to_plain
+from trainfold.adapters.own_state.plain_form import to_plain
 from trainfold.core.errors import InvalidState
 from trainfold.core.scalars import SCALARS
 

@@ -18,10 +18,10 @@ from trainfold.adapters.components.held_optimizers import (
     own_state,
     says_own_state,
 )
-from trainfold.adapters.components.plain_form import from_plain, to_plain, with_layout
-from trainfold.adapters.components.read_back import first_difference
-from trainfold.adapters.components.remembered import remember
 from trainfold.adapters.components.slot_checks import fits, group_problems, slot_problems
+from trainfold.adapters.own_state.plain_form import from_plain, to_plain, with_layout
+from trainfold.adapters.own_state.read_back import first_difference
+from trainfold.adapters.own_state.remembered import remember
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.leaves import Leaves

@@ -8,9 +8,9 @@ import attrs
 import torch
 
 from trainfold.adapters.components.component import Undo, copied, wrong_kind
-from trainfold.adapters.components.plain_form import from_plain, to_plain
-from trainfold.adapters.components.read_back import first_difference
-from trainfold.adapters.components.remembered import remember
+from trainfold.adapters.own_state.plain_form import from_plain, to_plain
+from trainfold.adapters.own_state.read_back import first_difference
+from trainfold.adapters.own_state.remembered import remember
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.names import canonical_name, named_tensors
 from trainfold.core.state import Opaque
