@@ -104,7 +104,9 @@ def test_every_package_that_is_needed_is_pinned(root):
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     wanted = {Requirement(text) for text in project["dependencies"]}
     extras = project["optional-dependencies"]
-    assert all("==" in text for text in extras["rivals"]), "the rivals of a benchmark pin themselves: no test needs them"
+    assert all("==" in text for text in extras["rivals"]), (
+        "the rivals of a benchmark pin themselves: no test needs them"
+    )
     wanted |= {Requirement(text) for name, extra in extras.items() if name != "rivals" for text in extra}
     seen: set[str] = set()
     while wanted:
