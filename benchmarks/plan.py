@@ -134,6 +134,7 @@ def measure_discovery(checkpoints: int, repeats: int) -> float:
         run_id = read_inventory(store).run_id
         assert run_id is not None
         for step in range(2, checkpoints + 1):
+            pairs["trainer"] = describe(Progress(step=step), "trainer")
             decided = plan_save([{name: said for name, (said, _) in pairs.items()}], step=step)
             tensors = {name: tensors for name, (_, tensors) in pairs.items()}
             run_save(decided, tensors, head=Head(run_id, step), store=store, collectives=SingleProcess(), contract={})
