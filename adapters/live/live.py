@@ -151,7 +151,7 @@ class Live:
             str, Descent
         ] = {}  # run id -> the checkpoint of it that this run comes from, or is saved as
         self._boundary = Boundary({"model": model, "optimizer": optimizer, **self._extra})
-        self._steps_of_others = StepWatch(self._attached, lambda: _names(self._named()))
+        self._steps_of_others = StepWatch(self._attached, self._names_of_parameters)
         self._selection: tuple[str, ...] | None = None  # what a manager saves; None for all
         schedulers = {} if self._scheduler is None else dict(tree.named_leaves(self._scheduler.schedulers, "scheduler"))
         self._audit = Audit({**self._attached(), **schedulers}, loader, accepted=unsaved, is_strict=strict)
@@ -564,6 +564,9 @@ class Live:
         if reasons:
             raise CaptureRefused("live.advance", reasons)
         self._is_tried = True
+
+    def _names_of_parameters(self) -> dict[int, str]:
+        return _names(self._named())
 
     def _attached(self) -> dict[str, Any]:
         found = {"model": self._model, "optimizer": self._optimizer, **self._extra}

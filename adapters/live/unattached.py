@@ -59,13 +59,15 @@ class StepWatch:
     that is made anew for each step; a step inside of a compiled function; a class that never calls ``Optimizer.__init__``.
 
     Args:
-        attached: gives the attached objects by component: modules, optimizers, whatever is under ``extra``.
-        names: gives ``id(parameter)`` -> its name, for each parameter of the run.
+        attached: a method of the run that gives its attached objects by component: modules, optimizers, whatever is under
+            ``extra``.
+        names: a method of the run that gives ``id(parameter)`` -> its name, for each of its parameters.
     """
 
     def __init__(self, attached: Callable[[], Mapping[str, Any]], names: Callable[[], Mapping[int, str]]) -> None:
-        self._attached = attached
-        self._names = names
+        # weak: the run holds this watch, and a run in a cycle would keep its loader's workers until the next collection
+        self._attached: weakref.WeakMethod[Callable[[], Mapping[str, Any]]] = weakref.WeakMethod(attached)
+        self._names: weakref.WeakMethod[Callable[[], Mapping[int, str]]] = weakref.WeakMethod(names)
         self._verdicts: weakref.WeakKeyDictionary[torch.optim.Optimizer, str | int] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _ALL.add(self)
@@ -110,7 +112,7 @@ class StepWatch:
 
     def _verdict(self, optimizer: torch.optim.Optimizer) -> str | int:
         """``_FINE``, ``_FOREIGN``, or the number of its groups if no parameter of the run is in them."""
-        attached = self._attached()
+        attached = (self._attached() or dict)()
         if any(optimizer is each for each in attached.values()):
             return _FINE
         if not self._mine(optimizer):
@@ -118,7 +120,7 @@ class StepWatch:
         return _FINE if _holds(attached.values(), optimizer) else _FOREIGN
 
     def _mine(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        names = self._names()
+        names = (self._names() or dict)()
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return [names[id(parameter)] for parameter in parameters if id(parameter) in names]
 
