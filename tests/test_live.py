@@ -940,14 +940,15 @@ def test_a_module_that_answers_for_its_parameters_is_asked():
     assert list(live.capture().model.params) == ["weight", "held"]
 
 
-def test_a_run_goes_with_its_last_reference_and_its_loaders_workers_with_it(tmp_path):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_goes_with_its_last_reference_and_its_loaders_workers_with_it(tmp_path, workers):
     """G06: a run in a cycle of references would keep workers, and their pipes, until some later collection."""
     gc.collect()
     gc.disable()
     try:
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2)
+        loader = DataLoader(torch.arange(8.0), batch_size=2, num_workers=workers, persistent_workers=workers > 0)
         live = attach(model, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1), loader=loader)
         with CheckpointManager(tmp_path / "run", every=1) as manager:
             manager.restore(live)
@@ -955,8 +956,8 @@ def test_a_run_goes_with_its_last_reference_and_its_loaders_workers_with_it(tmp_
                 live.advance(samples=len(batch))
                 manager.step(live)
             live.restore(live.capture())
-        held = [weakref.ref(live), weakref.ref(live._feed)]
-        del live, manager
-        assert [each() for each in held] == [None, None]
+        held = [weakref.ref(live), weakref.ref(live._feed), weakref.ref(loader if workers else live)]
+        del live, manager, loader
+        assert [each() for each in held] == [None, None, None]
     finally:
         gc.enable()

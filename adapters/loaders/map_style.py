@@ -66,7 +66,10 @@ class MapFeed:
         self._generators = generators_of(loader)
         self._tap = Tap(getattr(loader, self._slot), self._generators, counts=self._counts)
         self._drawer = Drawer(loader)
-        self._tap.look = self._drawer.look
+        if (
+            loader.num_workers == 0
+        ):  # a loader keeps workers that live on, they the tap, and the drawer keeps the loader
+            self._tap.look = self._drawer.look
         workers = loader.num_workers
         self._draws = Draws(workers, persistent=bool(workers and loader.persistent_workers))
         self._deliveries = Deliveries()
