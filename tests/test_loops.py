@@ -1,6 +1,8 @@
 """Loops as people write them: epoch by epoch, over several loaders, one batch ahead, with generators of their own."""
 
+import gc
 import random
+import weakref
 from functools import partial
 from typing import Any
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.live import attach
@@ -15,6 +18,7 @@ from trainfold.core.description import describe
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused
 
 N = 10
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
 
 
 class Noisy(Dataset):
@@ -321,6 +325,22 @@ def test_a_generator_under_extra_goes_on_where_it_was(name, tmp_path):
     with trainfold.CheckpointManager(str(tmp_path / "run"), every=1) as manager:
         manager.restore(resumed)
     assert [draw(other) for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_run_that_is_let_go_of_lets_go_of_its_loader(kind):
+    """W01: a loader that waits for a collection keeps its workers, and a process that is forked meanwhile waits for them."""
+    gc.disable()
+    try:
+        data = kind(Noisy(), batch_size=5)
+        live = attach(torch.nn.Linear(1, 1), loader=data)
+        for _ in live.batches(epochs=1):
+            live.advance()
+        kept = weakref.ref(data)
+        del data, live, _
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_a_generator_of_another_kind_is_refused_by_name():

@@ -18,6 +18,28 @@ from trainfold.core.errors import InvalidArgument
 
 
 @final
+class Watch:
+    """The streams of this process, looked at when an index leaves the sampler.
+
+    It knows no loader, because a sampler's tap holds on to it: a loader in a cycle would keep its workers until a collection.
+    """
+
+    def __init__(self) -> None:
+        self.reader: StreamReader | None = None  # None where workers draw
+        self.before: Streams = {}
+        self.again: deque[Streams] = deque()  # for batches to be drawn once more: the streams that they were drawn with
+
+    def look(self) -> None:
+        """What moves the streams from now on is the dataset and the collate."""
+        if self.reader is None:
+            return
+        if self.again:
+            set_streams(self.again.popleft())
+        self.reader.moved()
+        self.before = self.reader.streams
+
+
+@final
 class Drawer:
     """The iterators of a loader.
 
@@ -27,9 +49,7 @@ class Drawer:
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._loader = loader
-        self._reader: StreamReader | None = None
-        self._before: Streams = {}
-        self.again: deque[Streams] = deque()  # for batches to be drawn once more: the streams that they were drawn with
+        self.watch = Watch()
         self.knows_that_streams_move = False
 
     def open(self, trace: WorkerTrace | None, others: Mapping[str, Any]) -> Iterator[Any]:
@@ -52,27 +72,18 @@ class Drawer:
             iterator: Iterator[Any] = iter(loader)
         if trace is not None and type(iterator).__module__.split(".")[0] not in ("torch", "torchdata"):
             raise unpaired(loader, f"a {type(iterator).__qualname__}")
-        self._reader = StreamReader() if loader.num_workers == 0 else None
+        self.watch.reader = StreamReader() if loader.num_workers == 0 else None
         return iterator
-
-    def look(self) -> None:
-        """An index leaves the sampler: what moves the streams from now on is the dataset and the collate."""
-        if self._reader is None:
-            return
-        if self.again:
-            set_streams(self.again.popleft())
-        self._reader.moved()
-        self._before = self._reader.streams
 
     def draw(self, iterator: Iterator[Any]) -> Any:
         """The next batch and its `Drawn`, or `END`."""
-        reader = self._reader
+        reader = self.watch.reader
         if reader is None:
             made: Any = next(iterator, END)
             while made is not END and made[1].digest is None:
                 made = next(iterator, END)
             return END if made is END else (made[0], Drawn.by_worker(made[1]))
-        if not self.again:
+        if not self.watch.again:
             return self._draw_here(iterator, reader)
         with undisturbed():
             return self._draw_here(iterator, reader)
@@ -83,7 +94,7 @@ class Drawer:
             return END
         moved: Streams = {} if self.knows_that_streams_move else reader.moved()
         self.knows_that_streams_move = self.knows_that_streams_move or bool(moved)
-        return batch, Drawn(None, batch_digest(batch), moved, self._before)
+        return batch, Drawn(None, batch_digest(batch), moved, self.watch.before)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from trainfold.adapters.loaders.sampler_tap import (
     unfollowed,
 )
 from trainfold.adapters.loaders.worker_trace import WorkerTrace
-from trainfold.core.errors import InvalidArgument, TrainfoldError
+from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
 from trainfold.core.policy import Verdict, verdict_of
 from trainfold.core.state import Opaque
 
@@ -66,10 +66,7 @@ class MapFeed:
         self._generators = generators_of(loader)
         self._tap = Tap(getattr(loader, self._slot), self._generators, counts=self._counts)
         self._drawer = Drawer(loader)
-        if (
-            loader.num_workers == 0
-        ):  # a loader keeps workers that live on, they the tap, and the drawer keeps the loader
-            self._tap.look = self._drawer.look
+        self._tap.look = self._drawer.watch.look
         workers = loader.num_workers
         self._draws = Draws(workers, persistent=bool(workers and loader.persistent_workers))
         self._deliveries = Deliveries()
@@ -98,7 +95,7 @@ class MapFeed:
             self._alive = False  # the workers have drawn what will be drawn again
             for epoch in [each for each in self._orders if each > self._epoch or not self._samples]:
                 del self._orders[epoch]
-            self._drawer.again.clear()
+            self._drawer.watch.again.clear()
         self._deliveries.waiting.clear()
         self._drawing = self._epoch
 
@@ -154,7 +151,7 @@ class MapFeed:
                 "save inside the loop over the batches; or make the loader with persistent_workers=False",
             )
         self._deliveries.waiting.clear()
-        self._drawer.again.clear()
+        self._drawer.watch.again.clear()
         self._orders.clear()
         self._borns.clear()
         self._end_epoch()
@@ -264,8 +261,10 @@ class MapFeed:
             _present(tap.current).prime()
         if not draws.workers:
             set_generators(self._generators, now)
-        if last is not None:
-            self._compare(iterator, last)
+        error = None if last is None else self._compared(iterator, last)
+        if error is not None:
+            del iterator  # a traceback would keep it, and its workers, until a collection, which waits for them
+            raise error
         return iterator
 
     def _trace(self, starts: dict[int, Streams], last: Last | None = None, *, here: bool = False) -> WorkerTrace | None:
@@ -301,18 +300,18 @@ class MapFeed:
     def _probes(self) -> bool:
         return self._probe_due and verdict_of("data_probe", "state.dataset.draws.last", self.policy) != "adapt"
 
-    def _compare(self, iterator: Iterator[Any], last: Last) -> None:
-        """Draw the last batch again, and compare it with what was trained on (W03)."""
+    def _compared(self, iterator: Iterator[Any], last: Last) -> DataPositionMismatch | None:
+        """Draw the last batch again, and compare it with what was trained on (W03); what is to be raised."""
         if not self._draws.workers:
-            self._drawer.again.appendleft(last.before)
+            self._drawer.watch.again.appendleft(last.before)
         made, tap = self._drawer.draw(iterator), _present(self._tap.current)
         size = tap.passed.popleft()[0] if made is not END else 0
         if size != last.samples or (tap.ahead == [END] and not tap.passed):
-            raise not_between(self._samples, self._samples - last.samples + size, is_end=True)
+            return not_between(self._samples, self._samples - last.samples + size, is_end=True)
         found = made[1].digest
         if found == last.digest:
             self._probe_due = False
-            return
+            return None
         error = mismatch(
             "state.dataset.draws.last",
             f"the last batch of the position, drawn again, to be what was trained on ({last.digest})",
@@ -322,9 +321,10 @@ class MapFeed:
             'policy={"data_probe": "warn"}; policy={"data_probe": "adapt"} draws nothing, for data that cannot be read twice',
         )
         if verdict_of("data_probe", error.where, self.policy) == "refuse":
-            raise error
+            return error
         _LOG.warning("%s", error)
         self._probe_due = False
+        return None
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume."""
@@ -342,7 +342,7 @@ class MapFeed:
         order = self._orders[self._epoch] if self._samples else self._orders.get(self._epoch)
         draws, later = self._draws, sorted(each for each in self._orders if each > self._epoch)
         born = draws.born if draws.persistent else self._borns.get(self._epoch)
-        again = [each.drawn.before for each in self._deliveries.waiting] or list(self._drawer.again)
+        again = [each.drawn.before for each in self._deliveries.waiting] or list(self._drawer.watch.again)
         return Opaque(
             {
                 "kind": "map",
@@ -473,7 +473,7 @@ class MapFeed:
                 self._borns[self._epoch], self._draws.born = self._draws.born, None
             set_generators(self._generators, value["generators"])
             self.rewind()
-            self._drawer.again.extend(value.get("again", []))
+            self._drawer.watch.again.extend(value.get("again", []))
             self._drawer.knows_that_streams_move = self._draws.moved
 
         take(copied(saved).value)
