@@ -28,7 +28,7 @@ def choose_cadence(current: int | None, *, save_secs: float, step_secs: float, w
     Examples:
         >>> choose_cadence(None, save_secs=0.2, step_secs=0.5)
         200
-        >>> choose_cadence(200, save_secs=0.5, step_secs=0.5), choose_cadence(200, save_secs=2.0, step_secs=0.5)
+        >>> choose_cadence(200, save_secs=0.4, step_secs=0.5), choose_cadence(200, save_secs=2.0, step_secs=0.5)
         (200, 1000)
     """
     advised = advise_cadence(

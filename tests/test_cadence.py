@@ -183,7 +183,7 @@ def test_the_command_line_gives_the_advice_beside_the_plan(tmp_path, capsys):
 def test_the_advice_is_given_also_where_there_is_nothing_to_resume(tmp_path, capsys):
     save(TrainState(trainer=Progress(step=10)), tmp_path / "run")
     (tmp_path / "run" / "step-00000010" / "manifest.json").unlink()
-    for run, error in (("run", "RunEmpty"), ("not-yet", "CheckpointMissing")):
+    for run, error in (("run", "RunDamaged"), ("not-yet", "CheckpointMissing")):
         assert main(["plan", str(tmp_path / run), *COSTS]) >= 10
         out, err = capsys.readouterr()
         assert "Save every 263 steps" in out

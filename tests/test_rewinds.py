@@ -30,6 +30,7 @@ from trainfold.core.quarantine import Outcome
 from trainfold.core.retention import keep_best, keep_last
 from trainfold.core.rng import make_key
 from trainfold.core.save_plan import MANIFEST, directory_of
+from trainfold.core.shard import make_shard
 from trainfold.core.state import Progress, TrainState
 
 WANTED = make_best_record(metric="loss", direction="min")
@@ -244,7 +245,8 @@ def test_a_generation_goes_as_a_whole(tmp_path):
         state = state_at(step).evolve(dataset=DataCursor(epoch=0, next_index=step, length=9, seed=0))
 
         def save_one(world, state=state):
-            mine = state.evolve(extra={"w": torch.full((8,), float(world.rank))})
+            part = make_shard(torch.full((8,), float(world.rank)), shape=(24,), starts=(8 * world.rank,))
+            mine = state.evolve(extra={"w": part})
             return save_snapshot(lambda: take_snapshot(mine), store, collectives=world, lock=world.rank == 0)
 
         results = run_threads(3, save_one)

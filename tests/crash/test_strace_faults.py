@@ -21,14 +21,17 @@ import json, sys
 sys.path.insert(0, {tests!r})
 import trainfold
 from crash.scenarios import state_at
+from trainfold.core.inventory import Descent
+from trainfold.core.state import Origin
 
-def save(run, mode, *steps):
+def save(run, mode, run_id, *steps):
+    origin = Origin({{run_id: Descent(0, 1)}})  # as if loaded, without a load's calls
     with trainfold.CheckpointManager(run, mode=mode, keep_last=1) as manager:
         for step in steps:
-            manager.save(state_at(step))
+            manager.save(state_at(step).evolve(origin=origin))
 
 for mode in ("sync", "async"):
-    save({warm!r} + mode, mode, 1, 2)
+    save({warm!r} + mode, mode, "none", 1, 2)
 print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
     said = None
@@ -69,7 +72,8 @@ def traced(saver, run, mode, call, *options):
         if "attached" not in told:
             strace.wait()
             pytest.skip(f"strace may not attach here: {told}")
-        saver.stdin.write(f"{json.dumps([str(run), mode])}\n")
+        run_id = json.loads((run / "run.json").read_text())["run_id"]
+        saver.stdin.write(f"{json.dumps([str(run), mode, run_id])}\n")
         saver.stdin.flush()
         said = json.loads(saver.stdout.readline())
         strace.send_signal(signal.SIGINT)
