@@ -139,13 +139,11 @@ def verdict_of(whole, resumed):
     """What a resume came to."""
     if resumed.status:
         return "refuses"
+    steps = resumed.losses.items()
+    if resumed.digest == whole.digest and all(whole.losses.get(step) == loss for step, loss in steps):
+        return "exact"  # one that died between its last save and its report has no more to report
     if not resumed.losses or max(resumed.losses) < max(whole.losses):
         return "no end"
-    same = resumed.digest == whole.digest and all(
-        whole.losses.get(step) == loss for step, loss in resumed.losses.items()
-    )
-    if same:
-        return "exact"
     return "warns" if resumed.warnings() - whole.warnings() else "differs"
 
 
