@@ -116,6 +116,7 @@ def attributes():
 
 @pytest.mark.parametrize("case", [name for name in CHANGES if name != "a queue"])
 def test_what_changes_with_training_and_is_saved_nowhere_is_named_once(case):
+    """W07: a buffer that is not persistent, an attribute, a mode, a generator; with the cure."""
     change, path = CHANGES[case]
     heard, listed = run(Net(change, **attributes()), steps=5)
     assert len(heard) == 1, heard

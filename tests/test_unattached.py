@@ -39,6 +39,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 def test_a_second_optimizer_that_is_not_attached_is_refused_by_name():
+    """W13: the class and the parameters that it steps are named."""
     model, first = make()
     second = torch.optim.Adam(model[1].parameters())
     live = attach(model, first)
