@@ -61,6 +61,18 @@ def test_every_storage_can_be_resized_after_it_was_looked_at(use):
         tensor.untyped_storage().resize_(size)
 
 
+def test_what_the_audit_and_the_data_probe_look_at_can_be_resized():
+    """W17: a buffer that is not persistent, a tensor by attribute, and a batch that the loop was given."""
+    model = nn.Linear(2, 1)
+    model.register_buffer("seen", torch.zeros(3), persistent=False)
+    model.plain = torch.zeros(3)
+    live = attach(model, loader=torch.utils.data.DataLoader(torch.zeros(4, 2), batch_size=2))
+    batch = next(live.batches())
+    live.advance(samples=2)
+    save_in("sync", live)
+    assert all(each.untyped_storage().resizable() for each in (model.seen, model.plain, batch))
+
+
 def test_a_tensor_that_was_loaded_can_be_resized():
     store = MemoryStore()
     state = TrainState(trainer=Progress(step=1), extra={"w": torch.ones(5)})

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainfold.adapters.live.attributes import SEQUENCES, attributes, held_by
 from trainfold.core.audit import BUFFER, GENERATOR, LENGTH, NOTHING, NUMBER, TENSOR, TEXT, Fact
-from trainfold.core.codec import digest_of
+from trainfold.core.codec import digest_of, tensor_bytes
 from trainfold.core.names import canonical_name
 
 _DEPTH: Final = 6
@@ -230,7 +230,7 @@ def token_of_tensor(value: torch.Tensor) -> str:
     flat = flat.cpu()
     if not flat.is_floating_point() and not flat.is_complex() and flat.element_size() > 1 and flat.numel() >= _WORDS:
         flat = flat[:_WORDS].to(torch.int64)
-    return digest_of(flat.contiguous().view(torch.uint8).numpy().tobytes()) if flat.numel() else "empty"
+    return digest_of(tensor_bytes(flat)) if flat.numel() else "empty"
 
 
 def token_of_generator(value: Any) -> str | None:

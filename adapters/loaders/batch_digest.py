@@ -7,7 +7,7 @@ import torch
 import xxhash
 
 from trainfold.core import tree
-from trainfold.core.codec import DIGEST_PREFIX, leaf_digest
+from trainfold.core.codec import DIGEST_PREFIX, leaf_digest, tensor_bytes
 from trainfold.core.errors import TrainfoldError
 
 _DEPTH: Final = 4
@@ -47,7 +47,7 @@ def _add(found: Any, value: Any, depth: int) -> None:
         and _is_plain(value)
     ):
         found.update(f"{value.dtype}{value.shape}".encode())
-        found.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        found.update(tensor_bytes(value))
     elif isinstance(value, torch.Tensor):
         found.update(f"{value.dtype}{value.shape}".encode())
         found.update(_leaf(value).encode())
