@@ -1,19 +1,21 @@
-"""`Helpers`: threads that share work with the thread that made them, which waits for no thread that has not begun.
+"""`Helpers`: threads that share work with the thread that asks for them, which waits for no thread that has not begun.
 
-``Thread.start`` waits until the new thread says that it runs. One that gets no memory to say so dies in silence, and the caller waits for
+A thread is made once: at the end of a block it waits for the next block, whoever's that is, and so a run of saves starts as many threads
+as one save needs. ``Thread.start`` waits until the new thread says that it runs. One that gets no memory to say so dies in silence, and the caller waits for
 ever, with the run's lock in its hands (W19). So threads are started here without that wait, and whoever needs a piece of work that nobody
 has begun does it: where no thread can be had, the caller does everything. It is no executor either, which begins nothing once Python
 has started to come down.
 """
 
 import _thread
+import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Final, Generic, TypeVar, final
+from typing import Final, Generic, TypeAlias, TypeVar, final
 
 from trainfold.backends.bell import End
 
@@ -119,21 +121,47 @@ class _Helper:
         self.has_begun = False
         self.end = End()
 
-    def work(self) -> None:
-        """Carry out what waits, until there is a None."""
+    def work(self, inbox: "Inbox") -> None:
+        """Carry out what waits, until there is a None; then the thread is free for whoever puts a helper into its inbox."""
         try:
             self.has_begun = True
             while (task := self._waiting.get()) is not None:
                 task.carry_out(self)
                 del task  # and with it what it holds on to, while this waits for the next one
+            _IDLE.put(inbox)  # before the end is told, so that the next block finds this thread
         finally:
             self.end.is_over = True  # as above
             self.end.tell()
 
 
+Inbox: TypeAlias = "SimpleQueue[_Helper]"
+_IDLE: "SimpleQueue[Inbox]" = SimpleQueue()  # of the threads that have nothing to do
+
+
+def _forget_idle_threads() -> None:
+    """In a forked child: the threads of its parent are not there."""
+    global _IDLE  # noqa: PLW0603 - a new queue: a thread of the parent may have had the old one in its hands
+    _IDLE = SimpleQueue()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_idle_threads)
+
+
+def _be_a_thread(helper: _Helper) -> None:
+    """Do the work of one helper after another; the thread ends with the process, or by a failure such as a lack of memory."""
+    inbox: Inbox = SimpleQueue()
+    while True:
+        helper.work(inbox)
+        del helper  # and with it the queue of a block that is over
+        helper = inbox.get()
+
+
 @final
 class Helpers:
-    """Threads that are there from the beginning of a block to its end; fewer, or none, where the machine has no more.
+    """Threads that work for a block, from its beginning to its end; fewer, or none, where the machine has no more.
+
+    Those that have worked for an earlier block are used again; one that has died meanwhile does nothing, and the caller does it.
 
     Args:
         count: how many.
@@ -154,9 +182,12 @@ class Helpers:
         for _ in range(self._count):
             helper = _Helper(self._waiting)
             try:
-                _thread.start_new_thread(helper.work, ())
-            except (RuntimeError, MemoryError):
-                break
+                _IDLE.get_nowait().put(helper)
+            except Empty:
+                try:
+                    _thread.start_new_thread(_be_a_thread, (helper,))
+                except (RuntimeError, MemoryError):
+                    break
             self._helpers.append(helper)
         return self
 

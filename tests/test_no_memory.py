@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import threading
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -40,12 +41,13 @@ def test_a_thread_that_never_begins_makes_no_save_hang(start, mode, tmp_path, mo
     monkeypatch.setattr(helpers.start_in_time, "__kwdefaults__", {"longest_secs": 0.05})
     monkeypatch.setattr(threading.Thread, "start", start)
     if start is dies_before_it_begins:
-        # those that helpers start themselves: started, and never heard of
+        # those that helpers start themselves: started, and never heard of; and no test has left one to use again
+        monkeypatch.setattr(helpers, "_IDLE", SimpleQueue())
         real = _thread.start_new_thread
         monkeypatch.setattr(
             _thread,
             "start_new_thread",
-            lambda function, args: 0 if function.__name__ == "work" else real(function, args),
+            lambda function, args: 0 if function.__name__ == "_be_a_thread" else real(function, args),
         )
     with CheckpointManager(tmp_path / "run", mode=mode) as manager:
         for step in (1, 2):
