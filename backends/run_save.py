@@ -1,6 +1,6 @@
 """The interpreter of a `SavePlan`: it writes, commits and cleans up, for every rank, and decides nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -233,9 +233,14 @@ def _component_record(
                 for path, spec in tensors.items()
             )
         )
+    fingerprint = recorded_fingerprint(component.name, component.nodes, tables)
+    return ComponentRecord(component.name, component.nodes, tuple(tables), fingerprint)
+
+
+def recorded_fingerprint(name: str, nodes: Sequence[Json], tables: Sequence[Sequence[TensorRecord]]) -> str:
+    """The fingerprint of a component as the records of its tensors say it."""
     lines = [[(str(record.spec), tensor_digest(record)) for record in table] for table in tables]
-    parts = list(zip(component.nodes, lines, strict=True))
-    return ComponentRecord(component.name, component.nodes, tuple(tables), component_fingerprint(component.name, parts))
+    return component_fingerprint(name, list(zip(nodes, lines, strict=True)))
 
 
 def tensor_digest(record: TensorRecord) -> str:

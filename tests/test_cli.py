@@ -31,6 +31,7 @@ from trainfold.core.errors import CheckpointDamaged, ResumeRefused
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.init import init_state
 from trainfold.core.manifest import END, TAIL
+from trainfold.core.manifest_reader import decode_manifest
 from trainfold.core.optim import optimizer
 from trainfold.core.quarantine import LIMIT
 from trainfold.core.schedule import wsd
@@ -197,7 +198,26 @@ def test_verify_reads_every_file_of_a_whole_checkpoint(run, call, answered):
     assert {file["name"] for file in found["files"]} == names
     assert {file["status"] for file in found["files"]} == {"verified"}
     out, _ = call("verify", run)
-    assert out.count("verified") == len(names) + 1
+    assert out.count("verified") == len(names) + 1 + len(found["components"])
+    assert {each["name"]: each["fingerprint"] for each in found["components"]} == dict(fingerprint(state_at(6)))
+
+
+def test_verify_computes_the_fingerprints_and_believes_none(run, call, answered):
+    """Two runs are compared by fingerprints alone: one that is not that of the leaves makes unlike ones look alike, or like ones unlike."""
+    path = run / "step-00000006" / "manifest.json"
+    covered = path.read_bytes().partition(TAIL)[0]
+    manifest = decode_manifest(path.read_bytes(), "m")
+    real = manifest.component("optimizer").fingerprint
+    forged = covered.replace(real.encode(), f"xxh3:{0:032x}".encode())
+    path.write_bytes(forged + TAIL + digest_of(forged).encode() + END)
+    found, error = answered("verify", run, code=17)
+    assert error["kind"] == "CheckpointHostile"
+    assert "fingerprint of optimizer" in error["where"]
+    assert (real in error["expected"], error["found"]) == (True, f"xxh3:{0:032x}")
+    assert {each["name"]: each["status"] for each in found["components"]}["optimizer"] == "wrong"
+    assert {each["status"] for each in found["files"]} == {"verified"}
+    assert not found["verified"]
+    assert "wrong" in call("verify", run, code=17)[0]
 
 
 @pytest.mark.parametrize("offset", [-1, 9])

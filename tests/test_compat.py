@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import trainfold
+from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.backends.inventory import read_manifest
 from trainfold.backends.local import LocalStore
 from trainfold.core.fingerprint import fingerprint
@@ -28,6 +29,7 @@ def test_a_checkpoint_of_every_schema_version_loads_with_the_bits_it_had(version
     assert fingerprint(loaded) == expected
     manifest = read_manifest(LocalStore(tmp_path / "run"), f"step-{step:08d}")
     assert {component.name: component.fingerprint for component in manifest.components} == expected
+    assert verify_checkpoint(tmp_path / "run" / f"step-{step:08d}").error is None
 
 
 @pytest.mark.filterwarnings("ignore::trainfold.backends.run_load.ResumeDrift")

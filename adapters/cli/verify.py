@@ -1,4 +1,4 @@
-"""`trainfold verify CKPT`: every byte read, every digest compared."""
+"""`trainfold verify CKPT`: every byte read, every digest compared, every fingerprint computed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +12,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from trainfold.adapters.cli.locate import Checkpoint, error_of, open_checkpoint
 from trainfold.adapters.cli.output import Answer, Table, size_text
-from trainfold.core.errors import CheckpointDamaged, TrainfoldError
+from trainfold.backends.run_save import recorded_fingerprint
+from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
 from trainfold.core.inventory import Problem, problem_of
-from trainfold.core.manifest import FileRecord, ShardRecord
+from trainfold.core.manifest import ComponentRecord, FileRecord, ShardRecord
+from trainfold.core.save_plan import MANIFEST
 
 _CHUNK_BYTES = 16 << 20
 _MEND = "use an older checkpoint of the run, and look at the disk; `trainfold plan` says which one a resume takes"
@@ -28,13 +30,13 @@ class Advance(Protocol):
 
 
 def verify_checkpoint(path: Path) -> Answer:
-    """Read all files of a checkpoint once and compare them with the digests in its manifest.
+    """Read all files of a checkpoint once and compare them with the digests in its manifest; compute its fingerprints from these.
 
     Args:
         path: of the checkpoint, or of a run.
 
     Returns:
-        What was found, file by file; with the first problem as the error.
+        What was found, file by file and component by component; with the first problem as the error.
 
     Raises:
         CheckpointError: of the kind that fits, if there is no manifest to compare with, or files are missing.
@@ -47,15 +49,24 @@ def verify_checkpoint(path: Path) -> Answer:
             found = _verify_file(checkpoint, index, file, advance)
             problems += found
             rows.append((file.name, size_text(file.size_bytes), file.digest, "damaged" if found else "verified"))
+    components = []
+    for component in checkpoint.manifest.components:
+        wrong = _verify_fingerprint(checkpoint, component)
+        problems += wrong
+        components.append((component.name, component.fingerprint, "wrong" if wrong else "verified"))
     data = {
         "checkpoint": checkpoint.url,
         "verified": not problems,
         "size_bytes": checkpoint.manifest.size_bytes,
         "files": [{"name": name, "digest": digest, "status": status} for name, _, digest, status in rows],
+        "components": [{"name": name, "fingerprint": text, "status": status} for name, text, status in components],
         "problems": [attrs.asdict(problem) for problem in problems],
     }
     rows.insert(0, ("manifest.json", "", "of itself", "verified"))
-    tables = [Table(checkpoint.url, ("file", "size", "digest", "status"), tuple(rows))]
+    tables = [
+        Table(checkpoint.url, ("file", "size", "digest", "status"), tuple(rows)),
+        Table("Components", ("component", "fingerprint", "status"), tuple(components)),
+    ]
     if problems:
         tables.append(Table("Damaged", ("where", "expected", "found"), tuple(map(_row, problems))))
     return Answer(data, tuple(tables), error_of(problems[0]) if problems else None)
@@ -93,6 +104,19 @@ def _verify_file(checkpoint: Checkpoint, index: int, file: FileRecord, advance: 
     if _text(whole) != file.digest:
         problems.insert(0, _damaged(where, file.digest, _text(whole)))
     return problems
+
+
+def _verify_fingerprint(checkpoint: Checkpoint, component: ComponentRecord) -> list[Problem]:
+    """Whether a component's fingerprint is that of its leaves, whose digests are compared with their bytes on the way."""
+    where = f"{checkpoint.url}/{MANIFEST}: fingerprint of {component.name}"
+    try:
+        computed = recorded_fingerprint(component.name, component.nodes, component.tensors)
+    except TrainfoldError as error:
+        return [problem_of(error)]
+    if computed == component.fingerprint:
+        return []
+    expected = f"that of its leaves, {computed}"
+    return [problem_of(CheckpointHostile(where, expected=expected, found=component.fingerprint, mend=_MEND))]
 
 
 def _segments(
