@@ -48,6 +48,7 @@ class SaveResult:
         fingerprints: component -> digest.
         forks: where the earlier timelines of its lineage were left, (timeline, step) each.
         run_id: the run's.
+        omitted: components that the run has and that were left out.
     """
 
     run: str
@@ -58,6 +59,7 @@ class SaveResult:
     fingerprints: Mapping[str, str]
     forks: tuple[tuple[int, int], ...] = ()
     run_id: str = ""
+    omitted: tuple[str, ...] = ()
 
     @property
     def descent(self) -> Descent:
@@ -150,8 +152,8 @@ def run_save(  # noqa: PLR0913 - keywords
         raise
     fingerprints = {component.name: component.fingerprint for component in manifest.components}
     return SaveResult(
-        store.url, plan.directory, head.step, head.timeline, manifest.size_bytes, fingerprints, head.forks, head.run_id
-    )
+        store.url, plan.directory, head.step, head.timeline, manifest.size_bytes, fingerprints, head.forks, head.run_id, omitted
+    )  # fmt: skip
 
 
 def _clean_up(plan: SavePlan, data: bytes, store: Store) -> None:

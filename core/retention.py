@@ -22,7 +22,8 @@ class Retention:
     """Keeps what any of its rules keeps. Made by `keep_last` and the like; ``a | b`` keeps what either keeps.
 
     Laws: ``(a | b).kept(...) == a.kept(...) | b.kept(...)``, so no rule uses up another one's budget (E07); neither the order
-    of the rules nor that of the checkpoints makes a difference.
+    of the rules nor that of the checkpoints makes a difference. Each checkpoint is judged among those that have everything that it
+    has, so an export of the model alone takes no place of a whole checkpoint (V06).
 
     Attributes:
         rules: at least one.
@@ -32,6 +33,9 @@ class Retention:
         >>> policy = keep_last(1) | keep_best(1, direction="min")
         >>> sorted(policy.kept(saved, saved[-1])), str(policy)
         (['a', 'c'], 'the last one, the best one')
+        >>> export = Saved("d", 40, parts=frozenset({"model"}))
+        >>> sorted(keep_last(1).kept(saved, export))
+        ['c', 'd']
     """
 
     rules: tuple[Rule, ...] = attrs.field()
@@ -58,7 +62,7 @@ class Retention:
     def reasons(self, checkpoints: Iterable[Saved], written: Saved) -> dict[str, tuple[str, ...]]:
         """The same names, oldest first, each with the rules that keep it."""
         ordered = tuple(one for one in _oldest_first(checkpoints, written) if _takes_part(one, written))
-        keepers = [(str(rule), frozenset(rule.kept(ordered))) for rule in self.rules]
+        keepers = [(str(rule), _kept_by(rule, ordered)) for rule in self.rules]
         found = {one.name: tuple(why for why, names in keepers if one.name in names) for one in ordered}
         return {name: why for name, why in found.items() if why}
 
@@ -208,7 +212,7 @@ def plan_left_behind(
     ordered = tuple(sorted(checkpoints, key=lambda one: (one.timeline, one.step, one.name)))
     free = tuple(one for one in ordered if one.name not in protected)
     rules = (All(),) if policy is None else policy.rules
-    keepers = [(str(rule), rule.kept(free)) for rule in rules] if free else []
+    keepers = [(str(rule), _kept_by(rule, free)) for rule in rules] if free else []
     kept: dict[str, tuple[str, ...]] = {}
     for one in ordered:
         why = tuple(f"left behind, {text}" for text, names in keepers if one.name in names)
@@ -260,6 +264,15 @@ def _planned(
         if why:
             kept[one.name] = why
     return RetentionPlan(kept, tuple(one.name for one in ordered if one.name not in kept))
+
+
+def _kept_by(rule: Rule, ordered: tuple[Saved, ...]) -> frozenset[str]:
+    """What a rule keeps of each kind of checkpoint, judged among those that have everything that this kind has."""
+    found: set[str] = set()
+    for parts in {one.parts for one in ordered}:
+        able = tuple(one for one in ordered if one.parts is None or (parts is not None and one.parts >= parts))
+        found |= rule.kept(able) & {one.name for one in able if one.parts == parts}
+    return frozenset(found)
 
 
 def _oldest_first(checkpoints: Iterable[Saved], written: Saved) -> list[Saved]:

@@ -19,6 +19,7 @@ class Saved:
         timeline: the timeline that it belongs to.
         score: what it scored; None if that is not known.
         age_secs: how long ago it was committed; None if that is not known.
+        parts: the components that it has, where it was saved without others that the run has; None for one that has all.
     """
 
     name: str
@@ -26,13 +27,14 @@ class Saved:
     timeline: int = 0
     score: float | None = None
     age_secs: float | None = None
+    parts: frozenset[str] | None = None
 
 
 class Rule(Protocol):
     """A reason to keep checkpoints. Any frozen object with these two methods is one: ``Retention((my_rule,)) | keep_last(3)``."""
 
     def kept(self, checkpoints: tuple[Saved, ...]) -> frozenset[str]:
-        """The names to keep, of checkpoints that are given oldest first; the last one was written just now. Pure."""
+        """The names to keep, of checkpoints that are given oldest first. Pure."""
 
     def __str__(self) -> str:
         """What the rule keeps, in a few words, such as ``the last 3``."""

@@ -125,3 +125,32 @@ def test_the_command_plans_what_a_resume_does(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "step-00000001" in said
     assert "ComponentsLeftOut" in said
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+@pytest.mark.parametrize("export", [MODEL_ONLY, WEIGHTLESS])
+def test_exports_into_a_run_push_out_no_checkpoint_that_a_resume_needs(keep_last, export, tmp_path):
+    """V06, E01: three exports after a full save, with room for one or two: the full one stays, and is what a resume takes."""
+    live, exports = make_live(), 3
+    with CheckpointManager(tmp_path, keep_last=keep_last) as manager:
+        for _ in range(keep_last + 1):
+            train(live, manager)
+    for _ in range(exports):
+        with CheckpointManager(tmp_path, keep_last=keep_last, components=export) as manager:
+            train(live, manager)
+    names = sorted(int(path.name[5:]) for path in tmp_path.glob("step-*"))
+    full = list(range(2, keep_last + 2))
+    assert names == [*full, *range(full[-1] + 1 + exports - keep_last, full[-1] + 1 + exports)]
+    with CheckpointManager(tmp_path, keep_last=keep_last) as manager, pytest.warns(CheckpointPassedOver):
+        assert manager.restore(make_live()).step == full[-1]
+
+
+def test_an_export_goes_when_as_many_whole_ones_are_newer(tmp_path):
+    """A whole checkpoint can do all that an export can."""
+    live = make_live()
+    with CheckpointManager(tmp_path, components=MODEL_ONLY) as manager:
+        train(live, manager)
+    with CheckpointManager(tmp_path, keep_last=2) as manager:
+        for _ in range(2):
+            train(live, manager)
+    assert sorted(int(path.name[5:]) for path in tmp_path.glob("step-*")) == [2, 3]

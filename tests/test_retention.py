@@ -35,27 +35,62 @@ rules = st.one_of(
 policies = st.lists(rules | st.just(keep_all()), min_size=1, max_size=3).map(lambda some: reduce(or_, some))
 
 
+WHOLE = st.none()
+
+
 @st.composite
-def saved_lists(draw, *, min_size=0):
+def saved_lists(draw, *, min_size=0, kinds=WHOLE):
     """Checkpoints of a lineage, in any order; a later timeline has later steps, until something was rewound."""
     steps = draw(st.lists(st.integers(0, 40), unique=True, min_size=min_size, max_size=10))
-    return [Saved(directory_of(s), s, draw(st.integers(0, 2)), draw(scores), draw(ages)) for s in steps]
+    return [Saved(directory_of(s), s, draw(st.integers(0, 2)), draw(scores), draw(ages), draw(kinds)) for s in steps]
+
+
+parts = st.frozensets(st.sampled_from(["model", "optimizer", "trainer"]), min_size=1)
 
 
 @st.composite
-def situations(draw):
+def situations(draw, *, kinds=WHOLE):
     """Checkpoints, the one just written, and the names that something holds on to."""
-    saved = draw(saved_lists(min_size=1))
+    saved = draw(saved_lists(min_size=1, kinds=kinds))
     written = draw(st.sampled_from(saved))
     names = [one.name for one in saved]
     return saved, written, draw(st.sets(st.sampled_from([*names, "step-99999999"])))
+
+
+# --- parts of a run ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(situation=situations(kinds=st.none() | parts), policy=policies)
+def test_exports_of_a_part_make_no_difference_to_what_stays_of_whole_checkpoints(situation, policy):
+    """V06, E01: a model-only export by the user pushes out no checkpoint that a full resume needs."""
+    saved, written, protected = situation
+    whole = [one for one in saved if one.parts is None]
+    with_exports = plan_retention(saved, policy=policy, written=written, protected=protected)
+    without = plan_retention(whole, policy=policy, written=written, protected=protected)
+    names = {one.name for one in whole}
+    assert names & set(with_exports.deleted) == names & set(without.deleted)
+
+
+@settings(max_examples=150)
+@given(situation=situations(kinds=st.none() | parts), policy=policies, k=st.integers(1, 3))
+def test_a_checkpoint_goes_only_for_others_that_have_everything_that_it_has(situation, policy, k):
+    """V06: whatever goes, k newer ones can do all that it could, and stay."""
+    saved, written, _ = situation
+    plan = plan_retention(saved, policy=policy | keep_last(k), written=written)
+    by_name = {one.name: one for one in [*saved, written]}
+    for name in plan.deleted:
+        gone = by_name[name]
+        stay = [by_name[each] for each in plan.kept]
+        able = [one for one in stay if one.parts is None or (gone.parts is not None and one.parts >= gone.parts)]
+        assert sum((one.step, one.timeline) > (gone.step, gone.timeline) for one in able) >= k
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150)
-@given(situation=situations(), policy=policies, data=st.data())
+@given(situation=situations(kinds=st.none() | parts), policy=policies, data=st.data())
 def test_a_plan_takes_nothing_that_anything_holds_on_to(situation, policy, data):
     """E02, E06: not the newest, nothing protected, nothing later; each is in one place; the order makes no difference."""
     saved, written, protected = situation
@@ -74,7 +109,7 @@ def test_a_plan_takes_nothing_that_anything_holds_on_to(situation, policy, data)
 
 
 @settings(max_examples=100)
-@given(situation=situations(), policy=policies)
+@given(situation=situations(kinds=st.none() | parts), policy=policies)
 def test_after_a_plan_was_carried_out_there_is_nothing_left_to_do(situation, policy):
     """E04: so a deletion that was interrupted anywhere can be planned and tried again."""
     saved, written, protected = situation

@@ -80,7 +80,7 @@ class CheckpointManager:
             in a timeline of their own. Without it, a first save of what was not restored from the run is refused. Leave it out of a
             command that restarts by itself: it would start over each time.
         keep_last: keep so many of the newest complete checkpoints; 0 or None for all (E01). What ``save_best`` named stays
-            beside them (E02).
+            beside them (E02); a save of some components takes no place of a whole one (V06).
         keep: what else to keep, such as ``keep_every(10_000)``; the newest one and those that a rule keeps stay (E07).
         keep_left_behind: what to keep of the checkpoints that rewinds have left behind, such as ``keep_newer(7 * 86_400)``; None for all
             of them. What a pointer or ``best.json`` names stays.

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import final
 
 from trainfold.backends.best_reader import BEST_POINTER, best_bytes, best_name, named_by, parsed_best, scores_in
@@ -37,6 +37,7 @@ class Keeper:
         self._policy = policy
         self._left_behind = left_behind
         self._proved: dict[str, Mapping[str, int]] = {}  # files and their sizes, so that each manifest is read once
+        self._parts: dict[str, frozenset[str] | None] = {}  # of what has a part of the run's components
         self._durable_best: bytes | None = None
 
     def retain(self, result: SaveResult) -> list[Event]:
@@ -49,6 +50,7 @@ class Keeper:
             An event for each checkpoint that was deleted.
         """
         events: list[Event] = []
+        self._parts[result.checkpoint] = _parts(result.fingerprints, result.omitted)
         try:
             with naming_best():
                 self._retain(result, events)
@@ -72,6 +74,7 @@ class Keeper:
                 continue  # since the plan
             self._store.delete(f"{name}/")
             self._proved.pop(name, None)
+            self._parts.pop(name, None)
             events.append(Event("pruned", self._store.url, checkpoint=name))
         for name in self._torn(result, inventory):
             self._store.delete(f"{name}/")
@@ -106,7 +109,8 @@ class Keeper:
         plan = plan_retention(
             complete,
             policy=self._policy,
-            written=written or Saved(result.checkpoint, result.step, result.timeline),
+            written=written
+            or Saved(result.checkpoint, result.step, result.timeline, parts=self._parts[result.checkpoint]),
             protected=protected,
         )
         if self._left_behind is None:
@@ -157,7 +161,8 @@ class Keeper:
             committed_at = self._store.committed_at(f"{entry.name}/{MANIFEST}")
             age_secs = None if committed_at is None else now - committed_at
             score = scores.get((entry.name, entry.head.timeline))
-            found.append(Saved(entry.name, entry.head.step, entry.head.timeline, score, age_secs))
+            parts = self._parts.get(entry.name)
+            found.append(Saved(entry.name, entry.head.step, entry.head.timeline, score, age_secs, parts))
         return found
 
     def _is_whole(self, inventory: Inventory, name: str) -> bool:
@@ -169,4 +174,10 @@ class Keeper:
             if entry is None or entry.problem is not None or entry.manifest is None:
                 return False
             self._proved[name] = {file.name: file.size_bytes for file in entry.manifest.files}
+            self._parts[name] = _parts((each.name for each in entry.manifest.components), entry.manifest.omitted)
         return True
+
+
+def _parts(components: Iterable[str], omitted: Collection[str]) -> frozenset[str] | None:
+    """The components of a checkpoint that was saved without others; None for a whole one."""
+    return frozenset(components) if omitted else None
