@@ -34,9 +34,9 @@ def merge_requests(per_rank: Sequence[Iterable[Request]]) -> tuple[Request, ...]
         >>> merge_requests([("save_and_stop",), ("abort",)])
         ('abort',)
     """
+    if not any(per_rank):
+        return ()  # at nearly every step
     asked = {checked_request(request) for requests in per_rank for request in requests}
-    if not asked:
-        return ()
     return ("abort",) if "abort" in asked else tuple(request for request in REQUESTS if request in asked)
 
 

@@ -144,7 +144,7 @@ class Live:
         self._script = hyperparameters(optimizers, scheduled=scheduled)
         if optimizer is not None:
             self._script["attached.optimizer.frozen"] = frozen(model)
-        self._watch.check(self._schedulers(), self._extra, where="attach.scheduler")
+        self._watch.check(self._schedulers, self._extra, where="attach.scheduler")
         self._schedules = Schedules(self._scheduler, optimizers, self._extra)
         self._script |= self._schedules.contract
         self.saved_in: dict[
@@ -165,8 +165,8 @@ class Live:
         """The counters, as of the last `advance`."""
         if self._feed is None:
             return self._progress
-        now = self._progress  # at each step: `attrs.evolve` costs ten times as much
-        return Progress(now.step, self._feed.epoch, now.samples, now.tokens)
+        now, epoch = self._progress, self._feed.epoch  # at each step: `attrs.evolve` costs ten times as much
+        return now if now.epoch == epoch else Progress(now.step, epoch, now.samples, now.tokens)
 
     @property
     def origin(self) -> Origin:
@@ -220,11 +220,11 @@ class Live:
             Progress(step=1, epoch=0, samples=32, tokens=4096)
         """
         for name, value in (("samples", samples or 0), ("tokens", tokens or 0), ("steps", steps)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if type(value) is not int or value < 0:
                 raise InvalidArgument(
                     f"advance.{name}", expected="an int >= 0", found=repr(value), mend="only count up"
                 )
-        self._watch.check(self._schedulers(), self._extra, where="live.advance")
+        self._watch.check(self._schedulers, self._extra, where="live.advance")
         if steps:
             self._steps_of_others.check("live.advance")
         taken = self._taken + (0 if self._feed is None else self._feed.undelivered())
@@ -238,8 +238,8 @@ class Live:
         counted = (samples or 0) if self._data is None else self._data.advance(samples, steps=steps)
         self._taken = 0 if steps else taken
         counted = counted if samples is None else samples
-        now = self._progress
-        self._progress = Progress(now.step + steps, now.epoch, now.samples + counted, now.tokens + (tokens or 0))
+        now, epoch = self._progress, 0 if self._feed is None else self._feed.epoch
+        self._progress = Progress(now.step + steps, epoch, now.samples + counted, now.tokens + (tokens or 0))
         if steps:
             self._boundary.close()
             self._audit.stepped()
@@ -250,7 +250,7 @@ class Live:
                 self.recorder.advanced(self._progress.step)
         else:
             self._boundary.open(counted)
-        return self.progress
+        return self._progress
 
     def record(self, **values: Any) -> None:
         """Give `trainfold rehearse` values to compare, such as the loss; call it in each step, before `advance` (W15).

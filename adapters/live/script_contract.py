@@ -55,22 +55,20 @@ class SchedulerWatch:
         optimizer = self._optimizers[name]
         return self._has_scheduler(optimizer, schedulers, extra) or (_is_wrapped(optimizer) and bool(_opaque(extra)))
 
-    def check(self, schedulers: Iterable[Any], extra: Mapping[str, Any], *, where: str) -> None:
+    def check(self, schedulers: Callable[[], Iterable[Any]], extra: Mapping[str, Any], *, where: str) -> None:
         """Look at the optimizers that are new, or that got a scheduler since the last look.
 
         Args:
-            schedulers: the attached ones.
+            schedulers: gives the attached ones.
             extra: the run's other objects, among which there may be schedulers.
             where: the call, for the message.
 
         Raises:
             InvalidArgument: naming the optimizer, where the scheduler is certainly forgotten.
         """
-        for name, is_unused in list(self._unused.items()):
-            is_wrapped = _is_wrapped(self._optimizers[name])
-            if not is_wrapped and name not in self._marked:
-                continue
-            if not self._has_scheduler(self._optimizers[name], schedulers, extra):
+        for name in [each for each in self._unused if each in self._marked or _is_wrapped(self._optimizers[each])]:
+            is_unused, is_wrapped = self._unused[name], _is_wrapped(self._optimizers[name])
+            if not self._has_scheduler(self._optimizers[name], schedulers(), extra):
                 unknown = _opaque(extra)
                 if is_wrapped and is_unused and not unknown:
                     raise InvalidArgument(

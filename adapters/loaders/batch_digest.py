@@ -1,6 +1,8 @@
 """`batch_digest`: what a batch holds, as a text that another draw of it can be compared with."""
 
+import ctypes
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -11,6 +13,7 @@ from trainfold.core.codec import DIGEST_PREFIX, leaf_digest, tensor_bytes
 from trainfold.core.errors import TrainfoldError
 
 _DEPTH: Final = 4
+_COPIED: Final = 1 << 16  # a copy of so many bytes costs less than an array over them
 
 
 def batch_digest(batch: Any) -> str:
@@ -40,24 +43,24 @@ def content(batch: Any) -> str:
 
 
 def _add(found: Any, value: Any, depth: int) -> None:
-    if (
-        type(value) is torch.Tensor
-        and value.layout is torch.strided
-        and value.device.type == "cpu"
-        and _is_plain(value)
-    ):
-        found.update(f"{value.dtype}{value.shape}".encode())
-        found.update(tensor_bytes(value))
+    kind = type(value)
+    if kind is torch.Tensor and value.is_cpu and value.layout is torch.strided and _is_plain(value):
+        size = value.nbytes
+        found.update(_heading(value.dtype, value.shape))
+        if size <= _COPIED and value.is_contiguous():
+            found.update(ctypes.string_at(value.data_ptr(), size) if size else b"")
+        else:
+            found.update(tensor_bytes(value))
+    elif kind is list or kind is tuple:
+        found.update(b"[%d" % len(value))
+        for each in value:
+            _add(found, each, depth)
     elif isinstance(value, torch.Tensor):
-        found.update(f"{value.dtype}{value.shape}".encode())
+        found.update(_heading(value.dtype, value.shape))
         found.update(_leaf(value).encode())
     elif isinstance(value, Mapping):  # a class of its own too, such as the batch of a tokenizer
         for key, each in value.items():
             found.update(f"{key}:".encode())
-            _add(found, each, depth)
-    elif type(value) in (list, tuple):
-        found.update(f"[{len(value)}".encode())
-        for each in value:
             _add(found, each, depth)
     else:
         leaves = tree.leaves(value)
@@ -65,9 +68,14 @@ def _add(found: Any, value: Any, depth: int) -> None:
             _add(found, leaves, depth)
             return
         digest = _digest(value)
-        found.update((digest or type(value).__qualname__).encode())
+        found.update((digest or kind.__qualname__).encode())
         if digest is None and depth and hasattr(value, "__dict__"):
             _add(found, vars(value), depth - 1)
+
+
+@lru_cache(maxsize=1024)
+def _heading(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{dtype}{shape}".encode()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

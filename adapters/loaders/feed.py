@@ -94,6 +94,8 @@ class Deliveries:
             DataPositionMismatch: if no number of waiting batches has so many samples; nothing is taken.
         """
         count, total = 0, 0
+        if len(self.waiting) == 1 and samples in (None, self.waiting[0].samples):
+            return [self.waiting.popleft()]  # nearly always
         while count < len(self.waiting) and (samples is None or total < samples):
             total += self.waiting[count].samples
             count += 1

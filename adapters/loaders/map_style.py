@@ -112,12 +112,14 @@ class MapFeed:
         return bool(self._deliveries.waiting) and self._deliveries.waiting[-1].last
 
     def _count(self, taken: list[Delivery]) -> int:
+        counted = 0
         for each in taken:
+            counted += each.samples
             self._samples, self._batches = self._samples + each.samples, self._batches + 1
             self._draws.consume(each.drawn, each.samples)
             if each.last:
                 self._end_epoch()
-        return sum(each.samples for each in taken)
+        return counted
 
     def _end_epoch(self) -> None:
         self._orders.pop(self._epoch, None)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.arguments import (
@@ -31,7 +31,7 @@ from trainfold.adapters.manager.rehearsal import rehearsal_of
 from trainfold.adapters.manager.retention import Keeper
 from trainfold.adapters.manager.saving import Saves
 from trainfold.adapters.manager.told_afterwards import told_afterwards
-from trainfold.adapters.manager.triggers import Boundary, Due
+from trainfold.adapters.manager.triggers import Due
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends import runs
 from trainfold.backends.bell import End
@@ -52,6 +52,7 @@ from trainfold.core.save_due import Verdict, make_triggers
 from trainfold.core.state import TrainState
 from trainfold.core.world import Collectives
 
+_RUNS: Final = Live | TrainState
 _LOG = logging.getLogger("trainfold")
 
 
@@ -229,11 +230,11 @@ class CheckpointManager:
         """
         self._check_open()
         self._check_run(run)
-        if isinstance(run, Live) and run.is_in_window:
-            if is_last:
-                run.check_boundary()  # says how to give the window up: the run's last state must not be lost in silence
-            return None
         if isinstance(run, Live):
+            if run.is_in_window:
+                if is_last:
+                    run.check_boundary()  # says how to give the window up: the run's last state must not be lost in silence
+                return None
             run.check_counted()
         self._saves.check_first(run)
         with told_afterwards() as failures:
@@ -537,7 +538,8 @@ class CheckpointManager:
         auto = self._due.auto
         if auto is not None:
             auto.arrive(step)
-        boundary = self._due.agreed(Boundary(step, is_last, is_best, self._saves.has_ended))
+        mine = self._due.here(step, is_last=is_last, is_best=is_best, has_ended=self._saves.has_ended)
+        boundary = self._due.agreed(mine)
         if boundary.has_ended:
             self._saves.end_previous(failures)
         if auto is not None:
@@ -547,7 +549,7 @@ class CheckpointManager:
         return self._due.decide(boundary)
 
     def _check_run(self, run: Live | TrainState) -> None:
-        check_run(run, Live | TrainState)
+        check_run(run, _RUNS)
         if not self._names_are_known:  # of the first run that it sees: what is declared later is looked at by its save
             validate_components(self._components, declared=run.names if isinstance(run, Live) else tuple(run.extra))
             self._names_are_known = True

@@ -1,13 +1,13 @@
 """`told_afterwards`: failures of what was begun before are raised when what is due now is done, and none is lost (D05)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
+from typing import final
 
 from trainfold.core.errors import error_text
 
 
-@contextmanager
-def told_afterwards() -> Iterator[list[Exception]]:
+@final
+class told_afterwards:  # noqa: N801 (used as a function; a generator would cost each boundary ten times as much)
     """Raise what was added to the list at the end; what fails in between is raised first, with a note about each of them.
 
     Examples:
@@ -18,15 +18,21 @@ def told_afterwards() -> Iterator[list[Exception]]:
             ...
         ValueError: the save before
     """
-    failures: list[Exception] = []
-    try:
-        yield failures
-    except BaseException as error:
-        _note(error, failures)
-        raise
-    if failures:
-        _note(failures[0], failures[1:])
-        raise failures[0]
+
+    def __init__(self) -> None:
+        self._failures: list[Exception] = []
+
+    def __enter__(self) -> list[Exception]:
+        return self._failures
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            _note(error, self._failures)
+        elif self._failures:
+            _note(self._failures[0], self._failures[1:])
+            raise self._failures[0]
 
 
 def _note(error: BaseException, others: list[Exception]) -> None:

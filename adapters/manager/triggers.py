@@ -85,6 +85,11 @@ class Due:
         self._saved_at = time.monotonic()
         self._seen: int | None = None
 
+    def here(self, step: int, *, is_last: bool, is_best: bool, has_ended: bool) -> Boundary:
+        """A boundary as this rank knows it."""
+        every = None if self.auto is None else self.auto.every
+        return Boundary(step, is_last, is_best, has_ended, time.monotonic() - self._saved_at, every)
+
     def agreed(self, mine: Boundary) -> Boundary:
         """Take the requests that have come, and make one boundary of all ranks'; every rank calls.
 
@@ -94,16 +99,14 @@ class Due:
             RanksDisagree: if the ranks are at different steps.
             RankFailed: if another rank's source of requests failed, or that failure.
         """
+        if self._world.world_size == 1:  # there is nobody to agree with, and this runs at each step
+            self._take_requests()
+            return mine
 
         def tell() -> tuple[tuple[Request, ...], Boundary]:
-            if self._requests is not None:
-                self._asked = merge_requests([self._asked, self._requests.take()])
-            secs = time.monotonic() - self._saved_at
-            every = None if self.auto is None else self.auto.every
-            return self._asked, Boundary(mine.step, mine.is_last, mine.is_best, mine.has_ended, secs, every)
+            self._take_requests()
+            return self._asked, mine
 
-        if self._world.world_size == 1:  # there is nobody to agree with, and this runs at each step
-            return tell()[1]
         told = on_all_ranks(self._world, tell)
         self._asked = merge_requests([asked for asked, _ in told])
         all_of = [each for _, each in told]
@@ -113,12 +116,16 @@ class Due:
                                 mend="call the manager at the same boundaries on every rank")  # fmt: skip
         return Boundary(
             mine.step,
+            secs_since_save=all_of[0].secs_since_save,
+            every=all_of[0].every,
             is_last=any(each.is_last for each in all_of),
             is_best=any(each.is_best for each in all_of),
             has_ended=all(each.has_ended for each in all_of),
-            secs_since_save=all_of[0].secs_since_save,
-            every=all_of[0].every,
         )
+
+    def _take_requests(self) -> None:
+        if self._requests is not None:
+            self._asked = merge_requests([self._asked, self._requests.take()])
 
     def decide(self, boundary: Boundary) -> Verdict:
         """What happens at a boundary; what it says of the loop's end is remembered, whoever carries out the rest."""
