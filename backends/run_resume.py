@@ -15,7 +15,7 @@ from trainfold.core import tree
 from trainfold.core.boxes import intersect
 from trainfold.core.codec import STORED, torch_dtype
 from trainfold.core.components import components_of, state_of
-from trainfold.core.contract import run_contract
+from trainfold.core.contract import noted_settings, run_contract
 from trainfold.core.cursor import DataCursor, check_cursor
 from trainfold.core.errors import CheckpointHostile, InvalidState
 from trainfold.core.inventory import Descent
@@ -65,8 +65,10 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
     is_resumed = any(each.name == "trainer" and each.verb not in ("keep", "reset") for each in plan.actions)
     runs = {head.run_id: Descent(head.timeline, head.step, head.forks)} if is_resumed else {}
     adapts = frozenset(drift.where for drift in plan.drifts if drift.adapts_a_scheduler)
+    settings = noted_settings(like, found.get("optimizer"))
     state = state_of(found).evolve(
-        contract={**run_contract(like.contract), **plan.contract}, origin=Origin({**like.origin.runs, **runs}, adapts)
+        contract={**run_contract(like.contract), **settings, **plan.contract},
+        origin=Origin({**like.origin.runs, **runs}, adapts),
     )
     return _with_fresh_masters(state, {action.name: action.verb for action in plan.actions})
 

@@ -21,7 +21,7 @@ from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.backends.write_watch import LeafName
 from trainfold.core.codec import DENSE, as_tensor
 from trainfold.core.components import components_of, in_order, select
-from trainfold.core.contract import checked_contract, contract_of
+from trainfold.core.contract import checked_contract, contract_of, is_of_live_run
 from trainfold.core.description import Describe, Described, describe
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState
 from trainfold.core.given import mapping_given
@@ -31,7 +31,8 @@ from trainfold.core.node_kinds import check_kinds
 from trainfold.core.replicas import Leaves, summary
 from trainfold.core.save_plan import MANIFEST, directory_of, plan_save
 from trainfold.core.scalars import Json, shown
-from trainfold.core.state import TrainState
+from trainfold.core.slot_homes import check_layouts
+from trainfold.core.state import OptimizerState, TrainState
 
 _MANIFEST_ROOM_BYTES = 2**20
 
@@ -126,7 +127,7 @@ def take_snapshot(
         InvalidState: if the state has no trainer component, and so no step.
         InvalidArgument: if it is no state.
         UnknownComponent: for an unknown name.
-        UnsupportedLeaf: for a leaf that the format cannot hold.
+        UnsupportedLeaf: for a leaf that the format cannot hold, or a slot that would come back in another memory layout.
         StateDonated: if a donating step has consumed the state.
 
     Examples:
@@ -136,6 +137,8 @@ def take_snapshot(
     """
     check_state(state, "state")
     step = step_of_state(state)
+    if isinstance(state.optimizer, OptimizerState) and state.model is not None and not is_of_live_run(state):
+        check_layouts(state.optimizer, state.model.params)
     chosen = components_of(select(state, components))
     omitted = tuple(name for name in components_of(state) if name not in chosen)
     pairs = {name: describe(component, name) for name, component in chosen.items()}

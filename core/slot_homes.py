@@ -6,6 +6,8 @@ from typing import Any
 import attrs
 import torch
 
+from trainfold.core import tree
+from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.leaves import Leaves
 from trainfold.core.state import OptimizerState, ParamGroup
 
@@ -52,6 +54,52 @@ def laid_out_like(value: torch.Tensor, target: object) -> torch.Tensor:
     if target.shape != value.shape or target.is_contiguous() or target.layout is not torch.strided:
         return value.to(device)
     return torch.empty_like(target, dtype=value.dtype, device=device, requires_grad=False).copy_(value)
+
+
+def check_layouts(optimizer: OptimizerState, params: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a slot that would come back in another memory layout: kernels round differently there (W05).
+
+    A slot comes back in the layout of its parameter if it has its shape, and else row by row.
+
+    Args:
+        optimizer: what pure steps have made.
+        params: FQN -> parameter.
+
+    Raises:
+        UnsupportedLeaf: naming the slot.
+
+    Examples:
+        >>> state = OptimizerState("SOAP", Leaves({"w": {"GG": [torch.zeros(2, 3).t()]}}), ())
+        >>> check_layouts(state, {"w": torch.zeros(2)})
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.UnsupportedLeaf: optimizer.slots['w']['GG'][0]: expected a tensor that lies in memory as it would \
+after a load: strides [2, 1], found strides [1, 3], and so other bits after a resume; use the optimizer itself in a loop of your \
+own, with trainfold.attach(model, optimizer): its layouts are saved
+    """
+    for fqn, held in optimizer.slots.items():
+        param = params.get(fqn)
+        is_plain = param is None or param.is_contiguous()
+        for name, leaf in held.items():
+            if type(leaf) is torch.Tensor and is_plain and leaf.is_contiguous():
+                continue  # nearly all of them
+            for path, each in tree.named_leaves(leaf, f"optimizer.slots[{fqn!r}][{name!r}]"):
+                if isinstance(each, torch.Tensor) and each.layout is torch.strided:
+                    is_beside = each is leaf and param is not None and name != "step"
+                    _check_layout(path, each, param if is_beside else None)
+
+
+def _check_layout(path: str, leaf: torch.Tensor, param: torch.Tensor | None) -> None:
+    read = torch.empty(leaf.shape, device="meta")
+    usual = read if param is None else laid_out_like(read, param.to("meta"))
+    have, want = ([s for s, n in zip(each.stride(), each.shape, strict=True) if n > 1] for each in (leaf, usual))
+    if have != want and leaf.numel():
+        raise UnsupportedLeaf(
+            path,
+            expected=f"a tensor that lies in memory as it would after a load: strides {list(usual.stride())}",
+            found=f"strides {list(leaf.stride())}, and so other bits after a resume",
+            mend="use the optimizer itself in a loop of your own, with trainfold.attach(model, optimizer): its layouts are saved",
+        )
 
 
 def _counts_on_device(group: ParamGroup) -> bool:

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from trainfold.core import tree
-from trainfold.core.contract import STEP_PREFIX, checked_contract
+from trainfold.core.contract import STEP_PREFIX, checked_contract, noted_settings, settings_at_risk
 from trainfold.core.cursor import DataCursor
 from trainfold.core.errors import ContractMismatch, InvalidArgument, InvalidState, NonFinite
 from trainfold.core.exchange import exchange
@@ -20,7 +20,7 @@ from trainfold.core.leaves import Lease, Leaves
 from trainfold.core.loss import Totals
 from trainfold.core.microbatch import split
 from trainfold.core.optim import Optimizer, pair_of
-from trainfold.core.rng import Key, make_key
+from trainfold.core.rng import Key, fold_in, forked_rng, make_key
 from trainfold.core.scalars import Json, shown
 from trainfold.core.schedule import ScheduleFunction, check_same, describe
 from trainfold.core.state import ModelState, OptimizerState, Progress, Scalar, TrainState
@@ -80,7 +80,7 @@ class Step:
             micro, samples = split(batch, self._accumulate)
         with self._pool.worker(state) as worker:
             verdict = self._measure(worker, state, micro, samples, key)
-            with self._telling():
+            with self._telling(), self._drawn(state, key, worker):
                 if worker.bound is None:
                     return self._update_by_function(worker, state, verdict, factor)
                 return self._update(worker, state, verdict, 1.0 if factor is None else factor)
@@ -201,12 +201,13 @@ class Step:
         assert worker.bound is not None
         if self._clip_norm is not None:
             worker.norm.clip(verdict.grads, self._clip_norm, verdict.norm, verdict.grad_norm)
+        settings = settings_at_risk(state) if self.donate else {}
         if self.donate:
             _consume(state)  # before the first write: an update that fails half-way leaves no state behind
         worker.bound.apply(factor)
         lease = Lease()
         model, optimizer = worker.collect(state, lease)
-        after = self._next(state, model, optimizer, verdict)
+        after = self._next(state, model, optimizer, verdict, settings or noted_settings(state, optimizer))
         self._leave(worker, after)
         rate = optimizer.groups[0].hyper.get("lr")
         rates = {} if rate is None else {"lr": float(rate) * factor}
@@ -231,9 +232,12 @@ class Step:
             state.model.ties,
         )
         worker.release()
-        return self._next(state, model, optimizer, verdict), _metrics(verdict, scheduled)
+        after = self._next(state, model, optimizer, verdict, noted_settings(state, optimizer))
+        return after, _metrics(verdict, scheduled)
 
-    def _next(self, state: TrainState, model: ModelState, optimizer: Any, verdict: Verdict) -> TrainState:
+    def _next(
+        self, state: TrainState, model: ModelState, optimizer: Any, verdict: Verdict, settings: Mapping[str, Json]
+    ) -> TrainState:
         done = state.trainer
         assert done is not None
         return TrainState(
@@ -249,9 +253,16 @@ class Step:
             dataset=state.dataset,
             rng=state.rng,
             extra=state.extra,
-            contract={**state.contract, **self.contract},
+            contract={**state.contract, **settings, **self.contract},
             origin=state.origin,
         )
+
+    def _drawn(self, state: TrainState, key: Key, worker: Worker) -> contextlib.AbstractContextManager[None]:
+        """What an update draws depends on the step alone, and is the same on all ranks; torch's own optimizers draw nothing."""
+        if isinstance(self._optimizer, Optimizer) and self._optimizer.cls.__module__.startswith("torch.optim."):
+            return _ALONE
+        assert state.trainer is not None
+        return forked_rng(fold_in(key, f"step {state.trainer.step} update"), worker.template.device)
 
     def _telling(self) -> contextlib.AbstractContextManager[None]:
         """Tell the other ranks what fails on this one, so that they do not wait for it."""
