@@ -1,5 +1,6 @@
 """``best.json`` of a run: `save_best`, `load_best` and `load_best_n`, so that a restart goes on from the best, not from nothing (E09)."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -22,10 +23,10 @@ from trainfold.backends.best_reader import (
     read_best,
     step_of_best,
 )
-from trainfold.backends.collectives import SingleProcess
 from trainfold.backends.inventory import read_run_id
 from trainfold.backends.naming import naming_best
 from trainfold.backends.protocols import Collectives, Store
+from trainfold.backends.rank_environment import world_given
 from trainfold.backends.runs import Run, open_store
 from trainfold.backends.together import on_rank_zero
 from trainfold.core.best import BestRecord
@@ -95,7 +96,8 @@ def save_best(
     places = None if kept is None else ranked(kept, direction=record.direction)
     store = open_store(run)
     is_path = isinstance(run, str | Path)
-    return on_rank_zero(collectives or SingleProcess(), lambda: _save(store, record, places, takes_lock=is_path))
+    world = world_given(collectives, os.environ, where="save_best.collectives")
+    return on_rank_zero(world, lambda: _save(store, record, places, takes_lock=is_path))
 
 
 def load_best(run: Run, wanted: BestRecord, *, collectives: Collectives | None = None) -> BestRecord:
@@ -163,13 +165,13 @@ def _loaded(
     if not isinstance(wanted, BestRecord):
         raise InvalidArgument("wanted", expected="a BestRecord", found=shown(wanted),
                               mend="make it with make_best_record(metric=..., direction=...)")  # fmt: skip
-    store = open_store(run)
+    store, world = open_store(run), world_given(collectives, os.environ, where="load_best.collectives")
 
     def load() -> tuple[_T, tuple[str, ...]]:
         meant = attrs.evolve(wanted, run_id=read_run_id(store)) if wanted.run_id is None else wanted
         return carried(store, read_best(store), meant)
 
-    found, reasons = on_rank_zero(collectives or SingleProcess(), load)
+    found, reasons = on_rank_zero(world, load)
     if reasons:
         warnings.warn(f"{store.url}/{BEST_FILE} is not used: {'; '.join(reasons)}", BestIgnored, stacklevel=3)
     return found

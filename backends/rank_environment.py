@@ -33,7 +33,7 @@ def world_given(collectives: Collectives | None, environment: Mapping[str, str],
         where: the argument, for the message.
 
     Raises:
-        InvalidArgument: if none were named, and there are several: each would save a run of its own into one place.
+        InvalidArgument: if none were named, and there are several: each would act alone, in one place or on its own share.
     """
     if collectives is not None:
         return collectives
@@ -43,7 +43,7 @@ def world_given(collectives: Collectives | None, environment: Mapping[str, str],
             where,
             expected=f"the ranks of this job, because there is {others}",
             found="none",
-            mend="make a manager on every rank, with collectives=trainfold.TorchCollectives(); or say collectives=trainfold.SingleProcess() where this "
-            "rank saves alone on purpose",
+            mend="make this call on every rank, with collectives=trainfold.TorchCollectives(); or say collectives=trainfold.SingleProcess() where "
+            "this rank acts alone on purpose",
         )
     return SingleProcess()

@@ -1,5 +1,6 @@
 """A run on a store: `save`, `plan` and `load` a state. The loop of reading, deciding and acting; each is elsewhere."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -7,6 +8,7 @@ from typing import Any, TypeAlias
 from trainfold.backends.collectives import SingleProcess
 from trainfold.backends.local import LocalStore
 from trainfold.backends.protocols import Collectives, Store
+from trainfold.backends.rank_environment import world_given
 from trainfold.backends.run_load import load_run, plan_run
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import check_state, save_snapshot, take_snapshot
@@ -53,7 +55,8 @@ def save(  # noqa: PLR0913 - keywords
         run: a directory, or a store.
         components: what to save; None for all. Leaving out ``model`` is recorded: the weights are then external.
         contract: what must be equal at resume, beside what the state itself says (`contract_of`).
-        collectives: the world; every rank calls with its state. None for a single process.
+        collectives: the world; every rank calls with its state. None for a single process, which is refused where
+            torch.distributed or a launcher has several: say ``SingleProcess()`` if this rank saves alone on purpose.
         lock: False where the caller holds the run's lock already, as a manager does.
 
     Returns:
@@ -61,7 +64,7 @@ def save(  # noqa: PLR0913 - keywords
 
     Raises:
         InvalidState: if the state has no trainer component, and so no step.
-        InvalidArgument: if the state or the run is none.
+        InvalidArgument: if the state or the run is none; or there are several ranks, and ``collectives`` does not say which.
         UnknownComponent: for an unknown name.
         StateDonated: if a donating step has consumed the state.
         SaveFailed: or the subclass that fits (NoSpace, NotWritable, RunLocked, CommitConflict); on the ranks where another one
@@ -77,7 +80,7 @@ def save(  # noqa: PLR0913 - keywords
     return save_snapshot(
         lambda: take_snapshot(state, components=components, contract=contract),
         open_store(run),
-        collectives=collectives or SingleProcess(),
+        collectives=world_given(collectives, os.environ, where="save.collectives"),
         lock=lock,
     )
 
@@ -144,12 +147,15 @@ def load(  # noqa: PLR0913 - keywords
         policy: drift kind -> ``refuse``, ``warn`` or ``adapt``.
         reset: component -> why it starts anew on purpose.
         contract: what this run says of itself beside what ``like`` says.
-        collectives: the world; every rank calls. None for a single process.
+        collectives: the world; every rank calls. None for a single process, which is refused where there are several
+            ranks: alone, each could find another newest checkpoint, or take streams and a data position that are one rank's.
+            Say ``SingleProcess()`` if this rank loads alone on purpose.
 
     Returns:
         The state; its tensors are fresh memory on the devices of ``like``.
 
     Raises:
+        InvalidArgument: if there are several ranks, and ``collectives`` does not say which.
         ResumeRefused: with every reason, when there is nothing to resume or it would not be exact.
         CheckpointDamaged: if the step asked for has bytes with another digest.
         CheckpointHostile: if what it says of itself cannot be, such as a data position beyond the data.
@@ -166,5 +172,5 @@ def load(  # noqa: PLR0913 - keywords
     """
     check_state(like, "like")
     request = make_request(step=step, components=components, policy=policy, reset=reset)
-    world = collectives or SingleProcess()
+    world = world_given(collectives, os.environ, where="load.collectives")
     return load_run(open_store(run), like=like, request=request, contract=contract, collectives=world).state

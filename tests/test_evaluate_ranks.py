@@ -113,7 +113,9 @@ def evaluate_in_chunks(collectives):
 
     cursor = make_eval_cursor(len(data), global_batch_size=32)
     batches = eval_batches(cursor, lambda mine: data[mine.start : mine.stop], collectives=collectives, chunk=16)
-    alone = [evaluate(nll, data.split(size), suite, chunk=16) for size in (1, 7, 64)]
+    alone = [
+        evaluate(nll, data.split(size), suite, chunk=16, collectives=trainfold.SingleProcess()) for size in (1, 7, 64)
+    ]
     return bits(evaluate(nll, batches, suite, collectives=collectives, chunk=16)), *map(bits, alone)
 
 

@@ -79,7 +79,12 @@ def refused(collectives):
 
     mesh = init_device_mesh("cpu", (collectives.world_size,))
     losses = distribute_tensor(torch.arange(100.0), mesh, [Shard(0)])
-    whole = trainfold.evaluate(lambda d: {"loss": (d.full_tensor(), d.numel())}, [losses], {"loss": M.Ratio()})
+    whole = trainfold.evaluate(
+        lambda d: {"loss": (d.full_tensor(), d.numel())},
+        [losses],
+        {"loss": M.Ratio()},
+        collectives=trainfold.SingleProcess(),
+    )
     try:
         trainfold.evaluate(lambda d: {"loss": (d, d.numel())}, [losses], SUITE, collectives=collectives)
     except trainfold.TrainfoldError as error:

@@ -2,6 +2,7 @@
 
 import itertools
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -20,8 +21,10 @@ from trainfold.backends.runs import load, plan, save
 from trainfold.core.errors import InvalidArgument, RanksDisagree, ResumeRefused
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.leaves import Leaves
+from trainfold.core.metrics.total import Sum
 from trainfold.core.state import ModelState, Opaque, Progress, TrainState
 
+FRESH = trainfold.make_best_record(metric="loss", direction="min")
 PATIENT = {"timeout_secs": 60.0, "grace_secs": 10.0}
 
 
@@ -196,6 +199,34 @@ def test_a_manager_under_a_launcher_wants_to_know_its_ranks(monkeypatch, tmp_pat
         assert ranks_around({"RANK": "0", "WORLD_SIZE": size}) == wanted
 
 
+ALONE = {
+    "save": lambda run, **ranks: save(state_at(1), run, **ranks),
+    "load": lambda run, **ranks: load(run, like=state_at(0), **ranks),
+    "evaluate": lambda run, **ranks: trainfold.evaluate(lambda x: {"n": x}, [torch.ones(3)], {"n": Sum()}, **ranks),
+    "save_best": lambda run, **ranks: trainfold.save_best(run, attrs.evolve(FRESH, score=0.5, step=1), **ranks),
+    "load_best": lambda run, **ranks: trainfold.load_best(run, FRESH, **ranks),
+    "DisabledManager": lambda run, **ranks: trainfold.DisabledManager(**ranks).finish(state_at(1)),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_whatever_concerns_a_run_wants_to_know_its_ranks(name, monkeypatch):
+    """W24: each rank would overwrite the others' checkpoint, take another newest one, or tell the result of its own share."""
+    store = MemoryStore()
+    save(state_at(1), store)
+    ALONE[name](store)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    ALONE[name](store)  # some clusters set it for other reasons
+    monkeypatch.setenv("RANK", "0")
+    before = sorted(store.list("step-00000001"))
+    with pytest.raises(
+        InvalidArgument, match=rf"{name}.collectives: .*WORLD_SIZE=4.*TorchCollectives\(\).*SingleProcess\(\)"
+    ):
+        ALONE[name](store)
+    assert sorted(store.list("step-00000001")) == before
+    ALONE[name](store, collectives=SingleProcess())
+
+
 # --- real ranks -------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +277,8 @@ def refused_by_two(collectives, folder):
         torch.distributed.broadcast(buffer, 0)
     told["statistics sent"] = saved("statistics", model)
 
+    told["save alone"] = refusal(lambda: save(state_at(1), f"{folder}/save-alone"))
+    told["evaluate alone"] = refusal(lambda: trainfold.evaluate(lambda x: {"n": x}, [torch.ones(3)], {"n": Sum()}))
     told["no collectives"] = refusal(lambda: CheckpointManager(f"{folder}/alone"))
     with CheckpointManager(f"{folder}/alone-{rank}", collectives=SingleProcess()) as manager:
         told["alone on purpose"] = refusal(lambda: manager.save(state_at(rank)))
@@ -267,7 +300,8 @@ def test_what_real_ranks_saved_in_silence_is_refused_by_name(processes, tmp_path
         assert told["statistics"].startswith("RanksDisagree: model.buffers['1.running_mean']")
         assert "convert_sync_batchnorm" in told["statistics"]
         assert told["statistics sent"] == told["alone on purpose"] == "nothing"
-        assert "torch.distributed with 2 ranks" in told["no collectives"]
+        for name in ("no collectives", "save alone", "evaluate alone"):
+            assert "torch.distributed with 2 ranks" in told[name]
 
 
 def train_until(collectives, run, mode, steps):

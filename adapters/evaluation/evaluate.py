@@ -1,6 +1,7 @@
 """`evaluate`: metrics over batches and ranks, the same bits for any batch size, order and number of ranks (Q01-Q12)."""
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar, final
@@ -23,7 +24,7 @@ from trainfold.adapters.evaluation.lockstep import (
     see_in_step,
 )
 from trainfold.backends.closing import close_generators
-from trainfold.backends.collectives import SingleProcess
+from trainfold.backends.rank_environment import world_given
 from trainfold.core import tree
 from trainfold.core.codec import digest_of, leaf_digest
 from trainfold.core.errors import InvalidArgument, RanksDisagree
@@ -100,7 +101,8 @@ def evaluate(  # noqa: PLR0913 what is rare is named
             False afterwards, as a `time_limit` has, the evaluation is partial; so it is if batches of `eval_batches`, also behind
             a wrapper, were not all drawn and evaluated, each once.
         suite: the metrics by name, the same on every rank.
-        collectives: the ranks; None: this process is all there is.
+        collectives: the ranks; None: this process is all there is, which is refused where torch.distributed or a launcher has
+            several: say ``SingleProcess()`` if this rank evaluates alone on purpose.
         steps: for a forward that itself communicates (a pipeline, tensor parallelism): how many times every rank calls it, the same
             number on every rank. A rank with fewer batches repeats its last one, or has one from another rank; what that returns
             is not counted. A rank with more leaves the rest (one is taken to know), and the evaluation is partial. Models under FSDP,
@@ -117,7 +119,7 @@ def evaluate(  # noqa: PLR0913 what is rare is named
     Raises:
         RankFailed: on the ranks that did not fail, when one did: the failed rank raises its own error.
         RanksDisagree: on every rank, when suites, ``steps`` or ``start`` differ.
-        InvalidArgument: for a suite that is none, for what ``forward`` returned under a name that is not in the suite, for tensors
+        InvalidArgument: for ranks that were not named, for a suite that is none, for what ``forward`` returned under a name that is not in the suite, for tensors
             that are not plain memory (DTensors), for batches that do not begin where ``start`` ended, and for a ``chunk`` that cannot be cut.
         InvalidBatch: for batches that are not made of tensors, arrays and lists with a value for each sample, where ``chunk`` is said.
 
@@ -129,7 +131,7 @@ def evaluate(  # noqa: PLR0913 what is rare is named
         >>> evaluate(forward, [whole], {"accuracy": M.Ratio()}), evaluate(forward, whole.split(3), {"accuracy": M.Ratio()})
         ({'accuracy': 0.75}, {'accuracy': 0.75})
     """
-    ranks: Collectives = SingleProcess() if collectives is None else collectives
+    ranks = world_given(collectives, os.environ, where="evaluate.collectives")
     try:
         return _evaluate(forward, batches, suite, ranks, _Given(steps, start, modules, chunk))
     except Agreed as agreed:

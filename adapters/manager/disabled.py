@@ -1,5 +1,6 @@
 """`DisabledManager`: the manager of a run that is not to be saved."""
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -13,7 +14,7 @@ from trainfold.adapters.manager.outcomes import Restored
 from trainfold.adapters.manager.protocol import LoadDecision
 from trainfold.adapters.manager.triggers import Boundary, Due
 from trainfold.adapters.requests.sources import RequestSource
-from trainfold.backends.collectives import SingleProcess
+from trainfold.backends.rank_environment import world_given
 from trainfold.core.save_due import Verdict, make_triggers
 from trainfold.core.state import TrainState
 from trainfold.core.world import Collectives
@@ -34,7 +35,8 @@ class DisabledManager:
     """
 
     def __init__(self, *, requests: RequestSource | None = None, collectives: Collectives | None = None) -> None:
-        self._due = Due(make_triggers(at_end=False), requests, collectives or SingleProcess())
+        world = world_given(collectives, os.environ, where="DisabledManager.collectives")
+        self._due = Due(make_triggers(at_end=False), requests, world)
         self._held = ExitStack()
         if requests is not None:
             self._held.callback(requests.close)
