@@ -78,7 +78,8 @@ after a load: strides [2, 1], found strides [1, 3], and so other bits after a re
 own, with trainfold.attach(model, optimizer): its layouts are saved
     """
     for fqn, held in optimizer.slots.items():
-        param = params.get(fqn)
+        given = params.get(fqn)
+        param = given if isinstance(given, torch.Tensor) else None  # and no shard, and no array
         is_plain = param is None or param.is_contiguous()
         for name, leaf in held.items():
             if type(leaf) is torch.Tensor and is_plain and leaf.is_contiguous():
