@@ -363,6 +363,7 @@ def holds_what_a_rehearsal_finds(text, request):
                ("    loss = (model", "    scale = warm_up()\n    loss = scale * (model"))  # fmt: skip
     answer = rehearsed(root, request, command=COMMAND, kills=1, changes=changes)
     (table,) = [table for table in answer.tables if table.title.startswith("What differs")]
+    text, leaves = text.split("\n\n")
     title, heading, *rows = text.splitlines()
     assert re.sub(r"\d+", "#", title) == re.sub(r"\d+", "#", table.title)
     assert heading.split() == " ".join(table.columns).split()
@@ -370,6 +371,12 @@ def holds_what_a_rehearsal_finds(text, request):
     assert table.rows[0][1] == "loss"
     assert {row[1] for row in table.rows} == {row.split()[1] for row in rows}
     assert "variable of the loop" in answer.data["reasons"][1]
+    (table,) = [table for table in answer.tables if table.title.startswith("Leaves")]
+    title, heading, *rows = leaves.splitlines()
+    assert re.sub(r"\d+", "#", title) == re.sub(r"\d+", "#", table.title)
+    assert heading.split() == " ".join(table.columns).split()
+    assert [row.split()[0] for row in rows] == [row[0] for row in table.rows][: len(rows)]
+    assert [re.findall(r"\d+ of \d+", row)[0] for row in rows] == [row[2] for row in table.rows][: len(rows)]
 
 
 HELD = {

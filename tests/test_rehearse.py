@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,10 +16,20 @@ import torch
 
 import trainfold
 from trainfold.adapters.cli import main
+from trainfold.adapters.cli.diff import Different
 from trainfold.adapters.cli.output import Answer
+from trainfold.adapters.cli.rehearse import room
 from trainfold.adapters.cli.rehearse.command import PICTURE, REPORT, run_rehearsal
-from trainfold.adapters.cli.rehearse.errors import NeverResumed, NeverSaved, NotRepeatable, ProgramFailed, ResumeDiffers
+from trainfold.adapters.cli.rehearse.errors import (
+    NeverResumed,
+    NeverSaved,
+    NoRoom,
+    NotRepeatable,
+    ProgramFailed,
+    ResumeDiffers,
+)
 from trainfold.adapters.cli.rehearse.process import Program
+from trainfold.adapters.cli.rehearse.room import most_kept
 from trainfold.adapters.cli.rehearse.settings import make_settings
 from trainfold.adapters.live.live import attach
 from trainfold.backends.memory import MemoryStore
@@ -155,8 +167,46 @@ PUT_BACK = {
 }  # G11: exact where a manager notices, and else caught here
 
 
+def data_files(folder):
+    """The files of tensors below a folder: links to one of them count once."""
+    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+        return {path.stat().st_ino for path in folder.glob("**/model-*.safetensors")}
+    return set()
+
+
+def test_a_rehearsal_has_no_more_checkpoints_on_the_disk_than_it_says(rehearse, tmp_path):
+    """A save in each of 20 steps, by a manager that keeps all: those of the whole run, and four beside them; and few when it is over."""
+    settings = make_settings(["true"], steps=20, every=1)
+    most, is_over = [0], threading.Event()
+
+    def look():
+        while not is_over.wait(0.002):
+            most[0] = max(most[0], len(data_files(tmp_path / "rehearsal")))
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    try:
+        answer = rehearse(PROGRAM, kills=2, steps=20, every=1)
+    finally:
+        is_over.set()
+        looker.join()
+    assert answer.error is None, answer.data
+    assert most_kept(settings) >= most[0] >= 20 + 1
+    assert len(data_files(tmp_path / "rehearsal")) <= 4
+    room = answer.data["room"]
+    assert room["needed_bytes"] == most_kept(settings) * room["checkpoint_bytes"]
+
+
+def test_a_disk_without_room_ends_a_rehearsal_after_the_first_save(rehearse, tmp_path, monkeypatch):
+    """It says what is needed, and what is there; the program is ended, and nothing else is run."""
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 100, 100))
+    with pytest.raises(NoRoom, match=r"for 7 checkpoints of .* found 1?\d\d?\.?\d? k?B free.*--dir"):
+        rehearse(PROGRAM)
+    assert not (tmp_path / "rehearsal" / "again").exists()
+
+
 @pytest.mark.parametrize("kind", HIDDEN)
-def test_a_program_with_hidden_state_is_caught(rehearse, kind):
+def test_a_program_with_hidden_state_is_caught(rehearse, kind, tmp_path):
     """W15: whatever an attach may refuse some day, a rehearsal finds today: by its difference, or because it is refused."""
     try:
         answer = rehearse(program(*HIDDEN[kind]))
@@ -174,6 +224,19 @@ def test_a_program_with_hidden_state_is_caught(rehearse, kind):
     assert answer.data["repeats_itself"]
     components = [each for each in answer.data["differences"] if each["kind"] == "component"]
     assert all(each["leaves"] for each in components)
+    if components:
+        paths = [path for each in components for path, *_ in each["leaves"]]
+        measured = answer.data["first_leaves"]
+        assert measured
+        assert {each["leaf"] for each in measured} <= set(paths)
+        assert {each["step"] for each in measured} == {components[0]["step"]}
+        assert all(0 < each["differing"] <= each["elements"] for each in measured)
+        assert any(each["largest"] for each in measured)
+        assert measured[0]["leaf"] in str(answer.tables)
+        assert f"{measured[0]['differing']} of {measured[0]['elements']}" in str(answer.tables)
+        pair = next(row for table in answer.tables for row in table.rows if row[0] == "look further")[1].split()[2:]
+        assert main(["diff", *pair]) == Different.exit_code
+    assert not list(tmp_path.glob("rehearsal/again/**/step-*/"))
 
 
 def test_a_value_that_no_component_explains_is_told_apart_from_one_that_is(rehearse):

@@ -170,6 +170,8 @@ class CheckpointManager:
                 every=None if isinstance(every, str) else every, every_secs=every_secs, at_end=at_end
             )
             retention = retention_given(keep_last, keep)
+            if self._rehearsal is not None:
+                retention = self._rehearsal.retention(retention)
             left_behind = None if keep_left_behind is None else policy_given("keep_left_behind", keep_left_behind)
             room = room_given(max_extra_bytes)
             names, start_over = check_likely(components), flag("start_over", start_over)

@@ -12,6 +12,7 @@ from typing import Any, Final, final
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.recorder import plain_number
+from trainfold.backends.kept_checkpoint import keep_checkpoint
 from trainfold.backends.local import LocalStore
 from trainfold.backends.protocols import Store
 from trainfold.backends.record_file import RecordFile
@@ -21,12 +22,14 @@ from trainfold.core.codec import digest_of
 from trainfold.core.events import Event
 from trainfold.core.rehearsal.entry import EntryKind
 from trainfold.core.rehearsal.number import exact_text
-from trainfold.core.rehearsal.orders import MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, orders_of
+from trainfold.core.rehearsal.orders import KEPT_NAME, MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, orders_of
+from trainfold.core.retention import Retention, keep_all, keep_last
 from trainfold.core.save_plan import directory_of
 from trainfold.core.state import TrainState
 
 _LOG = logging.getLogger("trainfold")
 _LINGER_SECS: Final = 0.05
+_KEPT: Final = 2  # one to resume from, and one more if that is damaged
 _PATIENCE: Final = 3  # how often over a run may go past its last step before a manager has seen it at a boundary
 
 
@@ -86,6 +89,10 @@ class Rehearsal:
         )  # fmt: skip
         self._write("start", 0, manager=self._name, place=self._place, resumed_from=None)
         return run if stays else self._place
+
+    def retention(self, given: Retention) -> Retention:
+        """What the manager keeps: what it was told to; or the last two where that is everything, so that the disk does not fill."""
+        return keep_last(_KEPT) if given == keep_all() else given
 
     def listener(self, listener: Callable[[Event], object] | None) -> Callable[[Event], object]:
         """A listener to the manager's events that tells the record too."""
@@ -173,7 +180,8 @@ class Rehearsal:
             self._write("saved", event.step, checkpoint=event.checkpoint)
 
     def _keep_manifest(self, checkpoint: str) -> None:
-        """Copy the manifest, which has the digest of every leaf, before old checkpoints are deleted."""
+        """Keep the manifest, which has the digest of every leaf, and links to the data, before old checkpoints are deleted."""
+        keep_checkpoint(Path(self._place, checkpoint), Path(self.orders.notes, KEPT_NAME, self._name))
         kept = Path(self.orders.notes, MANIFESTS_NAME, self._name)
         kept.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(Path(self._place, checkpoint, "manifest.json"), kept / f".{checkpoint}")

@@ -92,4 +92,5 @@ def conclude(whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, toler
     outcome = "differs" if found else "identical" if checkpoints else "nothing"
     first = [each for each in found if each.number == found[0].number]
     unseeded = tuple(sorted(set(streams.values())))
-    return Conclusion(outcome, (), found, (), checkpoints, values, likely_reasons(first), unseeded)
+    names = {name for saved in whole.saved.values() for name in saved.components}
+    return Conclusion(outcome, (), found, (), checkpoints, values, likely_reasons(first, names), unseeded)

@@ -12,6 +12,7 @@ from trainfold.core.scalars import shown
 VARIABLE: Final = "TRAINFOLD_REHEARSAL"
 RECORD_NAME: Final = "record.jsonl"
 MANIFESTS_NAME: Final = "manifests"
+KEPT_NAME: Final = "kept"
 _WORDS: Final = ("home", "notes")
 _COUNTS: Final = ("every", "steps", "linger_after")
 
@@ -23,7 +24,7 @@ class Orders:
 
     Attributes:
         home: a directory. A manager whose place is in it stays there; any other is moved into it for this run.
-        notes: the directory for what this process tells of itself: its record, and a copy of each manifest.
+        notes: the directory for what this process tells of itself: its record, a copy of each manifest, and links to its files.
         every: save at the first boundary at or after each multiple of so many optimizer steps.
         steps: the run ends at the first boundary at or after this step.
         linger_after: wait a moment after each step that comes after this one, so that a quick program does not outrun the kill

@@ -1,19 +1,29 @@
 """Likely reasons for a difference after a resume, from what differs and what does not."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from trainfold.core.rehearsal.trajectory import Difference
 
 _BUILT_IN: Final = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng")
 _STREAMS: Final = ("python", "numpy", "torch", "cuda")
+_NOT_SAVED: Final = "something that the step uses is not saved. Put what it is under extra=, as a pair of functions (get, set) if need be"
+_SOMETHING_ELSE: Final = (
+    f"the data position and the random streams are the same, so the step was another one: {_NOT_SAVED}"
+)
+_NO_POSITION: Final = (
+    "no loader is attached, so nothing saves which batch comes next: a loop that begins with the first one at each start trains on other "
+    "batches after a resume. Attach the loader and iterate over live.batches(); or put the position under extra= as a pair of functions "
+    "(get, set), and begin the loop there"
+)
 
 
-def likely_reasons(found: Sequence[Difference]) -> tuple[str, ...]:
+def likely_reasons(found: Sequence[Difference], saved: Collection[str] = ("dataset",)) -> tuple[str, ...]:
     """What probably makes a resumed process differ, the likeliest reason first.
 
     Args:
         found: what differs, in the order in which it happened.
+        saved: the components that the program saves.
 
     Examples:
         >>> drift = Difference(6, "value", "ema_loss", "0x1p+0", "0x1p-1", 2, 5)
@@ -36,7 +46,7 @@ variable: record the plain value, or attach the average under extra=
     first = components[0].step
     changed = {each.name: each for each in components if each.step == first}
     reasons = [*_of_data(changed), *_of_streams(changed), *_of_optimizer(changed), *_of_scheduler(changed)]
-    reasons += _of_model(changed)
+    reasons += _of_model(changed, knows_place="dataset" in saved)
     if "trainer" in changed:
         reasons.append(
             "trainer: steps, samples or tokens are counted otherwise; check what the loop gives to live.advance(), and that no "
@@ -115,7 +125,7 @@ def _of_scheduler(changed: dict[str, Difference]) -> list[str]:
     ]
 
 
-def _of_model(changed: dict[str, Difference]) -> list[str]:
+def _of_model(changed: dict[str, Difference], *, knows_place: bool) -> list[str]:
     if "model" not in changed:
         return []
     leaves = [leaf for leaf, *_ in changed["model"].leaves]
@@ -128,11 +138,9 @@ def _of_model(changed: dict[str, Difference]) -> list[str]:
         ]
     if {"rng", "dataset"} & changed.keys():
         return []
+    first = [_SOMETHING_ELSE] if knows_place else [_NO_POSITION, f"or, if the batch is the right one, {_NOT_SAVED}"]
     return [
-        (
-            "the data position and the random streams are the same, so the step was another one: something that it uses is not "
-            "saved. Put what it is under extra=, as a pair of functions (get, set) if need be"
-        ),
+        *first,
         "- a variable of the loop: a counter, a temperature, a loss scale, a moving average, gradients carried over to the next step",
         "- the samples: a generator or counter inside the dataset, sampler or collate; augmentation in loader workers",
         "- the model: a non-persistent buffer, Dropout.p or another attribute that changes, a submodule in eval mode",

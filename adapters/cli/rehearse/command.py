@@ -14,8 +14,11 @@ from trainfold.adapters.cli import plot
 from trainfold.adapters.cli.output import Answer
 from trainfold.adapters.cli.progress import Display, display
 from trainfold.adapters.cli.rehearse import report
+from trainfold.adapters.cli.rehearse.document import as_json
+from trainfold.adapters.cli.rehearse.kept import Kept, measure
 from trainfold.adapters.cli.rehearse.moments import Trigger, plan_moments
-from trainfold.adapters.cli.rehearse.report import Rehearsed, as_json, error_of, hit_text, tables
+from trainfold.adapters.cli.rehearse.report import Rehearsed, error_of, hit_text, tables
+from trainfold.adapters.cli.rehearse.room import Room
 from trainfold.adapters.cli.rehearse.settings import Settings
 from trainfold.adapters.cli.rehearse.starts import Run, Start, environment_of_programs, pace_of
 from trainfold.adapters.cli.workplace import Workplace
@@ -53,6 +56,7 @@ def run_rehearsal(directory: Path, settings: Settings) -> Answer:
         NotWritable: if it cannot be written.
         RunLocked: if a rehearsal is running there.
         ProgramFailed: if the program ends with an error of its own, or hangs.
+        NoRoom: if the disk has no room for the checkpoints.
     """
     started = time.monotonic()
     with _PLACE.prepared(directory):
@@ -66,7 +70,7 @@ def run_rehearsal(directory: Path, settings: Settings) -> Answer:
         ]
         facts += [
             ("look further" if number == 0 else "", f"trainfold diff {report.relative(a, Path.cwd())} {report.relative(b, Path.cwd())}")
-            for number, (a, b) in enumerate(report.newest_places(rehearsed))
+            for number, (a, b) in enumerate(report.further(rehearsed))
         ]  # fmt: skip
         facts.append(("seconds in all", f"{time.monotonic() - started:.1f}"))
         data: dict[str, Any] = {**as_json(rehearsed), "picture": facts[0][1], "secs": time.monotonic() - started}
@@ -75,21 +79,25 @@ def run_rehearsal(directory: Path, settings: Settings) -> Answer:
 
 
 def _run_all(directory: Path, settings: Settings, shown: Display) -> Rehearsed:
-    def run(name: str, title: str) -> Run:
+    def run(name: str, title: str, tidy: Callable[[], None]) -> Run:
         environment = environment_of_programs()
-        return Run(directory / name, settings, environment=environment, watch=_watch(shown, title))
+        return Run(directory / name, settings, environment=environment, watch=_watch(shown, title), tidy=tidy)
 
-    whole = run(WHOLE, "never killed").start()
+    kept = {name: Kept((directory / name).resolve()) for name in (WHOLE, AGAIN, KILLED)}
+    room = Room(kept[WHOLE], settings, directory, shown.say)
+    whole = run(WHOLE, "never killed", room.look).start()
     if not whole.stretch.saved:
         return Rehearsed(settings, whole, None, (), None)
-    again = run(AGAIN, "once more").start()
-    repeats = unseeded_streams(differences(whole.stretch, again.stretch)) is not None
+    again = run(AGAIN, "once more", lambda: kept[AGAIN].thin(whole.stretch.saved, None)).start()
+    kept[AGAIN].clear_run()
+    streams = unseeded_streams(differences(whole.stretch, again.stretch))
+    repeats = streams is not None
     if not repeats:
         shown.say(
             "  the program does not repeat itself: values after each resume are compared with those before the kill"
         )
     killed: list[Start] = []
-    last = run(KILLED, "killed and resumed")
+    last = run(KILLED, "killed and resumed", lambda: kept[KILLED].thin(whole.stretch.saved, tuple(streams or ())))
     for trigger in [*_moments(settings, whole, late=not repeats), None]:
         start = last.start(trigger, pace_of(whole))
         killed.append(start)
@@ -99,7 +107,11 @@ def _run_all(directory: Path, settings: Settings, shown: Display) -> Rehearsed:
             break
         shown.say(f"  {hit_text(start)}")
     conclusion = conclude(whole.stretch, again.stretch, [each.stretch for each in killed], tolerance=settings.tolerance)
-    return Rehearsed(settings, whole, again, tuple(killed), conclusion)
+    found, other = (conclusion.noise, AGAIN) if conclusion.noise else (conclusion.found, KILLED)
+    measured = measure(kept[WHOLE], kept[other], found)
+    for name, each in kept.items():
+        each.clear(except_step=measured.step if measured is not None and name in (WHOLE, other) else None)
+    return Rehearsed(settings, whole, again, tuple(killed), conclusion, measured, room.facts)
 
 
 def _moments(settings: Settings, whole: Start, *, late: bool) -> list[Trigger]:

@@ -27,6 +27,12 @@ class NeverSaved(TrainfoldError):
     exit_code = 47
 
 
+class NoRoom(TrainfoldError):
+    """The disk has no room for the checkpoints of a rehearsal."""
+
+    exit_code = 49
+
+
 class NeverResumed(TrainfoldError):
     """The program was started again beside its checkpoints and did not resume, or was over before it could be killed."""
 

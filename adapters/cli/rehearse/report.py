@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 import attrs
 
 from trainfold.adapters.cli.output import Table
 from trainfold.adapters.cli.rehearse.errors import NeverResumed, NeverSaved, NotRepeatable, ResumeDiffers
+from trainfold.adapters.cli.rehearse.kept import Measured
 from trainfold.adapters.cli.rehearse.settings import Settings
 from trainfold.adapters.cli.rehearse.starts import Start
 from trainfold.core.errors import TrainfoldError
@@ -32,6 +33,8 @@ class Rehearsed:
         again: the same once more.
         killed: the processes of the run that was killed.
         conclusion: what they say together; None where the program saved nothing.
+        measured: how large the first difference between components is; None where there is none, or it could not be measured.
+        room: bytes of a checkpoint, of all that are on the disk at once, and of what was free.
     """
 
     settings: Settings
@@ -39,6 +42,8 @@ class Rehearsed:
     again: Start | None
     killed: tuple[Start, ...]
     conclusion: Conclusion | None
+    measured: Measured | None = None
+    room: Mapping[str, int] = attrs.field(factory=dict)
 
     @property
     def kills(self) -> int:
@@ -153,6 +158,7 @@ def tables(rehearsed: Rehearsed, facts: Sequence[tuple[str, str]]) -> tuple[Tabl
     if conclusion is not None:
         made += _noise_table(conclusion)
         made += _difference_tables(conclusion)
+        made += _leaf_tables(conclusion, rehearsed.measured)
         if conclusion.again:
             made.append(_again_table(conclusion))
         if conclusion.reasons:
@@ -220,23 +226,28 @@ def _difference_tables(conclusion: Conclusion) -> list[Table]:
     mine = [each for each in conclusion.found if each.number == first.number]
     title = f"What differs, first things first: start {first.number}, resumed at step {first.resumed_at}"
     columns = ("step", "what", "never killed", "killed and resumed")
-    made = [Table(title, columns, tuple(_row(each) for each in mine[:_SHOWN_LINES]))]
-    components = [each for each in mine if each.kind == "component"]
-    leaves = [
-        (f"{each.step}", *leaf)
-        for each in components
-        if each.step == components[0].step
-        for leaf in each.leaves[:_SHOWN_LEAVES]
-    ]
-    if leaves:
-        made.append(
-            Table(
-                "Leaves of the first checkpoint that differs",
-                columns,
-                tuple((a, b, _cut(c), _cut(d)) for a, b, c, d in leaves),
-            )
-        )
-    return made
+    return [Table(title, columns, tuple(_row(each) for each in mine[:_SHOWN_LINES]))]
+
+
+def _leaf_tables(conclusion: Conclusion, measured: Measured | None) -> list[Table]:
+    """The leaves of the first checkpoint that differs, with how large each difference is."""
+    found = conclusion.noise or conclusion.found
+    components = [each for each in found if each.kind == "component" and each.number == found[0].number]
+    here = [each for each in components if each.step == components[0].step]
+    rows = []
+    for leaf, expected, got in (leaf for each in here for leaf in each.leaves[:_SHOWN_LEAVES]):
+        size = None if measured is None else measured.sizes.get(leaf)
+        if size is None:
+            rows.append((leaf, "", "", "", _cut(expected), _cut(got)))
+        else:
+            largest = "not finite" if size.largest is None else f"{size.largest:.3g}"
+            count = f"{size.differing} of {size.elements}"
+            rows.append((leaf, largest, count, str(list(size.first)), size.expected, size.found))
+    if not rows:
+        return []
+    sides = ("one", "the other") if conclusion.noise else ("never killed", "killed and resumed")
+    columns = ("leaf", "largest difference", "elements that differ", "first at", *sides)
+    return [Table(f"Leaves of the first checkpoint that differs, step {here[0].step}", columns, tuple(rows))]
 
 
 def _row(difference: Difference) -> tuple[str, str, str, str]:
@@ -283,42 +294,6 @@ def hit_text(start: Start) -> str:
     return f"SIGKILL in step {start.hit.step + 1}"
 
 
-# --- JSON ------------------------------------------------------------------------------------------------------------
-
-
-def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
-    """All of it as JSON can hold it."""
-    conclusion = rehearsed.conclusion
-    return {
-        "command": list(rehearsed.settings.command),
-        "settings": attrs.asdict(rehearsed.settings),
-        "outcome": "never saved" if conclusion is None else conclusion.outcome,
-        "identical": conclusion is not None and conclusion.outcome == "identical" and error_of(rehearsed) is None,
-        "repeats_itself": conclusion is not None and not conclusion.noise,
-        "kills": rehearsed.kills,
-        "checkpoints_compared": 0 if conclusion is None else conclusion.checkpoints,
-        "values_compared": 0 if conclusion is None else conclusion.values,
-        "differences": [] if conclusion is None else [attrs.asdict(each) for each in conclusion.found],
-        "noise": [] if conclusion is None else [attrs.asdict(each) for each in conclusion.noise],
-        "computed_again": [] if conclusion is None else [attrs.asdict(each) for each in conclusion.again],
-        "unseeded_streams": [] if conclusion is None else list(conclusion.unseeded),
-        "reasons": [] if conclusion is None else list(conclusion.reasons),
-        "starts": [_start_json(start) for start in rehearsed.killed],
-        "places": {"whole": list(rehearsed.whole.places), "killed": list(rehearsed.killed[-1].places) if rehearsed.killed else []},
-    }  # fmt: skip
-
-
-def _start_json(start: Start) -> dict[str, Any]:
-    return {
-        "number": start.stretch.number,
-        "resumed_from": start.resumed_from,
-        "resumed_at": start.stretch.resumed_at,
-        "last_step": start.stretch.last_step,
-        "kill": None if start.hit is None else attrs.asdict(start.hit),
-        "ended": hit_text(start),
-    }
-
-
 def curves(starts: Sequence[Start]) -> tuple[str, list[Mapping[int, float]]]:
     """The first recorded value of each process, for the picture: its name, and step -> value."""
     names = [name for start in starts for values in start.stretch.values.values() for name in values]
@@ -331,8 +306,13 @@ def curves(starts: Sequence[Start]) -> tuple[str, list[Mapping[int, float]]]:
     ]
 
 
-def newest_places(rehearsed: Rehearsed) -> list[tuple[str, str]]:
-    """Pairs of places of the same manager: of the whole run and of the killed one."""
+def further(rehearsed: Rehearsed) -> list[tuple[str, str]]:
+    """Pairs of places to compare, where the runs differ: the first checkpoints that do, or else the newest ones."""
+    if rehearsed.measured is not None:
+        one, other = rehearsed.measured.places
+        return [(str(one), str(other))]
+    if error_of(rehearsed) is None:
+        return []
     return list(zip(rehearsed.whole.places, rehearsed.killed[-1].places, strict=False)) if rehearsed.killed else []
 
 

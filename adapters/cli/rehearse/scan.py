@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 from typing import Final, final
 
+from trainfold.backends.kept_checkpoint import keep_checkpoint
 from trainfold.backends.names import MANIFEST
 from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.orders import KEPT_NAME, MANIFESTS_NAME
 from trainfold.core.save_plan import step_of
 
 _DEPTH: Final = 3
@@ -15,13 +17,13 @@ _DEPTH: Final = 3
 
 @final
 class Scan:
-    """Looks for checkpoints that a program makes, and keeps a copy of each manifest.
+    """Looks for checkpoints that a program makes, and keeps a copy of each manifest and links to the data.
 
     What was there when it is made counts as old.
 
     Args:
         home: the directory that the program was given.
-        notes: where the copies go, a directory for each run in ``home``.
+        notes: where these go, a directory for each run in ``home``.
     """
 
     def __init__(self, home: Path, notes: Path) -> None:
@@ -55,7 +57,9 @@ class Scan:
         return found
 
     def _keep(self, path: Path) -> None:
-        kept = self._notes / "-".join(path.parent.parent.relative_to(self._home.parent).parts)
+        name = "-".join(path.parent.parent.relative_to(self._home.parent).parts)
+        keep_checkpoint(path.parent, self._notes / KEPT_NAME / name)
+        kept = self._notes / MANIFESTS_NAME / name
         kept.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, kept / f".{path.parent.name}")
         (kept / f".{path.parent.name}").replace(kept / f"{path.parent.name}.json")

@@ -11,8 +11,8 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.adapters.cli.diff import fingerprints, leaf_texts
 from trainfold.adapters.cli.rehearse.errors import ProgramFailed
+from trainfold.adapters.cli.rehearse.kept import saved_of
 from trainfold.adapters.cli.rehearse.moments import Pace, Trigger, arms
 from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.scan import Scan
@@ -73,13 +73,17 @@ class Run:
         settings: of the rehearsal.
         environment: of the program.
         watch: is shown every entry.
+        tidy: is called after each save.
     """
 
-    def __init__(self, home: Path, settings: Settings, *, environment: Mapping[str, str], watch: Watch) -> None:
+    def __init__(
+        self, home: Path, settings: Settings, *, environment: Mapping[str, str], watch: Watch, tidy: Callable[[], None]
+    ) -> None:
         self._home = home.resolve()
         self._settings = settings
         self._environment = dict(environment)
         self._watch = watch
+        self._tidy = tidy
         self._number = 0
         (self._home / "run").mkdir(parents=True)
 
@@ -95,7 +99,7 @@ class Run:
         every, steps = self._settings.every, self._settings.steps
         linger_after = steps if trigger is None else trigger.after_step
         orders = Orders(str(self._home), str(notes), every=every, steps=steps, linger_after=linger_after)
-        scan = Scan(self._home / "run", notes / MANIFESTS_NAME) if self._settings.names_run else None
+        scan = Scan(self._home / "run", notes) if self._settings.names_run else None
         newest = scan.newest if scan is not None else 0
         program = Program(
             self._settings.command_for(self._home / "run"),
@@ -111,6 +115,7 @@ class Run:
         is_over = _is_over(seen, self._settings)
         if silent or (not was_hit and not is_over and code != 0):
             raise self._failed(notes, code, seen, is_silent=silent)
+        self._tidy()
         is_cut = program.was_killed or code != 0
         return self._ended(notes, seen, is_cut=is_cut, was_hit=was_hit, newest=newest)
 
@@ -125,6 +130,8 @@ class Run:
             if entry is None:
                 return over_at is None
             self._watch(entry)
+            if entry.kind == "saved":
+                self._tidy()
             seen.append(entry)
             if over_at is None and _is_over(seen, self._settings):
                 over_at = time.monotonic()
@@ -232,6 +239,5 @@ def _saved(manifests: Path) -> dict[tuple[str, int], SavedStep]:
     for path in sorted(manifests.glob("*/step-*.json")):
         step = step_of(path.stem)
         if step is not None:
-            manifest = decode_manifest(path.read_bytes(), str(path))
-            found[path.parent.name, step] = SavedStep(fingerprints(manifest), leaf_texts(manifest))
+            found[path.parent.name, step] = saved_of(decode_manifest(path.read_bytes(), str(path)))
     return found

@@ -1,0 +1,64 @@
+"""`Room`: how much of the disk a rehearsal needs, known from the first checkpoint of the first run, and whether it is there."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+from trainfold.adapters.cli.output import size_text
+from trainfold.adapters.cli.rehearse.errors import NoRoom
+from trainfold.adapters.cli.rehearse.kept import Kept
+from trainfold.adapters.cli.rehearse.settings import Settings
+
+
+def most_kept(settings: Settings) -> int:
+    """How many checkpoints are on the disk at once, at most: all of the whole run, and four of the run beside it.
+
+    These four are the two that a manager keeps, one that is being written, and the first that differs. A program that saves without a
+    manager, or that tells its manager to keep more, has more.
+
+    Examples:
+        >>> from trainfold.adapters.cli.rehearse.settings import make_settings
+        >>> most_kept(make_settings(["python", "train.py"], steps=40))
+        12
+    """
+    return -(-settings.steps // settings.every) + 4
+
+
+@final
+class Room:
+    """Looks at the disk once, after the first checkpoint.
+
+    Args:
+        kept: of the first run.
+        settings: of the rehearsal.
+        directory: of the rehearsal.
+        say: shows a line.
+    """
+
+    def __init__(self, kept: Kept, settings: Settings, directory: Path, say: Callable[[str], None]) -> None:
+        self._kept = kept
+        self._settings = settings
+        self._directory = directory
+        self._say = say
+        self.facts: dict[str, int] = {}
+
+    def look(self) -> None:
+        """Say what the rehearsal needs; later calls do nothing.
+
+        Raises:
+            NoRoom: if the disk has less.
+        """
+        if self.facts or not (size_bytes := self._kept.size_bytes()):
+            return
+        needed, free = most_kept(self._settings) * size_bytes, shutil.disk_usage(self._directory).free + size_bytes
+        self.facts = {"checkpoint_bytes": size_bytes, "needed_bytes": needed, "free_bytes": free}
+        a, b = size_text(size_bytes), size_text(needed)
+        self._say(f"  a checkpoint has {a}: the rehearsal needs about {b} of {size_text(free)}")
+        if free < needed:
+            raise NoRoom(
+                str(self._directory),
+                expected=f"about {b} for {most_kept(self._settings)} checkpoints of {a}",
+                found=f"{size_text(free)} free",
+                mend="name a directory on another disk: --dir; or save less often: --every, half of --steps at most",
+            )
