@@ -3,35 +3,70 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from trainfold.backends.protocols import Collectives
-from trainfold.core.codec import leaf_digest
+from trainfold.core.codec import digest_of, leaf_digest, tensor_bytes
 from trainfold.core.description import Described
-from trainfold.core.replicas import Leaves, belongs_to_rank, differing, disagreement, first_in_doubt, is_buffer
+from trainfold.core.replicas import (
+    SMALL_BYTES,
+    TURNS,
+    Leaves,
+    Proof,
+    belongs_to_rank,
+    differing,
+    disagreement,
+    first_in_doubt,
+    is_buffer,
+)
 from trainfold.core.scalars import Json
 
 
 def copies_of(
-    described: Mapping[str, Described], tensors: Mapping[str, Mapping[str, Any]], *, whole: bool
+    described: Mapping[str, Described],
+    tensors: Mapping[str, Mapping[str, Any]],
+    *,
+    proof: Proof,
+    sent: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, str]]:
     """The digest of every tensor that all ranks are to have alike; scalars are in the descriptions, which are compared anyway.
 
     Args:
         described: component -> its structure.
         tensors: component -> leaf path -> tensor; none is changed.
-        whole: False for buffers alone: they are small, and the only ones that data-parallel training does not keep alike.
+        proof: how much of each tensor is compared.
+        sent: leaf path -> who sends it to the other ranks before it is used: that is compared then, and not the value.
 
     Returns:
         Component -> leaf path -> digest, without shards, which are each rank's own.
     """
-    return {
-        name: {
-            path: leaf_digest(tensors[name][path], path)
-            for path, spec in each.tensors.items()
-            if not spec.slices and (whole or is_buffer(path))
+    known = sent or {}
+    return (
+        {
+            name: {
+                path: known.get(path) or _digest(tensors[name][path], path, proof)
+                for path, spec in each.tensors.items()
+                if not spec.slices
+            }
+            for name, each in described.items()
+            if not belongs_to_rank(name, each.node)
         }
-        for name, each in described.items()
-        if not belongs_to_rank(name, each.node)
-    }
+        if proof.level != "none"
+        else {}
+    )
+
+
+def _digest(leaf: Any, path: str, proof: Proof) -> str:
+    """The digest of the piece of a leaf that a turn compares; of all of it where it is small, a buffer, or lies in pieces."""
+    if proof.turn is None or not isinstance(leaf, torch.Tensor) or leaf.nbytes <= SMALL_BYTES:
+        return leaf_digest(leaf, path)
+    if is_buffer(path) or not leaf.is_contiguous():
+        return leaf_digest(leaf, path)
+    if leaf.is_cpu:  # a look at its memory costs less than a view of it
+        start, stop = (leaf.nbytes * (proof.turn + side) // TURNS for side in (0, 1))
+        return digest_of(tensor_bytes(leaf)[start:stop])
+    start, stop = (leaf.numel() * (proof.turn + side) // TURNS for side in (0, 1))
+    return leaf_digest(leaf.detach().view(-1)[start:stop], path)
 
 
 def check_copies(

@@ -28,7 +28,7 @@ from trainfold.core.given import mapping_given
 from trainfold.core.inventory import Descent, next_head
 from trainfold.core.manifest import Head
 from trainfold.core.node_kinds import check_kinds
-from trainfold.core.replicas import Leaves, summary
+from trainfold.core.replicas import Leaves, Proof, summary
 from trainfold.core.save_plan import MANIFEST, directory_of, plan_save
 from trainfold.core.scalars import Json, shown
 from trainfold.core.slot_homes import check_layouts
@@ -50,6 +50,7 @@ class Snapshot:
         contract: what must be equal at a resume.
         own: components whose tensors nobody else has a hand on.
         copies: component -> leaf path -> the digest of a tensor that all ranks are to have alike; None where it was not read yet.
+        sent: leaf path -> who sends it to the other ranks before it is used; rank 0's value is saved.
     """
 
     step: int
@@ -59,6 +60,7 @@ class Snapshot:
     contract: Mapping[str, Json]
     own: frozenset[str] = frozenset()
     copies: Leaves | None = None
+    sent: Mapping[str, str] = attrs.field(factory=dict)
 
     def named(self) -> dict[LeafName, torch.Tensor]:
         """Every tensor by component and path, dense; an array shares its memory."""
@@ -93,9 +95,15 @@ class Snapshot:
             own=self.own | {name},
         )
 
-    def with_copies(self, *, whole: bool) -> "Snapshot":
-        """With the digests of what all ranks are to have alike: of all tensors, or of buffers alone. The tensors are read."""
-        return attrs.evolve(self, copies=copies_of(self.described, self.tensors, whole=whole))
+    def with_copies(self, proof: Proof, *, sent: Mapping[str, str] | None = None) -> "Snapshot":
+        """With the digests of what all ranks are to have alike, or of a part of it; the tensors are read.
+
+        Args:
+            proof: how much is compared.
+            sent: leaf path -> who sends it to the other ranks before it is used.
+        """
+        copies = copies_of(self.described, self.tensors, proof=proof, sent=sent)
+        return attrs.evolve(self, copies=copies, sent=sent or {})
 
     def arrays(self) -> set[LeafName]:
         """The names of those that are numpy's: nothing tells of a write to them."""
@@ -193,7 +201,7 @@ def save_snapshot(  # noqa: PLR0913 - keywords
         for name, each in mine.described.items():
             check_kinds(each.node, name)
         if collectives.world_size > 1 and mine.copies is None:
-            mine = mine.with_copies(whole=True)
+            mine = mine.with_copies(Proof())
         snapshots.append(mine)
         return mine.described, {} if mine.copies is None else summary(mine.copies, mine.contract)
 
@@ -209,7 +217,7 @@ def save_snapshot(  # noqa: PLR0913 - keywords
                 return _decide(store, snapshot.step, descends_from)
 
         head, old = on_rank_zero(collectives, begin)
-        plan = plan_save(ranks, step=snapshot.step, revision=head.revision)
+        plan = plan_save(ranks, step=snapshot.step, revision=head.revision, of_rank_zero=snapshot.sent)
         if snapshot.copies is not None:
             check_copies(snapshot.copies, snapshot.contract, [each for _, each in told], collectives)
         on_rank_zero(collectives, lambda: store.reserve(plan.size_bytes + _MANIFEST_ROOM_BYTES))
@@ -232,6 +240,22 @@ def save_snapshot(  # noqa: PLR0913 - keywords
             replaces=old,
             hold=hold,
         )
+
+
+def prove_alike(take: Callable[[], Snapshot], collectives: Collectives) -> None:
+    """Compare everything that all ranks are to have alike; every rank calls (B06).
+
+    Raises:
+        RanksDisagree: on every rank, naming the first leaf that differs.
+    """
+    mine: list[Snapshot] = []
+
+    def digested() -> Mapping[str, str]:
+        mine.append(take().with_copies(Proof()))
+        return summary(mine[0].copies or {}, mine[0].contract)
+
+    summaries = on_all_ranks(collectives, digested)
+    check_copies(mine[0].copies or {}, mine[0].contract, summaries, collectives)
 
 
 def step_of_state(state: TrainState) -> int:

@@ -1,7 +1,9 @@
 """Replicas: which components belong to each rank, and which must be the same on all of them, proved by digests (B05, B06)."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal, final
+
+import attrs
 
 from trainfold.core.audit import UNSAVED
 from trainfold.core.codec import digest_of
@@ -13,8 +15,8 @@ _OPAQUE: Final = "trainfold.Opaque"
 _OWN: Final = ("environment.", UNSAVED)
 _BUFFERS: Final = ".buffers['"
 _STATISTICS: Final = (
-    "batch statistics, such as BatchNorm's, differ under DistributedDataParallel: convert the model with "
-    "torch.nn.SyncBatchNorm.convert_sync_batchnorm; or send those of rank 0 before each save, as DDP does before each forward: "
+    "batch statistics, such as BatchNorm's, differ under DistributedDataParallel: attach the wrapper itself, with broadcast_buffers on, and save with "
+    "a CheckpointManager; or convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm; or send those of rank 0 before each save: "
     "for buffer in model.buffers(): torch.distributed.broadcast(buffer, 0)"
 )
 _VALUES: Final = (
@@ -24,6 +26,45 @@ _VALUES: Final = (
 _SETTINGS: Final = "start the same script with the same settings on all ranks"
 
 Leaves = Mapping[str, Mapping[str, str]]
+Level = Literal["none", "quick", "tensor", "full"]
+LEVELS: Final[Mapping[str, Level]] = {"none": "none", "quick": "quick", "tensor": "tensor", "full": "full"}
+TURNS: Final = 16  # so many saves compare every byte once, at the level "quick"
+SMALL_BYTES: Final = 2**14  # what is not larger is compared whole each time
+
+
+@final
+@attrs.frozen
+class Proof:
+    """How much of what all ranks are to have alike a save compares (B06).
+
+    Attributes:
+        level: ``none``: nothing but structures and contracts; ``quick``: everything once, and then a piece of every tensor at
+            each save; ``tensor``: everything at each save; ``full``: that, and after each restore too.
+        turn: which piece, in [0, TURNS); None for all.
+    """
+
+    level: Level = "tensor"
+    turn: int | None = None
+
+
+def level_of(name: str) -> Level:
+    """A level by its name, one of `LEVELS`.
+
+    Examples:
+        >>> level_of("quick")
+        'quick'
+    """
+    return LEVELS[name]
+
+
+def proof_of(level: Level, *, saves: int) -> Proof:
+    """What a save compares, by how many were committed since all of it was.
+
+    Examples:
+        >>> proof_of("quick", saves=0).turn, proof_of("quick", saves=1).turn, proof_of("quick", saves=17).turn
+        (None, 0, 0)
+    """
+    return Proof(level, (saves - 1) % TURNS if level == "quick" and saves else None)
 
 
 def belongs_to_rank(name: str, node: Json) -> bool:

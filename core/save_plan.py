@@ -164,6 +164,7 @@ def plan_save(
     step: int,
     revision: int = 0,
     per_rank: Collection[str] = ("rng", "dataset"),
+    of_rank_zero: Collection[str] = (),
 ) -> SavePlan:
     """Decide which rank writes which bytes into which file.
 
@@ -177,6 +178,7 @@ def plan_save(
             checkpoint stays whole until the new manifest replaces the old one (C08).
         per_rank: components that may differ between ranks, and are then stored once for each rank (B05, G05); the data position
             of a state only if it is a loader's own, and not one in global units.
+        of_rank_zero: paths of replicated leaves of which rank 0 has the value that counts, so that it writes them.
 
     Returns:
         The plan; equal on every rank.
@@ -206,7 +208,9 @@ def plan_save(
     files = [
         file
         for component in components
-        for file in _files(component, [described[component.name] for described in ranks], revision)
+        for file in _files(
+            component, [described[component.name] for described in ranks], revision, frozenset(of_rank_zero)
+        )
     ]
     return SavePlan(step, directory_of(step), len(ranks), components, tuple(files))
 
@@ -232,15 +236,19 @@ def _component(name: str, ranks: list[Described], per_rank: Collection[str]) -> 
     return ComponentPlan(name, (first.node,), (first.tensors,))
 
 
-def _files(component: ComponentPlan, ranks: list[Described], revision: int) -> Iterable[FilePlan]:
+def _files(
+    component: ComponentPlan, ranks: list[Described], revision: int, of_rank_zero: Collection[str]
+) -> Iterable[FilePlan]:
     suffix = f".r{revision}" if revision else ""
-    for rank, held in sorted(_assign(component, ranks).items()):
+    for rank, held in sorted(_assign(component, ranks, of_rank_zero).items()):
         if held:
             name = f"{component.name}-{rank:05d}-of-{len(ranks):05d}{suffix}.safetensors"
             yield _file(name, component.name, rank, held)
 
 
-def _assign(component: ComponentPlan, ranks: list[Described]) -> dict[int, list[tuple[str, LeafSpec, Box]]]:
+def _assign(
+    component: ComponentPlan, ranks: list[Described], of_rank_zero: Collection[str]
+) -> dict[int, list[tuple[str, LeafSpec, Box]]]:
     """Which rank writes what: its own where components are per rank, else balanced by bytes, the largest first."""
     sharded = any(spec.slices for each in ranks for spec in each.tensors.values())
     if len(component.nodes) > 1 or (len(ranks) == 1 and not sharded):
@@ -252,7 +260,7 @@ def _assign(component: ComponentPlan, ranks: list[Described]) -> dict[int, list[
     load = [0] * len(ranks)
     mine: dict[int, list[tuple[str, LeafSpec, Box]]] = defaultdict(list)
     for path, spec, box, holders, nbytes in sorted(pieces, key=lambda piece: -piece[4]):
-        rank = min(holders, key=lambda holder: (load[holder], holder))
+        rank = 0 if path in of_rank_zero else min(holders, key=lambda holder: (load[holder], holder))
         load[rank] += nbytes
         mine[rank].append((path, spec, box))
     return mine

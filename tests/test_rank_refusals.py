@@ -1,6 +1,9 @@
 """What several ranks cannot save or resume exactly is refused by name: parts that look whole, replicas that are none, another world."""
 
+import contextlib
 import itertools
+import os
+import signal
 
 import attrs
 import pytest
@@ -18,7 +21,7 @@ from trainfold.backends.collectives import SingleProcess, run_threads, thread_ou
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.rank_environment import ranks_around
 from trainfold.backends.runs import load, plan, save
-from trainfold.core.errors import InvalidArgument, RanksDisagree, ResumeRefused
+from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, RestoreRefused, ResumeRefused
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.leaves import Leaves
 from trainfold.core.metrics.total import Sum
@@ -70,8 +73,8 @@ def test_replicas_that_differ_in_a_bit_are_refused_on_every_rank_naming_the_leaf
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_manager_compares_all_at_its_first_save_and_buffers_at_each(mode):
-    """W24: batch statistics begin to differ after a first save; DDP keeps parameters alike, and not these."""
+def test_a_manager_compares_all_at_its_first_save_and_what_drifts_at_each(mode):
+    """W24: batch statistics begin to differ after a first save, and so does what DDP does not keep alike."""
     store = MemoryStore()
 
     def work(world, drift, step):
@@ -83,7 +86,8 @@ def test_a_manager_compares_all_at_its_first_save_and_buffers_at_each(mode):
 
     text = disagreements(thread_outcomes(2, lambda world: work(world, {"mean": 1.0}, 1)))
     assert text.startswith("model.buffers['bn.running_mean']")
-    assert all(outcome.error is None for outcome in thread_outcomes(2, lambda world: work(world, {"shift": 1.0}, 3)))
+    text = disagreements(thread_outcomes(2, lambda world: work(world, {"shift": 1.0}, 3)))
+    assert text.startswith("model.params['b']")
 
 
 def test_a_failed_first_save_is_no_proof():
@@ -391,3 +395,189 @@ def test_a_distributed_sampler_in_another_world_is_refused_inside_of_an_epoch_an
     assert all(text.startswith("ResumeRefused") and "data_ranks" in text and "streams" in text for text in told)
     assert sorted(itertools.chain(*firsts)) == list(range(24))
     assert sorted(itertools.chain(*seconds)) == list(range(24))
+
+
+# --- batch statistics under DDP ---------------------------------------------------------------------------------------
+
+
+def train_statistics(collectives, folder, mode, *, leave_at=None, die_at=None):
+    """Each rank has its own data, and so its own batch statistics; DDP sends rank 0's before each forward. Accumulates over two batches."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model = nn.parallel.DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(48, 3))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=True, seed=3))
+    live = attach(model, optimizer, loader=loader)
+    compared = []
+    with CheckpointManager(f"{folder}/{mode}", every=2, mode=mode, collectives=collectives) as manager:
+        manager.restore(live)
+        for number, (x,) in enumerate(live.batches(epochs=3)):
+            with contextlib.nullcontext() if number % 2 else model.no_sync():
+                (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            live.advance(steps=number % 2)
+            manager.step(live)
+            compared.append(len(set(collectives.gather(inner[1].running_mean[0].item()))))
+            if live.progress.step == leave_at:
+                return None
+            if live.progress.step == die_at:
+                manager.drain()
+                os.kill(os.getpid(), signal.SIGKILL)
+        manager.finish(live)
+    return fingerprint(live.capture().evolve(rng=None)), max(compared)
+
+
+def train_and_die(collectives, folder):
+    train_statistics(collectives, folder, "sync", leave_at=5)
+    train_statistics(collectives, folder, "async", die_at=5)
+
+
+def resume_both(collectives, parts, whole):
+    return [[train_statistics(collectives, folder, mode) for folder in (parts, whole)] for mode in ("sync", "async")]
+
+
+def test_batch_statistics_that_ddp_sends_are_saved_as_those_of_rank_0_and_resumed_exactly(processes, tmp_path):
+    """W24: two real ranks, killed after a save; then the bits of the run that nobody killed, on each rank."""
+    parts, whole = str(tmp_path / "parts"), str(tmp_path / "whole")
+    ended = processes.outcomes(2, train_and_die, parts, collectives=PATIENT)
+    assert [rank.code for rank in ended] == [-signal.SIGKILL] * 2
+    for modes in processes.run(2, resume_both, parts, whole, collectives=PATIENT):
+        for (resumed, _), (uninterrupted, differing) in modes:
+            assert resumed == uninterrupted
+            assert differing == 2, "the statistics of the two ranks differ between the forwards"
+
+
+def statistics_that_nobody_sends(collectives, folder):
+    """Everything under which rank 0's are not certain to be everybody's."""
+    told = {}
+
+    def saved(name, model, wrapped=None, after=None):
+        live = attach(model)
+        wrapped = model if wrapped is None else wrapped
+        wrapped(torch.randn(8, 4, generator=torch.Generator().manual_seed(collectives.rank))).sum().backward()
+        if after is not None:
+            after(wrapped)
+        live.advance(samples=1)
+        with CheckpointManager(f"{folder}/{name}", collectives=collectives) as manager:
+            told[name] = refusal(lambda: manager.save(live))
+
+    def ddp(**options):
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.0))
+        inner.register_buffer("of_all", torch.zeros(40))
+        return nn.parallel.DistributedDataParallel(inner, **options)
+
+    saved("sent", ddp())
+    saved("off", ddp(broadcast_buffers=False))
+    model = ddp()
+    saved("inner", model.module, wrapped=model)
+    ignored = ddp()
+    ignored.parameters_to_ignore.add("1.running_mean")
+    saved("ignored", ignored)
+
+    def without_sync(model):
+        with model.no_sync():
+            model(torch.randn(8, 4, generator=torch.Generator().manual_seed(7 + collectives.rank))).sum().backward()
+
+    saved("not next", ddp(), after=without_sync)
+    halves = [torch.distributed.new_group([rank]) for rank in range(2)]
+    saved("other group", ddp(process_group=halves[collectives.rank]))
+    return told
+
+
+def test_batch_statistics_that_nobody_sends_are_refused(processes, tmp_path):
+    """W24: broadcast_buffers is off, the wrapper is not attached, it leaves the buffer out, or does not send before the next forward."""
+    for told in processes.run(2, statistics_that_nobody_sends, str(tmp_path), collectives=PATIENT):
+        assert told.pop("sent") == "nothing"
+        assert len(told) == 5
+        for name, text in told.items():
+            assert text.startswith("RanksDisagree: model.buffers['1.running_mean']"), (name, text)
+            assert "broadcast_buffers" in text
+
+
+# --- how much is compared ---------------------------------------------------------------------------------------------
+
+
+def found_at(level, drifts, *, leaf=3, size=2**14):
+    """At which save of 1, 2, ... a drift after the first one is found; None where it never is."""
+    store = MemoryStore()
+
+    def work(world):
+        with CheckpointManager(store, collectives=world, replica_check=level) as manager:
+            for step in range(1, 22):
+                weights = {"small": torch.zeros(3), "large": torch.zeros(size)}
+                if step > 1 and world.rank == 1:
+                    for name, index in drifts:
+                        weights[name][index] = 1.0
+                try:
+                    manager.save(TrainState(trainer=Progress(step=step), extra={"ema": weights}))
+                except RanksDisagree:
+                    return step
+        return None
+
+    first, other = run_threads(2, work)
+    assert first == other
+    return first
+
+
+def test_drift_after_the_first_save_is_found_in_time():
+    """B06, W24: what is small, or drifts as a whole, at the next save; one element of a large tensor within sixteen."""
+    assert found_at("quick", [("small", 1)]) == 2
+    assert found_at("quick", [("large", slice(None))]) == 2
+    assert {found_at("quick", [("large", index)]) for index in (0, 2**13, 2**14 - 1)} == {2, 10, 17}
+    assert found_at("tensor", [("large", 2**13)]) == found_at("full", [("large", 2**13)]) == 2
+    assert found_at("none", [("small", 1), ("large", slice(None))]) is None
+
+
+def test_a_level_that_is_none_is_refused():
+    with pytest.raises(InvalidArgument, match=r"replica_check.*'none' or 'quick' or 'tensor' or 'full', found 'ful'"):
+        CheckpointManager(MemoryStore(), replica_check="ful")
+
+
+def restored_otherwise(collectives, level, store):
+    """An object that takes another state on one rank than the one that it was given."""
+    value = {"x": torch.zeros(3)}
+
+    def take(tree):
+        value["x"].copy_(tree["x"] + (collectives.rank if collectives.world_size > 1 else 0))
+
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    live = attach(model, extra={"ema": (lambda: value, take)})
+    with CheckpointManager(store, collectives=collectives, replica_check=level) as manager:
+        if manager.restore(live).is_fresh:
+            live.advance(samples=1)
+            manager.save(live)
+    return "nothing"
+
+
+def test_the_level_full_compares_what_a_restore_has_made():
+    store = MemoryStore()
+    run_threads(2, lambda ranks: restored_otherwise(ranks, "quick", store))
+    assert run_threads(2, lambda ranks: refusal(lambda: restored_otherwise(ranks, "tensor", store))) == ["nothing"] * 2
+    for text in run_threads(2, lambda ranks: refusal(lambda: restored_otherwise(ranks, "full", store))):
+        assert text.startswith("RanksDisagree: ema.value['x']")
+
+
+def restored_on_one(collectives, store):
+    live = attach(
+        nn.Linear(1, 1), extra={"ema": (lambda: {"x": torch.zeros(1)}, lambda tree: tree[f"x{collectives.rank or ''}"])}
+    )
+    with CheckpointManager(store, collectives=collectives, components=["model", "ema", "trainer"]) as manager:
+        manager.restore(live)
+
+
+def test_a_restore_that_fails_on_one_rank_fails_on_all():
+    """B07: the others went on, into a forward that waits for it."""
+    store = MemoryStore()
+    live = attach(nn.Linear(1, 1), extra={"ema": (lambda: {"x": torch.zeros(1)}, print)})
+    save(live.capture(), store)
+    first, other = (outcome.error for outcome in thread_outcomes(2, lambda ranks: restored_on_one(ranks, store)))
+    assert isinstance(other, RestoreRefused), other
+    assert isinstance(first, RankFailed)
+    assert "rank 1" in str(first)
+    assert "KeyError" in str(first)

@@ -69,6 +69,7 @@ class CheckpointConfig:
         mode: ``"sync"`` or ``"async"``.
         max_extra_bytes: memory that an asynchronous save may take beside the state; None for as much as the state.
         hold_check: whether an asynchronous save looks for writers that neither hooks nor version counters show.
+        replica_check: ``"none"``, ``"quick"``, ``"tensor"`` or ``"full"``: how much of what all ranks are to have alike is compared.
         when_busy: ``"wait"`` or ``"skip"``: what a save does while another one is under way.
         components: what is saved and restored; None for all.
         policy: what to do about each kind of difference at a resume.
@@ -97,6 +98,7 @@ class CheckpointConfig:
     mode: str = "sync"
     max_extra_bytes: int | None = None
     hold_check: bool = False
+    replica_check: str = "quick"
     when_busy: str = "wait"
     components: Sequence[str] | None = None
     policy: Mapping[str, str] | None = None

@@ -10,7 +10,8 @@ from trainfold.adapters.manager.protocol import LoadDecision, load_decision
 from trainfold.backends.best_reader import measured_best
 from trainfold.backends.protocols import Store
 from trainfold.backends.run_load import Quarantine, load_run, plan_run
-from trainfold.backends.together import on_rank_zero
+from trainfold.backends.snapshot import prove_alike, take_snapshot
+from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.core.components import validate_components
 from trainfold.core.errors import InvalidState
 from trainfold.core.inventory import Descent
@@ -31,6 +32,7 @@ class Resumer:
         components: which components are restored; None for all.
         policy: what to do about each kind of difference.
         contract: what must be equal, beside what the run says itself.
+        proves: whether the ranks compare what a restore has made (B06).
         descent: what was loaded last, the same on every rank: what the state that is in memory now descends from. None before
             the first load that succeeded. The weights of the best alone do not change it.
     """
@@ -40,6 +42,7 @@ class Resumer:
     components: tuple[str, ...] | None
     policy: Mapping[str, str] | None
     contract: Mapping[str, Any]
+    proves: bool = attrs.field(default=False, kw_only=True)
     descent: Descent | None = attrs.field(default=None, init=False)
 
     def decide(self, run: Live | TrainState, *, step: int | None) -> LoadDecision:
@@ -56,13 +59,16 @@ class Resumer:
         Raises:
             ResumeRefused: with every reason why a resume would not be exact, or if there is nothing.
             RestoreRefused: if the live objects cannot take the state.
+            RankFailed: if those of another rank cannot, which is named (B07).
         """
         names, like = self._like(run)
         request = make_request(step=step, components=names, policy=self.policy, reset=reset)
         loaded = load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
                           quarantine=Quarantine())  # fmt: skip
         if isinstance(run, Live):
-            run.restore(loaded.state, components=names, policy=self.policy)
+            on_all_ranks(self.collectives, lambda: run.restore(loaded.state, components=names, policy=self.policy))
+            if self.proves and self.collectives.world_size > 1:
+                prove_alike(lambda: take_snapshot(run.capture(), components=names), self.collectives)
         self.descent = loaded.descent
         return loaded.state
 
@@ -85,7 +91,7 @@ class Resumer:
             self.store, like=like, request=request, contract=self.contract, collectives=self.collectives
         ).state
         if isinstance(run, Live):
-            run.restore(state, components=["model"])
+            on_all_ranks(self.collectives, lambda: run.restore(state, components=["model"]))
         return state, step
 
     def _like(self, run: Live | TrainState) -> tuple[tuple[str, ...] | None, TrainState]:

@@ -47,6 +47,7 @@ from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, 
 from trainfold.core.events import Event
 from trainfold.core.given import mapping_given
 from trainfold.core.policy import check_policy
+from trainfold.core.replicas import LEVELS, level_of
 from trainfold.core.retention import Retention
 from trainfold.core.save_due import Verdict, make_triggers
 from trainfold.core.state import TrainState
@@ -92,6 +93,10 @@ class CheckpointManager:
         hold_check: for an async save: digest what it holds in the call and again before the commit, so that a writer that neither
             a hook nor a version counter shows fails the save by name, and nothing torn is committed (W16). It costs two readings of
             the state in each save; turn it on to try a loop.
+        replica_check: how much of what all ranks are to have alike is compared (B06): ``"quick"``, everything at the first save, and
+            then a piece of each tensor, so that 16 saves compare all of it; ``"tensor"``, everything at each save; ``"full"``, that, and
+            after each restore too; ``"none"``, only structures and contracts: replicas that have drifted apart are saved as rank 0 and
+            others happen to have them.
         when_busy: what a save does while another one is under way: ``"wait"`` for it, or ``"skip"`` (D04), which leaves its
             cadence due; the best so far and the last state wait, because they do not come again.
         components: which components are saved and restored; None for all.
@@ -143,6 +148,7 @@ class CheckpointManager:
         mode: str = "sync",
         max_extra_bytes: int | None = None,
         hold_check: bool = False,
+        replica_check: str = "quick",
         when_busy: str = "wait",
         components: Sequence[str] | None = None,
         policy: Mapping[str, str] | None = None,
@@ -164,6 +170,7 @@ class CheckpointManager:
                 run, on_event = self._rehearsal.place(run), self._rehearsal.listener(on_event)
                 every, every_secs, at_end = self._rehearsal.orders.every, None, True
             is_async = one_of("mode", mode, ("sync", "async")) == "async"
+            level = level_of(one_of("replica_check", replica_check, tuple(LEVELS)))
             self._skips = one_of("when_busy", when_busy, ("wait", "skip")) == "skip"
             is_auto = isinstance(every, str) and one_of("every", every, ("auto",)) == "auto"
             triggers = make_triggers(
@@ -189,11 +196,11 @@ class CheckpointManager:
             held = on_rank_zero(world, begin)
             self._components, self._names_are_known = names, names is None
             self._announcer = Announcer(self._store.url, on_event)
-            self._resumer = Resumer(self._store, world, names, policy, agreed)
+            self._resumer = Resumer(self._store, world, names, policy, agreed, proves=level == "full")
             auto = AutoCadence(teller_of(self._announcer, world)) if is_auto and every_secs is None else None
             self._due = Due(triggers, requests, world, auto=auto)
             self._first = FirstSave(self._store, world, held, start_over=start_over)
-            self._saves = Saves(self._store, world, components=names, contract=agreed, is_async=is_async, room=room, hold_check=flag("hold_check", hold_check), due=self._due,
+            self._saves = Saves(self._store, world, components=names, contract=agreed, is_async=is_async, room=room, hold_check=flag("hold_check", hold_check), replica_check=level, due=self._due,
                                 first=self._first, keeper=Keeper(self._store, retention, left_behind), announcer=self._announcer, held=kept)  # fmt: skip
             kept.append(making.pop_all())
         self._held, self._is_open, self._let_go = kept[0], True, let_go

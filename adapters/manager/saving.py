@@ -14,6 +14,7 @@ from trainfold.adapters.manager.retention import Keeper
 from trainfold.adapters.manager.saver import Saver
 from trainfold.adapters.manager.triggers import Before, Due
 from trainfold.adapters.manager.update_hooks import UpdateGate
+from trainfold.adapters.parallel.ddp import sent_buffers
 from trainfold.backends.failures import named_failures
 from trainfold.backends.hold import Hold
 from trainfold.backends.protocols import Store
@@ -23,6 +24,7 @@ from trainfold.core.components import validate_components
 from trainfold.core.description import Describer
 from trainfold.core.errors import error_text
 from trainfold.core.inventory import Descent
+from trainfold.core.replicas import Level, proof_of
 from trainfold.core.state import TrainState
 from trainfold.core.world import Collectives
 
@@ -38,6 +40,7 @@ class Saves:
         contract: what must be equal at a resume, beside what the run says itself.
         is_async: whether a save goes on in the background.
         room: how many bytes the copies of an async save may have; None for as many as the state.
+        replica_check: how much of what all ranks are to have alike each save compares (B06).
         hold_check: whether the bytes of what an async save holds are compared at the commit (W16).
         due: what a save answers, and what is due again if it fails.
         first: what is checked before the first save.
@@ -59,6 +62,7 @@ class Saves:
         is_async: bool,
         room: int | None,
         hold_check: bool,
+        replica_check: Level,
         due: Due,
         first: FirstSave,
         keeper: Keeper,
@@ -84,7 +88,8 @@ class Saves:
         self._saved_in: dict[str, Descent] = {}  # of the live run that is being saved
         self._before: Before | None = None  # what the save under way answers
         self._retention: Callable[[], None] | None = None  # of what was committed last, not begun yet
-        self._is_proved = False  # whether a save has shown that the ranks have the same
+        self._replica_check = replica_check
+        self._proofs = 0  # saves that have shown that the ranks have the same
         self._told: BaseException | None = None  # what the call that began it has raised already
 
     @property
@@ -238,7 +243,7 @@ class Saves:
         """Hold the state, and leave the rest to the thread."""
         try:
             lent = _lent(run)
-            snapshot = self._snapshot(run, lent.state)
+            snapshot = self._snapshot(run, lent)
             leaves = snapshot.named()
             unannounced = self._gate.changing(run, lent, leaves) | snapshot.arrays()
             with named_failures(self._store.url):
@@ -280,18 +285,20 @@ class Saves:
                 self._due.undone(before)
             raise
 
-    def _snapshot(self, run: Live | TrainState, state: TrainState) -> Snapshot:
+    def _snapshot(self, run: Live | TrainState, lent: Lent) -> Snapshot:
+        state, modules = lent.state, lent.modules
         names = validate_components(self._components, declared=run.names) if isinstance(run, Live) else self._components
         found = take_snapshot(state, components=names, contract=self._contract, describe=self._describer.describe)
         if self._world.world_size == 1:
             return found
-        if isinstance(run, Live) and not self._is_proved:
+        sent = sent_buffers(run, modules, self._world) if isinstance(run, Live) else {}
+        if isinstance(run, Live) and not self._proofs:
             run.check_whole()  # again, because what is attached may have been wrapped since
-        return found.with_copies(whole=not self._is_proved)
+        return found.with_copies(proof_of(self._replica_check, saves=self._proofs), sent=sent)
 
     def _whole_snapshot(self, run: Live | TrainState) -> Snapshot:
         lent = _lent(run)
-        return self._with_streams(self._snapshot(run, lent.state), lent.rng)
+        return self._with_streams(self._snapshot(run, lent), lent.rng)
 
     def _with_streams(self, snapshot: Snapshot, streams: Callable[[], Any] | None) -> Snapshot:
         """With what was only read so far; in the background it is the thread that does this."""
@@ -301,7 +308,7 @@ class Saves:
         return snapshot.with_own("rng", streams(), is_saved=is_saved)
 
     def _tell_committed(self, result: SaveResult) -> None:
-        self._is_proved = True
+        self._proofs += 1
         self._announcer.tell(
             "committed", step=result.step, checkpoint=result.checkpoint, detail=f"{result.size_bytes} bytes"
         )

@@ -1,0 +1,55 @@
+"""Buffers that DistributedDataParallel sends: those of its rank 0 are the ones that every rank has after the next forward (ADR-0017)."""
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from trainfold.adapters.live.live import Live
+from trainfold.core.names import NamedTensors
+from trainfold.core.world import Collectives
+
+
+def sent_buffers(run: Live, modules: Mapping[str, NamedTensors], world: Collectives) -> dict[str, str]:
+    """The buffers of a run that the next forward overwrites with those of rank 0, so that rank 0's are the exact ones to save.
+
+    That is certain where ``broadcast_buffers`` is on, the last forward was one that gradients were summed for, no hook and no
+    ``join`` says otherwise, and the wrapper's ranks are those of the save.
+
+    Args:
+        run: the live run, with the wrapper attached and not what is inside of it.
+        modules: component -> what its module holds.
+        world: the ranks of the save.
+
+    Returns:
+        Leaf path -> who sends it to whom, for the ranks to compare.
+    """
+    sent: dict[int, str] = {}
+    for module in run.modules:
+        for each in module.modules():
+            if isinstance(each, DistributedDataParallel):
+                sent |= _sent_by(each, world)
+    return {
+        f"{component}.buffers[{name!r}]": sent[id(buffer)]
+        for component, named in (modules.items() if sent else ())
+        for name, buffer in named.buffers.items()
+        if id(buffer) in sent
+    }
+
+
+def _sent_by(wrapper: DistributedDataParallel, world: Collectives) -> dict[int, str]:
+    group = wrapper.process_group
+    is_of_all = (torch.distributed.get_rank(group), torch.distributed.get_world_size(group)) == (
+        world.rank,
+        world.world_size,
+    )
+    joins = getattr(getattr(wrapper, "_join_config", None), "enable", False)  # then another rank may send
+    if not is_of_all or joins or hasattr(wrapper, "buffer_hook") or not wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+        return {}
+    ranks = torch.distributed.get_process_group_ranks(group)
+    kept = wrapper.parameters_to_ignore
+    return {
+        id(buffer): f"sent by rank 0 of {ranks} before the next forward"
+        for name, buffer in wrapper.module.named_buffers()
+        if name not in kept
+    }
