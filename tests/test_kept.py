@@ -164,3 +164,6 @@ def test_a_loop_without_a_loader_is_told_that_nobody_saves_its_position():
     assert "live.batches()" in first
     assert "extra=" in second
     assert not any("data position and" in reason for reason in (first, second))
+    own, *_ = likely_reasons(found, {"model", "optimizer", "place"})  # its place may be what is under extra
+    assert "what is under extra= (place)" in own
+    assert "loader" not in own

@@ -239,6 +239,17 @@ def test_a_program_with_hidden_state_is_caught(rehearse, kind, tmp_path):
     assert not list(tmp_path.glob("rehearsal/again/**/step-*/"))
 
 
+@pytest.mark.parametrize(("steps", "every", "missed"), [(12, 6, "inside an epoch"), (12, 4, ""), (5, 2, "end")])
+def test_what_a_rehearsal_of_epochs_did_not_try_is_said(rehearse, steps, every, missed):
+    """48 samples in batches of 8 are 6 steps an epoch. A dataset's own generator begins anew with each epoch's workers: a resume there is right."""
+    answer = rehearse(PROGRAM, steps=steps, every=every)
+    assert answer.error is None, answer.data
+    said = " ".join(answer.data["not_rehearsed"])
+    assert missed in said
+    assert bool(said) == bool(missed)
+    assert said in str(answer.tables)
+
+
 def test_a_value_that_no_component_explains_is_told_apart_from_one_that_is(rehearse):
     """A running average of the loss in a variable changes no training: the report says that no component differs."""
     answer = rehearse(program(("live.record(loss=loss)", "average = 0.9 * average + 0.1 * loss.item(); live.record(average=average)")))  # fmt: skip

@@ -247,7 +247,7 @@ class Live:
             if not self._is_tried:
                 self._try_capture()
             if self.recorder is not None:
-                self.recorder.advanced(self._progress.step)
+                self.recorder.advanced(self._progress.step, self._progress.epoch)
         else:
             self._boundary.open(counted)
         return self._progress

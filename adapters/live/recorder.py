@@ -15,8 +15,8 @@ class Recorder(Protocol):
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         """Keep values of the step that is under way."""
 
-    def advanced(self, step: int) -> None:
-        """An optimizer step was counted."""
+    def advanced(self, step: int, epoch: int) -> None:
+        """An optimizer step was counted; the next one is of this epoch."""
 
     def is_over(self, step: int) -> bool:
         """Whether the rehearsal ends at this step."""

@@ -140,9 +140,9 @@ class Rehearsal:
         texts = {name: exact_text(plain_number(value)) for name, value in values.items()}
         self._write("values", step, values=texts)
 
-    def advanced(self, step: int) -> None:
+    def advanced(self, step: int, epoch: int) -> None:
         """An optimizer step was counted; a run that ignores its end is killed here."""
-        self._step(step)
+        self._step(step, epoch=epoch)
         if not self._met_boundary and step > _PATIENCE * self.orders.steps:
             self._done(step, "no call of manager.step or manager.save")
             self._die()
@@ -153,10 +153,10 @@ class Rehearsal:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int, **data: object) -> None:
         if self._is_done and step > self.orders.steps:
             self._die()
-        self._write("step", step)
+        self._write("step", step, **data)
         if step > self.orders.linger_after:
             time.sleep(_LINGER_SECS)
 

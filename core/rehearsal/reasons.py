@@ -46,7 +46,7 @@ variable: record the plain value, or attach the average under extra=
     first = components[0].step
     changed = {each.name: each for each in components if each.step == first}
     reasons = [*_of_data(changed), *_of_streams(changed), *_of_optimizer(changed), *_of_scheduler(changed)]
-    reasons += _of_model(changed, knows_place="dataset" in saved)
+    reasons += _of_model(changed, saved)
     if "trainer" in changed:
         reasons.append(
             "trainer: steps, samples or tokens are counted otherwise; check what the loop gives to live.advance(), and that no "
@@ -125,7 +125,7 @@ def _of_scheduler(changed: dict[str, Difference]) -> list[str]:
     ]
 
 
-def _of_model(changed: dict[str, Difference], *, knows_place: bool) -> list[str]:
+def _of_model(changed: dict[str, Difference], saved: Collection[str]) -> list[str]:
     if "model" not in changed:
         return []
     leaves = [leaf for leaf, *_ in changed["model"].leaves]
@@ -138,10 +138,17 @@ def _of_model(changed: dict[str, Difference], *, knows_place: bool) -> list[str]
         ]
     if {"rng", "dataset"} & changed.keys():
         return []
-    first = [_SOMETHING_ELSE] if knows_place else [_NO_POSITION, f"or, if the batch is the right one, {_NOT_SAVED}"]
+    first = [_SOMETHING_ELSE]
+    if "dataset" not in saved:
+        extra = sorted(set(saved) - {*_BUILT_IN})
+        first = [
+            f"the random streams and what is under extra= ({', '.join(extra)}) are the same, so the step was another one: {_NOT_SAVED}"
+        ]
+        if not extra:
+            first = [_NO_POSITION, f"or, if the batch is the right one, {_NOT_SAVED}"]
     return [
         *first,
-        "- a variable of the loop: a counter, a temperature, a loss scale, a moving average, gradients carried over to the next step",
+        "- a variable of the loop: a counter, a temperature, a loss scale, a moving average; a hidden state or gradients carried over to the next step",
         "- the samples: a generator or counter inside the dataset, sampler or collate; augmentation in loader workers",
         "- the model: a non-persistent buffer, Dropout.p or another attribute that changes, a submodule in eval mode",
         "- the optimizer: moments that a wrapper keeps in attributes of its own, or another optimizer inside it",

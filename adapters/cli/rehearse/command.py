@@ -63,7 +63,9 @@ def run_rehearsal(directory: Path, settings: Settings) -> Answer:
         _PLACE.mark(directory, {"command": list(settings.command), "steps": settings.steps, "seed": settings.seed})
         with display(Console(stderr=True), steps=settings.steps) as shown:
             rehearsed = _run_all(directory, settings, shown)
-        facts = [
+        missed = report.not_rehearsed(rehearsed)
+        facts = [("NOT rehearsed", each) for each in missed]
+        facts += [
             ("values of each step", _draw(directory / PICTURE, rehearsed)),
             ("this table", str(directory / REPORT)),
             ("what the program said", f"{directory}/{{{WHOLE},{AGAIN},{KILLED}}}/start-*/output.txt"),
@@ -73,7 +75,12 @@ def run_rehearsal(directory: Path, settings: Settings) -> Answer:
             for number, (a, b) in enumerate(report.further(rehearsed))
         ]  # fmt: skip
         facts.append(("seconds in all", f"{time.monotonic() - started:.1f}"))
-        data: dict[str, Any] = {**as_json(rehearsed), "picture": facts[0][1], "secs": time.monotonic() - started}
+        data: dict[str, Any] = {
+            **as_json(rehearsed),
+            "not_rehearsed": missed,
+            "picture": facts[len(missed)][1],
+            "secs": time.monotonic() - started,
+        }
         (directory / REPORT).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         return Answer(data, tables(rehearsed, facts), error_of(rehearsed))
 

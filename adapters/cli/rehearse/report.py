@@ -306,6 +306,24 @@ def curves(starts: Sequence[Start]) -> tuple[str, list[Mapping[int, float]]]:
     ]
 
 
+def not_rehearsed(rehearsed: Rehearsed) -> list[str]:
+    """What a run with a loader does sooner or later and did not do here; nobody would miss it in the table."""
+    whole = rehearsed.whole
+    epochs = {entry.step: entry.data["epoch"] for entry in whole.entries if "epoch" in entry.data}
+    resumed = [start.stretch.resumed_at for start in rehearsed.killed if start.stretch.is_resumed]
+    if not epochs or not resumed or not any("dataset" in saved.components for saved in whole.stretch.saved.values()):
+        return []
+    if len(set(epochs.values())) == 1:
+        return [f"an epoch's end, which takes more than {whole.stretch.last_step} steps: ask for more --steps"]
+    if all(epochs.get(step) != epochs.get(step - 1, 0) for step in resumed):
+        every = rehearsed.settings.every
+        other = every - 1 if every > 1 else 2
+        return [
+            f"a resume inside an epoch, because each was at the end of one: take another --every than {every}, such as {other}"
+        ]
+    return []
+
+
 def further(rehearsed: Rehearsed) -> list[tuple[str, str]]:
     """Pairs of places to compare, where the runs differ: the first checkpoints that do, or else the newest ones."""
     if rehearsed.measured is not None:

@@ -165,7 +165,8 @@ class Run:
             first = min((entry.step for entry in seen if entry.kind == "saved"), default=newest + 1)
             if first > newest:
                 resumed = f"step-{newest:08d}"
-                stretch = attrs.evolve(stretch, resumed_at=newest, is_resumed=True)
+                last = max(stretch.last_step, newest)
+                stretch = attrs.evolve(stretch, resumed_at=newest, is_resumed=True, last_step=last)
         if resumed is None and stretch.is_resumed:
             resumed = f"step-{stretch.resumed_at:08d}"
         hit = _hit(seen, stretch.resumed_at) if was_hit else None
