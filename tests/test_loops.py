@@ -1,6 +1,7 @@
 """Loops as people write them: epoch by epoch, over several loaders, one batch ahead, with generators of their own."""
 
 import gc
+import itertools
 import random
 import weakref
 from functools import partial
@@ -15,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.live import attach
 from trainfold.core.description import describe
-from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused
+from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, RestoreRefused
 
 N = 10
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
@@ -225,15 +226,6 @@ def test_loaders_that_are_read_at_their_own_pace_are_resumed_at_every_step():
 def test_a_prefetcher_that_is_one_batch_ahead_is_resumed_at_every_step(arguments):
     """W04: the batch that waits is handed out again, with the draws that it had; over the end of an epoch too."""
 
-    def ahead(batches):
-        waiting = None
-        for batch in batches:
-            if waiting is not None:
-                yield waiting
-            waiting = batch
-        if waiting is not None:
-            yield waiting
-
     def plain(data, events):
         for batch in ahead(batch for _ in range(2) for batch in data):
             events.append(event(batch))
@@ -243,6 +235,117 @@ def test_a_prefetcher_that_is_one_batch_ahead_is_resumed_at_every_step(arguments
             die(run, run.step(batch, samples=len(batch)))
 
     check(partial(loader, **arguments), loop, plain, kills=None if "num_workers" not in arguments else [3, 4, 6])
+
+
+def ahead(batches):
+    """Draws one batch ahead."""
+    waiting = None
+    for batch in batches:
+        if waiting is not None:
+            yield waiting
+        waiting = batch
+    if waiting is not None:
+        yield waiting
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_prefetcher_that_counts_without_samples_is_said_once_and_accumulation_is_not(kind, caplog):
+    """W04: it counts a batch that nobody has trained on, which a resume would lose."""
+    live = Run(lambda: kind(Noisy(), batch_size=1)).live
+    for _ in itertools.islice(ahead(live.batches()), 6):
+        live.advance()
+    assert caplog.text.count("draws batches ahead") == 1
+    caplog.clear()
+    live = Run(lambda: kind(Noisy(), batch_size=1)).live
+    for number, _ in enumerate(live.batches(epochs=2)):  # windows of 4, 4, 2
+        if number % N in (3, 7, 9):
+            live.advance()
+    assert "ahead" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_loop_that_leaves_an_epoch_and_comes_back_to_it_is_told_so_once(kind, caplog):
+    """W04: outside of `live.epochs` it goes on in the epoch, and a plain loop would begin the next one."""
+    live = Run(partial(kind, Noisy(), batch_size=2)).live
+    for _ in range(3):
+        for _ in live.batches():
+            live.advance()
+            break
+    assert caplog.text.count("for epoch in live.epochs(n)") == 1
+    caplog.clear()
+    live = Run(partial(kind, Noisy(), batch_size=2)).live
+    if kind is DataLoader:
+        next(iter(live.batches()))  # the first batch, to see its shape
+    for until in (2, 4, N // 2 + 1):
+        for _ in live.batches(steps=until):
+            live.advance()
+    for _ in live.epochs(4) if kind is DataLoader else ():
+        for _ in live.batches():
+            live.advance()
+            break
+    assert not caplog.text
+
+
+def two():
+    return {"labelled": loader(1), "unlabelled": loader(-1, batch_size=5)}
+
+
+@pytest.mark.parametrize("samples", [None, 8, 3, 5, {"labelled": 3, "unlabelled": 5}])
+def test_samples_of_several_loaders_are_those_of_all_or_of_one_or_by_name(samples):
+    """G02, W04."""
+    live = Run(two).live
+    next(live.batches("labelled")), next(live.batches("unlabelled"))
+    progress = live.advance(samples=samples)
+    assert progress.samples == (8 if samples is None or isinstance(samples, dict) else samples)
+    live.capture()
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        (4, r"8, or of those of one loader.*samples=\{'labelled'"),
+        (100, "100"),
+        ({"labelled": 3, "unlabelled": 4}, r"whole batches.*\[5\]"),
+        ({"labeled": 3}, "the name of a loader"),
+        ({"labelled": -3}, "int >= 0"),
+        ({"labelled": True}, "int >= 0"),
+    ],
+)
+def test_samples_of_several_loaders_that_do_not_fit_are_refused_and_nothing_is_counted(samples, words):
+    """G02, W04: against what was handed out."""
+    live = Run(two).live
+    next(live.batches("labelled")), next(live.batches("unlabelled"))
+    with pytest.raises((DataPositionMismatch, InvalidArgument), match=words):
+        live.advance(samples=samples)
+    assert live.progress.step == 0
+    assert live.advance(samples={"labelled": 3, "unlabelled": 5}).samples == 8
+
+
+def test_samples_by_name_say_which_loader_is_drawn_ahead():
+    """W04: what a step was not trained on is handed out again."""
+
+    def pairs(batches):
+        return zip(ahead(batches("labelled")), batches("unlabelled"), strict=False)
+
+    def plain(data, events):
+        for one, other in pairs(data.__getitem__):
+            events.append(event(one, other))
+
+    def loop(run):
+        for _ in run.live.epochs(1):
+            for one, other in pairs(run.live.batches):
+                die(run, run.step(one, other, samples={"labelled": len(one), "unlabelled": len(other)}))
+
+    check(two, loop, plain, kills=[1])
+
+
+@pytest.mark.parametrize("loaders", [None, loader])
+def test_samples_by_name_want_loaders_with_names(loaders):
+    live = attach(torch.nn.Linear(1, 1), loader=None if loaders is None else loaders())
+    if loaders:
+        next(live.batches())
+    with pytest.raises(InvalidArgument, match="no loaders with names"):
+        live.advance(samples={"labelled": 3})
 
 
 def test_a_loop_that_counts_fewer_batches_than_it_reads_is_refused_at_a_save():

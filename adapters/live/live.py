@@ -18,7 +18,7 @@ from trainfold.adapters.components.scheduler import SchedulerPart, check_schedul
 from trainfold.adapters.components.sharded import check_whole, wheres
 from trainfold.adapters.live.audit import Audit
 from trainfold.adapters.live.dry_capture import dry_capture
-from trainfold.adapters.live.loop_data import LoopData
+from trainfold.adapters.live.loop_data import LoopData, no_names, total_of
 from trainfold.adapters.live.open_window import Boundary
 from trainfold.adapters.live.recorder import Recorder, check_values
 from trainfold.adapters.live.restore import CountersPart, refusals, write_all
@@ -29,6 +29,7 @@ from trainfold.adapters.live.unattached import StepWatch
 from trainfold.adapters.live.view import Lent
 from trainfold.adapters.loaders.choose import feeds_of
 from trainfold.adapters.loaders.feed import Feed, mismatch
+from trainfold.adapters.loaders.group import Samples
 from trainfold.core import tree
 from trainfold.core.audit import UNSAVED
 from trainfold.core.components import components_of, state_of, validate_components
@@ -195,12 +196,13 @@ class Live:
         """Names of components that the restored state had and that nothing is registered for (B15)."""
         return tuple(self._pending)
 
-    def advance(self, *, samples: int | None = None, tokens: int | None = None, steps: int = 1) -> Progress:
+    def advance(self, *, samples: Samples = None, tokens: int | None = None, steps: int = 1) -> Progress:
         """Count what was trained on; call it after each optimizer step, before anything is saved.
 
         Args:
             samples: samples trained on since the last call, over all ranks; with a ``DataLoader``, None means those of
-                every batch that was handed out, and a number has to agree with them; 0 for a step on none.
+                every batch that was handed out, and a number has to agree with them; 0 for a step on none. With several
+                loaders, a number is that of all batches or of those of one loader; a dict says it for each by name.
             tokens: valid tokens among them.
             steps: optimizer steps; 0 inside an accumulation window, which then stays open: nothing can be saved (A06).
 
@@ -219,7 +221,8 @@ class Live:
             >>> live.advance(samples=32, tokens=4096)
             Progress(step=1, epoch=0, samples=32, tokens=4096)
         """
-        for name, value in (("samples", samples or 0), ("tokens", tokens or 0), ("steps", steps)):
+        total = samples if samples is None or type(samples) is int else total_of(samples)
+        for name, value in (("samples", total or 0), ("tokens", tokens or 0), ("steps", steps)):
             if type(value) is not int or value < 0:
                 raise InvalidArgument(
                     f"advance.{name}", expected="an int >= 0", found=repr(value), mend="only count up"
@@ -228,16 +231,16 @@ class Live:
         if steps:
             self._steps_of_others.check("live.advance")
         taken = self._taken + (0 if self._feed is None else self._feed.undelivered())
-        if self._feed is not None and steps and samples != 0 and not taken:
+        if self._feed is not None and steps and total != 0 and not taken:
             raise mismatch(
                 "advance",
                 "a step on batches from live.batches(), where a loader is attached",
                 "none handed out since the last step",
                 "iterate over live.batches() and not over the loader itself; or say samples=0, for a step on no new data",
             )
-        counted = (samples or 0) if self._data is None else self._data.advance(samples, steps=steps)
+        counted = no_names(samples) if self._data is None else self._data.advance(samples, steps=steps)
         self._taken = 0 if steps else taken
-        counted = counted if samples is None else samples
+        counted = counted if total is None else total
         now, epoch = self._progress, 0 if self._feed is None else self._feed.epoch
         self._progress = Progress(now.step + steps, epoch, now.samples + counted, now.tokens + (tokens or 0))
         if steps:

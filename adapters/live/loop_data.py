@@ -1,18 +1,19 @@
 """`LoopData`: what a loop reads, epoch by epoch or at a stretch, from one loader or several; the component ``dataset``."""
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, final
 
 from trainfold.adapters.components.component import Undo
 from trainfold.adapters.components.rng_streams import RngPart
 from trainfold.adapters.loaders.batch_digest import batch_digest
 from trainfold.adapters.loaders.feed import OPENED, OTHER, Feed, mismatch
-from trainfold.adapters.loaders.group import FeedGroup
+from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.state import Opaque
 
 _LOG = logging.getLogger("trainfold")
+_STEPS_TO_TELL: Final = 3
 
 
 @final
@@ -33,6 +34,9 @@ class LoopData:
         self._left: list[str] = []  # loaders whose epoch was left early, as a position says
         self._open = 0  # iterations of this body that have not ended
         self._restored: tuple[RngPart, Opaque] | None = None
+        self._reading: dict[str, Reading] = {}  # loader -> the iteration of it outside of `epochs` that came last
+        self._first: list[int] = []  # batches of the first steps whose samples nobody said
+        self._has_said = False
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -41,12 +45,28 @@ class LoopData:
         feed, name = self._feed(loader), loader or ""
         if self._body is None:
             self._resumed = None
-            return self._started(feed.batches(epochs=epochs, done=done))
+            self._say_where_it_goes_on(name, feed)
+            stream = self._started(feed.batches(epochs=epochs, done=done))
+            self._reading[name] = stream.reading
+            return stream
         if name in self._read:
             return self._started(iter(()))
         first = self._opened.setdefault(name, feed.epoch)
         stop = first + 1 if epochs is None else min(first + 1, epochs)
         return self._started(self._in_body(name, feed, feed.batches(epochs=stop, done=done)))
+
+    def _say_where_it_goes_on(self, name: str, feed: Feed) -> None:
+        """A plain loop that is left and comes back begins the next epoch, and this one does not (W04)."""
+        last = self._reading.get(name)
+        if self._has_said or last is None or last.has_ended or not feed.is_inside:
+            return
+        self._has_said = True
+        _LOG.warning(
+            "live.batches() goes on in epoch %d, which the loop has left early; a plain loop would begin the next epoch there. "
+            "For that, write `for epoch in live.epochs(n): for batch in live.batches(): ...`. To come back to the same epoch on "
+            "purpose, as after an evaluation, let live.batches(steps=...) end the loop, and not a break",
+            feed.epoch,
+        )
 
     def _feed(self, loader: str | None) -> Feed:
         if isinstance(self.feed, FeedGroup):
@@ -112,16 +132,37 @@ class LoopData:
 
     # --- counting -----------------------------------------------------------------------------------------------------
 
-    def advance(self, samples: int | None, *, steps: int) -> int:
+    def advance(self, samples: Samples, *, steps: int) -> int:
         """Count batches; where a loop says how many samples it trained on, those that are left were drawn ahead."""
-        counted = self.feed.advance(samples)
+        waiting = self.feed.undelivered()
+        if isinstance(self.feed, FeedGroup):
+            counted = self.feed.advance(samples)
+        else:
+            counted = self.feed.advance(None if samples is None else no_names(samples))
         left = self.feed.undelivered()
+        if steps and not left:
+            self._say_if_ahead(waiting)
         if steps and self._depth is None:
             self._depth = left
         for name, first in self._opened.items():
             if self._feed(name or None).epoch > first:
                 self._read.add(name)
         return counted
+
+    def _say_if_ahead(self, batches: int) -> None:
+        """A loop that draws ahead takes more batches for its first step than for the others, and counts those ahead too."""
+        if len(self._first) == _STEPS_TO_TELL:
+            return
+        self._first.append(batches)
+        first, *others = self._first
+        if len(self._first) == _STEPS_TO_TELL and first > others[0] == others[1] > 0:
+            _LOG.warning(
+                "live.advance() has counted every batch that was handed out: %d at the first step, and %d at each of the next two. A "
+                "loop that draws batches ahead loses them at a resume, if it counts them like that: say live.advance(samples=...), "
+                "the samples of the batches that the step was trained on, and attach a DataLoader that makes its batches itself",
+                first,
+                others[0],
+            )
 
     def unaccounted(self) -> int:
         """Batches that were handed out, neither counted nor drawn ahead of the step as they always are."""
@@ -184,7 +225,7 @@ class LoopData:
         """Remember the streams as a restore has left them."""
         self._restored = part, part.capture()
 
-    def _started(self, stream: Iterator[Any]) -> Iterator[Any]:
+    def _started(self, stream: Iterator[Any]) -> "BatchStream":
         return BatchStream(self._after_put_back(stream) if self._restored is not None else stream)
 
     def _after_put_back(self, stream: Iterator[Any]) -> Iterator[Any]:
@@ -193,6 +234,42 @@ class LoopData:
             self._restored = None
             put_back(part, streams)
         yield from stream
+
+
+def total_of(samples: Samples) -> Any:
+    """The number of samples, whichever loaders they come from.
+
+    Examples:
+        >>> total_of({"labelled": 3, "unlabelled": 5}), total_of(3)
+        (8, 3)
+    """
+    if not isinstance(samples, Mapping):
+        return samples
+    return sum(each for each in samples.values() if type(each) is int)
+
+
+def no_names(samples: Samples) -> int:
+    """The number of samples of a run whose loader has no name.
+
+    Raises:
+        InvalidArgument: for samples by name.
+    """
+    if isinstance(samples, Mapping):
+        raise InvalidArgument(
+            "advance.samples",
+            expected="a number, where there are no loaders with names",
+            found=repr(dict(samples))[:80],
+            mend="say how many samples the step was trained on, or attach(..., loader={name: loader})",
+        )
+    return samples or 0
+
+
+@final
+class Reading:
+    """Whether an iteration has come to its end. It holds nothing, so that a loader goes with its last iterator."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
 
 
 @final
@@ -208,6 +285,7 @@ class BatchStream:
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
         self._is_open = False
+        self.reading = Reading()
 
     def __iter__(self) -> "BatchStream":
         if not self._is_open:
@@ -217,7 +295,11 @@ class BatchStream:
 
     def __next__(self) -> Any:
         self.__iter__()
-        return next(self._batches)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self.reading.has_ended = True
+            raise
 
 
 def put_back(part: RngPart, streams: Opaque) -> None:

@@ -32,6 +32,10 @@ class Feed(Protocol):
     def epoch(self) -> int:
         """Epochs whose samples were all consumed."""
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a batch of the epoch was consumed, and the epoch goes on."""
+
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
         """Batches from the position on, epoch after epoch, until there were ``epochs`` or ``done()`` says so.
 
@@ -40,6 +44,12 @@ class Feed(Protocol):
 
     def advance(self, samples: int | None) -> int:
         """Count batches that were handed out as consumed; return how many samples that is."""
+
+    def check_samples(self, samples: int | None) -> None:
+        """Raise what `advance` would raise; nothing is counted."""
+
+    def waiting_samples(self) -> int | None:
+        """The samples of the batches that were handed out and not consumed; None where only the caller knows."""
 
     def undelivered(self) -> int:
         """How many batches were handed out and not consumed."""
@@ -71,12 +81,12 @@ class Delivery:
     """A batch that was handed out.
 
     Attributes:
-        samples: how many it has; 0 where only the caller knows.
+        samples: how many it has; None where only the caller knows.
         last: whether it was the epoch's last.
         drawn: how it was drawn.
     """
 
-    samples: int
+    samples: int | None
     last: bool
     drawn: Any = None
 
@@ -87,26 +97,42 @@ class Deliveries:
     def __init__(self) -> None:
         self.waiting: deque[Delivery] = deque()
 
+    @property
+    def samples(self) -> int | None:
+        """Of all that wait; None where only the caller knows."""
+        sizes = [each.samples for each in self.waiting if each.samples is not None]
+        return sum(sizes) if len(sizes) == len(self.waiting) else None
+
     def take(self, samples: int | None) -> list[Delivery]:
         """Take batches of exactly so many samples, or all of them.
 
         Raises:
             DataPositionMismatch: if no number of waiting batches has so many samples; nothing is taken.
         """
+        return [self.waiting.popleft() for _ in range(self.count_of(samples))]
+
+    def count_of(self, samples: int | None) -> int:
+        """How many batches have exactly so many samples: all of them for None, or where only the caller knows.
+
+        Raises:
+            DataPositionMismatch: if no number of waiting batches has so many samples.
+        """
+        if samples is None or (samples and self.samples is None):
+            return len(self.waiting)
         count, total = 0, 0
-        if len(self.waiting) == 1 and samples in (None, self.waiting[0].samples):
-            return [self.waiting.popleft()]  # nearly always
-        while count < len(self.waiting) and (samples is None or total < samples):
-            total += self.waiting[count].samples
+        if len(self.waiting) == 1 and samples == self.waiting[0].samples:
+            return 1  # nearly always
+        while count < len(self.waiting) and total < samples:
+            total += self.waiting[count].samples or 0
             count += 1
-        if samples is not None and total != samples:
+        if total != samples:
             raise mismatch(
                 "advance.samples",
                 f"the samples of whole batches from live.batches(); {[each.samples for each in self.waiting]} are waiting",
                 samples,
                 "iterate over live.batches(), and count every sample of each batch, or leave samples= out",
             )
-        return [self.waiting.popleft() for _ in range(count)]
+        return count
 
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:

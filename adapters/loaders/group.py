@@ -1,13 +1,15 @@
 """`FeedGroup`: several loaders of one loop, each with its own position, as one component ``dataset``."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from trainfold.adapters.components.component import Undo
 from trainfold.adapters.loaders.feed import OTHER, Feed, mismatch, position_problems
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.policy import Verdict
 from trainfold.core.state import Opaque
+
+Samples: TypeAlias = int | Mapping[str, int] | None
 
 
 @final
@@ -58,10 +60,41 @@ class FeedGroup:
         self.feed(None)
         return iter(())
 
-    def advance(self, samples: int | None) -> int:
-        """Count every batch that was handed out, by any of them, as consumed."""
-        del samples  # which loader's they are, the caller cannot say
-        return sum(feed.advance(None) for feed in self.feeds.values())
+    def advance(self, samples: Samples) -> int:
+        """Count batches that were handed out as consumed.
+
+        Args:
+            samples: by the name of the loader: whole batches of each, and nothing of a loader that is left out. A number has to be
+                that of all batches that wait, or of those of one loader; then all count, and so they do for None.
+
+        Raises:
+            DataPositionMismatch: for samples that fit to no batches; nothing is counted.
+            InvalidArgument: for a name that no loader has, or what is no number of samples.
+        """
+        if isinstance(samples, Mapping):
+            return self._advance_each(samples)
+        known = {name: feed.waiting_samples() for name, feed in self.feeds.items()}
+        sizes = [size for size in known.values() if size is not None]
+        fits = samples in (None, 0) or samples == sum(sizes) or samples in sizes
+        if not fits and len(sizes) == len(known):
+            raise mismatch(
+                "advance.samples",
+                f"the samples of all batches that were handed out, {sum(sizes)}, or of those of one loader: {known}",
+                samples,
+                f"say which loader's they are: live.advance(samples={{{next(iter(known))!r}: ...}}); or leave samples= out",
+            )
+        return sum(feed.advance(samples if samples == 0 else None) for feed in self.feeds.values())
+
+    def _advance_each(self, samples: Mapping[str, int]) -> int:
+        for name, value in samples.items():
+            self.feed(name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise InvalidArgument(
+                    f"advance.samples[{name!r}]", expected="an int >= 0", found=repr(value)[:80], mend="only count up"
+                )
+        for name, value in samples.items():
+            self.feeds[name].check_samples(value)
+        return sum(self.feeds[name].advance(value) for name, value in samples.items())
 
     def undelivered(self) -> int:
         """How many batches were handed out and not consumed."""

@@ -85,6 +85,11 @@ class MapFeed:
         """Epochs whose samples were all consumed."""
         return self._epoch
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a batch of the epoch was consumed, and the epoch goes on."""
+        return self._samples > 0
+
     def undelivered(self) -> int:
         """How many batches were handed out and not consumed."""
         return len(self._deliveries.waiting)
@@ -101,7 +106,23 @@ class MapFeed:
 
     def advance(self, samples: int | None) -> int:
         """Count batches that were handed out as consumed."""
-        return self._count(self._deliveries.take(samples if self._counts else None))
+        return self._count(self._deliveries.take(self._known(samples)))
+
+    def check_samples(self, samples: int | None) -> None:
+        """Raise what `advance` would raise."""
+        self._deliveries.count_of(self._known(samples))
+
+    def waiting_samples(self) -> int | None:
+        """Of the batches that were handed out and not consumed."""
+        return self._deliveries.samples if self._counts else None
+
+    def _known(self, samples: int | None) -> int | None:
+        return samples if self._counts or samples == 0 else None  # without batches only the caller knows what one holds
+
+    def samples_of(self, batches: int) -> int | None:
+        """Of so many batches, the first that wait."""
+        sizes = [each.samples or 0 for each in list(self._deliveries.waiting)[:batches]]
+        return sum(sizes) if self._counts else None
 
     def consume(self, batches: int) -> int:
         """Count so many batches, the first that wait, as consumed."""
@@ -114,9 +135,10 @@ class MapFeed:
     def _count(self, taken: list[Delivery]) -> int:
         counted = 0
         for each in taken:
-            counted += each.samples
-            self._samples, self._batches = self._samples + each.samples, self._batches + 1
-            self._draws.consume(each.drawn, each.samples)
+            size = each.samples or 0
+            counted += size
+            self._samples, self._batches = self._samples + size, self._batches + 1
+            self._draws.consume(each.drawn, size)
             if each.last:
                 self._end_epoch()
         return counted

@@ -44,18 +44,34 @@ class PreparedFeed:
         """Epochs whose samples were all consumed."""
         return self._inner.epoch
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a batch of the epoch was consumed, and the epoch goes on."""
+        return self._inner.is_inside
+
     def undelivered(self) -> int:
         """How many batches the loop has had and not counted."""
         return self._handed
 
     def advance(self, samples: int | None) -> int:
         """Count the batches that the loop has had."""
+        self.check_samples(samples)
+        if samples == 0:
+            return 0
         counted = self._inner.consume(self._handed)
-        if samples is not None and samples != counted and self._handed:
-            raise mismatch("advance.samples", f"{counted}, those of the batches handed out", samples,
-                           "count every sample of each batch, or leave samples= out")  # fmt: skip
         self._handed = 0
         return counted
+
+    def check_samples(self, samples: int | None) -> None:
+        """Raise what `advance` would raise."""
+        known = self.waiting_samples()
+        if samples and known is not None and samples != known and self._handed:
+            raise mismatch("advance.samples", f"{known}, those of the batches handed out", samples,
+                           "count every sample of each batch, or leave samples= out")  # fmt: skip
+
+    def waiting_samples(self) -> int | None:
+        """Of the batches that the loop has had and not counted."""
+        return self._inner.samples_of(self._handed)
 
     def drop(self) -> int:
         """Give up what was handed out and not consumed."""

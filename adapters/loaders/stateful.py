@@ -72,6 +72,11 @@ class StatefulFeed:
         """Epochs whose batches were all consumed."""
         return self._epoch
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a batch of the epoch was consumed, and the epoch goes on."""
+        return self._batches > 0
+
     def undelivered(self) -> int:
         """How many batches were handed out and not consumed."""
         return len(self._deliveries.waiting)
