@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import trainfold
 from trainfold.adapters.cli.verify import verify_checkpoint
@@ -15,7 +17,8 @@ from trainfold.core.fingerprint import fingerprint
 from trainfold.core.state import Progress, TrainState
 
 COMPAT = Path(__file__).parent / "compat"
-VERSIONS = sorted(path.name for path in COMPAT.iterdir() if path.is_dir())
+VERSIONS = sorted(path.name for path in COMPAT.glob("v*"))
+POSITIONS = sorted(f"{path.parent.name}/{path.name}" for path in COMPAT.glob("positions/v*/*"))
 
 
 @pytest.mark.filterwarnings("ignore::trainfold.backends.run_load.ResumeDrift")
@@ -46,3 +49,32 @@ def test_training_goes_on_from_an_old_checkpoint(tmp_path):
     loss = lambda m, b: trainfold.Loss(sum=(m(b) ** 2).sum(), weight=len(b))
     after, _ = trainfold.make_step(model, loss, adamw, schedule=schedule)(state, torch.ones(4, 4))
     assert after.trainer.step == 3
+
+
+@pytest.mark.filterwarnings("ignore::trainfold.backends.run_load.ResumeDrift")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_loop_goes_on_from_an_old_position_with_the_batches_and_losses_it_had(name, step, tmp_path, caplog):
+    """R10, G13, V09: inside an epoch and at its end; inside it is said that nothing is known of workers."""
+    shutil.copytree(COMPAT / "positions" / name / "run", tmp_path / "run", symlinks=True)
+    expected = json.loads((COMPAT / "positions" / name / "events.json").read_text())
+    torch.manual_seed(77)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kind = StatefulDataLoader if name.endswith("stateful") else DataLoader
+    loader = kind(torch.arange(10.0).unsqueeze(1), batch_size=3, shuffle=True)
+    live = trainfold.attach(model, optimizer, loader=loader)
+    found = []
+    with trainfold.CheckpointManager(str(tmp_path / "run"), every=100) as manager:
+        manager.restore(live, step=step)
+        for batch in live.batches(steps=8):
+            loss = (model(batch) + torch.randn(len(batch), 1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append([batch.flatten().tolist(), loss.item()])
+            live.advance(samples=len(batch))
+    assert [batch for batch, _ in found] == [batch for batch, _ in expected[step:]]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected[step:]], rel=1e-5)
+    assert ("from an older trainfold" in caplog.text) == (step == 2)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import trainfold
 from trainfold.adapters.components.component import copied
@@ -16,6 +17,7 @@ from trainfold.adapters.loaders.batch_digest import batch_digest
 from trainfold.core.errors import DataPositionMismatch
 
 N = 12
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
 
 
 class Data(Dataset):
@@ -42,15 +44,15 @@ def doubling(samples):
     return 2 * torch.stack(samples)
 
 
-def start(workers, dataset=None, **arguments):
+def start(workers, dataset=None, kind=DataLoader, **arguments):
     torch.manual_seed(3)
     random.seed(3)
-    loader = DataLoader(dataset or Data(), batch_size=2, shuffle=True, num_workers=workers, **arguments)
+    loader = kind(dataset or Data(), batch_size=2, shuffle=True, num_workers=workers, **arguments)
     return attach(torch.nn.Linear(1, 1), loader=loader, unsaved=["loader.dataset"])  # it counts for the tests
 
 
-def stopped(workers, steps, dataset=None):
-    live = start(workers, dataset)
+def stopped(workers, steps, dataset=None, kind=DataLoader):
+    live = start(workers, dataset, kind)
     for _ in live.batches(steps=steps):
         torch.rand(())
         live.advance()
@@ -64,37 +66,39 @@ OTHERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_data_behind_the_same_length_are_refused_before_training_goes_on(name, workers):
-    """W03: another dataset, collate or transform; as often as it is asked, and in each epoch."""
-    for steps in (3, 8) if not workers else (3,):
-        state = stopped(workers, steps)
-        live = start(workers, **OTHERS[name])
+def test_other_data_behind_the_same_length_are_refused_before_training_goes_on(name, workers, kind):
+    """W03: another dataset, collate or transform; as often as it is asked, and in each epoch; after its first batch too."""
+    for steps in (1, 3, 7, 8) if not workers else (3,):
+        state = stopped(workers, steps, kind=kind)
+        live = start(workers, kind=kind, **OTHERS[name])
         live.restore(state)
         for _ in range(2):
             with pytest.raises(DataPositionMismatch, match="transforms, the tokenizer and the collate_fn"):
                 next(live.batches())
 
 
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("draws", [False, True])
-def test_the_probe_moves_no_stream(workers, draws):
+def test_the_probe_moves_no_stream(workers, draws, kind):
     """W03: the run goes on as if nothing had been drawn again."""
     dataset = partial(Data, draws=draws)
-    live = start(workers, dataset())
+    live = start(workers, dataset(), kind)
     whole = []
     for batch in live.batches(epochs=2):
         whole.append((batch.tolist(), float(torch.rand(())), random.random()))
         live.advance()
     for policy in ({}, {"data_probe": "warn"}, {"data_probe": "adapt"}):
-        first = start(workers, dataset())
+        first = start(workers, dataset(), kind)
         for _ in first.batches(steps=4):
             torch.rand(())
             random.random()
             first.advance()
         state = copied(first.capture())
-        resumed = start(workers, dataset())
+        resumed = start(workers, dataset(), kind)
         resumed.restore(state, policy=policy)
         seen = []
         for batch in resumed.batches(epochs=2):
@@ -103,27 +107,125 @@ def test_the_probe_moves_no_stream(workers, draws):
         assert seen == whole[4:], policy
 
 
-def test_a_policy_turns_the_refusal_into_a_warning_or_draws_nothing(caplog):
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_policy_turns_the_refusal_into_a_warning_or_draws_nothing(kind, caplog):
     """W03: for other data on purpose, and for data that cannot be read twice."""
-    state = stopped(0, 3)
-    live = start(0, Data(scale=3.0))
+    state = stopped(0, 3, kind=kind)
+    live = start(0, Data(scale=3.0), kind)
     live.restore(state, policy={"data_probe": "warn"})
     next(live.batches())
     assert "drawn again" in caplog.text
     dataset = Data()
-    live = start(0, dataset)
+    live = start(0, dataset, kind)
     live.restore(state, policy={"data_probe": "adapt"})
     next(live.batches())
     assert dataset.reads == 2
+    assert "not compared" not in caplog.text
 
 
-def test_a_dataset_that_counts_for_itself_is_found_out():
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_dataset_that_counts_for_itself_is_found_out(kind):
     """W03: its counter begins anew in the new process, and is in no state."""
-    state = stopped(0, 3, Data(counts=True))
-    live = start(0, Data(counts=True))
+    state = stopped(0, 3, Data(counts=True), kind)
+    live = start(0, Data(counts=True), kind)
     live.restore(state)
     with pytest.raises(DataPositionMismatch, match="drawn again"):
         next(live.batches())
+
+
+class Shifted(IterableDataset):
+    """A stream with a state, that adds what it drew when its iteration was started."""
+
+    def __init__(self, *, late):
+        self.at = 0
+        self.late = late
+
+    def __iter__(self):
+        return self.numbers(None if self.late else random.random())
+
+    def numbers(self, shift):
+        shift = random.random() if shift is None else shift
+        while self.at < 3 * N:
+            self.at += 1
+            yield torch.tensor([self.at + shift, random.random()], dtype=torch.float64)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize(("workers", "late"), [(0, False), (0, True), (2, False), (2, True)])
+def test_a_stream_that_draws_when_its_iteration_starts_is_exact_or_refused(workers, late):
+    """W03: a resume starts the iteration again, and nobody can tell what it drew then from what it draws for a batch."""
+
+    def make():
+        torch.manual_seed(3)
+        random.seed(3)
+        data = StatefulDataLoader(Shifted(late=late), batch_size=3, num_workers=workers)
+        return attach(torch.nn.Linear(1, 1), loader=data, unsaved=["loader.dataset"])
+
+    def read(live, until):
+        return [(batch.tolist(), random.random()) for batch in live.batches(steps=until) if live.advance()]
+
+    whole, found = read(make(), 6), []
+    for kill in (1, 2, 3, 5):
+        live = make()
+        seen, state = read(live, kill), copied(live.capture())
+        resumed = make()
+        resumed.restore(state)
+        try:
+            seen += read(resumed, 6)
+        except DataPositionMismatch:
+            found.append("refused")
+        else:
+            found.append("exact" if seen == whole else "another run")
+    expected = {(0, False): ["exact"] * 4, (0, True): ["exact", *["refused"] * 3]}
+    assert found == expected.get((workers, late), ["exact", "exact", "refused", "refused"])
+
+
+class Buffered(Shifted):
+    """Its state is large."""
+
+    def state_dict(self):
+        return {"at": self.at, "buffer": torch.zeros(2_000_000)}
+
+
+class Own:
+    """A loader with a state, of nobody's kind."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < N:
+            self.at += 1
+            yield torch.tensor([float(self.at)])
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("make", [lambda: StatefulDataLoader(Buffered(late=False), batch_size=3), Own])
+def test_data_that_are_not_compared_at_a_resume_are_said_once(make, caplog):
+    """W03: where a batch cannot be drawn again, or its state is too large to be taken for each batch."""
+    live = attach(torch.nn.Linear(1, 1), loader=make())
+    for _ in live.batches(steps=3):
+        live.advance()
+    state = copied(live.capture())
+    for policy, times in (({}, 1), ({"data_probe": "adapt"}, 0)):
+        caplog.clear()
+        resumed = attach(torch.nn.Linear(1, 1), loader=make())
+        resumed.restore(state, policy=policy)
+        for _ in resumed.batches(steps=5):
+            resumed.advance()
+        assert caplog.text.count("are not compared") == times
 
 
 def test_at_the_end_of_an_epoch_there_is_no_batch_to_draw_again():

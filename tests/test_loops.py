@@ -10,13 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.live import attach
 from trainfold.core.description import describe
-from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, RestoreRefused
+from trainfold.core.errors import (
+    CaptureRefused,
+    DataPositionMismatch,
+    IncompleteWindow,
+    InvalidArgument,
+    RestoreRefused,
+)
 
 N = 10
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
@@ -220,10 +226,51 @@ def test_loaders_that_are_read_at_their_own_pace_are_resumed_at_every_step():
     check(make, loop, plain, kills=[2, 4, 5])
 
 
-@pytest.mark.parametrize(
-    "arguments", [*WORKERS, {"sampler": RandomSampler(range(N)), "shuffle": False, "batch_size": 4}]
-)
-def test_a_prefetcher_that_is_one_batch_ahead_is_resumed_at_every_step(arguments):
+class Shards(IterableDataset):
+    """A stream with a state, a part of it in each worker."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        info = get_worker_info()
+        share, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        while self.at < N:
+            self.at += 1
+            if self.at % workers == share:
+                yield torch.tensor([self.at, random.random()], dtype=torch.float64)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Forgetful(IterableDataset):
+    """A stream without a state."""
+
+    def __iter__(self):
+        return (torch.tensor([float(index)]) for index in range(N))
+
+
+PREFETCHED = {
+    "map": loader,
+    "map, workers": partial(loader, num_workers=2),
+    "sampler": lambda: loader(sampler=RandomSampler(range(N)), shuffle=False, batch_size=4),
+    "stateful": lambda: StatefulDataLoader(Noisy(), batch_size=3, shuffle=True),
+    "stateful, generator": lambda: StatefulDataLoader(
+        Noisy(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "stateful, workers": lambda: StatefulDataLoader(Noisy(), batch_size=3, shuffle=True, num_workers=2),
+    "stream": lambda: StatefulDataLoader(Shards(), batch_size=3),
+    "stream, workers": lambda: StatefulDataLoader(Shards(), batch_size=3, num_workers=2),
+}
+
+
+@pytest.mark.parametrize("name", PREFETCHED)
+def test_a_prefetcher_that_is_one_batch_ahead_is_resumed_at_every_step(name):
     """W04: the batch that waits is handed out again, with the draws that it had; over the end of an epoch too."""
 
     def plain(data, events):
@@ -234,7 +281,30 @@ def test_a_prefetcher_that_is_one_batch_ahead_is_resumed_at_every_step(arguments
         for batch in ahead(run.live.batches(epochs=2)):
             die(run, run.step(batch, samples=len(batch)))
 
-    check(partial(loader, **arguments), loop, plain, kills=None if "num_workers" not in arguments else [3, 4, 6])
+    check(PREFETCHED[name], loop, plain, kills=None if "workers" not in name else [4, 6])
+
+
+def test_a_prefetcher_over_a_stream_without_a_state_is_resumed_as_the_run_goes_on():
+    """W04: it draws from streams of its own, and is compared from the start of the epoch."""
+
+    def loop(run):
+        for batch in ahead(run.live.batches(epochs=2)):
+            die(run, run.step(batch, samples=len(batch)))
+
+    make = partial(StatefulDataLoader, Forgetful(), batch_size=3)
+    run = Run(make)
+    loop(run)
+    check(make, loop, lambda _, events: events.extend(run.events))
+
+
+def test_a_batch_that_waits_and_cannot_be_given_once_more_is_refused_at_a_save():
+    """A06, W04: a step on no data, while a batch waits; a loader with a state was not asked for it before that batch."""
+    live = Run(lambda: StatefulDataLoader(Noisy(), batch_size=3)).live
+    batch = next(live.batches())
+    with pytest.raises(CaptureRefused, match="handed out and not counted"):
+        live.advance(samples=0)
+    live.advance(samples=len(batch))
+    live.capture()
 
 
 def ahead(batches):

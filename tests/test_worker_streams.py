@@ -17,6 +17,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     default_collate,
     get_worker_info,
@@ -295,6 +296,75 @@ def test_a_worker_that_has_its_own_dataset_is_that_of_the_user():
     """W01: code in a worker sees the dataset, whatever stands in front of it."""
     make = partial(LOADERS["no batches"], num_workers=1, worker_init_fn=seeded_init)
     assert len(Run(make).read(3)) == 3
+
+
+class Late(Sampler[int]):
+    """Draws each index when it is asked for it: with and without putting it back."""
+
+    def __init__(self, *, puts_back):
+        self.puts_back = puts_back
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        pool = list(range(N))
+        for _ in range(N):
+            yield random.randrange(N) if self.puts_back else pool.pop(random.randrange(len(pool)))
+
+
+class LateStateful(Late):
+    """The same, for a loader with a state."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("puts_back", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_draws_from_a_global_stream_as_it_goes_is_refused_inside_an_epoch(puts_back, workers, caplog):
+    """W01, G01: it is said once, when it is seen; at an epoch's end it is exact."""
+    make = partial(DataLoader, Plain(), batch_size=2, num_workers=workers)
+    make = partial(lambda make: make(sampler=Late(puts_back=puts_back)), make)
+    whole = plain_loop(make, 2)
+    run = Run(make)
+    run.read(3)
+    with pytest.raises(RestoreRefused, match=r"state\.dataset\.late.*global random streams of python"):
+        run.resumed(make)
+    assert caplog.text.count("Late draws from the global random streams of python") == 1
+    run = Run(make)
+    seen = run.read(7)
+    assert seen + run.resumed(make).read(len(whole)) == whole
+
+
+def test_a_sampler_that_draws_as_it_goes_is_exact_where_nothing_else_draws():
+    """G01: without workers, and from a stream that neither the training nor the dataset moves."""
+
+    def make():
+        return DataLoader(Augmented("torch"), batch_size=2, sampler=Late(puts_back=False))
+
+    def read(live, until):
+        return [(batch.tolist(), float(torch.rand(()))) for batch in live.batches(steps=until) if live.advance()]
+
+    whole = read(Run(make).live, 14)
+    for chain in ((1, 2, 3), (4, 9), (7,)):
+        run, seen = Run(make), []
+        for kill in chain:
+            seen += read(run.live, kill)
+            run = run.resumed(make)
+        assert seen + read(run.live, 14) == whole
+
+
+def test_a_sampler_with_a_state_that_draws_as_it_goes_is_refused_with_workers():
+    """W01: what it drew for batches that were not trained on would be drawn anew."""
+    make = partial(StatefulDataLoader, Plain(), batch_size=2, num_workers=1, sampler=LateStateful(puts_back=True))
+    run = Run(make)
+    run.read(3)
+    with pytest.raises(RestoreRefused, match=r"state\.dataset\.late"):
+        run.resumed(make)
 
 
 class Mapping(DataLoader):

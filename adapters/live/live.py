@@ -29,7 +29,7 @@ from trainfold.adapters.live.unattached import StepWatch
 from trainfold.adapters.live.view import Lent
 from trainfold.adapters.loaders.choose import feeds_of
 from trainfold.adapters.loaders.feed import Feed, mismatch
-from trainfold.adapters.loaders.group import Samples
+from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.core import tree
 from trainfold.core.audit import UNSAVED
 from trainfold.core.components import components_of, state_of, validate_components
@@ -117,7 +117,7 @@ class Live:
         self._model = model
         self._optimizer = optimizer
         self._scheduler = None if scheduler is None else SchedulerPart(check_schedulers(scheduler))
-        self._feed: Feed | None = None if loader is None else feeds_of(loader)
+        self._feed: Feed | FeedGroup | None = None if loader is None else feeds_of(loader)
         self._data = None if self._feed is None else LoopData(self._feed)
         self._extra = dict(extra)
         self._progress = Progress()

@@ -35,7 +35,7 @@ from trainfold.adapters.loaders.stateful import StatefulFeed
 from trainfold.core.errors import InvalidArgument
 
 
-def feeds_of(loader: Any) -> Feed:
+def feeds_of(loader: Any) -> Feed | FeedGroup:
     """The feed for a loader, or for several by name.
 
     Raises:

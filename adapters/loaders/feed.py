@@ -1,5 +1,6 @@
 """What every feed needs: the protocol, the batches on their way, the generators of a loader, checks of a position."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from trainfold.core.errors import DataPositionMismatch, InvalidState, TrainfoldE
 from trainfold.core.policy import Verdict
 from trainfold.core.state import Opaque
 
+_LOG = logging.getLogger("trainfold")
 OTHER = "attach the loader that the state was captured from, or leave dataset out with components="
 END = object()
 OPENED = object()  # what `Feed.batches` yields first, when the loader's iterator is made
@@ -204,6 +206,17 @@ def position_problems(
         for name in counters
         if type(value.get(name)) is not int or value[name] < 0
     ]
+
+
+def say_if_old(value: dict[str, Any], *, inside: bool) -> None:
+    """Warn of a position that does not say how its batches were drawn (V09, W02); a refusal has come first, where workers need it."""
+    if inside and value.get("version") == 1:
+        _LOG.warning(
+            "the position comes from an older trainfold, which did not write how many loader workers there were, whether their "
+            "random streams had moved, and what the last batch was. If the run had num_workers > 0 and drew in its workers, the "
+            "rest of this epoch has other samples than it would have had, and other data are not noticed. The cure: resume from "
+            "the end of an epoch, where nothing of this matters"
+        )
 
 
 def tell_epoch(loader: Any, epoch: int) -> None:

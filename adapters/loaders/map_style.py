@@ -1,6 +1,5 @@
 """`MapFeed`: an ordinary DataLoader over a map-style dataset, positioned in samples."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader
 from trainfold.adapters.components.component import Undo, copied, kind_of
 from trainfold.adapters.components.rng_streams import moved_stream_problems, preserved_rng
 from trainfold.adapters.components.stream_reader import Streams
+from trainfold.adapters.loaders.data_probe import compared, is_wanted
 from trainfold.adapters.loaders.draw_batches import Drawer
 from trainfold.adapters.loaders.draws import Draws, Last, plain
 from trainfold.adapters.loaders.feed import (
@@ -24,10 +24,12 @@ from trainfold.adapters.loaders.feed import (
     length_of,
     mismatch,
     position_problems,
+    say_if_old,
     set_generators,
     stale,
     tell_epoch,
 )
+from trainfold.adapters.loaders.pull_watch import PullWatch, is_foreign, late_problems
 from trainfold.adapters.loaders.sampler_tap import (
     Tap,
     capture_order,
@@ -38,10 +40,8 @@ from trainfold.adapters.loaders.sampler_tap import (
 )
 from trainfold.adapters.loaders.worker_trace import WorkerTrace
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
-from trainfold.core.policy import Verdict, verdict_of
+from trainfold.core.policy import Verdict
 from trainfold.core.state import Opaque
-
-_LOG = logging.getLogger("trainfold")
 
 
 @final
@@ -69,6 +69,8 @@ class MapFeed:
         self._tap.look = self._drawer.watch.look
         workers = loader.num_workers
         self._draws = Draws(workers, persistent=bool(workers and loader.persistent_workers))
+        if is_foreign(loader):
+            self._tap.watch = PullWatch(kind_of(loader.sampler), is_ahead=bool(workers))
         self._deliveries = Deliveries()
         self._epoch = self._samples = self._batches = 0
         self._drawing = 0
@@ -322,7 +324,7 @@ class MapFeed:
     # --- the data probe -----------------------------------------------------------------------------------------------
 
     def _probes(self) -> bool:
-        return self._probe_due and verdict_of("data_probe", "state.dataset.draws.last", self.policy) != "adapt"
+        return self._probe_due and is_wanted(self.policy)
 
     def _compared(self, iterator: Iterator[Any], last: Last) -> DataPositionMismatch | None:
         """Draw the last batch again, and compare it with what was trained on (W03); what is to be raised."""
@@ -332,23 +334,9 @@ class MapFeed:
         size = tap.passed.popleft()[0] if made is not END else 0
         if size != last.samples or (tap.ahead == [END] and not tap.passed):
             return not_between(self._samples, self._samples - last.samples + size, is_end=True)
-        found = made[1].digest
-        if found == last.digest:
-            self._probe_due = False
-            return None
-        error = mismatch(
-            "state.dataset.draws.last",
-            f"the last batch of the position, drawn again, to be what was trained on ({last.digest})",
-            f"another one ({found})",
-            "give the dataset, its transforms, the tokenizer and the collate_fn that the run was started with, and let them "
-            "draw from the global streams or from the index; to go on with other data on purpose, say "
-            'policy={"data_probe": "warn"}; policy={"data_probe": "adapt"} draws nothing, for data that cannot be read twice',
-        )
-        if verdict_of("data_probe", error.where, self.policy) == "refuse":
-            return error
-        _LOG.warning("%s", error)
-        self._probe_due = False
-        return None
+        error = compared(last, made[1].digest, self.policy)
+        self._probe_due = error is not None
+        return error
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume."""
@@ -381,6 +369,7 @@ class MapFeed:
                 "later_born": [self._borns[each].value for each in later if each in self._borns],
                 "again": [plain(each) for each in again] if draws.moved and not draws.workers else [],
                 "draws": draws.capture(born if order is not None or draws.persistent else None),
+                "late": self._tap.watch.late if self._samples and self._tap.watch is not None else [],
                 "generators": {name: generator.get_state() for name, generator in self._generators.items()},
             }
         )
@@ -445,6 +434,8 @@ class MapFeed:
                     "use the batch size that the position was saved with, or resume at the end of an epoch",
                 )
             )
+        if samples:
+            found.extend(late_problems(value.get("late")))
         if samples or value.get("order") is not None:
             found.extend(order_problems(value.get("order"), self._generators))
         found.extend(self._ahead_problems(value))
@@ -500,6 +491,7 @@ class MapFeed:
             self._drawer.watch.again.extend(value.get("again", []))
             self._drawer.knows_that_streams_move = self._draws.moved
 
+        say_if_old(saved.value, inside=bool(saved.value["samples"]))
         take(copied(saved).value)
         return lambda: take(before.value)
 

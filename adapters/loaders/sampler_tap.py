@@ -9,6 +9,7 @@ import torch
 from trainfold.adapters.components.component import nothing
 from trainfold.adapters.components.rng_streams import capture_streams, restore_streams, stream_problems
 from trainfold.adapters.loaders.feed import END, OTHER, generator_problems, length_of, mismatch, set_generators
+from trainfold.adapters.loaders.pull_watch import PullWatch
 from trainfold.adapters.loaders.worker_trace import Empty
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
 from trainfold.core.state import Opaque
@@ -28,6 +29,7 @@ class Tap:
         self.look: Callable[[], None] = nothing  # called when an index has left the sampler
         self.started_from: Opaque | None = None
         self.current: _TapIterator | None = None
+        self.watch: PullWatch | None = None  # for a sampler that may draw as it goes
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -51,6 +53,8 @@ class _TapIterator:
         self.given = 0
         self.ahead: list[Any] = []
         self.stopped = False
+        self.is_sought = False  # whether the position is reached
+        self.is_first = True
         self.empty = tap.empty
         self.passed: deque[tuple[int, bool]] = deque()
 
@@ -85,6 +89,7 @@ class _TapIterator:
         tap.start, skip, tap.skip = None, tap.skip, 0
         self.indices = iter(tap.sampler)
         if not tap.seeks:
+            self.is_sought = True
             return
         read, item = 0, self._pull()
         while read < skip and item is not END:
@@ -93,10 +98,15 @@ class _TapIterator:
         if read != skip or item is END:
             raise not_between(skip, read, is_end=item is END)
         self.ahead.append(item)
+        self.is_sought = True
 
     def _pull(self) -> Any:
-        assert self.indices is not None
-        return next(self.indices, END)
+        indices, watch = self.indices, self.tap.watch
+        assert indices is not None
+        if watch is None or not self.is_sought:
+            return next(indices, END)
+        first, self.is_first = self.is_first, False
+        return watch.pull(lambda: next(indices, END), is_first=first)
 
     def _size(self, item: Any) -> int:
         return len(item) if self.tap.counts else 1

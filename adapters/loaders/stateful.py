@@ -1,5 +1,6 @@
 """`StatefulFeed`: a loader that knows its own position, such as torchdata's StatefulDataLoader."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
@@ -9,9 +10,11 @@ from torch.utils.data import DataLoader
 
 from trainfold.adapters.components.component import Undo, copied, copied_containers, kind_of
 from trainfold.adapters.components.rng_streams import preserved_rng
-from trainfold.adapters.components.stream_reader import Streams
-from trainfold.adapters.loaders.draw_batches import replaced, unpaired
-from trainfold.adapters.loaders.draws import Drawn, Draws
+from trainfold.adapters.components.stream_reader import StreamReader, set_streams
+from trainfold.adapters.loaders.batch_digest import batch_digest
+from trainfold.adapters.loaders.data_probe import compared, is_wanted, say_uncompared
+from trainfold.adapters.loaders.draw_batches import replaced, undisturbed, unpaired
+from trainfold.adapters.loaders.draws import Drawn, Draws, Last
 from trainfold.adapters.loaders.feed import (
     END,
     OPENED,
@@ -24,14 +27,17 @@ from trainfold.adapters.loaders.feed import (
     mismatch,
     position_problems,
     samplers_of,
+    say_if_old,
     set_generators,
     stale,
     tell_epoch,
 )
+from trainfold.adapters.loaders.hand_out import Counted, HandedOut, Mark, Unreported, is_large
 from trainfold.adapters.loaders.iterable import Replay, ended_in_part, iterates, keeps_nothing, torchdatas
+from trainfold.adapters.loaders.pull_watch import PullWatch, is_foreign, late_problems
 from trainfold.adapters.loaders.sampler_tap import capture_order, order_problems, restore_order
 from trainfold.adapters.loaders.worker_trace import WorkerTrace
-from trainfold.core.errors import IncompleteWindow, InvalidArgument, TrainfoldError
+from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, TrainfoldError
 from trainfold.core.policy import Verdict
 from trainfold.core.state import Opaque
 
@@ -64,6 +70,16 @@ class StatefulFeed:
         workers = loader.num_workers if _is_traced(loader) else 0
         self._draws = Draws(workers, persistent=bool(workers and loader.persistent_workers))
         self._began: Any = None  # the loader's state when the epoch began, where it has one
+        self._reader = StreamReader() if torchdatas(loader) and not workers else None
+        self._counts = getattr(loader, "batch_sampler", None) is not None
+        self._counted: Counted | None = None
+        self._watch = PullWatch(kind_of(loader.sampler), is_ahead=True) if workers and is_foreign(loader) else None
+        self._before: Any = None  # the loader's state before the last batch that was consumed
+        self._start_place: dict[str, Any] = {}  # between the last two epochs
+        self._looks_back = torchdatas(loader)  # whether such states are taken
+        self._looks = 0
+        self._probe_due = False  # after a restore
+        self._again: deque[Opaque] = deque()  # for batches to be given once more: everything that they were drawn from
         self._run = 0
         self.policy: Mapping[str, Verdict] = {}
 
@@ -96,24 +112,38 @@ class StatefulFeed:
             )
 
     def advance(self, samples: int | None) -> int:
-        """Count every batch that was handed out as consumed; only the caller knows how many samples they had."""
-        for delivery in self._deliveries.take(None):
-            self._batches += 1
-            if delivery.drawn is not None:
-                self._draws.consume(delivery.drawn, 0)
+        """Count batches that were handed out as consumed: all of them, where only the caller knows how many samples they have."""
+        taken = self._deliveries.take(samples)
+        for delivery in taken:
+            handed: HandedOut = delivery.drawn
+            self._batches, self._before = self._batches + 1, handed.before
+            if handed.drawn is not None:
+                self._draws.consume(handed.drawn, delivery.samples or 0)
             if delivery.last:
                 self._end_epoch()
-        self._settle()
-        return samples or 0
+        if not self._deliveries.waiting:
+            self._digest = self._digest_now()
+        return (
+            (samples or 0) if any(each.samples is None for each in taken) else sum(each.samples or 0 for each in taken)
+        )
+
+    def check_samples(self, samples: int | None) -> None:
+        """Raise what `advance` would raise."""
+        self._deliveries.count_of(samples)
+
+    def waiting_samples(self) -> int | None:
+        """Of the batches that were handed out and not consumed."""
+        return self._deliveries.samples
 
     def _end_epoch(self) -> None:
-        self._epoch, self._batches = self._epoch + 1, 0
+        self._epoch, self._batches, self._before = self._epoch + 1, 0, None
         self._draws.end_epoch()
 
-    def _settle(self) -> None:
-        """Everything that was drawn is consumed."""
-        if self._replay is not None:
-            self._digest = self._replay.digest if self._drawn else ""
+    def _digest_now(self) -> str | None:
+        """Of everything that was drawn in this epoch."""
+        if self._replay is None:
+            return self._digest
+        return self._replay.digest if self._drawn else ""
 
     def leave_epoch(self) -> None:
         """Begin the next epoch, where this one has not begun.
@@ -142,32 +172,96 @@ class StatefulFeed:
         self.rewind()
         told = False
         while (epochs is None or self._drawing < epochs) and not done():
+            mark = self._mark()
             if self._iterator is None:
-                self._iterator = self._open()
-            iterator, total = self._iterator, length_of(self._loader)
-            last = False
+                if not self._drawn and self._looks_back:
+                    self._start_place = {"state": self._state(), "samplers": self._sampler_states(), "first": True}
+                self._iterator = self._open_again() if self._again and not self._drawn else self._open()
+            iterator, last = self._iterator, False
             if not told:
                 told = True
                 yield OPENED
             while not last and not done():
-                batch = self._draw(iterator)
-                if batch is END:
+                mark = mark or self._mark()
+                delivery, batch = self._give_next(iterator, mark)
+                mark = None
+                if delivery is None:
                     self._end_late()
                     break
-                self._drawn += 1
-                drawn = iterator.drawn if isinstance(iterator, Unreported) else None
-                last = self._drawn == total
-                if last and self._draw(iterator) is not END:  # so that the loader knows of its end, and saves that
-                    raise mismatch("attach.loader", f"{total} batches, as len() says", "more", "mend its __len__")
-                self._deliveries.waiting.append(Delivery(0, last, drawn))
+                last = delivery.last
+                self._deliveries.waiting.append(delivery)
                 if last:
                     self._iterator, self._drawing, self._drawn = None, self._drawing + 1, 0
                 yield batch
                 if self._run != run:
                     raise stale()
 
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def _mark(self) -> Mark | None:
+        """Where the loader stands, if the loop is ahead of what it has counted."""
+        if not self._deliveries.waiting:
+            return None
+        return Mark(self._place(), self._again[0] if self._again else capture_order(self._generators))
+
+    def _give_next(self, iterator: Iterator[Any], mark: Mark | None) -> tuple[Delivery | None, Any]:
+        """The next batch and how it was given; no delivery at the end. One that is given once more is drawn as it was."""
+        if not self._again:
+            return self._drawn_now(iterator, mark)
+        with self._apart():
+            restore_order(self._again[0], self._generators)
+            delivery, batch = self._drawn_now(iterator, mark)
+        if delivery is not None:
+            self._again.popleft()
+        return delivery, batch
+
+    def _drawn_now(self, iterator: Iterator[Any], mark: Mark | None) -> tuple[Delivery | None, Any]:
+        before = self._look_back()
+        reader = None if self._replay is not None else self._reader
+        if reader is not None:
+            reader.moved()
+        streams = {} if reader is None else reader.streams
+        batch = self._draw(iterator)
+        if batch is END:
+            return None, END
+        self._drawn += 1
+        drawn, samples = None, None
+        if isinstance(iterator, Unreported):
+            drawn, samples = iterator.drawn, iterator.samples
+        elif self._counted is not None:
+            samples = self._counted.samples
+        if reader is not None:
+            drawn = Drawn(None, batch_digest(batch), reader.moved(), streams)
+        total = length_of(self._loader)
+        last = self._drawn == total
+        if last and self._draw(iterator) is not END:  # so that the loader knows of its end, and saves that
+            raise mismatch("attach.loader", f"{total} batches, as len() says", "more", "mend its __len__")
+        return Delivery(samples, last, HandedOut(drawn, before, mark)), batch
+
     def _draw(self, iterator: Iterator[Any]) -> Any:
-        return next(iterator, END) if self._replay is None else self._replay.draw(iterator)
+        if self._replay is not None:
+            return self._replay.draw(iterator)
+        if self._watch is not None:
+            return self._watch.pull(lambda: next(iterator, END), is_first=False)
+        return next(iterator, END)
+
+    def _look_back(self) -> Any:
+        """The loader's state before a batch, for the data probe; a large one is not taken each time."""
+        if not self._looks_back or (self._replay is not None and self._began is None):
+            return None
+        if not self._drawn:
+            return self._start_place  # a sampler that has not been started yet says where the epoch before has left it
+        state = self._loader.state_dict()
+        if not self._draws.workers:
+            state = copied_containers(state)
+        self._looks += 1
+        if self._looks.bit_count() == 1 and is_large(state):
+            self._looks_back = False
+        return (
+            None
+            if not self._looks_back or _steps_since_snapshot(state)
+            else {"state": state, "samplers": {}, "first": False}
+        )
 
     def _end_late(self) -> None:
         """The end of an epoch of unknown length is known one call after its last batch."""
@@ -181,44 +275,113 @@ class StatefulFeed:
             waiting[-1] = attrs.evolve(waiting[-1], last=True)
         else:
             self._end_epoch()
-            self._settle()
+            self._digest = self._digest_now()
+
+    # --- the loader's iterators ---------------------------------------------------------------------------------------
+
+    def _open_again(self) -> Iterator[Any]:
+        """An iterator of an epoch whose first batch is given once more."""
+        with self._apart():
+            restore_order(self._again[0], self._generators)
+            iterator = self._open()
+            self._again[0] = capture_order(self._generators)
+        return iterator
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Leave every stream and generator as it is."""
+        now = {name: generator.get_state() for name, generator in self._generators.items()}
+        try:
+            with undisturbed():
+                yield
+        finally:
+            set_generators(self._generators, now)
 
     def _open(self) -> Iterator[Any]:
         tell_epoch(self._loader, self._drawing)
         if not isinstance(self._loader, DataLoader):
+            if self._probe_due and self._drawn > 0:
+                self._say_uncompared("it is known to the loader alone how it goes back")
             self._loaded = None
             return iter(self._loader)
         if self._drawn > 0:
             return self._inside()
         if self._loaded is not None:
-            self._end_again()
+            self._end_again(self._loaded, self._samplers)
         return self._start()
 
     def _inside(self) -> Iterator[Any]:
         """An iterator in the middle of an epoch, from a position that was taken."""
-        loader, state, digest = self._loader, self._loaded, self._digest
-        if digest is not None and (state is None or ended_in_part(state) or loader.batch_size is None):
-            return self._again(digest)  # without batches a worker's state does not say that it has ended
+        loader, digest = self._loader, self._digest
+        if digest is not None and self._starts_over():
+            return self._again_from_start(digest)
+        last = self._last_to_compare()
         now = {name: generator.get_state() for name, generator in self._generators.items()}
         with preserved_rng():  # the run that was not interrupted made this iterator when the epoch began
+            if last is not None:
+                self._go_back(last)
             if self._order is not None:
                 restore_order(self._order, self._generators)  # for samplers whose state the loader cannot keep
-            with self._traced(self._draws.starts(probe=False)):
+            with self._traced(last=last, goes_on=True):
                 iterator = self._unreported(iter(loader))
-        if loader.num_workers == 0 or not getattr(loader.sampler, "replacement", False):  # else it has read ahead
+            error = None if last is None else self._compared(iterator, last)
+        if error is not None:
+            set_generators(self._generators, now)
+            del iterator  # a traceback would keep it, and its workers, until a collection, which waits for them
+            self._give(self._loaded)
+            raise error
+        reads_ahead = loader.num_workers > 0 and getattr(loader.sampler, "replacement", False)
+        if self._again or not reads_ahead:
             set_generators(self._generators, now)
         if iterates(loader) and keeps_nothing(loader.state_dict()):
             raise mismatch("attach.loader", "the dataset with a state that was saved", "one without", OTHER)
         if digest is not None and self._order is not None:
             self._replay = Replay(loader, self._order, digest=digest)
-        self._loaded = None
+        self._loaded, self._probe_due = None, False
         return iterator
 
-    def _end_again(self) -> None:
-        """Bring the loader to the end of an epoch, where the next one has not begun."""
+    def _starts_over(self) -> bool:
+        """Whether the epoch is started again, and its batches are drawn again and compared."""
         loader, state = self._loader, self._loaded
+        if state is None or ended_in_part(state) or loader.batch_size is None:
+            return True  # without batches a worker's state does not say that it has ended
+        # a stream may draw when a worker starts it; the probe looks at one worker, and sees that after its second batch only
+        return self._began is not None and 1 < loader.num_workers >= self._drawn
+
+    def _last_to_compare(self) -> Last | None:
+        """The last batch of the position, where it can be drawn again (W03)."""
+        if not self._probe_due or not is_wanted(self.policy):
+            return None
+        if self._draws.last is None or self._before is None:
+            self._say_uncompared(
+                "its state before the last batch is not in the position, because it is large, or older than this release"
+            )
+            return None
+        return self._draws.last
+
+    def _go_back(self, last: Last) -> None:
+        """Give the loader the state that it had before the last batch."""
+        self._give(self._before["state"])
+        if self._before["first"] and self._before["state"] is not None:
+            self._end_again(self._before["state"], self._before["samplers"], last)
+
+    def _say_uncompared(self, why: str) -> None:
+        self._probe_due = False
+        say_uncompared(kind_of(self._loader), why, self.policy)
+
+    def _compared(self, iterator: Iterator[Any], last: Last) -> DataPositionMismatch | None:
+        """Draw the last batch again, and compare it with what was trained on; what is to be raised."""
+        set_streams(last.before if not self._draws.workers else {})
+        batch = next(iterator, END)
+        drawn = iterator.drawn if isinstance(iterator, Unreported) else None
+        digest = drawn.digest if drawn is not None else batch_digest(batch)
+        return compared(last, "none" if batch is END or digest is None else digest, self.policy)
+
+    def _end_again(self, state: Any, samplers: Mapping[str, Any], last: Last | None = None) -> None:
+        """Bring the loader to the end of an epoch, where the next one has not begun."""
+        loader = self._loader
         now = {name: generator.get_state() for name, generator in self._generators.items()}
-        with preserved_rng(), self._traced(self._draws.starts(probe=False)):
+        with preserved_rng(), self._traced(last=last, goes_on=True):
             if not isinstance(state, dict) or not state.get("_iterator_finished"):
                 iter(loader)
             elif loader.num_workers > 0 and not loader.persistent_workers:
@@ -227,8 +390,8 @@ class StatefulFeed:
                 loader.state_dict()  # makes the iterator that has ended, and not the next one
         set_generators(self._generators, now)
         for name, sampler in samplers_of(loader).items():
-            if name in self._samplers:
-                sampler.load_state_dict(copied(self._samplers[name]))
+            if name in samplers:
+                sampler.load_state_dict(copied(samplers[name]))
         if hasattr(loader.sampler, "next_yielded"):
             # torchdata 0.11: a StatefulDistributedSampler at the end of an epoch would skip the whole next one
             loader.sampler.next_yielded = None
@@ -242,7 +405,7 @@ class StatefulFeed:
     def _start(self) -> Iterator[Any]:
         """An iterator at the start of an epoch, which is made now, whether the run was interrupted or not."""
         self._order = capture_order(self._generators)
-        with self._traced({}):
+        with self._traced():
             iterator = self._unreported(iter(self._loader))
         self._loaded = self._replay = self._began = None
         if iterates(self._loader):
@@ -255,7 +418,7 @@ class StatefulFeed:
             self._digest = None
         return iterator
 
-    def _again(self, digest: str) -> Iterator[Any]:
+    def _again_from_start(self, digest: str) -> Iterator[Any]:
         """An iterator of an epoch that is started again, after the batches that were drawn of it."""
         assert self._order is not None
         now = {name: generator.get_state() for name, generator in self._generators.items()}
@@ -263,27 +426,46 @@ class StatefulFeed:
             restore_order(self._order, self._generators)
             if self._began is not None:
                 self._loader.load_state_dict(copied(self._began))
-            with self._traced({}):
+            with self._traced():
                 iterator = self._unreported(iter(self._loader))
             replay = Replay(self._loader, self._order)
             replay.skip(iterator, self._drawn, digest)
         set_generators(self._generators, now)
-        self._replay, self._loaded = replay, None
+        self._replay, self._loaded, self._probe_due = replay, None, False
         return iterator
 
     @contextmanager
-    def _traced(self, starts: dict[int, Streams]) -> Iterator[None]:
-        """Workers that are started in this block report the streams of their batches."""
-        if not self._draws.workers:
-            yield
+    def _traced(self, *, last: Last | None = None, goes_on: bool = False) -> Iterator[None]:
+        """Workers that are started in this block report their batches; without workers, samples are counted.
+
+        Args:
+            last: the batch that is drawn again first.
+            goes_on: whether the workers start with the streams of the position.
+        """
+        loader, draws = self._loader, self._draws
+        if not draws.workers:
+            if self._reader is None:
+                yield
+                return
+            self._counted = Counted(loader.collate_fn, counts=self._counts)
+            with replaced(loader, {"collate_fn": self._counted}):
+                yield
             return
-        loader = self._loader
-        trace = WorkerTrace(loader.collate_fn, loader.worker_init_fn, starts=starts, digests=False)
+        trace = WorkerTrace(
+            loader.collate_fn,
+            loader.worker_init_fn,
+            starts=draws.starts(probe=last is not None) if goes_on else {},
+            probe=None if last is None else draws.last_worker,
+            after=None if last is None else draws.streams[draws.last_worker],
+            counts=self._counts,
+        )
         with replaced(loader, {"collate_fn": trace.collate, "worker_init_fn": trace.start}):
             yield
 
     def _unreported(self, iterator: Iterator[Any]) -> Iterator[Any]:
         return Unreported(iterator) if self._draws.workers else iterator
+
+    # --- the position -------------------------------------------------------------------------------------------------
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume."""
@@ -294,7 +476,28 @@ class StatefulFeed:
         }
 
     def capture(self) -> Opaque:
-        """The loader's own state, and the epochs counted here."""
+        """The loader's own state, and the epochs counted here.
+
+        Raises:
+            IncompleteWindow: if a batch waits that the loader could not give once more.
+        """
+        waiting = self._deliveries.waiting
+        if waiting and waiting[0].drawn.mark is None:
+            raise IncompleteWindow(
+                "live.batches",
+                expected="that every batch is trained on before anything is saved, for a loader with a state of its own that was not asked "
+                "for it before that batch",
+                found=f"{len(waiting)} batches that were handed out and not counted",
+                mend="call live.advance(samples=...) for them first, or live.drop_window(); or attach a plain DataLoader",
+            )
+        return self._captured()
+
+    def _captured(self) -> Opaque:
+        waiting = [each.drawn.mark for each in self._deliveries.waiting]
+        marks = [each for each in waiting if each is not None]
+        again = [each.streams for each in marks] if len(marks) == len(waiting) else []
+        place = marks[0].place if again else self._place()
+        digest, inside = place["digest"], self._batches > 0
         return Opaque(
             {
                 "kind": "stateful",
@@ -302,15 +505,26 @@ class StatefulFeed:
                 "loader": kind_of(self._loader),
                 "epoch": self._epoch,
                 "batches": self._batches,
-                "state": self._state(),
-                "samplers": self._sampler_states(),
-                "digest": self._digest,
+                **place,
+                "began": place["began"] if inside and digest is not None else None,
+                "order": place["order"] if inside else None,
                 "draws": self._draws.capture(None),
-                "began": self._began if self._batches and self._digest is not None else None,
-                "order": self._order.value if self._batches and self._order is not None else None,
+                "before": self._before if inside else None,
+                "again": [each.value for each in (again or self._again)],
+                "late": self._watch.late if inside and self._watch is not None else [],
                 "generators": {name: generator.get_state() for name, generator in self._generators.items()},
             }
         )
+
+    def _place(self) -> dict[str, Any]:
+        """Where the loader stands, as a position says it; everything that was drawn counts."""
+        return {
+            "state": self._state(),
+            "samplers": self._sampler_states(),
+            "digest": self._digest_now(),
+            "began": self._began,
+            "order": None if self._order is None else self._order.value,
+        }
 
     def _sampler_states(self) -> dict[str, Any]:
         """Between two epochs: the loader's state has those from when the last batch was asked for."""
@@ -321,7 +535,7 @@ class StatefulFeed:
         return {name: copied_containers(state) for name, state in states.items()}
 
     def _state(self) -> Any:
-        if self._loaded is not None or (self._digest is not None and self._began is None):
+        if self._loaded is not None or (self._digest_now() is not None and self._began is None):
             return self._loaded
         untouched = self._iterator is None and self._drawing == 0
         if untouched and isinstance(self._loader, DataLoader):
@@ -345,8 +559,23 @@ class StatefulFeed:
             found.append(mismatch("state.dataset.digest", "a digest of the batches, as text", repr(digest), OTHER))
         if value.get("order") is not None or (digest is not None and value["batches"]):
             found.extend(order_problems(value.get("order"), self._generators))
+        found.extend(self._ahead_problems(value))
         found.extend(self._draws_problems(value))
         found.extend(generator_problems(self._generators, value.get("generators"), "state.dataset.generators"))
+        return found
+
+    def _ahead_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
+        """Of what was drawn last, and of what was drawn ahead."""
+        found = late_problems(value.get("late")) if value["batches"] else []
+        before, again = value.get("before"), value.get("again", [])
+        if before is not None and not (isinstance(before, dict) and {"state", "samplers", "first"} <= set(before)):
+            found.append(
+                mismatch("state.dataset.before", "the loader's state before a batch", repr(before)[:80], OTHER)
+            )
+        if not isinstance(again, list):
+            return [*found, mismatch("state.dataset.again", "a list", repr(again)[:80], OTHER)]
+        for number, order in enumerate(again):
+            found.extend(order_problems(order, self._generators, where=f"state.dataset.again[{number}]"))
         return found
 
     def _draws_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
@@ -366,7 +595,7 @@ class StatefulFeed:
 
     def write(self, saved: Any) -> Undo:
         """Give the loader its state; it moves when the batches are asked for."""
-        before = copied(self.capture()).value
+        before = copied(self._captured()).value
 
         def take(value: dict[str, Any]) -> None:
             state = value["state"]
@@ -377,38 +606,20 @@ class StatefulFeed:
             self._iterator, self._loaded = None, state
             self._replay, self._digest, self._began = None, value.get("digest"), value.get("began")
             self._draws.take(value.get("draws"))
+            self._before, self._probe_due = value.get("before"), True
+            self._again = deque(Opaque(order) for order in value.get("again", []))
             self._samplers = value.get("samplers", {})
             self._order = None if value["order"] is None else Opaque(value["order"])
             self._deliveries.waiting.clear()
             set_generators(self._generators, value["generators"])
 
+        say_if_old(saved.value, inside=bool(saved.value["batches"]))
         try:
             take(copied(saved).value)
         except Exception:
             take(before)
             raise
         return lambda: take(before)
-
-
-@final
-class Unreported:
-    """An iterator without the reports that come with its batches; the last one is kept.
-
-    Args:
-        made: an iterator of pairs of a batch and its report.
-    """
-
-    def __init__(self, made: Iterator[Any]) -> None:
-        self._made = made
-        self.drawn: Drawn | None = None
-
-    def __iter__(self) -> "Unreported":
-        return self
-
-    def __next__(self) -> Any:
-        batch, report = next(self._made)
-        self.drawn = Drawn.by_worker(report)
-        return batch
 
 
 def _is_traced(loader: Any) -> bool:

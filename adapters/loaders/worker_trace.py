@@ -23,11 +23,13 @@ class Report:
         worker: which one made it.
         moved: its streams after the batch, those that the batch has moved.
         digest: of the batch; None for an empty task, which has none.
+        samples: how many it has; None where that is not known.
     """
 
     worker: int
     moved: Streams
     digest: str | None
+    samples: int | None = None
 
 
 @final
@@ -81,7 +83,7 @@ class WorkerTrace:
         empty: workers below this number get an empty task first.
         probe: the worker whose first batch is only compared, or None.
         after: the streams that this worker goes on with then.
-        digests: whether batches are digested; the digest is ``""`` where not.
+        counts: whether what is collated is a list of samples.
     """
 
     def __init__(  # noqa: PLR0913 - keywords
@@ -93,7 +95,7 @@ class WorkerTrace:
         empty: int = 0,
         probe: int | None = None,
         after: Streams | None = None,
-        digests: bool = True,
+        counts: bool = False,
     ) -> None:
         self._collate = collate
         self._init = init
@@ -101,7 +103,7 @@ class WorkerTrace:
         self._empty = empty
         self._probe = probe
         self._after: Streams = after or {}
-        self._digests = digests
+        self._counts = counts
         self._worker = -1
         self._reader: StreamReader | None = None
         self._seeded: Streams = {}
@@ -125,12 +127,13 @@ class WorkerTrace:
         if self._worker < self._empty:
             self._empty = 0
             return None, Report(self._worker, {}, None)
+        size = len(samples) if self._counts else None
         batch = self._collate(samples)
-        digest = batch_digest(batch) if self._digests else ""
+        digest = batch_digest(batch)
         if self._probe == self._worker:
             self._probe = None
             set_streams({**self._seeded, **self._after})
             self._seeded = {}
             self._reader = StreamReader()
-            return batch, Report(self._worker, {}, digest)
-        return batch, Report(self._worker, self._reader.moved(), digest)
+            return batch, Report(self._worker, {}, digest, size)
+        return batch, Report(self._worker, self._reader.moved(), digest, size)
