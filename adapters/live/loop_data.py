@@ -33,6 +33,7 @@ class LoopData:
         self._read: set[str] = set()  # loaders that this body has read to the end
         self._left: list[str] = []  # loaders whose epoch was left early, as a position says
         self._open = 0  # iterations of this body that have not ended
+        self._was_left = False  # whether a break has ended the last of them
         self._restored: tuple[RngPart, Opaque] | None = None
         self._reading: dict[str, Reading] = {}  # loader -> the iteration of it outside of `epochs` that came last
         self._first: list[int] = []  # batches of the first steps whose samples nobody said
@@ -82,11 +83,13 @@ class LoopData:
 
     def _in_body(self, name: str, feed: Feed, stream: Iterator[Any]) -> Iterator[Any]:
         self._open += 1
+        self._was_left = True
         try:
             for batch in stream:
                 yield batch
                 if feed.epoch > self._opened.get(name, feed.epoch):
                     self._read.add(name)
+            self._was_left = False
         finally:
             self._open -= 1
 
@@ -178,12 +181,22 @@ class LoopData:
         if self._resumed is not None:
             epoch, opened, read, left = self._resumed, self._opened, self._read, self._left
         elif self._open or not self._read:
+            self._say_where_a_resume_goes_back_to()
             epoch, opened, read, left = self._body or 0, self._opened, self._read, []
         else:  # the loop over the batches has ended, so what is done at an epoch's end is done
             epoch, opened, read = (self._body or 0) + 1, {}, set()
             left = [name for name in self._opened if name not in self._read]
         body = {"epoch": epoch, "opened": dict(opened), "read": sorted(read), "left": list(left)}
         return Opaque({**found.value, "body": body})
+
+    def _say_where_a_resume_goes_back_to(self) -> None:
+        """A save between a break and the next epoch is in the epoch that was left: its body may still go on with it."""
+        if not self._open and self._was_left and any(self._feed(name or None).is_inside for name in self._opened):
+            self._was_left = False
+            _LOG.warning(
+                "this save comes after a break out of live.batches(), and before live.epochs() has begun the next epoch. A resume from it "
+                "goes back to the epoch that was left, and reads the rest of it. Save inside the inner loop, before the break"
+            )
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every reason why it cannot be taken."""

@@ -10,13 +10,14 @@ Workers (``num_workers > 0``): each batch brings the random streams of its worke
 every worker with its own streams, and gives it the batches that it would have had. So random augmentation is resumed
 exactly, wherever it draws from the streams of torch, numpy and python.
 
-Inside an epoch `MapFeed` draws the last batch again and compares it (the data probe). So data that changed behind the
-same length are refused, and so is a dataset, sampler or collate that draws from a generator or a counter of its own.
+Inside an epoch the last batch is drawn again and compared (the data probe). So data that changed behind the same length
+are refused, and so is a dataset, sampler or collate that draws from a generator or a counter of its own, and a stream
+that draws when its iteration is *started* and does not keep that in its ``state_dict``. `StatefulFeed` asks torchdata's
+loader for its state before each batch for that; where it cannot, it says that nothing is compared.
 
-Limits: `StatefulFeed` has no probe, because such a loader cannot go back. A stream that draws when its iteration is
-*started* has to keep what it drew in its ``state_dict``: a resume starts the iteration again. A sampler of the user's that draws from a
-*global* stream while the epoch goes on (not at its start) is resumed exactly without workers only. A dataset or sampler
-that changes itself from epoch to epoch needs ``state_dict`` or ``set_epoch``.
+Limits: a sampler of the user's that draws from a *global* stream while the epoch goes on (not at its start) is refused
+inside an epoch (`PullWatch`), unless nothing else moves that stream and there are no workers. A dataset or sampler that
+changes itself from epoch to epoch needs ``state_dict`` or ``set_epoch``.
 """
 
 from collections.abc import Mapping

@@ -119,11 +119,11 @@ class Deliveries:
         Raises:
             DataPositionMismatch: if no number of waiting batches has so many samples.
         """
+        if len(self.waiting) == 1 and samples in (None, self.waiting[0].samples):
+            return 1  # nearly always
         if samples is None or (samples and self.samples is None):
             return len(self.waiting)
         count, total = 0, 0
-        if len(self.waiting) == 1 and samples == self.waiting[0].samples:
-            return 1  # nearly always
         while count < len(self.waiting) and total < samples:
             total += self.waiting[count].samples or 0
             count += 1
