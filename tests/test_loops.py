@@ -182,6 +182,25 @@ def test_a_save_after_the_loop_over_the_batches_does_not_do_the_end_of_the_epoch
     assert first == [0, 1, 2]
 
 
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_batches_that_are_left_over_at_the_end_of_an_epoch_are_given_up_as_the_plain_loop_does(kind):
+    """A06, W04: windows of two in an epoch of four and a half of them."""
+
+    def plain(data, events):
+        for _ in range(2):
+            for number, batch in enumerate(data):
+                if number % 2:
+                    events.append(event(batch))
+
+    def loop(run):
+        for _ in run.live.epochs(2):
+            for number, batch in enumerate(run.live.batches()):
+                if number % 2:
+                    die(run, run.step(batch))
+
+    check(partial(kind, Noisy(), batch_size=2, shuffle=True), loop, plain)
+
+
 def test_a_save_between_a_break_and_the_next_epoch_goes_back_to_the_epoch_and_says_so(caplog):
     """W04: inside the inner loop, and after a loop that was read to its end, there is nothing to say."""
     live, states = Run(loader).live, []

@@ -151,6 +151,9 @@ class StatefulFeed:
         Raises:
             InvalidArgument: inside an epoch: such a loader cannot leave it.
         """
+        if self._deliveries.waiting and not self._drawn:
+            self.advance(None)  # it was read to its end, and the last batches were not trained on
+            return
         if self._drawn or self._deliveries.waiting:
             raise InvalidArgument(
                 "live.epochs",
