@@ -1,6 +1,6 @@
 """Drift: what differs between a checkpoint and the run that wants to resume, and what is done about each kind."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeAlias, final
 
 import attrs
@@ -53,6 +53,7 @@ RECIPES: Mapping[str, str] = {
     "missing": "Unfreeze layers",
     "shape": "Observers that resize",
 }
+_CAUSES: Final = ("missing", "shape")  # the others tend to follow from these
 ENVIRONMENT: Final = "environment."  # what the keys of the numerical environment begin with
 _OWNERS: Mapping[str, str] = {"optimizer": "hyperparameters", "dataset": "dataset", "environment": "environment"}
 # What a scheduler leaves in the groups that it works on: its own base rates.
@@ -91,6 +92,19 @@ class Drift:
         return self.where.startswith(("optimizer.slots[", "optimizer.groups: ", "optimizer.masters["))
 
     @property
+    def is_of_buffer(self) -> bool:
+        """Whether a buffer of a module has another shape: one that gets its size from a batch is a fresh one."""
+        return self.kind == "shape" and ".buffers['" in self.where
+
+    @property
+    def recipe(self) -> str | None:
+        """The recipe for it on the page docs/how-to/change-a-run.md."""
+        if self.kind == "shape" and not self.is_of_buffer:
+            return None
+        is_rate = self.kind == "scheduler" and ".groups[" in self.where
+        return RECIPES.get("hyperparameters" if is_rate else self.kind)
+
+    @property
     def adapts_a_scheduler(self) -> bool:
         """Whether attached schedulers go on under the settings of the run; a function that is only warned of changes nothing."""
         is_attached = self.kind == "scheduler" or (self.where == "scheduler.kind" and self.wanted.startswith("["))
@@ -100,6 +114,19 @@ class Drift:
 
     def __str__(self) -> str:
         return printable(f"{self.verdict:7} {self.kind:18} {self.where}: saved {self.saved}, wanted {self.wanted}")
+
+
+def recipes_of(drifts: Sequence[Drift]) -> tuple[str, ...]:
+    """The recipes that help, each once, those for causes first; what follows from an unfrozen layer is in its recipe.
+
+    Examples:
+        >>> drifts = [make_drift(kind, kind, saved=1, wanted=2, policy={}) for kind in ("batch_size", "missing")]
+        >>> recipes_of(drifts)
+        ('Unfreeze layers', 'Change the batch size')
+    """
+    causes = [drift for drift in drifts if drift.kind in _CAUSES]
+    others = [drift for drift in drifts if drift.kind not in _CAUSES and (drift.saved != "nothing" or not causes)]
+    return tuple(dict.fromkeys(drift.recipe for drift in (*causes, *others) if drift.recipe is not None))
 
 
 def check_policy(policy: Mapping[str, str] | None) -> dict[str, Verdict]:

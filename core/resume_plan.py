@@ -9,7 +9,7 @@ from trainfold.core.audit import not_restored, not_restored_text
 from trainfold.core.codec import digest_of
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import Manifest
-from trainfold.core.policy import RECIPES, Drift
+from trainfold.core.policy import Drift, recipes_of
 from trainfold.core.printable import printable
 from trainfold.core.scalars import Json
 
@@ -164,13 +164,18 @@ class Refusal:
         fixed = [each for each in drifts if not each.can_be_adapted]
         kinds = dict.fromkeys(each.kind for each in drifts if each.can_be_adapted)
         typed = ", ".join(f'"{kind}": "adapt"' for kind in kinds)
-        recipes = [RECIPES[each.kind] for each in (*fixed, *drifts) if each.kind in RECIPES]
-        page = f': "{recipes[0]}" in docs/how-to/change-a-run.md' if recipes else ""
+        recipes = " and ".join(f'"{name}"' for name in recipes_of(drifts))
+        page = f": {recipes} in docs/how-to/change-a-run.md" if recipes else ""
         if not fixed:
             return f"put {'it' if len(drifts) == 1 else 'them'} back, or pass policy={{{typed}}} if it is meant{page}"
         wheres = [each.where for each in fixed]
         more = f" and {len(wheres) - _SHOWN} more" if len(wheres) > _SHOWN else ""
         others = f"; for the others, policy={{{typed}}} if they are meant" if kinds else ""
+        if all(each.is_of_buffer for each in fixed):
+            run_one = (
+                "run one batch through the model before it is attached, where these buffers get their size from one, or"
+            )
+            return f"{run_one} put them back{others}{page}"
         return f"put {', '.join(wheres[:_SHOWN])}{more} back, or begin another run{others}{page}"
 
     @property

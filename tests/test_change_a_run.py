@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.ao.quantization import PerChannelMinMaxObserver
 
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
@@ -36,7 +37,7 @@ def test_a_refusal_says_the_policy_to_type_where_one_helps_and_none_where_none_d
     check_policy(typed)
     for kind in kinds:
         assert helped.count(kind) or f"key.{kind}" in fix or "more back" in fix
-    assert (PAGE in fix) == any(kind in RECIPES for kind in kinds)
+    assert (PAGE in fix) == any(kind in RECIPES for kind in kinds if kind != "shape")
 
 
 def test_a_problem_of_a_checkpoint_says_its_own_fix_and_nothing_of_policies():
@@ -127,6 +128,55 @@ def test_fewer_epochs_than_were_done_are_said(caplog):
         assert not caplog.records
         assert list(live.batches(epochs=2)) == []
     assert "live.batches(epochs=2) has nothing to give: the run has had 3 epochs" in caplog.text
+    assert f'"Train for fewer epochs than were done" in {PAGE}' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line", "recipes"),
+    [
+        ({}, {"horizon": 16}, 'policy={"scheduler": "adapt"}', '"Extend the run"'),
+        ({}, {"lr": 0.05}, 'policy={"scheduler": "adapt"}', '"Change the learning rate"'),
+        ({"horizon": None}, {"horizon": None, "lr": 0.05}, 'policy={"hyperparameters": "adapt"}', '"Change the learning rate"'),
+        ({}, {"batch": 4}, 'policy={"batch_size": "adapt"}', '"Change the batch size"'),
+        ({}, {"frozen": False}, '"missing": "adapt"', '"Unfreeze layers"'),
+        ({}, {"frozen": False, "own_group": True}, '"missing": "adapt"', '"Unfreeze layers"'),
+        ({"observer": True}, {"observer": True}, "run one batch through the model before it is attached", '"Observers that resize"'),
+        ({}, {"batch": 4, "frozen": False}, '"batch_size": "adapt"', '"Unfreeze layers" and "Change the batch size"'),
+    ],
+)  # fmt: skip
+def test_the_refusal_of_a_common_change_says_the_line_to_type_and_names_its_recipe(before, after, line, recipes):
+    """3.3: each recipe is named by the refusal that needs it, and no other one."""
+    store = MemoryStore()
+
+    def start(*, horizon=8, lr=0.1, batch=2, frozen=True, own_group=False, observer=False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+        if observer:
+            model.append(PerChannelMinMaxObserver(ch_axis=1))
+        model[0].requires_grad_(not frozen)
+        trained = list(model[1].parameters()) + ([] if frozen or own_group else list(model[0].parameters()))
+        optimizer = torch.optim.SGD(trained, lr=lr)
+        if own_group:
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+        scheduler = None if horizon is None else torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=horizon)
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 2)), batch_size=batch)
+        live = attach(model, optimizer, scheduler=scheduler, loader=data)
+        with CheckpointManager(store, every=None) as manager:
+            if manager.restore(live).is_fresh:
+                for (x,) in live.batches(steps=1):
+                    model(x).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if scheduler is not None:
+                        scheduler.step()
+                    live.advance()
+                manager.save(live)
+
+    start(**before)
+    with pytest.raises(ResumeRefused) as told:
+        start(**after)
+    assert line in told.value.mend
+    assert told.value.mend.endswith(f": {recipes} in {PAGE}")
 
 
 def test_a_refusal_of_the_live_objects_says_nothing_of_policies():

@@ -315,8 +315,8 @@ class Live:
             DataPositionMismatch: if the loader turns out not to be able to take the position.
         """
         if epochs is not None and self._data is not None and self.progress.epoch >= epochs:
-            _LOG.warning("live.batches(epochs=%d) has nothing to give: the run has had %d epochs; raise epochs= to extend it",
-                         epochs, self.progress.epoch)  # fmt: skip
+            _LOG.warning("live.batches(epochs=%d) has nothing to give: the run has had %d epochs; raise epochs= to extend it: "
+                         '"Train for fewer epochs than were done" in docs/how-to/change-a-run.md', epochs, self.progress.epoch)  # fmt: skip
 
         def is_done() -> bool:
             return (steps is not None and self._progress.step >= steps) or self._is_over()
