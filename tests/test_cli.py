@@ -273,6 +273,45 @@ def test_plan_says_what_a_resume_reads_and_changes_nothing(run, call, answered):
     assert "step-00000002" in out
 
 
+def positions(tmp_path, loader):
+    """A run of two steps over a loader or several."""
+    live = trainfold.attach(torch.nn.Linear(1, 1), loader=loader)
+    with trainfold.CheckpointManager(str(tmp_path / "loop"), every=1) as manager:
+        for _ in range(2):
+            for name in loader if isinstance(loader, dict) else [None]:
+                next(live.batches(name) if name else live.batches())
+            live.advance()
+            manager.step(live)
+    return tmp_path / "loop"
+
+
+def test_plan_says_how_many_workers_each_loader_had_and_whether_streams_have_moved(tmp_path, answered, call):
+    """W02, V18: what a script has to say at a resume, without a script."""
+    loader = torch.utils.data.DataLoader
+    data = torch.arange(8.0).unsqueeze(1)
+    run = positions(
+        tmp_path, {"a": loader(data, batch_size=2, num_workers=1), "b": loader(data, batch_size=2, collate_fn=noisy)}
+    )
+    found, _ = answered("plan", run)
+    told = [(each["name"], each["batches"], each["num_workers"], each["streams_moved"]) for each in found["loaders"]]
+    assert told == [("a", 2, 1, False), ("b", 2, 0, True)]
+    out, _ = call("plan", run)
+    assert "any number of workers draws the same samples" in out
+    assert "resume with num_workers=0; another number is refused" in out
+
+
+def test_plan_says_where_an_older_trainfold_has_not_written_the_workers(answered, call):
+    """W02, G13: the position of a checkpoint that is kept for this."""
+    run = Path(__file__).parent / "compat" / "positions" / "v1" / "map" / "run"
+    found, _ = answered("plan", run)
+    assert [each["num_workers"] for each in found["loaders"]] == [None]
+    assert "older trainfold has not written" in call("plan", run)[0]
+
+
+def noisy(samples):
+    return torch.stack(samples) + torch.rand(())
+
+
 def test_plan_refuses_with_every_reason(run, call, answered):
     for directory in run.glob("step-*"):
         flip(directory / "manifest.json", -40)

@@ -6,6 +6,7 @@ from pathlib import Path
 import attrs
 
 from trainfold.adapters.cli.duration import duration_text
+from trainfold.adapters.cli.loaders import loader_places, loaders_table
 from trainfold.adapters.cli.locate import error_of, open_run
 from trainfold.adapters.cli.output import Answer, Table, UsageError, size_text
 from trainfold.backends.collectives import SingleProcess
@@ -151,6 +152,9 @@ def _planned(plan: ResumePlan) -> Answer:
     if plan.drifts:
         found = tuple((each.verdict, each.kind, each.where, each.saved, each.wanted) for each in plan.drifts)
         tables.append(Table("Drifts", ("verdict", "kind", "where", "saved", "here"), found))
+    loaders = loader_places(plan.manifest)
+    if loaders:
+        tables.append(loaders_table(loaders))
     if plan.unsaved:
         tables.append(Table(NOT_SAVED, ("attribute", "what it holds"), tuple(plan.unsaved.items())))
     data = {
@@ -163,6 +167,7 @@ def _planned(plan: ResumePlan) -> Answer:
         "actions": [attrs.asdict(action) for action in plan.actions],
         "passed_over": [attrs.asdict(problem) for problem in plan.passed_over],
         "drifts": [attrs.asdict(drift) for drift in plan.drifts],
+        "loaders": [attrs.asdict(place) for place in loaders],
         "unsaved": plan.unsaved,
         "notes": [*plan.notes, _CAVEAT],
     }

@@ -1,0 +1,112 @@
+"""`LoaderPlace`: what a manifest says of the loaders of a loop, for `trainfold plan`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, final
+
+import attrs
+
+from trainfold.adapters.cli.output import Table
+from trainfold.core.errors import TrainfoldError
+from trainfold.core.manifest import Manifest
+from trainfold.core.state import Opaque
+from trainfold.core.structure import rebuild
+
+_MOST: Final = 1 << 63
+
+
+@final
+@attrs.frozen
+class LoaderPlace:
+    """Where one loader stands.
+
+    Attributes:
+        name: among several; empty where there is one.
+        kind: ``"map"``, or ``"stateful"`` for one with a state of its own.
+        epoch: the epoch.
+        batches: those of it that were trained on.
+        num_workers: how many workers drew them; None where an older trainfold did not write it.
+        persistent_workers: whether they live on from epoch to epoch.
+        streams_moved: whether a random stream that the batches are drawn with has moved.
+    """
+
+    name: str
+    kind: str
+    epoch: int
+    batches: int
+    num_workers: int | None
+    persistent_workers: bool
+    streams_moved: bool | None
+
+    @property
+    def advice(self) -> str:
+        """What a script has to say of its workers."""
+        if self.num_workers is None:
+            return "an older trainfold has not written how many workers there were: resume at the end of an epoch"
+        same = f"resume with num_workers={self.num_workers}"
+        if self.persistent_workers:
+            same += ", persistent_workers=True"
+        if self.kind == "stateful":
+            return f"{same}: its state fits no other number"
+        if self.streams_moved:
+            return f'{same}; another number is refused, or draws other samples with policy={{"num_workers": "warn"}}'
+        return "any number of workers draws the same samples"
+
+
+def loader_places(manifest: Manifest) -> tuple[LoaderPlace, ...]:
+    """The loaders of a checkpoint; none where it has none, or has something else in their place.
+
+    Args:
+        manifest: of the checkpoint.
+    """
+    found = next((each for each in manifest.components if each.name == "dataset"), None)
+    if found is None:
+        return ()
+    try:
+        value = rebuild(found.nodes[0], "dataset", lambda _index, _as_numpy: None)
+    except TrainfoldError:
+        return ()
+    return tuple(_places(value.value if isinstance(value, Opaque) else None, ""))
+
+
+def loaders_table(places: tuple[LoaderPlace, ...]) -> Table:
+    """A row for each loader."""
+    rows = tuple(
+        (
+            each.name or "loader",
+            f"epoch {each.epoch}, {each.batches} batches of it",
+            "?" if each.num_workers is None else str(each.num_workers),
+            {None: "?", True: "moved", False: "not moved"}[each.streams_moved],
+            each.advice,
+        )
+        for each in places
+    )
+    return Table("Loaders", ("loader", "stands at", "workers", "streams", "at a resume"), rows)
+
+
+def _places(value: Any, name: str) -> Iterator[LoaderPlace]:
+    if not isinstance(value, Mapping):
+        return
+    loaders, kind = value.get("loaders"), value.get("kind")
+    if kind == "group" and isinstance(loaders, Mapping):
+        for each, held in loaders.items():
+            yield from _places(held, str(each))
+    elif kind == "prepared":
+        yield from _places(value.get("inner"), name)
+    elif kind in ("map", "stateful"):
+        draws = value.get("draws")
+        draws = draws if isinstance(draws, Mapping) else {}
+        count, moved = draws.get("count"), draws.get("moved")
+        yield LoaderPlace(
+            name=name,
+            kind=str(kind),
+            epoch=_int(value.get("epoch")),
+            batches=_int(value.get("batches")),
+            num_workers=_int(count) if type(count) is int else None,
+            persistent_workers=draws.get("persistent") is True,
+            streams_moved=moved if type(moved) is bool else None,
+        )
+
+
+def _int(value: Any) -> int:
+    """A count, whatever a file says: one that has thousands of digits cannot be printed."""
+    return value if type(value) is int and 0 <= value < _MOST else 0
