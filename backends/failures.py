@@ -87,7 +87,9 @@ def failures_elsewhere() -> Iterator[None]:
     try:
         yield
     except RankFailed as error:
-        raise SaveFailedElsewhere(error.where, expected=error.expected, found=error.found, mend=error.mend) from error
+        failed = SaveFailedElsewhere(error.where, expected=error.expected, found=error.found, mend=error.mend)
+        failed.rank, failed.step = error.rank, error.step
+        raise failed from error
 
 
 def no_space(where: str, *, needed_bytes: int, free_bytes: int) -> NoSpace:

@@ -24,6 +24,7 @@ from trainfold.core.errors import (
     RanksDisagree,
     ResumeRefused,
     TrainfoldError,
+    place,
 )
 from trainfold.core.inventory import Descent, Inventory, Problem, problem_of
 from trainfold.core.policy import ENVIRONMENT
@@ -139,7 +140,9 @@ def load_run(  # noqa: PLR0913 - keywords
             head = outcome.manifest.head
             return Loaded(state, Descent(head.timeline, head.step, head.forks))
         if request.step is not None or not all(may_fall_back for _, may_fall_back, _ in failed):
-            raise failure or _elsewhere(store, failed[0][0])
+            told = failure or _elsewhere(store, failed[0][0])
+            place(told, step=outcome.step, rank=world.rank if failure is not None and world.world_size > 1 else None)
+            raise told
         inventory = _without(inventory, outcome.checkpoint, failed[0][0])
 
 

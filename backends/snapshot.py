@@ -23,7 +23,7 @@ from trainfold.core.codec import DENSE, as_tensor
 from trainfold.core.components import components_of, in_order, select
 from trainfold.core.contract import checked_contract, contract_of, is_of_live_run
 from trainfold.core.description import Describe, Described, describe
-from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState
+from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, place
 from trainfold.core.given import mapping_given
 from trainfold.core.inventory import Descent, next_head
 from trainfold.core.manifest import Head
@@ -195,6 +195,27 @@ def save_snapshot(  # noqa: PLR0913 - keywords
             failed, SaveFailedElsewhere.
     """
     snapshots: list[Snapshot] = []
+    try:
+        return _saved(
+            take, store, snapshots, collectives=collectives, lock=lock, hold=hold, descends_from=descends_from
+        )
+    except Exception as error:
+        if snapshots:
+            place(error, step=snapshots[0].step)
+        raise
+
+
+def _saved(  # noqa: PLR0913 - keywords
+    take: Callable[[], Snapshot],
+    store: Store,
+    snapshots: list[Snapshot],
+    *,
+    collectives: Collectives,
+    lock: bool,
+    hold: Hold | None,
+    descends_from: Descent | None,
+) -> SaveResult:
+    """As `save_snapshot`; this rank's snapshot goes into ``snapshots``."""
 
     def described() -> tuple[Mapping[str, Described], Mapping[str, str]]:
         mine = take()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from trainfold.backends.protocols import Collectives
-from trainfold.core.errors import RankFailed, TrainfoldError
+from trainfold.core.errors import RankFailed, TrainfoldError, place
 from trainfold.core.inventory import Problem, problem_of
 
 T = TypeVar("T")
@@ -34,10 +34,16 @@ def on_all_ranks(world: Collectives, action: Callable[[], T]) -> list[T]:
         failure = error
     told: list[tuple[T | None, Problem | None]] = world.gather((value, None if failure is None else _told(failure)))
     if failure is not None:
+        if world.world_size > 1:
+            place(failure, rank=world.rank)
         raise failure
     for rank, (_, problem) in enumerate(told):
         if problem is not None:
-            raise RankFailed(f"rank {rank}", expected="every rank to succeed", found=str(problem), mend=problem.mend)
+            told_of = RankFailed(
+                f"rank {rank}", expected="every rank to succeed", found=str(problem), mend=problem.mend
+            )
+            told_of.rank = rank
+            raise told_of
     return [value for value, _ in told]  # type: ignore[misc] # no rank failed, so each has its T
 
 

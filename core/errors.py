@@ -18,12 +18,18 @@ class TrainfoldError(Exception):
         found: what is there instead.
         mend: the next move, in words.
 
+    Attributes:
+        step: the optimizer step of the save or the checkpoint that it concerns; None where it concerns none (R09).
+        rank: the rank that failed, where there are several; None where there is one, or all failed alike.
+
     Examples:
         >>> print(InvalidState("state.trainer.step", expected=">= 0", found=-1, mend="start at step 0"))
         state.trainer.step: expected >= 0, found -1; start at step 0
     """
 
     exit_code: ClassVar[int] = 1
+    step: int | None = None
+    rank: int | None = None
 
     def __init__(self, where: str, *, expected: object, found: object, mend: str) -> None:
         super().__init__(where, expected, found, mend)
@@ -37,11 +43,37 @@ class TrainfoldError(Exception):
         return printable(text, keep="\n")  # a refusal lists its reasons, one a line
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.where, self.expected, self.found, self.mend))
+        return (_rebuild, (type(self), self.where, self.expected, self.found, self.mend), self._placed())
+
+    def _placed(self) -> dict[str, int]:
+        return {name: value for name in ("step", "rank") if (value := getattr(self, name)) is not None}
 
 
 def _rebuild(cls: type[TrainfoldError], where: str, expected: object, found: object, mend: str) -> TrainfoldError:
     return cls(where, expected=expected, found=found, mend=mend)
+
+
+def place(error: BaseException, *, step: int | None = None, rank: int | None = None) -> None:
+    """Say at which step and on which rank an error happened, in its fields and in a note; what it knows already stays.
+
+    Args:
+        error: any error; one that is not trainfold's gets the note alone.
+        step: of the save or the checkpoint; None where nobody knows.
+        rank: the rank that failed; None where there is one.
+
+    Examples:
+        >>> error = InvalidState("state", expected="a step", found="none", mend="count")
+        >>> place(error, step=120, rank=1)
+        >>> error.step, error.rank, error.__notes__
+        (120, 1, ['at step 120', 'on rank 1'])
+    """
+    for name, words, value in (("step", "at step", step), ("rank", "on rank", rank)):
+        note = f"{words} {value}"
+        if value is None or getattr(error, name, None) is not None or note in getattr(error, "__notes__", ()):
+            continue
+        if isinstance(error, TrainfoldError):
+            setattr(error, name, value)
+        error.add_note(note)
 
 
 def _reasons(count: int) -> str:
@@ -180,7 +212,7 @@ class SpecMismatch(TrainfoldError):
         self.differences = differences
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.where, self.differences))
+        return (type(self), (self.where, self.differences), self._placed())
 
 
 class RestoreRefused(TrainfoldError):
@@ -201,7 +233,7 @@ class RestoreRefused(TrainfoldError):
         self.reasons = reasons
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.where, self.reasons))
+        return (type(self), (self.where, self.reasons), self._placed())
 
 
 class CaptureRefused(TrainfoldError):
@@ -223,7 +255,7 @@ class CaptureRefused(TrainfoldError):
         self.reasons = reasons
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.where, self.reasons))
+        return (type(self), (self.where, self.reasons), self._placed())
 
 
 # --- checkpoints that cannot be used ---------------------------------------------------------------------------------
@@ -312,7 +344,7 @@ class ResumeRefused(CheckpointError):
         self.refusal = refusal
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.where, self.refusal))
+        return (type(self), (self.where, self.refusal), self._placed())
 
 
 # --- managers named by a path ----------------------------------------------------------------------------------------

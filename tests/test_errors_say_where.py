@@ -1,0 +1,73 @@
+"""R09: an error says the path, the step, the rank and the fix."""
+
+import pickle
+
+import pytest
+import torch
+
+from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.backends.local import LocalStore
+from trainfold.backends.memory import MemoryStore
+from trainfold.backends.runs import load, save
+from trainfold.core.errors import CheckpointDamaged, RankFailed, SaveFailedElsewhere, UnsupportedLeaf, place
+from trainfold.core.state import Progress, TrainState
+
+
+def state_at(step, **extra):
+    return TrainState(trainer=Progress(step=step), extra={"ema": {"w": torch.arange(4.0), **extra}})
+
+
+def test_a_failed_save_says_its_step_and_the_rank_that_failed():
+    def work(world):
+        save(state_at(7, **({"odd": object()} if world.rank == 1 else {})), MemoryStore(), collectives=world)
+
+    first, other = (outcome.error for outcome in thread_outcomes(2, work))
+    assert (type(other), other.rank) == (UnsupportedLeaf, 1)
+    assert "on rank 1" in other.__notes__
+    assert (type(first), first.rank) == (SaveFailedElsewhere, 1)
+    assert "rank 1" in str(first)
+
+
+def test_a_save_that_fails_after_its_state_was_read_says_the_step(tmp_path):
+    """Alone there is no rank to name."""
+    run = tmp_path / "run"
+    save(state_at(1), run)
+    with LocalStore(run).lock(), pytest.raises(Exception, match="run") as told:
+        save(state_at(2), run)
+    assert (told.value.step, told.value.rank) == (2, None)
+    assert told.value.where
+    assert told.value.mend
+    assert told.value.__notes__ == ["at step 2"]
+
+
+def test_a_damaged_checkpoint_says_its_step_and_its_path(tmp_path):
+    run = tmp_path / "run"
+    save(state_at(120), run)
+    (file,) = (run / "step-00000120").glob("ema-*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointDamaged) as told:
+        load(run, like=state_at(0), step=120)
+    assert (told.value.step, told.value.rank) == (120, None)
+    assert file.name in told.value.where
+    for error in (
+        outcome.error
+        for outcome in thread_outcomes(2, lambda ranks: load(run, like=state_at(0), step=120, collectives=ranks))
+    ):
+        assert error.step == 120
+        assert type(error) is not CheckpointDamaged or error.rank in (0, 1)
+
+
+def test_what_an_error_knows_stays_and_travels():
+    error = RankFailed("rank 1", expected="success", found="none", mend="look there")
+    place(error, rank=1)
+    place(error, step=3, rank=0)
+    assert (error.step, error.rank, error.__notes__) == (3, 1, ["on rank 1", "at step 3"])
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.step, again.rank, str(again)) == (3, 1, str(error))
+    foreign = ValueError("theirs")
+    place(foreign, rank=1)
+    place(foreign, rank=1)
+    assert foreign.__notes__ == ["on rank 1"]
+    assert run_threads(1, lambda world: world.rank) == [0]
