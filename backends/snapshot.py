@@ -1,10 +1,11 @@
 """`Snapshot`: a state as it is to be saved, and `save_snapshot`, which plans it, writes it and commits it."""
 
+import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import repeat
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import attrs
 import numpy as np
@@ -34,6 +35,8 @@ from trainfold.core.scalars import Json, shown
 from trainfold.core.slot_homes import check_layouts
 from trainfold.core.state import OptimizerState, TrainState
 
+T = TypeVar("T")
+_LOG = logging.getLogger("trainfold")
 _MANIFEST_ROOM_BYTES = 2**20
 
 
@@ -50,6 +53,7 @@ class Snapshot:
         contract: what must be equal at a resume.
         own: components whose tensors nobody else has a hand on.
         copies: component -> leaf path -> the digest of a tensor that all ranks are to have alike; None where it was not read yet.
+        optional: components that are left out where not all ranks have them.
         sent: leaf path -> who sends it to the other ranks before it is used; rank 0's value is saved.
     """
 
@@ -60,6 +64,7 @@ class Snapshot:
     contract: Mapping[str, Json]
     own: frozenset[str] = frozenset()
     copies: Leaves | None = None
+    optional: frozenset[str] = frozenset()
     sent: Mapping[str, str] = attrs.field(factory=dict)
 
     def named(self) -> dict[LeafName, torch.Tensor]:
@@ -104,6 +109,13 @@ class Snapshot:
         """
         copies = copies_of(self.described, self.tensors, proof=proof, sent=sent)
         return attrs.evolve(self, copies=copies, sent=sent or {})
+
+    def without(self, names: Collection[str]) -> "Snapshot":
+        """Without these components."""
+        described = {name: each for name, each in self.described.items() if name not in names}
+        tensors = {name: each for name, each in self.tensors.items() if name not in names}
+        copies = {name: each for name, each in (self.copies or {}).items() if name not in names}
+        return attrs.evolve(self, described=described, tensors=tensors, copies=None if self.copies is None else copies)
 
     def arrays(self) -> set[LeafName]:
         """The names of those that are numpy's: nothing tells of a write to them."""
@@ -217,17 +229,21 @@ def _saved(  # noqa: PLR0913 - keywords
 ) -> SaveResult:
     """As `save_snapshot`; this rank's snapshot goes into ``snapshots``."""
 
-    def described() -> tuple[Mapping[str, Described], Mapping[str, str]]:
+    def described() -> tuple[Mapping[str, Described], Mapping[str, str], frozenset[str]]:
         mine = take()
         for name, each in mine.described.items():
             check_kinds(each.node, name)
         if collectives.world_size > 1 and mine.copies is None:
             mine = mine.with_copies(Proof())
         snapshots.append(mine)
-        return mine.described, {} if mine.copies is None else summary(mine.copies, mine.contract)
+        copies = {} if mine.copies is None else summary(mine.copies, mine.contract)
+        return mine.described, copies, mine.optional
 
     told = on_all_ranks(collectives, described)
-    ranks, snapshot = [each for each, _ in told], snapshots[0]
+    absent = _absent([each for each, _, _ in told], [names for _, _, names in told])
+    if absent:
+        _LOG.warning("%s: optional components that not all ranks have are left out: %s", store.url, sorted(absent))
+    ranks, snapshot = [_less(each, absent) for each, _, _ in told], snapshots[0].without(absent)
     with ExitStack() as held:
 
         def begin() -> tuple[Head, bytes | None]:
@@ -240,7 +256,7 @@ def _saved(  # noqa: PLR0913 - keywords
         head, old = on_rank_zero(collectives, begin)
         plan = plan_save(ranks, step=snapshot.step, revision=head.revision, of_rank_zero=snapshot.sent)
         if snapshot.copies is not None:
-            check_copies(snapshot.copies, snapshot.contract, [each for _, each in told], collectives)
+            check_copies(snapshot.copies, snapshot.contract, [_less(each, absent) for _, each, _ in told], collectives)
         on_rank_zero(collectives, lambda: store.reserve(plan.size_bytes + _MANIFEST_ROOM_BYTES))
         tensors = snapshot.tensors
         if hold is not None:
@@ -261,6 +277,16 @@ def _saved(  # noqa: PLR0913 - keywords
             replaces=old,
             hold=hold,
         )
+
+
+def _absent(ranks: Sequence[Mapping[str, Described]], optional: Sequence[frozenset[str]]) -> frozenset[str]:
+    """The components that all ranks call optional and that not all of them have (B07)."""
+    named = frozenset.intersection(*optional)
+    return frozenset(name for name in named if not all(name in each for each in ranks))
+
+
+def _less(each: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
+    return {name: value for name, value in each.items() if name not in names}
 
 
 def prove_alike(take: Callable[[], Snapshot], collectives: Collectives) -> None:

@@ -164,6 +164,10 @@ class HiddenState(UserWarning):
     """State that changes with training and that no component saves; a resume would begin it anew (W07)."""
 
 
+class OptionalLeftOut(UserWarning):
+    """An optional component that cannot be saved or restored is left out, and everything else is not (B07)."""
+
+
 class MastersRebuilt(UserWarning):
     """An optimizer state without its fp32 masters; they were cloned anew from low-precision parameters (B08)."""
 

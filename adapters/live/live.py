@@ -20,6 +20,7 @@ from trainfold.adapters.live.audit import Audit
 from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.loop_data import LoopData, no_names, total_of
 from trainfold.adapters.live.open_window import Boundary
+from trainfold.adapters.live.optional import captured, fitting, optional_given
 from trainfold.adapters.live.recorder import Recorder, check_values
 from trainfold.adapters.live.restore import CountersPart, refusals, write_all
 from trainfold.adapters.live.schedules import Schedules
@@ -52,6 +53,7 @@ def attach(  # noqa: PLR0913 - keywords
     extra: Mapping[str, Any] | None = None,
     strict: bool = False,
     unsaved: Collection[str] = (),
+    optional: Collection[str] = (),
 ) -> "Live":
     """Make the mutable objects of a loop save-able and resume-able.
 
@@ -66,6 +68,8 @@ def attach(  # noqa: PLR0913 - keywords
         strict: whether a save is refused (`HiddenStateRefused`), and not only warned of (`HiddenState`), where the attached
             objects hold state that changes with training and that no component saves (W07).
         unsaved: such state that need not be saved, by the names that the warning gives, such as ``"model.history"``.
+        optional: names under ``extra`` that the run can do without: where one cannot be saved or restored, a warning
+            (`OptionalLeftOut`) names it, and it is left out. Everything else fails the save or the load, on every rank (B07).
 
     Returns:
         The live run.
@@ -84,7 +88,16 @@ def attach(  # noqa: PLR0913 - keywords
         >>> list(live.capture().model.params)
         ['weight', 'bias']
     """
-    return Live(model, optimizer, scheduler=scheduler, loader=loader, extra=extra or {}, strict=strict, unsaved=unsaved)
+    return Live(
+        model,
+        optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        extra=extra or {},
+        strict=strict,
+        unsaved=unsaved,
+        optional=optional,
+    )
 
 
 @final
@@ -104,6 +117,7 @@ class Live:
         extra: Mapping[str, Any],
         strict: bool = False,
         unsaved: Collection[str] = (),
+        optional: Collection[str] = (),
     ) -> None:
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidArgument(
@@ -120,6 +134,7 @@ class Live:
         self._feed: Feed | FeedGroup | None = None if loader is None else feeds_of(loader)
         self._data = None if self._feed is None else LoopData(self._feed)
         self._extra = dict(extra)
+        self.optional = optional_given(optional, self._extra)  # what a save and a restore can do without
         self._progress = Progress()
         self._pending: dict[str, Any] = {}
         self._taken = 0  # batches handed out since the last optimizer step
@@ -376,7 +391,7 @@ class Live:
                 stepped, without `advance`; `advance` with ``steps=0``; gradients that changed since `advance` (A06).
         """
         self.check_boundary()
-        return self._state_of({name: part.capture() for name, part in self._parts(self._named()).items()})
+        return self._state_of(captured(self._parts(self._named()), self.optional))
 
     def lend(self) -> Lent:
         """As `capture`, for a save; parameters in it are the model's own objects."""
@@ -385,11 +400,17 @@ class Live:
         parts = self._parts(named)
         rng = parts.pop("rng")
         assert isinstance(rng, RngPart)
-        others = {name: part.capture() for name, part in parts.items() if not isinstance(part, ModulePart)}
+        others = captured(
+            {name: part for name, part in parts.items() if not isinstance(part, ModulePart)}, self.optional
+        )
         streams = rng.read()  # last, because the user's objects may draw to say what they hold
         if any(isinstance(part, ObjectPart | TreePart | OwnModulePart) for part in parts.values()):
             named = self._named()  # code of the user's has run, and may have put other tensors into the modules
-        lent = {name: lent_module(named[name]) if name in named else others[name] for name in parts}
+        lent = {
+            name: lent_module(named[name]) if name in named else others[name]
+            for name in parts
+            if name in named or name in others
+        }
         return Lent(self._state_of(lent), named, streams)
 
     def restore(
@@ -421,12 +442,14 @@ class Live:
         is_scheduled = chosen is None or not self._schedules.components.isdisjoint(chosen)
         adapts = state.origin.adapts if is_scheduled else frozenset()
         saved, unknown = self._schedules.adapted(saved, adapts, parts)
+        parts = fitting(parts, saved, [name for name in self.optional if chosen is None or name in chosen])
         reasons = (*unknown, *refusals(parts, saved, chosen))
         if reasons:
             raise RestoreRefused("live", reasons)
         leftover = [name for name in saved if name not in parts and (chosen is None or name in chosen)]
         kept = {name: copied(saved[name]) for name in leftover if name in state.extra}
-        write_all({name: part for name, part in parts.items() if chosen is None or name in chosen}, saved)
+        wanted = {name: part for name, part in parts.items() if chosen is None or name in chosen}
+        write_all(wanted, saved, optional=self.optional)
         self._boundary.close()
         self._audit.begin_anew(self._progress.step)
         self._averages.stepped()
@@ -563,7 +586,8 @@ class Live:
                 for name, own in self._implied.items()
                 for problem in late_problems(name, self._attached()[name], own)
             ]
-            reasons = tuple(late) + dry_capture(parts, self.contract, chosen=self._selection)
+            needed = {name: part for name, part in parts.items() if name not in self.optional}
+            reasons = tuple(late) + dry_capture(needed, self.contract, chosen=self._selection)
         if reasons:
             raise CaptureRefused("live.advance", reasons)
         self._is_tried = True
@@ -583,9 +607,9 @@ class Live:
     def _schedulers(self) -> list[Any]:
         return [] if self._scheduler is None else tree.leaves(self._scheduler.schedulers)
 
-    def _state_of(self, captured: Mapping[str, Any]) -> TrainState:
+    def _state_of(self, found: Mapping[str, Any]) -> TrainState:
         late = late_schedules(self._optimizer, lambda: _names(self._named()), self._script)
-        state = state_of({**captured, **copied_containers(self._pending)})
+        state = state_of({**found, **copied_containers(self._pending)})
         self._audit.check(state, self._progress.step, self._selection)
         return state.evolve(contract={**late, **self.contract()}, origin=self.origin)
 

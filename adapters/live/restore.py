@@ -7,7 +7,8 @@ import attrs
 
 from trainfold.adapters.components.component import Part, Undo, nothing
 from trainfold.adapters.components.optimizer import OptimizerPart
-from trainfold.core.errors import InvalidArgument, InvalidState, RestoreRefused, TrainfoldError
+from trainfold.adapters.live.optional import left_out
+from trainfold.core.errors import InvalidArgument, InvalidState, RestoreRefused, TrainfoldError, error_text
 from trainfold.core.state import Progress, make_progress
 
 _DEPENDS = {
@@ -52,8 +53,8 @@ def refusals(
     return tuple(found)
 
 
-def write_all(parts: Mapping[str, Part], saved: Mapping[str, Any]) -> None:
-    """Write every part that is in ``saved``; if one raises, take back those before it.
+def write_all(parts: Mapping[str, Part], saved: Mapping[str, Any], *, optional: Collection[str] = ()) -> None:
+    """Write every part that is in ``saved``; if one raises, take back those before it, unless it is optional (B07).
 
     Gradients come last, since every module clears its own.
 
@@ -67,6 +68,9 @@ def write_all(parts: Mapping[str, Part], saved: Mapping[str, Any]) -> None:
         try:
             undos.append(part.write(saved[name]))
         except Exception as error:
+            if name in optional:
+                left_out(name, f"cannot be restored: {error_text(error)}")
+                continue
             for undo in reversed(undos):
                 undo()
             reason = InvalidState(

@@ -6,16 +6,20 @@ from typing import Any, final
 import attrs
 
 from trainfold.adapters.live.live import Live
+from trainfold.adapters.live.optional import left_out
 from trainfold.adapters.manager.protocol import LoadDecision, load_decision
 from trainfold.backends.best_reader import measured_best
 from trainfold.backends.protocols import Store
-from trainfold.backends.run_load import Quarantine, load_run, plan_run
+from trainfold.backends.run_load import Loaded, Quarantine, load_run, plan_run
 from trainfold.backends.snapshot import prove_alike, take_snapshot
 from trainfold.backends.together import on_all_ranks, on_rank_zero
+from trainfold.core.audit import component_of
 from trainfold.core.components import validate_components
-from trainfold.core.errors import InvalidState
+from trainfold.core.errors import InvalidState, ResumeRefused
 from trainfold.core.inventory import Descent
+from trainfold.core.policy import Drift
 from trainfold.core.request import make_request
+from trainfold.core.resume_plan import Refusal
 from trainfold.core.save_plan import step_of
 from trainfold.core.state import TrainState
 from trainfold.core.world import Collectives
@@ -62,15 +66,28 @@ class Resumer:
             RankFailed: if those of another rank cannot, which is named (B07).
         """
         names, like = self._like(run)
-        request = make_request(step=step, components=names, policy=self.policy, reset=reset)
-        loaded = load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
-                          quarantine=Quarantine())  # fmt: skip
+        try:
+            loaded = self._loaded(like, names, step, reset)
+        except ResumeRefused as refused:
+            owing = _optional_alone(refused.refusal, run.optional if isinstance(run, Live) else frozenset())
+            if not owing:
+                raise
+            for name in owing:
+                left_out(name, f"cannot be restored: {refused.refusal.reasons[0]}")
+            loaded = self._loaded(like, names, step, {**(reset or {}), **dict.fromkeys(owing, "it is optional")})
         if isinstance(run, Live):
             on_all_ranks(self.collectives, lambda: run.restore(loaded.state, components=names, policy=self.policy))
             if self.proves and self.collectives.world_size > 1:
                 prove_alike(lambda: take_snapshot(run.capture(), components=names), self.collectives)
         self.descent = loaded.descent
         return loaded.state
+
+    def _loaded(
+        self, like: TrainState, names: tuple[str, ...] | None, step: int | None, reset: Mapping[str, str] | None
+    ) -> Loaded:
+        request = make_request(step=step, components=names, policy=self.policy, reset=reset)
+        return load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
+                        quarantine=Quarantine())  # fmt: skip
 
     def load_best(self, run: Live | TrainState) -> tuple[TrainState, int]:
         """Load the model of the checkpoint that ``best.json`` names, and nothing else; the state, and the best's step.
@@ -102,3 +119,9 @@ class Resumer:
         captured = run.capture()
         extra = {name: value for name, value in captured.extra.items() if name not in run.pending}  # owed to nobody yet
         return validate_components(self.components, declared=run.names), captured.evolve(extra=extra)
+
+
+def _optional_alone(refusal: Refusal, optional: frozenset[str]) -> list[str]:
+    """The optional components that a refusal is about; empty where there is another reason as well (B07)."""
+    names = [component_of(each.where) if isinstance(each, Drift) else "" for each in refusal.reasons]
+    return sorted(set(names)) if set(names) <= optional else []

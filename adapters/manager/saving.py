@@ -291,6 +291,8 @@ class Saves:
         found = take_snapshot(state, components=names, contract=self._contract, describe=self._describer.describe)
         if self._world.world_size == 1:
             return found
+        if isinstance(run, Live):
+            found = attrs.evolve(found, optional=run.optional)
         sent = sent_buffers(run, modules, self._world) if isinstance(run, Live) else {}
         if isinstance(run, Live) and not self._proofs:
             run.check_whole()  # again, because what is attached may have been wrapped since

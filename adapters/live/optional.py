@@ -1,0 +1,80 @@
+"""Optional components: one that cannot say or take its state is named and left out, and the others are saved or restored (B07)."""
+
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from trainfold.adapters.components.component import Part
+from trainfold.core.description import describe
+from trainfold.core.errors import InvalidArgument, OptionalLeftOut, error_text
+from trainfold.core.given import names_given
+from trainfold.core.node_kinds import check_kinds
+
+
+def optional_given(names: Collection[str], extra: Collection[str]) -> frozenset[str]:
+    """Check the names of optional components.
+
+    Raises:
+        InvalidArgument: for one that is not under ``extra``: what trains is never optional.
+    """
+    given = frozenset(names_given(names) or ())
+    unknown = sorted(given - set(extra))
+    if unknown:
+        raise InvalidArgument(
+            "attach.optional",
+            expected=f"names under extra=, which are {sorted(extra)}",
+            found=unknown,
+            mend="leave them out: the model, the optimizer and the data are never optional",
+        )
+    return given
+
+
+def captured(parts: Mapping[str, Part], optional: Collection[str]) -> dict[str, Any]:
+    """The value of each component, without optional ones that cannot be saved; a warning names them.
+
+    Args:
+        parts: the components.
+        optional: names of those that need not be saved.
+    """
+    found: dict[str, Any] = {}
+    for name, part in parts.items():
+        if name not in optional:
+            found[name] = part.capture()
+            continue
+        try:
+            value = part.capture()
+            described, _ = describe(value, name)
+            check_kinds(described.node, name)
+        except Exception as error:  # noqa: BLE001 (the user's code; whatever it raises, the run goes on)
+            left_out(name, f"cannot be saved: {error_text(error)}")
+        else:
+            found[name] = value
+    return found
+
+
+def fitting(parts: Mapping[str, Part], saved: Mapping[str, Any], optional: Collection[str]) -> dict[str, Part]:
+    """The components to restore, without optional ones that the state lacks or that cannot take what it has; a warning names them.
+
+    Args:
+        parts: the components.
+        saved: the state's.
+        optional: names of those that need not be restored.
+    """
+    found = dict(parts)
+    for name in optional:
+        if name not in parts:
+            continue
+        try:
+            reasons = parts[name].problems(saved[name]) if name in saved else ["the state does not have it"]
+        except Exception as error:  # noqa: BLE001 (as above)
+            reasons = [error_text(error)]
+        if reasons:
+            left_out(name, f"cannot be restored: {reasons[0]}")
+            del found[name]
+    return found
+
+
+def left_out(name: str, why: str) -> None:
+    """Warn that an optional component is left out."""
+    text = f"the optional component {name} is left out: it {why}; what it holds goes on as it is now"
+    warnings.warn(text, OptionalLeftOut, stacklevel=2)

@@ -1,0 +1,133 @@
+"""B07: a component that a run can do without is named and left out; everything else fails the save or the load, everywhere."""
+
+import pytest
+import torch
+
+from trainfold.adapters.live.live import attach
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.backends.memory import MemoryStore
+from trainfold.core.errors import (
+    CaptureRefused,
+    InvalidArgument,
+    OptionalLeftOut,
+    RankFailed,
+    ResumeRefused,
+    TrainfoldError,
+)
+
+
+class Dashboard:
+    """Something beside the training that may be out of order."""
+
+    def __init__(self, value=0.0, *, saves="whole", takes=True):
+        self.value, self.saves, self.takes = torch.tensor(value), saves, takes
+
+    def state_dict(self):
+        if self.saves == "raises":
+            raise ConnectionError("no route to the dashboard")
+        return {"value": self.value.clone()} if self.saves == "whole" else {"value": object()}
+
+    def load_state_dict(self, state):
+        if not self.takes:
+            raise ConnectionError("no route to the dashboard")
+        self.value = state["value"].clone()
+
+
+def build(dashboard, *, optional=("dashboard",)):
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    return attach(model, extra={"dashboard": dashboard}, optional=optional)
+
+
+def saved(dashboard, store, *, collectives=None, mode="sync", **options):
+    live = build(dashboard, **options)
+    live.advance(samples=1)
+    with CheckpointManager(store, mode=mode, collectives=collectives, start_over=True) as manager:
+        manager.save(live)
+        manager.drain()
+
+
+def names_in(store):
+    return {name.partition("-")[0] for name in store.list("step-00000001")}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("saves", ["raises", "an object"])
+def test_an_optional_component_that_cannot_be_saved_is_named_and_absent(saves, mode):
+    store = MemoryStore()
+    with pytest.warns(OptionalLeftOut, match="the optional component dashboard is left out: it cannot be saved"):
+        saved(Dashboard(saves=saves), store, mode=mode)
+    assert "model" in names_in(store)
+    assert "dashboard" not in names_in(store)
+    live = build(Dashboard(5.0))
+    with (
+        CheckpointManager(store) as manager,
+        pytest.warns(OptionalLeftOut, match="cannot be restored: .*saved nothing"),
+    ):
+        assert manager.restore(live).step == 1
+
+
+@pytest.mark.parametrize("saves", ["raises", "an object"])
+def test_one_that_is_not_optional_fails_the_save(saves):
+    with pytest.raises(CaptureRefused, match="dashboard"):
+        saved(Dashboard(saves=saves), MemoryStore(), optional=())
+
+
+def test_what_works_is_saved_and_restored_as_ever():
+    store = MemoryStore()
+    saved(Dashboard(3.0), store)
+    live = build(dashboard := Dashboard())
+    with CheckpointManager(store) as manager:
+        manager.restore(live)
+    assert dashboard.value == 3.0
+
+
+def test_one_that_does_not_take_its_state_goes_on_as_it_is():
+    store = MemoryStore()
+    saved(Dashboard(3.0), store)
+    live = build(dashboard := Dashboard(takes=False))
+    with CheckpointManager(store) as manager, pytest.warns(OptionalLeftOut, match="ConnectionError"):
+        assert manager.restore(live).step == 1
+    assert dashboard.value == 0.0
+    with CheckpointManager(store) as manager, pytest.raises(TrainfoldError, match="ConnectionError"):
+        manager.restore(build(Dashboard(takes=False), optional=()))
+
+
+def test_a_module_of_another_shape_is_left_out_if_it_is_the_only_reason():
+    """A refusal for another reason stays one, with all of them."""
+    store = MemoryStore()
+
+    def run(size, width=1):
+        return attach(torch.nn.Linear(1, width), extra={"log": torch.nn.Linear(1, size)}, optional=["log"])
+
+    live = run(2)
+    live.advance(samples=1)
+    with CheckpointManager(store) as manager:
+        manager.save(live)
+    with CheckpointManager(store) as manager:
+        with pytest.warns(OptionalLeftOut, match="log is left out"):
+            manager.restore(run(3))
+        with pytest.raises(ResumeRefused, match=r"(?s)model\.params.*log|log.*model\.params"):
+            manager.restore(run(3, width=2))
+
+
+def test_one_that_fails_on_one_rank_is_absent_for_all():
+    """It must not look as if all ranks had it."""
+    store = MemoryStore()
+
+    def work(world, optional):
+        saved(Dashboard(saves="raises" if world.rank else "whole"), store, collectives=world, optional=optional)
+
+    with pytest.warns(OptionalLeftOut, match="dashboard"):
+        run_threads(2, lambda world: work(world, ["dashboard"]))
+    assert "dashboard" not in names_in(store)
+    first, other = (outcome.error for outcome in thread_outcomes(2, lambda world: work(world, ())))
+    assert isinstance(other, CaptureRefused)
+    assert first is None or isinstance(first, RankFailed)
+
+
+def test_what_trains_is_never_optional():
+    with pytest.raises(InvalidArgument, match=r"attach\.optional: expected names under extra=.*found \['model'\]"):
+        build(Dashboard(), optional=["model"])
