@@ -24,6 +24,7 @@ from trainfold.core.manifest import (
     TensorRecord,
 )
 from trainfold.core.masters import refresh_masters
+from trainfold.core.rates import RATES
 from trainfold.core.regroup import regrouped
 from trainfold.core.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.rng import KEY_BITS, Key
@@ -67,10 +68,15 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
     adapts = frozenset(drift.where for drift in plan.drifts if drift.adapts_a_scheduler)
     settings = noted_settings(like, found.get("optimizer"))
     state = state_of(found).evolve(
-        contract={**run_contract(like.contract), **settings, **plan.contract},
+        contract={**run_contract(like.contract), **settings, **_listed(plan), **plan.contract},
         origin=Origin({**like.origin.runs, **runs}, adapts),
     )
     return _with_fresh_masters(state, {action.name: action.verb for action in plan.actions})
+
+
+def _listed(plan: ResumePlan) -> dict[str, Any]:
+    """What the checkpoint lists for the run that goes on from it, and that is no condition of a resume."""
+    return {key: value for key, value in plan.manifest.contract.items() if key == RATES}
 
 
 def _check_position(component: Any, where: str) -> None:

@@ -13,6 +13,7 @@ from trainfold.core.group_labels import relabelled
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.policy import ENVIRONMENT, Drift, Verdict, contract_kind, make_drift
+from trainfold.core.rates import RATES
 from trainfold.core.scalars import Json
 from trainfold.core.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.state import TrainState
@@ -143,7 +144,7 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     What an old checkpoint does not say is read from its components where they prove it (V09).
     """
     saved, alone = _relabelled({**_proved_by_components(manifest), **manifest.contract}, manifest, components)
-    known = sorted({*saved, *wanted} - {UNSAVED})
+    known = sorted({*saved, *wanted} - {UNSAVED, RATES})
     keys = [key for key in known if _component_of(key) not in left_out and not _is_in(key, alone)]
     follows = _consequences(saved, wanted, keys)
     for key in keys:

@@ -8,11 +8,12 @@ import attrs
 from trainfold.core.audit import UNSAVED
 from trainfold.core.codec import digest_of
 from trainfold.core.errors import RanksDisagree
+from trainfold.core.rates import RATES
 from trainfold.core.scalars import Json, canonical_json
 
 _OPAQUE: Final = "trainfold.Opaque"
 # another device or number of threads is no other run; and what one rank knows to be unsaved is no condition of a resume
-_OWN: Final = ("environment.", UNSAVED)
+_OWN: Final = ("environment.", UNSAVED, RATES)
 _BUFFERS: Final = ".buffers['"
 _STATISTICS: Final = (
     "batch statistics, such as BatchNorm's, differ under DistributedDataParallel: attach the wrapper itself, with broadcast_buffers on, and save with "

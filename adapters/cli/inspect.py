@@ -10,6 +10,7 @@ from trainfold.adapters.cli.output import Answer, Table, size_text
 from trainfold.adapters.cli.plan import NOT_SAVED
 from trainfold.core.audit import UNSAVED, unsaved_of
 from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
+from trainfold.core.rates import RATES
 from trainfold.core.structure import places
 
 _SHOWN_SCALARS = 60
@@ -61,7 +62,7 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
         Table(
             "Contract",
             ("key", "value"),
-            tuple((key, _text(value)) for key, value in manifest.contract.items() if key != UNSAVED),
+            tuple((key, _text(value)) for key, value in manifest.contract.items() if key not in (UNSAVED, RATES)),
         ),
     ]
     unsaved = unsaved_of(manifest.contract)

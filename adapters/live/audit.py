@@ -250,7 +250,7 @@ def _says_all(target: Any) -> bool:
     if isinstance(target, torch.optim.Optimizer):
         return False
     method = getattr(type(target), "state_dict", None)
-    is_torchs = getattr(method, "__module__", "").startswith("torch.")
+    is_torchs = (getattr(method, "__module__", None) or "").startswith("torch.")
     return isinstance(target, tuple) or is_torchs or not isinstance(target, Stateful)
 
 

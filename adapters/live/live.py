@@ -21,6 +21,7 @@ from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.loop_data import LoopData, no_names, total_of
 from trainfold.adapters.live.open_window import Boundary
 from trainfold.adapters.live.optional import captured, fitting, optional_given
+from trainfold.adapters.live.rates import Rates
 from trainfold.adapters.live.recorder import Recorder, check_values
 from trainfold.adapters.live.restore import CountersPart, refusals, write_all
 from trainfold.adapters.live.schedules import Schedules
@@ -170,6 +171,8 @@ class Live:
         self._steps_of_others = StepWatch(self._attached, self._names_of_parameters)
         self._selection: tuple[str, ...] | None = None  # what a manager saves; None for all
         schedulers = {} if self._scheduler is None else dict(tree.named_leaves(self._scheduler.schedulers, "scheduler"))
+        is_free = not self._schedulers()
+        self._rates = Rates({n: part.optimizer for n, part in optimizers.items() if is_free and n not in scheduled})
         self._audit = Audit({**self._attached(), **schedulers}, loader, accepted=unsaved, is_strict=strict)
         self._averages = SwapProbe(model, self._extra)
         self._is_tried = False  # whether a dry capture has shown that the run can be saved
@@ -261,6 +264,7 @@ class Live:
         if steps:
             self._boundary.close()
             self._audit.stepped()
+            self._rates.stepped()
             self._averages.stepped()
             if not self._is_tried:
                 self._try_capture()
@@ -452,6 +456,7 @@ class Live:
         write_all(wanted, saved, optional=self.optional)
         self._boundary.close()
         self._audit.begin_anew(self._progress.step)
+        self._rates.restored(state.contract, self._progress.step)
         self._averages.stepped()
         self._taken = 0
         if chosen is None or "trainer" in chosen:
@@ -571,6 +576,7 @@ class Live:
             found["scheduler.kind"] = self._scheduler.kinds()
         if self._audit.unsaved:
             found[UNSAVED] = self._audit.unsaved
+        found |= self._rates.contract()
         return {**found, **self._script}
 
     # --- inside ------------------------------------------------------------------------------------------------------

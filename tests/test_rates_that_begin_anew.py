@@ -1,0 +1,99 @@
+"""W08: a schedule that nothing attached holds is named when a resume has begun it anew; a rate that is computed from the step is not."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trainfold
+from trainfold.adapters.live.live import attach
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.memory import MemoryStore
+from trainfold.core.errors import HiddenState
+
+
+class Decay:
+    """A schedule as people write it: a plain class with a counter."""
+
+    def __init__(self, optimizer, rate_of):
+        self.optimizer, self.rate_of, self.count = optimizer, rate_of, 0
+
+    def step(self):
+        self.count += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate_of(self.count)
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+SHAPES = {
+    "decay": lambda count: 0.1 * 0.9**count,
+    "warm-up and cosine": lambda count: 0.1 * min(1.0, count / 3) * (1 + math.cos(count / 20)),
+    "steps": lambda count: 0.1 * 0.5 ** (count // 3),
+    "each fourth": lambda count: 0.1 * 0.9 ** (count // 4),
+}
+
+
+def train(store, steps, shape, *, how):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = Decay(optimizer, SHAPES[shape])
+    live = attach(model, optimizer, scheduler=schedule if how == "attached" else None)
+    with CheckpointManager(store, every=None) as manager:
+        manager.restore(live)
+        while live.progress.step < steps:
+            if how == "from the step":
+                optimizer.param_groups[0]["lr"] = SHAPES[shape](live.progress.step)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if how != "from the step":
+                schedule.step()
+            live.advance(samples=1)
+            manager.step(live)
+        manager.save(live)
+    return trainfold.fingerprint(live.capture())["model"]
+
+
+def told(shape, cut, *, how):
+    """What the second of two parts warns of, and whether it has the bits of the whole."""
+    store, whole = MemoryStore(), train(MemoryStore(), cut + 9, shape, how=how)
+    train(store, cut, shape, how=how)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train(store, cut + 9, shape, how=how)
+    return [str(each.message) for each in caught if each.category is HiddenState], found == whole
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_schedule_that_nothing_holds_is_named_when_a_resume_has_begun_it_anew(shape):
+    (text,), is_exact = told(shape, 14, how="forgotten")
+    assert "optimizer.param_groups[0]['lr']" in text
+    assert "at step 14" in text
+    assert "scheduler=" in text
+    assert not is_exact
+
+
+@given(
+    cut=st.integers(1, 30), shape=st.sampled_from(sorted(SHAPES)), how=st.sampled_from(["from the step", "attached"])
+)
+def test_a_rate_that_goes_on_is_exact_and_not_a_word_is_said(cut, shape, how):
+    """NanoGPT's way, and an own object that is attached."""
+    assert told(shape, cut, how=how) == ([], True)
+
+
+def test_it_is_named_at_the_second_resume_as_well():
+    """What the run began with goes from checkpoint to checkpoint."""
+    store = MemoryStore()
+    for steps in (10, 20):
+        train(store, steps, "decay", how="from the step")
+    with pytest.warns(HiddenState, match="begins anew"):
+        train(store, 25, "decay", how="forgotten")
