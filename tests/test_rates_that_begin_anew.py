@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainfold
@@ -85,6 +85,7 @@ def test_a_schedule_that_nothing_holds_is_named_when_a_resume_has_begun_it_anew(
 @given(
     cut=st.integers(1, 30), shape=st.sampled_from(sorted(SHAPES)), how=st.sampled_from(["from the step", "attached"])
 )
+@settings(max_examples=12)
 def test_a_rate_that_goes_on_is_exact_and_not_a_word_is_said(cut, shape, how):
     """NanoGPT's way, and an own object that is attached."""
     assert told(shape, cut, how=how) == ([], True)
