@@ -336,6 +336,28 @@ def test_a_prefetcher_over_a_stream_without_a_state_is_resumed_as_the_run_goes_o
     check(make, loop, lambda _, events: events.extend(run.events))
 
 
+def test_the_end_of_a_stream_that_a_prefetcher_has_seen_is_not_drawn_twice():
+    """W04: a stream draws for samples that drop_last gives up, and the loop has seen its end two batches before."""
+
+    def two_ahead(batches):
+        waiting = []
+        for batch in batches:
+            waiting.append(batch)
+            if len(waiting) > 2:
+                yield waiting.pop(0)
+        yield from waiting
+
+    def plain(data, events):
+        for batch in two_ahead(batch for _ in range(2) for batch in data):
+            events.append(event(batch))
+
+    def loop(run):
+        for batch in two_ahead(run.live.batches(epochs=2)):
+            die(run, run.step(batch, samples=len(batch)))
+
+    check(lambda: StatefulDataLoader(Shards(), batch_size=3, drop_last=True), loop, plain)
+
+
 def test_a_batch_that_waits_and_cannot_be_given_once_more_is_refused_at_a_save():
     """A06, W04: a step on no data, while a batch waits; a loader with a state was not asked for it before that batch."""
     live = Run(lambda: StatefulDataLoader(Noisy(), batch_size=3)).live

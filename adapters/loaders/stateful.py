@@ -8,7 +8,7 @@ from typing import Any, final
 import attrs
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.components.component import Undo, copied, copied_containers, kind_of
+from trainfold.adapters.components.component import Stateful, Undo, copied, copied_containers, kind_of
 from trainfold.adapters.components.rng_streams import preserved_rng
 from trainfold.adapters.components.stream_reader import StreamReader, set_streams
 from trainfold.adapters.loaders.batch_digest import batch_digest
@@ -78,8 +78,11 @@ class StatefulFeed:
         self._start_place: dict[str, Any] = {}  # between the last two epochs
         self._looks_back = torchdatas(loader)  # whether such states are taken
         self._looks = 0
+        self._holds_the_users = not workers and _holds_the_users(loader)
+        self._total: int | None = None  # batches of an epoch
         self._probe_due = False  # after a restore
         self._again: deque[Opaque] = deque()  # for batches to be given once more: everything that they were drawn from
+        self._again_ends = False  # whether the last of them is the last of its epoch
         self._run = 0
         self.policy: Mapping[str, Verdict] = {}
 
@@ -181,6 +184,7 @@ class StatefulFeed:
                     self._start_place = {"state": self._state(), "samplers": self._sampler_states(), "first": True}
                 self._iterator = self._open_again() if self._again and not self._drawn else self._open()
             iterator, last = self._iterator, False
+            self._total = length_of(self._loader)
             if not told:
                 told = True
                 yield OPENED
@@ -214,8 +218,13 @@ class StatefulFeed:
         with self._apart():
             restore_order(self._again[0], self._generators)
             delivery, batch = self._drawn_now(iterator, mark)
-        if delivery is not None:
+            if delivery is None:
+                return None, END
             self._again.popleft()
+            if self._again_ends and not self._again and not delivery.last and self._draw(iterator) is END:
+                delivery = attrs.evolve(
+                    delivery, last=True
+                )  # the loop has seen the end, and a stream may have drawn for that
         return delivery, batch
 
     def _drawn_now(self, iterator: Iterator[Any], mark: Mark | None) -> tuple[Delivery | None, Any]:
@@ -235,10 +244,9 @@ class StatefulFeed:
             samples = self._counted.samples
         if reader is not None:
             drawn = Drawn(None, batch_digest(batch), reader.moved(), streams)
-        total = length_of(self._loader)
-        last = self._drawn == total
+        last = self._drawn == self._total
         if last and self._draw(iterator) is not END:  # so that the loader knows of its end, and saves that
-            raise mismatch("attach.loader", f"{total} batches, as len() says", "more", "mend its __len__")
+            raise mismatch("attach.loader", f"{self._total} batches, as len() says", "more", "mend its __len__")
         return Delivery(samples, last, HandedOut(drawn, before, mark)), batch
 
     def _draw(self, iterator: Iterator[Any]) -> Any:
@@ -255,7 +263,7 @@ class StatefulFeed:
         if not self._drawn:
             return self._start_place  # a sampler that has not been started yet says where the epoch before has left it
         state = self._loader.state_dict()
-        if not self._draws.workers:
+        if self._holds_the_users:
             state = copied_containers(state)
         self._looks += 1
         if self._looks.bit_count() == 1 and is_large(state):
@@ -514,6 +522,7 @@ class StatefulFeed:
                 "draws": self._draws.capture(None),
                 "before": self._before if inside else None,
                 "again": [each.value for each in (again or self._again)],
+                "again_ends": self._deliveries.waiting[-1].last if again else self._again_ends,
                 "late": self._watch.late if inside and self._watch is not None else [],
                 "generators": {name: generator.get_state() for name, generator in self._generators.items()},
             }
@@ -611,6 +620,7 @@ class StatefulFeed:
             self._draws.take(value.get("draws"))
             self._before, self._probe_due = value.get("before"), True
             self._again = deque(Opaque(order) for order in value.get("again", []))
+            self._again_ends = value.get("again_ends") is True
             self._samplers = value.get("samplers", {})
             self._order = None if value["order"] is None else Opaque(value["order"])
             self._deliveries.waiting.clear()
@@ -623,6 +633,11 @@ class StatefulFeed:
             take(before)
             raise
         return lambda: take(before)
+
+
+def _holds_the_users(loader: Any) -> bool:
+    """Whether code of the user's says a part of the state of torchdata's loader, and may go on changing what it said."""
+    return torchdatas(loader) and (iterates(loader) or isinstance(loader.dataset, Stateful) or is_foreign(loader))
 
 
 def _is_traced(loader: Any) -> bool:
