@@ -53,8 +53,8 @@ variable: record the plain value, or attach the average under extra=
             "counter of the loop's own decides it"
         )
     reasons += [
-        f"{name}: what this object's state_dict() gives does not bring all of it back; compare its attributes before a save "
-        "and after the restore"
+        f"{name}: either its state_dict() does not bring all of it back: compare its attributes before a save and after the restore; or it is "
+        "updated with something that is not saved, such as a decay that follows a counter of the loop's own"
         for name in changed
         if name not in _BUILT_IN
     ]
@@ -149,7 +149,7 @@ def _of_model(changed: dict[str, Difference], saved: Collection[str]) -> list[st
     return [
         *first,
         "- a variable of the loop: a counter, a temperature, a loss scale, a moving average; a hidden state or gradients carried over to the next step",
-        "- the samples: a generator or counter inside the dataset, sampler or collate; augmentation in loader workers",
+        "- the samples: a generator or counter that the dataset, sampler or collate holds itself, in loader workers too",
         "- the model: a non-persistent buffer, Dropout.p or another attribute that changes, a submodule in eval mode",
         "- the optimizer: moments that a wrapper keeps in attributes of its own, or another optimizer inside it",
     ]
