@@ -452,10 +452,13 @@ def test_batch_statistics_that_ddp_sends_are_saved_as_those_of_rank_0_and_resume
 
 def statistics_that_nobody_sends(collectives, folder):
     """Everything under which rank 0's are not certain to be everybody's."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
     told = {}
 
     def saved(name, model, wrapped=None, after=None):
-        live = attach(model)
+        live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
         wrapped = model if wrapped is None else wrapped
         wrapped(torch.randn(8, 4, generator=torch.Generator().manual_seed(collectives.rank))).sum().backward()
         if after is not None:
@@ -471,6 +474,24 @@ def statistics_that_nobody_sends(collectives, folder):
         return nn.parallel.DistributedDataParallel(inner, **options)
 
     saved("sent", ddp())
+    # a copy of the wrapper: nothing is ever sent to its buffers
+    model = ddp()
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer, extra={"ema": average})
+    model(torch.randn(8, 4, generator=torch.Generator().manual_seed(collectives.rank))).sum().backward()
+    optimizer.step()
+    average.update_parameters(model)
+    live.advance(samples=1)
+    with CheckpointManager(f"{folder}/average", collectives=collectives) as manager:
+        told["average"] = refusal(lambda: manager.save(live))
+    hooked = ddp()
+    state = PowerSGDState(None)
+    hooked.register_comm_hook(state, powerSGD_hook)
+    told["hook"] = refusal(lambda: attach(hooked))
+    plain = ddp()
+    plain.register_comm_hook(None, fp16_compress_hook)
+    told["plain hook"] = refusal(lambda: attach(plain))
     saved("off", ddp(broadcast_buffers=False))
     model = ddp()
     saved("inner", model.module, wrapped=model)
@@ -491,7 +512,9 @@ def statistics_that_nobody_sends(collectives, folder):
 def test_batch_statistics_that_nobody_sends_are_refused(processes, tmp_path):
     """W24: broadcast_buffers is off, the wrapper is not attached, it leaves the buffer out, or does not send before the next forward."""
     for told in processes.run(2, statistics_that_nobody_sends, str(tmp_path), collectives=PATIENT):
-        assert told.pop("sent") == "nothing"
+        assert told.pop("sent") == told.pop("plain hook") == "nothing"
+        assert "PowerSGDState" in told.pop("hook")
+        assert told.pop("average").startswith("RanksDisagree: ema.buffers[")
         assert len(told) == 5
         for name, text in told.items():
             assert text.startswith("RanksDisagree: model.buffers['1.running_mean']"), (name, text)

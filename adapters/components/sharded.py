@@ -6,9 +6,11 @@ import torch
 
 from trainfold.core.errors import InvalidArgument
 
+_STATELESS = ("ProcessGroup", "_AllreduceUpcastHookState")  # the second is that of DDP's own mixed precision
+
 
 def check_whole_module(module: torch.nn.Module, where: str) -> None:
-    """Refuse a module with flat parameters of FSDP1: each rank holds a part of them, and nothing in a parameter says which.
+    """Refuse a module with flat parameters of FSDP1, of which each rank holds a part, or with a communication hook that keeps state.
 
     Raises:
         InvalidArgument: naming the first such module or parameter.
@@ -19,6 +21,13 @@ def check_whole_module(module: torch.nn.Module, where: str) -> None:
     for name, each in module.named_modules():
         if _is_a(each, "FullyShardedDataParallel"):
             raise _sharded(where, f"a FullyShardedDataParallel{f' at {name!r}' if name else ''}")
+        for hook_state in _states_of_hooks(each):
+            raise InvalidArgument(
+                where,
+                expected="a module that keeps nothing of its own on each rank",
+                found=f"a communication hook with a {type(hook_state).__qualname__}{f' at {name!r}' if name else ''}: it keeps what it did not send",
+                mend="register a hook without a state, such as fp16_compress_hook with state=None: what this one keeps cannot be saved yet",
+            )
     for name, parameter in module.named_parameters():
         if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
             raise _sharded(where, f"a flat parameter of FullyShardedDataParallel at {name!r}")
@@ -59,6 +68,13 @@ def wheres(model: object, optimizer: object, extra: Mapping[str, object]) -> lis
     """What was attached, with the argument that it came by."""
     named = {f"extra[{name!r}]": target for name, target in extra.items()}
     return [("attach.model", model), ("attach.optimizer", optimizer), *named.items()]
+
+
+def _states_of_hooks(module: torch.nn.Module) -> list[object]:
+    """The states of a DDP wrapper's communication hooks; a process group is none."""
+    hooks = getattr(module, "_comm_hooks", None) if _is_a(module, "DistributedDataParallel") else None
+    states = [hook[-1] for hook in hooks or () if isinstance(hook, tuple) and hook]
+    return [state for state in states if state is not None and not any(_is_a(state, name) for name in _STATELESS)]
 
 
 def _is_a(target: object, name: str) -> bool:

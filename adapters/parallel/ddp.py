@@ -13,7 +13,7 @@ from trainfold.core.world import Collectives
 def sent_buffers(run: Live, modules: Mapping[str, NamedTensors], world: Collectives) -> dict[str, str]:
     """The buffers of a run that the next forward overwrites with those of rank 0, so that rank 0's are the exact ones to save.
 
-    That is certain where ``broadcast_buffers`` is on, the last forward was one that gradients were summed for, no hook and no
+    That is certain where an attached optimizer steps parameters of the wrapper, ``broadcast_buffers`` is on, the last forward was one that gradients were summed for, no hook and no
     ``join`` says otherwise, and the wrapper's ranks are those of the save.
 
     Args:
@@ -25,15 +25,28 @@ def sent_buffers(run: Live, modules: Mapping[str, NamedTensors], world: Collecti
         Leaf path -> who sends it to whom, for the ranks to compare.
     """
     sent: dict[int, str] = {}
+    trained: set[int] | None = None
     for module in run.modules:
         for each in module.modules():
             if isinstance(each, DistributedDataParallel):
-                sent |= _sent_by(each, world)
+                trained = _trained(run) if trained is None else trained
+                if any(id(parameter) in trained for parameter in each.parameters()):
+                    sent |= _sent_by(each, world)
     return {
         f"{component}.buffers[{name!r}]": sent[id(buffer)]
         for component, named in (modules.items() if sent else ())
         for name, buffer in named.buffers.items()
         if id(buffer) in sent
+    }
+
+
+def _trained(run: Live) -> set[int]:
+    """The parameters that attached optimizers step; a copy of a wrapper, such as in an average of weights, has others and no forward."""
+    return {
+        id(parameter)
+        for optimizer in run.optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     }
 
 
