@@ -42,7 +42,7 @@ bench: $(DEV)  ## what it costs: benchmarks/
 	@for program in $(filter-out benchmarks/resume.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
 laws: $(DEV)  ## the laws with many more examples (minutes)
-	HYPOTHESIS_PROFILE=laws $(PYTEST) -n 2 --dist loadfile tests
+	HYPOTHESIS_PROFILE=laws $(PYTEST) -n 2 --dist loadfile --timeout 1800 tests
 
 soak: $(DEV)  ## the laws for hours, with new examples each time
 	HYPOTHESIS_PROFILE=soak TRAINFOLD_FUZZ_CASES=50000000 $(PYTEST) -n 2 --dist loadfile --timeout 0 tests
