@@ -1,6 +1,7 @@
 """The numerical environment: what a program has set, or a machine has, on which the bits of a sum depend (W09)."""
 
 import platform
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
@@ -33,6 +34,7 @@ def environment_of(state: TrainState) -> dict[str, Any]:
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "machine": _machine(),
+        "flush_denormal": _flushes_denormals(),
     }
     device = _device_of(state)
     if device is not None:
@@ -56,6 +58,12 @@ def _cuda(device: torch.device) -> dict[str, Any]:
         "cudnn_precision": _read(lambda: cudnn.conv.fp32_precision),
         "cudnn": {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic},
     }
+
+
+def _flushes_denormals() -> bool:
+    """Whether numbers below the smallest normal one become 0 in this thread; torch sets that and does not say it, so it is tried."""
+    smallest = sys.float_info.min
+    return smallest / 2 == 0.0
 
 
 @cache

@@ -16,7 +16,7 @@ from trainfold.core.errors import (
     InvalidArgument,
     TrainfoldError,
 )
-from trainfold.core.inventory import Entry, Inventory, Problem, problem_of
+from trainfold.core.inventory import OLDER, Entry, Inventory, Problem, problem_of
 from trainfold.core.manifest import HEAD_BYTES, HEAD_LIMIT_BYTES, MANIFEST_LIMIT_BYTES, Manifest
 from trainfold.core.manifest_reader import check_structures, decode_head, decode_manifest
 from trainfold.core.save_plan import MANIFEST, step_of
@@ -27,7 +27,7 @@ RUN_FILE = "run.json"
 RUN_VERSION = 1
 _LENGTH_BYTES = 8  # of a safetensors header's length
 _OTHER_FORMATS = (".safetensors", ".safetensors.index.json", ".bin.index.json", ".distcp", ".pt", ".pth", ".ckpt")
-_OLDER = "use an older checkpoint of the run"
+_OLDER = f"{OLDER} of the run"
 
 
 def read_inventory(store: Store) -> Inventory:

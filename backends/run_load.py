@@ -1,5 +1,6 @@
 """`load_run`: reads a run, plans the resume, and loads what was planned; what turns out to be bad is passed over for an older one."""
 
+import logging
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, Final, TypeAlias, final
@@ -27,7 +28,7 @@ from trainfold.core.errors import (
     place,
 )
 from trainfold.core.inventory import Descent, Inventory, Problem, problem_of
-from trainfold.core.policy import ENVIRONMENT
+from trainfold.core.policy import is_of_rank_zero
 from trainfold.core.printable import printable
 from trainfold.core.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
 from trainfold.core.request import Request, Target
@@ -35,6 +36,7 @@ from trainfold.core.resume_plan import Refusal, ResumePlan
 from trainfold.core.resume_planner import next_to_examine, plan_resume
 from trainfold.core.state import TrainState
 
+_LOG: Final = logging.getLogger("trainfold")
 _RELISTINGS: Final = 5
 _Told: TypeAlias = tuple[Problem, bool, Outcome]
 
@@ -156,7 +158,7 @@ def target_of(like: TrainState, contract: Mapping[str, Any] | None, world: Colle
     components = {name: describe(component, name)[0] for name, component in components_of(like).items()}
     agreed = full_contract(like, contract)
     if world.rank > 0:  # the environment that is saved is rank 0's, and so is the one that it is compared with
-        agreed = {key: value for key, value in agreed.items() if not key.startswith(ENVIRONMENT)}
+        agreed = {key: value for key, value in agreed.items() if not is_of_rank_zero(key)}
     return Target(components, agreed, world.rank, world.world_size, library_versions())
 
 
@@ -219,6 +221,8 @@ def _warn(outcome: ResumePlan) -> None:
     for drift in outcome.drifts:
         if drift.verdict == "warn":
             warnings.warn(str(drift), ResumeDrift, stacklevel=4)
+    for text in outcome.losses:
+        _LOG.warning("%s", text)
     if outcome.unsaved:
         text = not_restored_text(outcome.unsaved, checkpoint=f"{outcome.run}/{outcome.checkpoint}")
         warnings.warn(printable(text, keep="\n"), HiddenState, stacklevel=4)

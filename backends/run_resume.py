@@ -248,6 +248,11 @@ def _with_kept_hyper(saved: OptimizerState, wanted: Any, kept: tuple[str, ...], 
         if ours is None:
             return group
         changed = {name: value for name, value in ours.hyper.items() if f"{prefix}.groups[{label!r}].{name}" in kept}
-        return attrs.evolve(group, hyper={**group.hyper, **changed})
+        mine = {  # what the script has no more is dropped, as the base rates of a scheduler that is gone
+            name: value
+            for name, value in group.hyper.items()
+            if name in ours.hyper or f"{prefix}.groups[{label!r}].{name}" not in kept
+        }
+        return attrs.evolve(group, hyper={**mine, **changed})
 
     return attrs.evolve(saved, groups=tuple(mend(group) for group in saved.groups))

@@ -3,7 +3,9 @@
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Final, Literal
+
+import attrs
 
 from trainfold.core.audit import UNSAVED
 from trainfold.core.contract import contract_of
@@ -12,13 +14,14 @@ from trainfold.core.errors import TrainfoldError
 from trainfold.core.group_labels import relabelled
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
-from trainfold.core.policy import ENVIRONMENT, Drift, Verdict, contract_kind, make_drift
+from trainfold.core.policy import BASE_RATES, ENVIRONMENT, Drift, Verdict, contract_kind, make_drift, verdict_of
 from trainfold.core.rates import RATES
 from trainfold.core.scalars import Json
 from trainfold.core.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.state import TrainState
 from trainfold.core.structure import places, rebuild
 
+_GROUPS = "optimizer.groups["
 _OPTIMIZER = "trainfold.OptimizerState"
 _OWNERS = frozenset({"trainfold.Opaque", "trainfold.OwnOptimizerState"})  # whose owner compares what is in it
 _SCALAR = ScalarSpec("scalar")
@@ -33,9 +36,19 @@ class Findings:
         self.ignored: set[str] = set()
         self._policy = policy
 
-    def drift(self, kind: str, where: str, *, saved: object, wanted: object) -> Verdict:
-        """Note a drift and return its verdict."""
+    def drift(
+        self, kind: str, where: str, *, saved: object, wanted: object, cause: tuple[str, str] | None = None
+    ) -> Verdict:
+        """Note a drift and return its verdict.
+
+        One that follows from another, its cause (kind and place), is told by that one where that one is refused; and otherwise it
+        has its verdict, unless the policy names its own kind.
+        """
         found = make_drift(kind, where, saved=saved, wanted=wanted, policy=self._policy)
+        if cause is not None and kind not in self._policy and f"contract:{where}" not in self._policy:
+            found = attrs.evolve(found, verdict=verdict_of(*cause, self._policy))
+            if found.verdict == "refuse":
+                return found.verdict
         self.drifts.append(found)
         return found.verdict
 
@@ -144,29 +157,42 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     What an old checkpoint does not say is read from its components where they prove it (V09).
     """
     saved, alone = _relabelled({**_proved_by_components(manifest), **manifest.contract}, manifest, components)
+    saved = {**_of_late_groups(manifest, saved, wanted), **saved}
     known = sorted({*saved, *wanted} - {UNSAVED, RATES})
     keys = [key for key in known if _component_of(key) not in left_out and not _is_in(key, alone)]
     follows = _consequences(saved, wanted, keys)
-    for key in keys:
-        have, want = saved.get(key, _ABSENT), wanted.get(key, _ABSENT)
-        if key in follows:
-            continue
-        if have is _ABSENT or want is _ABSENT:
-            owner = _owner_of(key)
-            is_derived = owner in _DERIVED or owner.startswith(_ATTACHED)
-            if is_derived and _has(saved, owner) and _has(wanted, owner):
-                findings.drift(contract_kind(key), key, saved=have, wanted=want)
-            elif (
-                not is_derived and owner != ENVIRONMENT
-            ):  # a state without a model has no device, an old checkpoint nothing
-                findings.drift("unproven" if have is _ABSENT else "uncompared", key, saved=have, wanted=want)
-        elif not _same(have, want):
-            findings.drift(contract_kind(key), key, saved=have, wanted=want)
+    causes = _causes(saved, wanted, keys, left_out)
+    if SCHEDULER_GONE in causes.values():
+        findings.drift(*SCHEDULER_GONE, saved=saved["scheduler.kind"], wanted="none")
+    for key in sorted(keys, key=lambda key: (key != "optimizer.kind", key in causes)):
+        if key not in follows:
+            _compare_key(key, saved, wanted, findings, causes.get(key))
     if manifest.world_size != world_size:
         findings.drift("world", "world_size", saved=manifest.world_size, wanted=world_size)
     for library, version in versions.items():
         if manifest.versions.get(library) != version:
             findings.drift("versions", library, saved=manifest.versions.get(library), wanted=version)
+
+
+def _compare_key(
+    key: str,
+    saved: Mapping[str, Json],
+    wanted: Mapping[str, Json],
+    findings: Findings,
+    cause: tuple[str, str] | None,
+) -> None:
+    have, want = saved.get(key, _ABSENT), wanted.get(key, _ABSENT)
+    if have is _ABSENT or want is _ABSENT:
+        owner = _owner_of(key)
+        is_derived = owner in _DERIVED or owner.startswith(_ATTACHED)
+        if is_derived and _has(saved, owner) and _has(wanted, owner):
+            findings.drift(contract_kind(key), key, saved=have, wanted=want, cause=cause)
+        elif (
+            not is_derived and owner != ENVIRONMENT
+        ):  # a state without a model has no device, an old checkpoint nothing
+            findings.drift("unproven" if have is _ABSENT else "uncompared", key, saved=have, wanted=want)
+    elif not _same(have, want):
+        findings.drift(contract_kind(key), key, saved=have, wanted=want, cause=cause)
 
 
 def _relabelled(
@@ -198,6 +224,10 @@ def _consequences(saved: Mapping[str, Json], wanted: Mapping[str, Json], keys: I
     settings has a private name.
     """
     differing = [key for key in keys if saved.get(key, _ABSENT) != wanted.get(key, _ABSENT)]
+    if "dataset_size" in differing:
+        return {key for key in differing if key.startswith(f"{_ATTACHED}loader.")} | _consequences(
+            saved, wanted, [key for key in keys if key != "dataset_size"]
+        )
     settings = [key for key in differing if contract_kind(key) in {"scheduler", "schedule_function"}]
     if "scheduler.kind" in differing and "scheduler.kind" in saved and "scheduler.kind" in wanted:
         live = [key for key in differing if ".groups[" in key and "live" in (saved.get(key), wanted.get(key))]
@@ -211,6 +241,36 @@ def _consequences(saved: Mapping[str, Json], wanted: Mapping[str, Json], keys: I
     }
 
 
+SCHEDULER_GONE: Final = ("scheduler", "scheduler")
+
+
+def _causes(
+    saved: Mapping[str, Json], wanted: Mapping[str, Json], keys: Iterable[str], left_out: Container[str]
+) -> dict[str, tuple[str, str]]:
+    """Key -> the kind and the place of what it follows from, where that is told.
+
+    Another class of optimizer has other hyperparameters. A scheduler that is new, or gone, leaves its base rates in the groups, and
+    moves the rate.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    differing = [key for key in keys if not _same(saved.get(key, _ABSENT), wanted.get(key, _ABSENT))]
+    for key in differing if "optimizer.kind" in differing else ():
+        if key.startswith("optimizer.groups[") and key.rpartition(".")[2] not in BASE_RATES:
+            found[key] = ("optimizer", "optimizer.kind")
+    kinds = [each.get("scheduler.kind") for each in (saved, wanted)]
+    if [isinstance(each, list) for each in kinds] in ([True, False], [False, True]) and kinds.count(None) == 1:
+        is_new = kinds[0] is None
+        cause = ("missing_component", "scheduler") if is_new else SCHEDULER_GONE
+        for key in (
+            differing if is_new == ("scheduler" in left_out) else ()
+        ):  # a new one is not saved, one that is gone is
+            if ".groups[" in key and (
+                "live" in (saved.get(key), wanted.get(key)) or key.rpartition(".")[2] in BASE_RATES
+            ):
+                found[key] = cause
+    return found
+
+
 def _proved_by_components(manifest: Manifest) -> dict[str, Json]:
     """What the contract leaves out and the saved components say themselves, such as the horizon of a schedule."""
     held: dict[str, Any] = {}
@@ -221,6 +281,30 @@ def _proved_by_components(manifest: Manifest) -> dict[str, Json]:
         with suppress(TrainfoldError):  # a user's own class that cannot be made without its tensors says nothing here
             held[name] = rebuild(record.nodes[0], name, lambda *_: None)
     return contract_of(TrainState(**held))
+
+
+def _of_late_groups(manifest: Manifest, saved: Mapping[str, Json], wanted: Mapping[str, Json]) -> dict[str, Json]:
+    """The hyperparameters of groups that were added after the attach, and that the run has now when it is attached (B10).
+
+    A contract has what the script gave at the attach, so it says nothing of them; the saved optimizer does. What a scheduler moves
+    is not compared.
+    """
+    labels = {_label(key) for key in wanted if key.startswith(_GROUPS)} - {_label(key) for key in saved}
+    record = manifest.component("optimizer")
+    if not labels or record is None or not _has(saved, _GROUPS):
+        return {}
+    with suppress(TrainfoldError):
+        held = contract_of(TrainState(optimizer=rebuild(record.nodes[0], "optimizer", lambda *_: None)))
+        return {
+            key: "live" if wanted.get(key) == "live" else value
+            for key, value in held.items()
+            if _label(key) in labels and key.startswith(_GROUPS)
+        }
+    return {}
+
+
+def _label(key: str) -> str:
+    return key.rpartition(".")[0]
 
 
 def _owner_of(key: str) -> str:

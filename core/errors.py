@@ -232,7 +232,7 @@ class RestoreRefused(TrainfoldError):
             where,
             expected="a state that these objects can take",
             found=f"{_reasons(len(reasons))} against it:\n{shown}\n",
-            mend="build the objects as they were when the state was saved; nothing was changed",
+            mend="do as each reason says; nothing was changed",
         )
         self.reasons = reasons
 
@@ -342,7 +342,7 @@ class ResumeRefused(CheckpointError):
         super().__init__(
             where,
             expected="a checkpoint that continues this run exactly",
-            found=f"{_reasons(len(refusal.reasons))} against it:\n{refusal}\n",
+            found=f"{_reasons(len(refusal.reasons))} against it:\n{refusal.listed}\n",
             mend=refusal.fix,
         )
         self.refusal = refusal

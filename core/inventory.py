@@ -9,6 +9,8 @@ from trainfold.core.errors import TrainfoldError
 from trainfold.core.manifest import Head, Manifest
 from trainfold.core.printable import printable
 
+OLDER: Final = "use an older checkpoint"  # how the fix of a problem begins that an older one does not have
+
 
 @final
 @attrs.frozen

@@ -1,5 +1,6 @@
 """Drift: what differs between a checkpoint and the run that wants to resume, and what is done about each kind."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeAlias, final
 
@@ -30,7 +31,10 @@ KINDS: Mapping[str, tuple[Verdict, frozenset[str], str]] = {
     "horizon": ("refuse", frozenset({"refuse", "warn", "adapt"}), "the schedule ends elsewhere; adapt takes the target's"),
     "schedule": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another schedule; adapt takes the target's"),
     "scheduler": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another setting of a torch scheduler; adapt takes the target's and keeps the count"),
-    "schedule_function": ("warn", frozenset({"refuse", "warn", "adapt"}), "another function of a scheduler, such as the lambda of a LambdaLR; the target's goes on"),
+    "schedule_function": ("warn", frozenset({"refuse", "warn", "adapt"}), "another function of a scheduler, such as the lambda of a LambdaLR, or another value in an object that it holds; the target's goes on"),
+    "scheduler_own": ("refuse", frozenset({"refuse", "warn"}), "another setting of a scheduler that is none of torch's, so that no replay can take it; set it on the object after the restore"),
+    "settings": ("warn", frozenset({"refuse", "warn", "adapt"}), "what an attached object said of itself when it was attached, such as the growth_interval of a GradScaler; what its state holds goes on as it was saved"),
+    "samples": ("refuse", frozenset({"refuse", "warn", "adapt"}), "other samples to draw: how many, with which weights, or of which subset; adapt takes the target's from the next epoch on"),
     "environment": ("warn", frozenset({"refuse", "warn", "adapt"}), "another numerical environment, such as the number of threads: other bits"),
     "dataset_size": ("refuse", frozenset({"refuse"}), "the dataset has another length, so positions mean other samples"),
     "dataset": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another data order"),
@@ -43,23 +47,42 @@ KINDS: Mapping[str, tuple[Verdict, frozenset[str], str]] = {
     "uncompared": ("warn", frozenset({"refuse", "warn", "adapt"}), "a contract key of the checkpoint that this run does not have"),
 }  # fmt: skip
 
-# kind -> the recipe for it on the page docs/how-to/change-a-run.md
+# kind -> the recipe for it on the page docs/how-to/change-a-run.md; `Drift.recipe` knows the exceptions
 RECIPES: Mapping[str, str] = {
     "scheduler": "Extend the run",
+    "scheduler_own": "Extend the run",
     "schedule": "Extend the run",
     "horizon": "Extend the run",
-    "hyperparameters": "Change the learning rate",
+    "hyperparameters": "Change another hyperparameter",
+    "optimizer": "Change the optimizer",
     "batch_size": "Change the batch size",
-    "missing": "Unfreeze layers",
+    "samples": "Change what is drawn",
+    "missing": "Change the layers",
+    "unexpected": "Change the layers",
     "shape": "Observers that resize",
 }
-_CAUSES: Final = ("missing", "shape")  # the others tend to follow from these
+_CAUSES: Final = ("missing", "unexpected", "shape")  # the others tend to follow from these
+RATE: Final = "Change the learning rate"
+UNFREEZE: Final = "Unfreeze layers"
+# kind -> what helps where no policy does
+_RESETS: Mapping[str, str] = {"optimizer": 'begin its state anew with reset={"optimizer": "why"}'}
 ENVIRONMENT: Final = "environment."  # what the keys of the numerical environment begin with
 _OWNERS: Mapping[str, str] = {"optimizer": "hyperparameters", "dataset": "dataset", "environment": "environment"}
 # What a scheduler leaves in the groups that it works on: its own base rates.
 BASE_RATES: Final = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+OF_RANK_ZERO: Final = frozenset({"environment", "settings", "samples"})  # kinds that rank 0 alone compares
+_GROUPED: Final = re.compile(r"^attached\.\w+\.(groups|held)\[")  # a hyperparameter of an attached optimizer
 # kind -> a wider one, whose verdict counts where a policy says nothing of the kind itself
-_WIDER: Mapping[str, str] = {"schedule": "scheduler", "horizon": "scheduler", "schedule_function": "scheduler"}
+_WIDER: Mapping[str, str] = {
+    "schedule": "scheduler",
+    "horizon": "scheduler",
+    "schedule_function": "scheduler",
+    "scheduler_own": "scheduler",
+}
+_LIVE: Final = "live"  # what a contract says of a hyperparameter that a scheduler moves
+GROUPS: Final = (
+    "optimizer.groups: "  # what the drift of a parameter begins with that one side's optimizer does not have
+)
 
 
 @final
@@ -82,9 +105,34 @@ class Drift:
     verdict: Verdict
 
     @property
-    def can_be_adapted(self) -> bool:
-        """Whether a policy may let it pass."""
-        return "adapt" in KINDS[self.kind][1]
+    def to_type(self) -> Verdict | None:
+        """The verdict that a policy may give its kind so that a resume goes on as is meant; None where none helps."""
+        allowed = KINDS[self.kind][1]
+        if self.kind in _RESETS:
+            return None
+        return "adapt" if "adapt" in allowed else "warn" if "warn" in allowed else None
+
+    @property
+    def reset(self) -> str | None:
+        """What helps where no policy does."""
+        return _RESETS.get(self.kind)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether something begins at the script's values, or is dropped, if it is let pass."""
+        return self.kind in {"missing", "unexpected"}
+
+    @property
+    def recipe(self) -> str | None:
+        """The recipe for it on the page docs/how-to/change-a-run.md."""
+        if self.kind == "shape" and not self.is_of_buffer:
+            return None
+        last = self.where.rpartition(".")[2]
+        if (self.kind == "hyperparameters" and last == "lr") or (self.kind == "scheduler" and ".groups[" in self.where):
+            return RATE
+        if self.is_loss and self.where.startswith(GROUPS):
+            return UNFREEZE
+        return None if self.where.startswith("optimizer.masters") else RECIPES.get(self.kind)
 
     @property
     def follows(self) -> bool:
@@ -97,23 +145,21 @@ class Drift:
         return self.kind == "shape" and ".buffers['" in self.where
 
     @property
-    def recipe(self) -> str | None:
-        """The recipe for it on the page docs/how-to/change-a-run.md."""
-        if self.kind == "shape" and not self.is_of_buffer:
-            return None
-        is_rate = self.kind == "scheduler" and ".groups[" in self.where
-        return RECIPES.get("hyperparameters" if is_rate else self.kind)
-
-    @property
     def adapts_a_scheduler(self) -> bool:
         """Whether attached schedulers go on under the settings of the run; a function that is only warned of changes nothing."""
+        if self.where == "scheduler":  # there is none on one side
+            return False
         is_attached = self.kind == "scheduler" or (self.where == "scheduler.kind" and self.wanted.startswith("["))
         return (is_attached and self.verdict != "refuse") or (
             self.kind == "schedule_function" and self.verdict == "adapt"
         )
 
     def __str__(self) -> str:
-        return printable(f"{self.verdict:7} {self.kind:18} {self.where}: saved {self.saved}, wanted {self.wanted}")
+        saved, wanted = self._said(self.saved), self._said(self.wanted)
+        return printable(f"{self.verdict:7} {self.kind:18} {self.where}: saved {saved}, wanted {wanted}")
+
+    def _said(self, value: str) -> str:
+        return "one that a scheduler moves" if value == _LIVE and self.kind == "hyperparameters" else value
 
 
 def recipes_of(drifts: Sequence[Drift]) -> tuple[str, ...]:
@@ -122,9 +168,10 @@ def recipes_of(drifts: Sequence[Drift]) -> tuple[str, ...]:
     Examples:
         >>> drifts = [make_drift(kind, kind, saved=1, wanted=2, policy={}) for kind in ("batch_size", "missing")]
         >>> recipes_of(drifts)
-        ('Unfreeze layers', 'Change the batch size')
+        ('Change the layers', 'Change the batch size')
     """
     causes = [drift for drift in drifts if drift.kind in _CAUSES]
+    causes = [drift for drift in causes if not drift.follows] or causes
     others = [drift for drift in drifts if drift.kind not in _CAUSES and (drift.saved != "nothing" or not causes)]
     return tuple(dict.fromkeys(drift.recipe for drift in (*causes, *others) if drift.recipe is not None))
 
@@ -180,8 +227,19 @@ def verdict_of(kind: str, where: str, policy: Mapping[str, Verdict]) -> Verdict:
     wider = _WIDER.get(kind) or ("hyperparameters" if where.startswith("optimizer.") else "contract")
     default = KINDS[kind][0]
     if kind in _WIDER or (kind == "scheduler" and ".groups[" in where):
-        default = policy.get(wider, default)
+        given = policy.get(wider, default)
+        default = given if given in KINDS[kind][1] else default
     return policy.get(f"contract:{where}", policy.get(kind, default))
+
+
+def is_of_rank_zero(key: str) -> bool:
+    """Whether rank 0 alone compares a key of a contract, because each rank may have its own: an environment, a share, a device.
+
+    Examples:
+        >>> is_of_rank_zero("environment.threads"), is_of_rank_zero("attached.scaler.growth_interval"), is_of_rank_zero("batch_size")
+        (True, True, False)
+    """
+    return contract_kind(key) in OF_RANK_ZERO
 
 
 def contract_kind(key: str) -> str:
@@ -190,13 +248,17 @@ def contract_kind(key: str) -> str:
     Examples:
         >>> contract_kind("scheduler.total"), contract_kind("batch_size"), contract_kind("tokenizer")
         ('horizon', 'batch_size', 'contract')
+        >>> contract_kind("attached.scheduler.T_max"), contract_kind("attached.scheduler.own.total")
+        ('scheduler', 'scheduler_own')
+        >>> contract_kind("attached.ema.decay"), contract_kind("attached.loader.sampler_size")
+        ('settings', 'samples')
     """
     exact = {"optimizer.kind": "optimizer", "dataset.length": "dataset_size", "dataset_size": "dataset_size"}
     if key in exact:
         return exact[key]
     last = key.rpartition(".")[2]
-    if key.startswith(("attached.scheduler.", "attached.scheduler[")):
-        return "schedule_function" if key.endswith("()") else "scheduler"
+    if key.startswith("attached.") and (kind := _attached_kind(key)) is not None:
+        return kind
     if ".groups[" in key and last in BASE_RATES:
         return "scheduler"
     if key.startswith("scheduler."):
@@ -206,3 +268,15 @@ def contract_kind(key: str) -> str:
         return _OWNERS[owner]
     name = key.removeprefix("step.")
     return name if name in {"batch_size", "accumulate", "horizon"} else "contract"
+
+
+def _attached_kind(key: str) -> str | None:
+    """Of what a live run says of its objects; None for what an attached optimizer has in its groups, and for who is frozen."""
+    if key.startswith(("attached.scheduler.", "attached.scheduler[")):
+        named = key.removeprefix("attached.scheduler").rpartition("]")[2]  # what comes after the scheduler's own name
+        if "(" in named:  # a function, or a value in an object of somebody's class
+            return "schedule_function"
+        return "scheduler_own" if named.startswith(".own.") else "scheduler"
+    if key.startswith(("attached.loader.", "attached.loader[")):
+        return "samples"
+    return None if _GROUPED.search(key) or key == "attached.optimizer.frozen" else "settings"

@@ -8,12 +8,11 @@ import attrs
 from trainfold.core.audit import UNSAVED
 from trainfold.core.codec import digest_of
 from trainfold.core.errors import RanksDisagree
+from trainfold.core.policy import is_of_rank_zero
 from trainfold.core.rates import RATES
 from trainfold.core.scalars import Json, canonical_json
 
 _OPAQUE: Final = "trainfold.Opaque"
-# another device or number of threads is no other run; and what one rank knows to be unsaved is no condition of a resume
-_OWN: Final = ("environment.", UNSAVED, RATES)
 _BUFFERS: Final = ".buffers['"
 _STATISTICS: Final = (
     "batch statistics, such as BatchNorm's, differ under DistributedDataParallel: attach the wrapper itself, with broadcast_buffers on, and save with "
@@ -124,10 +123,15 @@ def summary(leaves: Leaves, contract: Mapping[str, Json]) -> dict[str, str]:
         leaves: component -> leaf path -> digest.
         contract: what must be equal at a resume.
     """
-    shared = {key: value for key, value in contract.items() if not key.startswith(_OWN)}
+    shared = {key: value for key, value in contract.items() if not _is_own(key)}
     lines = {name: "\n".join(f"{path} {digest}" for path, digest in each.items()) for name, each in leaves.items()}
     digests = {name: digest_of(text.encode("utf-8", "surrogatepass")) for name, text in lines.items()}
     return {**digests, "contract": digest_of(canonical_json(shared))}
+
+
+def _is_own(key: str) -> bool:
+    """Whether each rank may say something else: another device or share is no other run; what one rank knows to be unsaved is no condition."""
+    return key.startswith((UNSAVED, RATES)) or is_of_rank_zero(key)
 
 
 def first_in_doubt(summaries: Sequence[Mapping[str, str]]) -> str | None:
@@ -149,7 +153,7 @@ def differing(mine: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
         ['b']
     """
     names = dict.fromkeys((*first, *mine))
-    return [name for name in names if not name.startswith(_OWN) and _text(mine, name) != _text(first, name)]
+    return [name for name in names if not _is_own(name) and _text(mine, name) != _text(first, name)]
 
 
 def _text(held: Mapping[str, Any], name: str) -> bytes:

@@ -1,6 +1,6 @@
 """`ResumePlan`, or `Refusal`: what a resume will do with every component, or every reason why it cannot; values that print."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeAlias, final
 
 import attrs
@@ -9,11 +9,16 @@ from trainfold.core.audit import not_restored, not_restored_text
 from trainfold.core.codec import digest_of
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import Manifest
-from trainfold.core.policy import Drift, recipes_of
+from trainfold.core.policy import GROUPS, OF_RANK_ZERO, Drift, recipes_of
 from trainfold.core.printable import printable
 from trainfold.core.scalars import Json
 
 _SHOWN: Final = 3
+_NAMED: Final = 16
+_LOSSES: Mapping[str, str] = {
+    "missing": "not saved, and so begins at what the script gave it",
+    "unexpected": "saved, and dropped, because this run has no place for it",
+}
 Verb: TypeAlias = Literal["load", "adopt", "reset", "keep"]
 
 
@@ -95,11 +100,20 @@ class ResumePlan:
             *((not_restored_text(self.unsaved, checkpoint=self.checkpoint),) if self.unsaved else ()),
         )
 
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """What a policy with ``adapt`` costs, by name: what begins at the script's values, and what is dropped."""
+        return tuple(
+            printable(f"{self.run}/{self.checkpoint}: {said}: {_some([each.where for each in those])}")
+            for kind, said in _LOSSES.items()
+            if (those := [each for each in self.drifts if each.kind == kind and each.verdict == "adapt"])
+        )
+
     def digest(self) -> str:
         """A digest of every decision; equal on all ranks that decide alike (V05)."""
         files = [file.digest for file in self.manifest.files]
         actions = [attrs.evolve(action, part=0) for action in self.actions]  # each rank reads its own part
-        drifts = tuple(drift for drift in self.drifts if drift.kind != "environment")  # rank 0 alone compares its own
+        drifts = tuple(drift for drift in self.drifts if drift.kind not in OF_RANK_ZERO)
         decided = (self.checkpoint, str(self.manifest.head), files, actions, drifts)
         return digest_of(repr(decided).encode("utf-8", "backslashreplace"))
 
@@ -161,22 +175,33 @@ class Refusal:
         drifts = [each for each in self.reasons if isinstance(each, Drift)]
         if self.reasons and isinstance(self.reasons[0], Problem):
             return self.reasons[0].mend
-        fixed = [each for each in drifts if not each.can_be_adapted]
-        kinds = dict.fromkeys(each.kind for each in drifts if each.can_be_adapted)
-        typed = ", ".join(f'"{kind}": "adapt"' for kind in kinds)
+        fixed = [each for each in drifts if each.to_type is None and each.reset is None]
+        typed = ", ".join(f'"{kind}": "{verdict}"' for kind, verdict in _typed(drifts).items())
+        resets = list(dict.fromkeys(each.reset for each in drifts if each.reset is not None))
         recipes = " and ".join(f'"{name}"' for name in recipes_of(drifts))
         page = f": {recipes} in docs/how-to/change-a-run.md" if recipes else ""
+        ways = " and ".join([*resets, *([f"pass policy={{{typed}}}"] if typed else ())])
         if not fixed:
-            return f"put {'it' if len(drifts) == 1 else 'them'} back, or pass policy={{{typed}}} if it is meant{page}"
+            losses = [each for each in drifts if each.is_loss]
+            return f"{_put_back(drifts)}, or {ways} if {_it(drifts)} meant{_what_is_lost(losses)}{page}"
         wheres = [each.where for each in fixed]
         more = f" and {len(wheres) - _SHOWN} more" if len(wheres) > _SHOWN else ""
-        others = f"; for the others, policy={{{typed}}} if they are meant" if kinds else ""
+        others = f"; for the others, {ways} if they are meant" if ways else ""
         if all(each.is_of_buffer for each in fixed):
             run_one = (
                 "run one batch through the model before it is attached, where these buffers get their size from one, or"
             )
             return f"{run_one} put them back{others}{page}"
         return f"put {', '.join(wheres[:_SHOWN])}{more} back, or begin another run{others}{page}"
+
+    @property
+    def listed(self) -> str:
+        """Every reason, a line each, for a text that ends with `fix`: what that says is not said here too."""
+        fix = self.fix
+        return "\n".join(
+            f"  {str(each).removesuffix(f'; {printable(fix, keep=chr(10))}') if isinstance(each, Problem) else each}"
+            for each in self.reasons
+        )
 
     @property
     def exit_code(self) -> int:
@@ -189,3 +214,36 @@ class Refusal:
 
     def __str__(self) -> str:
         return "\n".join(f"  {reason}" for reason in self.reasons)
+
+
+def _typed(drifts: Sequence[Drift]) -> dict[str, str]:
+    """Kind -> the verdict to type."""
+    return {each.kind: verdict for each in drifts if (verdict := each.to_type) is not None}
+
+
+def _it(drifts: Sequence[Drift]) -> str:
+    return "it is" if len(drifts) == 1 else "they are"
+
+
+def _put_back(drifts: Sequence[Drift]) -> str:
+    """The move that keeps the run as it is, in the words of the first cause."""
+    cause = drifts[0] if drifts else None
+    if cause is not None and cause.kind == "unexpected" and cause.where.startswith(GROUPS):
+        return "give the optimizer these parameters before attach, as with add_param_group"
+    if cause is not None and cause.is_loss and cause.where.startswith("model."):
+        return (
+            "change the model before attach as it was changed when it was saved (pruned, parametrized, another layer)"
+        )
+    return f"put {'it' if len(drifts) == 1 else 'them'} back"
+
+
+def _what_is_lost(losses: Sequence[Drift]) -> str:
+    kinds = {each.kind for each in losses}
+    said = ["what is missing begins at the script's values"] if "missing" in kinds else []
+    said += ["what is unexpected is dropped"] if "unexpected" in kinds else []
+    return f" ({', and '.join(said)})" if said else ""
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"

@@ -16,7 +16,7 @@ from trainfold.core.components import BUILTIN_COMPONENTS
 from trainfold.core.contract import step_contract
 from trainfold.core.errors import UnknownComponent
 from trainfold.core.given import nearest
-from trainfold.core.inventory import Inventory, Problem, lineage
+from trainfold.core.inventory import OLDER, Inventory, Problem, lineage
 from trainfold.core.manifest import ComponentRecord, Manifest
 from trainfold.core.policy import Drift, contract_kind, verdict_of
 from trainfold.core.replicas import is_between_epochs, is_opaque
@@ -173,7 +173,7 @@ def _chosen(inventory: Inventory, request: Request, target: Target) -> Manifest 
         if entry is not None and entry.problem is None and entry.manifest is not None:
             return entry.manifest
         if entry is not None and entry.problem is not None:
-            return (entry.problem,)
+            return (_where_none_is_older(entry.problem, inventory, request.step),)
         saved = [each.head.step for each in inventory.entries if each.head is not None]
         return (Problem("CheckpointMissing", f"{inventory.run}/{name}", "a checkpoint of this step",
                          f"steps {saved[-8:]}" if saved else "no checkpoint", "name a saved step, or none for the newest", 11),)  # fmt: skip
@@ -187,7 +187,20 @@ def _chosen(inventory: Inventory, request: Request, target: Target) -> Manifest 
     if inventory.lost is not None and not bad:
         empty = Problem("RunDamaged", inventory.run, f"a whole checkpoint: {inventory.lost}", "none",
                         "copy the run again, or start over on purpose: CheckpointManager(run, start_over=True)", 19)  # fmt: skip
-    return bad or (empty, *torn)
+    told = tuple(_where_none_is_older(each, inventory) for each in bad or torn)
+    return told if bad else (empty, *told)
+
+
+def _where_none_is_older(problem: Problem, inventory: Inventory, step: int | None = None) -> Problem:
+    """A problem whose fix is an older checkpoint, where no usable one is there (before a step): then that is no fix."""
+    usable = [each for each in inventory.entries if each.problem is None and each.head is not None]
+    if not problem.mend.startswith(OLDER) or any(
+        each.head is not None and (step is None or each.head.step < step) for each in usable
+    ):
+        return problem
+    return attrs.evolve(
+        problem, mend="no older checkpoint is whole: copy the run again from where it is, or begin another run"
+    )
 
 
 def _check_names(manifest: Manifest, target: Target, request: Request) -> None:

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.ao.quantization import PerChannelMinMaxObserver
@@ -14,7 +15,7 @@ from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, plan, save
 from trainfold.core.errors import RestoreRefused, ResumeRefused
 from trainfold.core.inventory import Problem
-from trainfold.core.policy import KINDS, RECIPES, check_policy, make_drift
+from trainfold.core.policy import KINDS, RATE, RECIPES, UNFREEZE, check_policy, make_drift
 from trainfold.core.resume_plan import Refusal
 
 PAGE = "docs/how-to/change-a-run.md"
@@ -30,13 +31,16 @@ def refused(*kinds):
 def test_a_refusal_says_the_policy_to_type_where_one_helps_and_none_where_none_does(kinds):
     """R09: what it says can be typed, and lets all of that pass which can; what cannot is named, to be put back."""
     fix = refused(*kinds).fix
-    helped = [kind for kind in kinds if "adapt" in KINDS[kind][1]]
-    typed = dict.fromkeys(helped, "adapt")
+    helped = [
+        kind for kind in kinds if KINDS[kind][1] != {"refuse"} and kind != "optimizer"
+    ]  # whose moments begin anew
+    typed = {kind: "adapt" if "adapt" in KINDS[kind][1] else "warn" for kind in helped}
+    assert ("reset" in fix) == ("optimizer" in kinds)
     assert ("policy" in fix) == bool(helped)
     assert (f"policy={typed!r}".replace("'", '"') in fix) == bool(helped)
     check_policy(typed)
     for kind in kinds:
-        assert helped.count(kind) or f"key.{kind}" in fix or "more back" in fix
+        assert helped.count(kind) or kind == "optimizer" or f"key.{kind}" in fix or "more back" in fix
     assert (PAGE in fix) == any(kind in RECIPES for kind in kinds if kind != "shape")
 
 
@@ -45,7 +49,7 @@ def test_a_problem_of_a_checkpoint_says_its_own_fix_and_nothing_of_policies():
     assert Refusal("r", None, (problem, *refused("batch_size").reasons)).fix == "copy the run again"
 
 
-@pytest.mark.parametrize("name", sorted(set(RECIPES.values())))
+@pytest.mark.parametrize("name", sorted({*RECIPES.values(), RATE, UNFREEZE}))
 def test_each_recipe_that_a_refusal_names_is_on_its_page(name, request):
     assert f"\n## {name}\n" in (request.config.rootpath / PAGE).read_text()
 
@@ -69,6 +73,166 @@ def test_what_follows_comes_after_its_cause_and_a_cause_is_told_once():
     assert wheres == sorted(wheres, key=lambda where: where.startswith("optimizer."))
     fewer = plan(store, like=state(3, 2)).reasons
     assert {reason.where for reason in fewer} == {"optimizer.groups: 0.weight", "optimizer.groups: 0.bias"}
+
+
+def test_another_hyperparameter_is_not_sent_to_the_recipe_for_the_rate():
+    """3.4: a changed betas was told to change the learning rate."""
+
+    def fix(where, kind="hyperparameters"):
+        return Refusal("r", None, (make_drift(kind, where, saved=1, wanted=2, policy={}),)).fix
+
+    assert '"Change another hyperparameter"' in fix("optimizer.groups['0.bias'].betas")
+    assert '"Change the learning rate"' in fix("optimizer.groups['0.bias'].lr")
+    assert '"Change the learning rate"' in fix("optimizer.groups['0.bias'].initial_lr", "scheduler")
+
+
+def simple(make=torch.optim.SGD, schedule=None, store=None, **kwargs):
+    """A run of two layers; trained for two steps and saved where there is a store."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    optimizer = make(model.parameters(), lr=0.1, **kwargs)
+    scheduler = None if schedule is None else schedule(optimizer)
+    live = attach(model, optimizer, scheduler=scheduler)
+    if store is not None:
+        go_on(live)
+        with CheckpointManager(store) as manager:
+            manager.save(live)
+    return live
+
+
+def go_on(live, steps=2):
+    model, optimizer = live.modules[0], live.optimizers["optimizer"]
+    for _ in range(steps):
+        model(torch.ones(1, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for each in live._schedulers():
+            each.step()
+        live.advance(samples=1)
+
+
+def restored(live, store, *, policy=None, reset=None):
+    with CheckpointManager(store, policy=policy) as manager:
+        manager.restore(live, reset=reset)
+        go_on(live)
+        manager.save(live)
+
+
+def told(live, store, *, policy=None):
+    with CheckpointManager(store, policy=policy) as manager, pytest.raises(ResumeRefused) as refusal:
+        manager.restore(live)
+    return refusal.value
+
+
+def test_another_optimizer_is_one_reason_whose_fix_works():
+    """3.4: nine lines of hyperparameters came before the cause, and the policy to type was refused next."""
+    store = MemoryStore()
+    simple(torch.optim.AdamW, store=store)
+    error = told(simple(torch.optim.SGD), store)
+    assert [reason.where for reason in error.refusal.reasons] == ["optimizer.kind"]
+    assert 'reset={"optimizer": "why"}' in error.mend
+    assert "policy" not in error.mend
+    assert '"Change the optimizer"' in error.mend
+    restored(simple(torch.optim.SGD), store, reset={"optimizer": "SGD from here on"})
+    restored(simple(torch.optim.SGD), store)  # and the next start needs no word
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_scheduler_that_is_new_or_gone_is_one_reason_whose_fix_works(is_new):
+    """3.4: a scheduler that was gone was told as base rates, and ``lr: saved 0.1, wanted live`` was no sentence."""
+
+    def cosine(optimizer):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+
+    store = MemoryStore()
+    before, after = (None, cosine) if is_new else (cosine, None)
+    simple(schedule=before, store=store)
+    error = told(simple(schedule=after), store)
+    assert [reason.where for reason in error.refusal.reasons] == ["scheduler"]
+    typed = {"missing_component": "adapt"} if is_new else {"scheduler": "adapt"}
+    assert f"policy={typed}".replace("'", '"') in error.mend
+    live = simple(schedule=after)
+    restored(live, store, policy=typed)
+    rate = live.optimizers["optimizer"].param_groups[0]["lr"]
+    whole = cosine(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+    whole.optimizer.step()
+    whole.step()
+    whole.step()
+    assert rate == (whole.get_last_lr()[0] if is_new else 0.1)
+    restored(simple(schedule=after), store)
+
+
+def test_a_rate_that_a_scheduler_moves_is_told_in_words():
+    drift = make_drift("hyperparameters", "optimizer.groups['w'].lr", saved=0.1, wanted="live", policy={})
+    assert "saved 0.1, wanted one that a scheduler moves" in str(drift)
+
+
+def test_a_pruned_model_is_told_to_be_pruned_before_it_is_attached_and_adapt_says_what_is_lost(caplog):
+    """3.4: the policy to type went on without a word, with a layer that is in no checkpoint."""
+    store = MemoryStore()
+    live = simple(store=store)
+    torch.nn.utils.prune.l1_unstructured(live.modules[0][0], "weight", amount=0.3)
+    with CheckpointManager(store) as manager:
+        manager.restore(simple())
+        go_on(live)
+        manager.save(live)
+    error = told(simple(), store)
+    assert error.mend.startswith("change the model before attach as it was changed when it was saved (pruned,")
+    assert "what is missing begins at the script's values, and what is unexpected is dropped" in error.mend
+    assert '"Change the layers"' in error.mend
+    with caplog.at_level(logging.WARNING):
+        caplog.clear()
+        restored(simple(), store, policy={"missing": "adapt", "unexpected": "adapt"})
+    assert "not saved, and so begins at what the script gave it: model.params['0.weight']" in caplog.text
+    assert "saved, and dropped, because this run has no place for it: model.params['0.weight_orig']" in caplog.text
+
+
+def test_a_group_that_was_added_as_the_run_went_is_to_be_added_before_attach(caplog):
+    """B10: the policy to type dropped the group of the unfrozen layer without a word."""
+
+    def build(added):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+        model[0].requires_grad_(False)
+        if added:
+            unfreeze(model, optimizer)
+        return model, optimizer, attach(model, optimizer)
+
+    def unfreeze(model, optimizer):
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.01})
+
+    store = MemoryStore()
+    model, optimizer, live = build(added=False)
+    go_on(live)
+    unfreeze(model, optimizer)
+    go_on(live)
+    with CheckpointManager(store) as manager:
+        manager.save(live)
+    error = told(build(added=False)[2], store)
+    assert error.mend.startswith("give the optimizer these parameters before attach, as with add_param_group, or pass")
+    assert '"Unfreeze layers"' in error.mend
+    live = build(added=True)[2]
+    frozen = {"contract:attached.optimizer.frozen": "adapt"}
+    restored(live, store, policy=frozen)  # the right move: all moments are there
+    assert all(live.capture().optimizer.slots.values())
+    with caplog.at_level(logging.WARNING):
+        restored(build(added=False)[2], store, policy={"unexpected": "adapt", **frozen})
+    assert (
+        "dropped, because this run has no place for it: optimizer.groups: 0.bias, optimizer.groups: 0.weight"
+        in caplog.text
+    )
+
+
+def test_a_fix_is_told_once_and_no_older_checkpoint_where_there_is_none(tmp_path):
+    """R09: the fix of a damaged run stood there twice, and named a checkpoint that is not there."""
+    simple(store=tmp_path)
+    manifest = tmp_path / "step-00000002" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-40])
+    error = told(simple(), tmp_path)
+    assert str(error).count(error.mend) == 1
+    assert "use an older checkpoint" not in str(error)
 
 
 @pytest.mark.parametrize("own_group", [False, True])

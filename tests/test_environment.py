@@ -67,7 +67,29 @@ def without_mkldnn():
         torch._C._set_mkldnn_enabled(True)
 
 
+@contextlib.contextmanager
+def flushed():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine cannot")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@contextlib.contextmanager
+def told(name, value):
+    """What torch says of a thing that a process cannot change: another machine, or what was set before the first thread."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(name, lambda: value)
+        yield
+
+
 CHANGES = {
+    "interop_threads": lambda: told("torch.get_num_interop_threads", 99),
+    "cpu_capability": lambda: told("torch.backends.cpu.get_cpu_capability", "another"),
+    "machine": lambda: told("trainfold.backends.environment._machine", "another"),
+    "flush_denormal": flushed,
     "threads": lambda: threads(torch.get_num_threads() + 1),
     "deterministic": lambda: deterministic(True),
     "matmul_precision": lambda: precision("high"),

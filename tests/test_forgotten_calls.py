@@ -1,5 +1,6 @@
 """What a loop forgets to call, or names wrongly, is refused at the first call that can see it, and not found out at a resume."""
 
+import contextlib
 import pickle
 import shutil
 
@@ -261,7 +262,7 @@ def test_a_run_that_has_lost_its_checkpoints_is_refused_and_not_started_fresh(da
         if directory.is_symlink():
             continue
         shutil.rmtree(directory) if damage == "no directory" else (directory / "manifest.json").unlink()
-    with pytest.raises(ResumeRefused, match=r"RunDamaged.*(latest names step-00000004|best.json).*start_over=True"):
+    with pytest.raises(ResumeRefused, match=r"(?s)RunDamaged.*(latest names step-00000004|best.json).*start_over=True"):
         loop(tmp_path, 3, every=1)
     with pytest.raises(ResumeRefused, match="RunDamaged"):
         trainfold.load(tmp_path, like=TrainState(trainer=Progress()))
@@ -269,3 +270,25 @@ def test_a_run_that_has_lost_its_checkpoints_is_refused_and_not_started_fresh(da
     capsys.readouterr()
     assert loop(tmp_path, 5, every=1, start_over=True).progress.step == 5
     assert loop(tmp_path, 1, every=1).progress.step == 6
+
+
+@pytest.mark.parametrize("call", ["step", "save", "should_save", "none", "none, and an error"])
+def test_a_manager_that_is_closed_and_was_never_asked_to_save_says_so(call, caplog):
+    """W11: a loop that restores, trains and closes lost all of it without a word, where ``manager.step`` was forgotten."""
+    model = torch.nn.Linear(2, 1)
+    live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    steps, failing = (1, contextlib.suppress(ZeroDivisionError)) if "error" in call else (6, contextlib.nullcontext())
+    with failing, CheckpointManager(MemoryStore()) as manager:
+        manager.restore(live)
+        for _ in range(steps):
+            live.optimizers["optimizer"].step()
+            live.advance(samples=1)
+        if call in ("step", "save", "should_save"):
+            getattr(manager, call)(live)
+        if "error" in call:
+            raise ZeroDivisionError  # in the first step, before the loop comes to ask
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(told) == (call == "none")
+    if told:
+        assert "6 steps were trained since the restore, and nothing of them is saved" in told[0]
+        assert "manager.step(live)" in told[0]

@@ -260,6 +260,24 @@ def test_what_another_class_left_in_the_groups_goes_with_it():
     assert rates(made) == rates(whole[1])
 
 
+def test_a_cycle_of_momentum_takes_the_first_beta_and_leaves_the_second_as_it_was_saved():
+    """W08: a loop may set ``betas[1]`` as it goes, and no schedule moves that."""
+    store = MemoryStore()
+    optimizer, scheduler, old, new, _ = CHANGES["one cycle of betas"]
+    model, made, schedule = built(optimizer, scheduler, old)
+    live = attach(model, made, scheduler=schedule)
+    trained(model, made, schedule, 5, live)
+    group = made.param_groups[0]
+    group["betas"] = (group["betas"][0], 0.95)
+    save(live.capture(), store)
+    whole = built(optimizer, scheduler, new)
+    trained(*whole, 5)
+    model, made, schedule = built(optimizer, scheduler, new)
+    with CheckpointManager(store, policy={"scheduler": "adapt"}) as manager:
+        manager.restore(attach(model, made, scheduler=schedule))
+    assert made.param_groups[0]["betas"] == (whole[1].param_groups[0]["betas"][0], 0.95)
+
+
 def test_two_schedulers_of_one_optimizer_are_stepped_in_turn():
     """W08: both move the rate, so both make it; one that drives another optimizer is left alone."""
 

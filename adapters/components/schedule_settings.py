@@ -2,12 +2,14 @@
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
+from trainfold.adapters.live.attributes import attributes as attributes_of
 from trainfold.core.codec import digest_of
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.scalars import Json, canonical_json, encode_scalar
@@ -17,6 +19,8 @@ _MOVES: Final = frozenset(
     {"optimizer", "verbose", "last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "mode_worse"}
     | {"_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "_schedule_phases"}
 )
+_OF_MODULES: Final = frozenset({*vars(torch.nn.Module()), "T_destination", "call_super_init", "dump_patches"})
+_NO_CONFIG: Final = (type, types.ModuleType, torch.nn.Module, torch.Tensor, torch.optim.Optimizer, Mapping, list, tuple)
 _PLAIN: Final = (bool, int, float, str, bytes, type(None))
 _MOST_VALUES: Final = 64
 _DEPTH: Final = 3
@@ -25,14 +29,17 @@ _DEPTH: Final = 3
 def settings_of(scheduler: Any, path: str, *, knows_groups: bool) -> dict[str, Json]:
     """Contract key -> plain value, for each setting of a scheduler that was just made.
 
-    A setting is a public attribute, or an entry of its ``state_dict()``, that is plain and does not move with a step. So no
-    class needs to be known. A function ends with ``()``; it is known by its code, its constants, and the plain values that it
-    has from around it.
+    A setting is an attribute, or an entry of its ``state_dict()``, that is plain and does not move with a step; private ones
+    count as well. So no class needs to be known. A function ends with ``()``; it is known by its code, its constants, and the
+    plain values that it has from around it. An object of somebody's class, such as a config, is known by its plain attributes,
+    each as ``cfg(Config).total``.
 
     Args:
         scheduler: the object.
         path: what the keys begin with.
         knows_groups: whether its optimizer is attached, whose groups say the base rates.
+
+    The settings of what is no torch scheduler are named ``<path>.own.<setting>``: no replay can take them.
 
     Examples:
         >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -43,6 +50,7 @@ def settings_of(scheduler: Any, path: str, *, knows_groups: bool) -> dict[str, J
     held = {**(state if isinstance(state, Mapping) else {}), **_attributes(scheduler)}
     left_out = _MOVES | ({"base_lrs"} if knows_groups else set())
     found: dict[str, Json] = {}
+    plainly = path if isinstance(scheduler, LRScheduler) else f"{path}.own"
     for name in sorted(name for name in held if isinstance(name, str) and name not in left_out):
         value = held[name]
         if name == "_schedulers":
@@ -52,18 +60,65 @@ def settings_of(scheduler: Any, path: str, *, knows_groups: bool) -> dict[str, J
         elif functions := _functions_in(value):
             found[f"{path}.{name}()"] = [_function(each, _DEPTH) for each in functions]
         elif (plain := _plain(value)) is not _NONE:
-            found[f"{path}.{name}"] = plain
+            found[f"{plainly}.{name}"] = plain
+        else:
+            found |= _in_object(value, f"{path}.{name}")
     return found
 
 
+def settings_of_object(target: Any, path: str) -> dict[str, Json]:
+    """Contract key -> plain value, for what an attached object that is no scheduler says of itself: numbers, texts, functions.
+
+    Those of its ``state_dict()`` and of its attributes; of a module its own attributes alone, because its state are weights.
+    At most 64 of them are named.
+
+    Args:
+        target: the object, as it was when it was attached.
+        path: what the keys begin with.
+
+    Examples:
+        >>> scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+        >>> settings_of_object(scaler, "s")["s.growth_interval"]
+        3
+    """
+    is_module = isinstance(target, torch.nn.Module)
+    try:
+        state = {} if is_module else target.state_dict()
+    except Exception:  # noqa: BLE001 (somebody's own: what cannot be captured says so in the first step)
+        state = {}
+    held = {**(state if isinstance(state, Mapping) else {}), **dict(own_attributes(target))}
+    found: dict[str, Json] = {}
+    for name in sorted(name for name in held if isinstance(name, str) and name not in _OF_MODULES):
+        value = held[name]
+        if isinstance(value, torch.nn.Module | torch.Tensor | np.ndarray) or name.lstrip("_") in held.keys() - {name}:
+            continue
+        if functions := _functions_in(value):
+            found[f"{path}.{name}()"] = [_function(each, _DEPTH) for each in functions]
+        elif isinstance(value, (*_PLAIN, list, tuple)) and (plain := _plain(value)) is not _NONE:
+            found[f"{path}.{name}"] = plain
+        if len(found) == _MOST_VALUES:
+            break
+    return found
+
+
+def own_attributes(target: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of an instance, without running code of its own."""
+    for path, value in attributes_of(target):
+        yield path.removeprefix("."), value
+
+
+def _in_object(value: Any, path: str) -> dict[str, Json]:
+    """The plain attributes of an object of somebody's class: what a scheduler may read its settings from."""
+    if isinstance(value, _NO_CONFIG) or type(value).__module__.split(".")[0] in ("torch", "numpy", "builtins"):
+        return {}
+    plain = [(name, _plain(each)) for name, each in sorted(own_attributes(value)) if name not in _MOVES]
+    inside = f"{path}({type(value).__qualname__.rpartition('.')[2]})"
+    return {f"{inside}.{name}": each for name, each in plain[:_MOST_VALUES] if each is not _NONE}
+
+
 def _attributes(scheduler: Any) -> dict[str, Any]:
-    """The public ones; of those that are private, those in which a torch scheduler keeps others and functions."""
-    held = vars(scheduler) if hasattr(scheduler, "__dict__") else {}
-    return {
-        name: value
-        for name, value in held.items()
-        if not name.startswith("_") or name in ("_schedulers", "_scale_fn_custom")
-    }
+    """All of them, but for what a torch scheduler makes of its own methods."""
+    return {name: value for name, value in own_attributes(scheduler) if name != "_scale_fn_ref"}
 
 
 def _functions_in(value: Any) -> list[Callable[..., Any]]:

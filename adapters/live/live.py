@@ -16,6 +16,7 @@ from trainfold.adapters.components.own_modules import OwnModulePart, late_proble
 from trainfold.adapters.components.rng_streams import RngPart, bound_device, preserved_rng
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
 from trainfold.adapters.components.sharded import check_whole, wheres
+from trainfold.adapters.live.attached_settings import attached_settings
 from trainfold.adapters.live.audit import Audit
 from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.loop_data import LoopData, no_names, total_of
@@ -164,6 +165,7 @@ class Live:
         self._watch.check(self._schedulers, self._extra, where="attach.scheduler")
         self._schedules = Schedules(self._scheduler, optimizers, self._extra)
         self._script |= self._schedules.contract
+        self._script |= attached_settings(self._extra, loader)
         self.saved_in: dict[
             str, Descent
         ] = {}  # run id -> the checkpoint of it that this run comes from, or is saved as
@@ -301,7 +303,7 @@ class Live:
         Returns:
             The counters.
         """
-        dropped = 0 if self._feed is None else self._feed.drop()
+        dropped = 0 if self._data is None else self._data.drop()
         self._taken = 0
         self._progress = attrs.evolve(self._progress, samples=self._progress.samples + dropped)
         for module in self.modules:

@@ -6,6 +6,7 @@ from typing import Any, Final, final
 
 from trainfold.adapters.components.component import Undo
 from trainfold.adapters.components.rng_streams import RngPart
+from trainfold.adapters.live.pace import Pace, is_pace
 from trainfold.adapters.loaders.batch_digest import batch_digest
 from trainfold.adapters.loaders.feed import OPENED, OTHER, Feed, mismatch
 from trainfold.adapters.loaders.group import FeedGroup, Samples
@@ -38,6 +39,7 @@ class LoopData:
         self._reading: dict[str, Reading] = {}  # loader -> the iteration of it outside of `epochs` that came last
         self._first: list[int] = []  # batches of the first steps whose samples nobody said
         self._has_said = False
+        self._pace = Pace(epoch=feed.epoch)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -143,6 +145,7 @@ class LoopData:
         else:
             counted = self.feed.advance(None if samples is None else no_names(samples))
         left = self.feed.undelivered()
+        self._pace.advance(waiting - left, is_step=bool(steps), epoch=self.feed.epoch)
         if steps and not left:
             self._say_if_ahead(waiting)
         if steps and self._depth is None:
@@ -167,6 +170,12 @@ class LoopData:
                 others[0],
             )
 
+    def drop(self) -> int:
+        """Give up the batches since the last step; returns the samples among them that were not counted."""
+        dropped = self.feed.drop()
+        self._pace.begin(self.feed.epoch)
+        return dropped
+
     def unaccounted(self) -> int:
         """Batches that were handed out, neither counted nor drawn ahead of the step as they always are."""
         return max(0, self.feed.undelivered() - (self._depth or 0))
@@ -176,6 +185,8 @@ class LoopData:
     def capture(self) -> Opaque:
         """The position of the loader, and of the loop in its epochs."""
         found = self.feed.capture()
+        if self._pace.noted is not None:
+            found = Opaque({**found.value, "pace": list(self._pace.noted)})
         if self._body is None and self._resumed is None:
             return found
         if self._resumed is not None:
@@ -202,6 +213,8 @@ class LoopData:
         """Every reason why it cannot be taken."""
         body = saved.value.get("body") if isinstance(saved, Opaque) and isinstance(saved.value, dict) else None
         found = self.feed.problems(saved)
+        if isinstance(saved, Opaque) and isinstance(saved.value, dict) and not is_pace(saved.value.get("pace")):
+            found.append(mismatch("state.dataset.pace", "two counts", repr(saved.value["pace"])[:80], OTHER))
         names = set(self.feed.feeds) if isinstance(self.feed, FeedGroup) else {""}
         if body is not None and not (
             isinstance(body, dict)
@@ -217,9 +230,10 @@ class LoopData:
 
     def write(self, saved: Any) -> Undo:
         """Take it."""
-        before = (self._depth, self._body, self._resumed, self._opened, self._read, self._left)
+        before = (self._depth, self._body, self._resumed, self._opened, self._read, self._left, self._pace)
         undo = self.feed.write(saved)
         body = saved.value.get("body")
+        self._pace = Pace(saved.value.get("pace"), self.feed.epoch)
         self._depth = self._body = None
         self._resumed = None if body is None else body["epoch"]
         self._opened = {} if body is None else dict(body["opened"])
@@ -228,7 +242,7 @@ class LoopData:
 
         def take_back() -> None:
             undo()
-            self._depth, self._body, self._resumed, self._opened, self._read, self._left = before
+            self._depth, self._body, self._resumed, self._opened, self._read, self._left, self._pace = before
 
         return take_back
 

@@ -77,7 +77,7 @@ def write_all(parts: Mapping[str, Part], saved: Mapping[str, Any], *, optional: 
                 name,
                 expected="a state that its object takes",
                 found=f"{type(error).__qualname__}: {error}",
-                mend="build the object as it was when the state was saved; nothing was changed",
+                mend="build the object as it was when the state was saved",
             )
             raise RestoreRefused("live", (reason,)) from error
     for name, part in parts.items():

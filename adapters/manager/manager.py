@@ -25,6 +25,7 @@ from trainfold.adapters.manager.config import CheckpointConfig, manager_argument
 from trainfold.adapters.manager.events import Announcer
 from trainfold.adapters.manager.first_save import FirstSave, HeldRun, look
 from trainfold.adapters.manager.loading import Resumer
+from trainfold.adapters.manager.never_asked import NeverAsked
 from trainfold.adapters.manager.outcomes import Restored, SaveOutcome
 from trainfold.adapters.manager.protocol import LoadDecision
 from trainfold.adapters.manager.rehearsal import rehearsal_of
@@ -199,6 +200,7 @@ class CheckpointManager:
             self._resumer = Resumer(self._store, world, names, policy, agreed, proves=level == "full")
             auto = AutoCadence(teller_of(self._announcer, world)) if is_auto and every_secs is None else None
             self._due = Due(triggers, requests, world, auto=auto)
+            self._asked = NeverAsked(self._store.url)
             self._first = FirstSave(self._store, world, held, start_over=start_over)
             self._saves = Saves(self._store, world, components=names, contract=agreed, is_async=is_async, room=room, hold_check=flag("hold_check", hold_check), replica_check=level, due=self._due,
                                 first=self._first, keeper=Keeper(self._store, retention, left_behind), announcer=self._announcer, held=kept)  # fmt: skip
@@ -239,6 +241,7 @@ class CheckpointManager:
         """
         self._check_open()
         self._check_run(run)
+        self._asked.asked()
         if isinstance(run, Live):
             if run.is_in_window:
                 if is_last:
@@ -264,6 +267,7 @@ class CheckpointManager:
         """
         self._check_open()
         self._check_run(run)
+        self._asked.asked()
         with told_afterwards() as failures:
             return self._decide(run, failures, is_last=is_last, is_best=is_best)
 
@@ -306,6 +310,7 @@ class CheckpointManager:
         """
         self._check_open()
         self._check_run(run)
+        self._asked.asked()
         with told_afterwards() as failures:
             return self._save(run, failures, may_skip=self._skips)
 
@@ -369,6 +374,7 @@ class CheckpointManager:
         if self._let_go is None or self._let_go.is_over or os.getpid() != self._pid:
             return
         self._check_not_telling()
+        self._asked.closing()
         with told_afterwards() as failures:
             # where it is interrupted, the manager stays open: it is still being written
             self._saves.end_previous(failures)
@@ -456,6 +462,7 @@ class CheckpointManager:
             if step is not None or not refused.refusal.finds_nothing:
                 raise
             _LOG.warning("%s holds no checkpoint: the run starts fresh", self._store.url)
+            self._asked.watch(live)
             return Restored(self._store.url, live.progress.step, is_fresh=True)
         return self._restored(live)
 
@@ -493,6 +500,7 @@ class CheckpointManager:
         if step is not None or reset:
             raise InvalidArgument("start_over", expected="False, to restore a step, or all but a component", found="True",
                                   mend="leave start_over=True out")  # fmt: skip
+        self._asked.watch(live)
         left = self._first.left_behind
         _LOG.warning("%s: starts over on purpose; %d checkpoints are left behind", self._store.url, left)
         return Restored(self._store.url, live.progress.step, is_fresh=True)
@@ -526,6 +534,7 @@ class CheckpointManager:
         return state
 
     def _restored(self, live: Live) -> Restored:
+        self._asked.watch(live)
         return Restored(self._store.url, live.progress.step, is_fresh=False)
 
     def _save(self, run: Live | TrainState, failures: list[Exception], *, may_skip: bool) -> SaveOutcome:

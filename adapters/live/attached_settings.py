@@ -1,0 +1,85 @@
+"""What attached objects and loaders say of themselves when they are attached, for the resume contract (W08, G12)."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, SubsetRandomSampler, WeightedRandomSampler
+
+from trainfold.adapters.components.component import Stateful
+from trainfold.adapters.components.generator import is_generator
+from trainfold.adapters.components.rng_streams import preserved_rng
+from trainfold.adapters.components.schedule_settings import settings_of_object
+from trainfold.adapters.live.script_contract import bare
+from trainfold.adapters.loaders.choose import loaders_by_path
+from trainfold.adapters.loaders.feed import length_of
+from trainfold.core.codec import digest_of
+from trainfold.core.scalars import Json
+
+_MOST: Final = 1 << 20  # elements of which a digest is made; of more, as many in equal distances
+_SHARES: Final = ("num_replicas", "world_size", "rank")  # what a sampler has that gives a rank its share
+_KNOWN: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)  # of which the contract has more
+
+
+def attached_settings(extra: Mapping[str, Any], loader: Any) -> dict[str, Json]:
+    """Contract key -> plain value, for the objects under ``extra`` and for what the loaders draw from.
+
+    Nothing moves: where the code of an object draws to say its state, the random streams are put back.
+
+    Args:
+        extra: the run's other objects.
+        loader: or several by name, or None.
+
+    Examples:
+        >>> attached_settings({"scaler": torch.amp.GradScaler("cpu")}, None)["attached.scaler.growth_interval"]
+        2000
+        >>> loader = torch.utils.data.DataLoader([1, 2, 3, 4])
+        >>> attached_settings({}, {"labelled": loader})
+        {"attached.loader['labelled'].sampler_size": 4}
+    """
+    found: dict[str, Json] = {}
+    with preserved_rng() if extra else contextlib.nullcontext():
+        for name, each in extra.items():
+            target = bare(each)
+            if isinstance(target, Stateful | torch.nn.Module) and not (
+                isinstance(target, _KNOWN) or is_generator(target)
+            ):
+                found |= settings_of_object(target, f"attached.{name}")
+    for path, each in loaders_by_path(loader).items():
+        found |= {f"attached.{path}.{key}": value for key, value in _samples(each).items()}
+    return found
+
+
+def _samples(loader: Any) -> dict[str, Json]:
+    """How many samples a loader's sampler draws, with which weights, and of which subset."""
+    sampler, found = getattr(loader, "sampler", None), dict[str, Json]()
+    if sampler is not None and not any(hasattr(sampler, name) for name in _SHARES):
+        with contextlib.suppress(Exception):  # somebody's own
+            found["sampler_size"] = length_of(sampler)
+    if isinstance(sampler, WeightedRandomSampler):
+        found["sampler_weights"] = _digest(sampler.weights)
+    if isinstance(sampler, SubsetRandomSampler):
+        found["sampler_indices"] = _digest(sampler.indices)
+    dataset, subsets = getattr(loader, "dataset", None), list[str]()
+    while isinstance(dataset, Subset):
+        subsets.append(_digest(dataset.indices) or "unknown")
+        dataset = dataset.dataset
+    if subsets:
+        found["subset_indices"] = subsets[0] if len(subsets) == 1 else list(subsets)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _digest(numbers: Any) -> str | None:
+    """A digest of many numbers; None for what is no sequence of them."""
+    try:
+        length = len(numbers)
+        some = numbers[:: max(1, -(-length // _MOST))]
+        held = some.detach().cpu().numpy() if isinstance(some, torch.Tensor) else np.asarray(some)
+    except Exception:  # noqa: BLE001 (somebody's own sequence)
+        return None
+    if held.dtype.kind not in "biuf":
+        return None
+    held = np.ascontiguousarray(held, dtype=np.float64 if held.dtype.kind == "f" else np.int64)
+    return f"{length} of them, {digest_of(held.tobytes())}"

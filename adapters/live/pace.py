@@ -1,0 +1,60 @@
+"""`Pace`: how many batches an optimizer step takes, before a resume and after it (G12)."""
+
+import logging
+from typing import Any, Final, final
+
+_LOG: Final = logging.getLogger("trainfold")
+_SURE: Final = 2  # steps in a row that took as many batches
+
+
+@final
+class Pace:
+    """Counts the batches of each step. Nothing that is attached says how many a loop accumulates, so it shows in the steps alone.
+
+    A window that an epoch ends may be cut short, so it counts for nothing.
+
+    Args:
+        noted: of a position: the batches of the last step, and how many steps in a row took as many, at most 2; None for a new run.
+        epoch: in which the next window begins.
+    """
+
+    def __init__(self, noted: Any = None, epoch: int = 0) -> None:
+        self.noted: tuple[int, int] | None = None if noted is None else (noted[0], noted[1])
+        self._expected = self.noted[0] if self.noted is not None and self.noted[1] >= _SURE else None
+        self.begin(epoch)
+
+    def begin(self, epoch: int) -> None:
+        """Begin a window."""
+        self._window, self._epoch = 0, epoch
+
+    def advance(self, batches: int, *, is_step: bool, epoch: int) -> None:
+        """Count the batches of a call of ``advance``; at the first whole window after a resume say whether it is another one."""
+        self._window += batches
+        if not is_step:
+            return
+        took, is_whole = self._window, self._window > 0 and epoch == self._epoch
+        self.begin(epoch)
+        if not is_whole:
+            return
+        if self._expected is not None and took != self._expected:
+            _LOG.warning(
+                "live.advance: %d batches for each optimizer step before the resume and %d now: gradients are accumulated over another "
+                "number of batches; put it back; if it is meant, nothing is to be done",
+                self._expected,
+                took,
+            )
+        self._expected = None
+        times = self.noted[1] if self.noted is not None and self.noted[0] == took else 0
+        self.noted = (took, min(times + 1, _SURE))
+
+
+def is_pace(saved: Any) -> bool:
+    """Whether a position's own word of it is one.
+
+    Examples:
+        >>> is_pace([2, 1]), is_pace(None), is_pace([2]), is_pace(["2", 1])
+        (True, True, False, False)
+    """
+    if saved is None:
+        return True
+    return isinstance(saved, list | tuple) and len(saved) == 2 and all(type(each) is int and each > 0 for each in saved)

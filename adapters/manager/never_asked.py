@@ -1,0 +1,46 @@
+"""`NeverAsked`: says at the end that a run was trained, and that its manager was never asked to save (W11)."""
+
+import logging
+import sys
+import weakref
+from typing import Final, final
+
+from trainfold.adapters.live.live import Live
+
+_LOG: Final = logging.getLogger("trainfold")
+
+
+@final
+class NeverAsked:
+    """Knows a live run from its restore until the first call that may save it.
+
+    Args:
+        url: of the run.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._run: weakref.ref[Live] | None = None
+        self._step = 0
+        self._is_asked = False
+
+    def watch(self, run: Live) -> None:
+        """A run begins, or goes on."""
+        self._run, self._step = weakref.ref(run), run.progress.step
+
+    def asked(self) -> None:
+        """The manager was asked."""
+        self._is_asked = True
+
+    def closing(self) -> None:
+        """Say it loudly; a loop that an exception has ended in its first step is no loop that forgot to ask."""
+        run = None if self._run is None or self._is_asked else self._run()
+        trained = 0 if run is None else run.progress.step - self._step
+        self._run = None
+        if trained > (0 if sys.exc_info()[1] is None else 1):
+            _LOG.error(
+                "%s: %d steps were trained since the restore, and nothing of them is saved: the manager was never asked to. Call "
+                "manager.step(live) after each live.advance(), and manager.finish(live) at the end",
+                self._url,
+                trained,
+            )

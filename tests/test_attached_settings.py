@@ -1,0 +1,357 @@
+"""Settings of a run that no optimizer and no torch scheduler says: each that a second start changes is refused or said (W08, G12)."""
+
+import logging
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from trainfold.adapters.live.live import attach
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.collectives import run_threads
+from trainfold.backends.memory import MemoryStore
+from trainfold.backends.run_load import ResumeDrift
+from trainfold.core.errors import RestoreRefused, ResumeRefused
+
+
+def parts():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def step(model, optimizer, scheduler=None):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if scheduler is not None:
+        scheduler.step()
+
+
+class OwnState(torch.optim.lr_scheduler.LRScheduler):
+    """Its ``state_dict`` says what moves alone, and its setting is private."""
+
+    def __init__(self, optimizer, total):
+        self._total = total
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [base * max(0.0, 1 - self.last_epoch / self._total) for base in self.base_lrs]
+
+    def state_dict(self):
+        return {key: getattr(self, key) for key in ("last_epoch", "_step_count", "_last_lr")}
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+class OfConfig(OwnState):
+    """Its settings are in an object of the user's."""
+
+    def __init__(self, optimizer, total):
+        self.config = SimpleNamespace(total=total)
+        super().__init__(optimizer, 1)
+        self._total = 1
+
+    def get_lr(self):
+        return [base * max(0.0, 1 - self.last_epoch / self.config.total) for base in self.base_lrs]
+
+
+class Ours:
+    """No scheduler of torch's, as those of timm; what it says of itself is the count alone."""
+
+    def __init__(self, optimizer, total):
+        self._optimizer, self._total, self.count = optimizer, total, 0
+
+    def step(self):
+        self.count += 1
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.1 * max(0.0, 1 - self.count / self._total)
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class OursInFull(Ours):
+    """It says its setting too."""
+
+    def state_dict(self):
+        return {key: value for key, value in vars(self).items() if key != "_optimizer"}
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def scheduled(kind, total):
+    model, optimizer = parts()
+    scheduler = kind(optimizer, total)
+    return model, optimizer, scheduler, attach(model, optimizer, scheduler=scheduler)
+
+
+def stopped(kind, total, store, steps=3):
+    model, optimizer, scheduler, live = scheduled(kind, total)
+    with CheckpointManager(store) as manager:
+        for _ in range(steps):
+            step(model, optimizer, scheduler)
+            live.advance(samples=1)
+        manager.save(live)
+
+
+def test_a_private_setting_outside_of_a_schedulers_own_state_is_refused_and_adapted():
+    """W08: only public attributes were looked at beside the state that the scheduler says."""
+    store = MemoryStore()
+    stopped(OwnState, 12, store)
+    *_, live = scheduled(OwnState, 100)
+    with CheckpointManager(store) as manager, pytest.raises(ResumeRefused, match="_total: saved 12, wanted 100"):
+        manager.restore(live)
+    with CheckpointManager(store, policy={"scheduler": "adapt"}) as manager:
+        manager.restore(live)
+    model, optimizer, scheduler, _ = scheduled(OwnState, 100)
+    for _ in range(3):
+        step(model, optimizer, scheduler)
+    assert live.optimizers["optimizer"].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_a_setting_in_an_object_that_a_scheduler_holds_is_a_warning():
+    """W08: such an object may hold the values of the day too, so it is said and not refused; a policy may be strict."""
+    store = MemoryStore()
+    stopped(OfConfig, 12, store)
+    with (
+        CheckpointManager(store) as manager,
+        pytest.warns(ResumeDrift, match=r"config\(SimpleNamespace\).total: saved 12, wanted 100"),
+    ):
+        manager.restore(scheduled(OfConfig, 100)[3])
+    with (
+        CheckpointManager(store, policy={"schedule_function": "refuse"}) as manager,
+        pytest.raises(ResumeRefused, match=r"config\(SimpleNamespace\).total"),
+    ):
+        manager.restore(scheduled(OfConfig, 100)[3])
+
+
+@pytest.mark.parametrize("kind", [Ours, OursInFull])
+def test_a_setting_of_a_scheduler_that_is_none_of_torchs_is_refused_once_with_a_policy_that_helps(kind):
+    """W08, R09: it was silent where the object does not say it; else the policy to type was refused next, with two other fixes."""
+    store = MemoryStore()
+    stopped(kind, 12, store)
+    for policy in (None, {"scheduler": "adapt"}):
+        with CheckpointManager(store, policy=policy) as manager, pytest.raises(ResumeRefused) as told:
+            manager.restore(scheduled(kind, 100)[3])
+        assert "attached.scheduler.own._total: saved 12, wanted 100" in str(told.value)
+        assert 'policy={"scheduler_own": "warn"}' in told.value.mend
+        assert '"adapt"' not in told.value.mend
+    *_, scheduler, live = scheduled(kind, 100)
+    with CheckpointManager(store, policy={"scheduler_own": "warn"}) as manager, pytest.warns(ResumeDrift):
+        manager.restore(live)
+    scheduler._total = 100  # the recipe
+    assert (scheduler.count, scheduler._total) == (3, 100)
+
+
+def test_a_refusal_of_live_objects_says_once_that_nothing_was_changed():
+    """R09: each reason says how to go on, and the refusal does not say it in another way."""
+    store = MemoryStore()
+    model, optimizer = parts()
+    live = attach(model, optimizer, scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20))
+    with CheckpointManager(store) as manager:
+        for _ in range(7):
+            step(model, optimizer, live._schedulers()[0])
+            live.advance(samples=1)
+        manager.save(live)
+    model, optimizer = parts()
+    live = attach(model, optimizer, scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=4))
+    with CheckpointManager(store, policy={"scheduler": "adapt"}) as manager, pytest.raises(RestoreRefused) as told:
+        manager.restore(live)
+    assert str(told.value).count("nothing was changed") == 1
+    assert "build the objects as they were" not in str(told.value)
+
+
+class Average:
+    """An average of somebody's own, whose state has nothing of its setting."""
+
+    def __init__(self, decay):
+        self.decay, self.values = decay, {"w": torch.zeros(1)}
+
+    def state_dict(self):
+        torch.rand(1)  # it may draw
+        return self.values
+
+    def load_state_dict(self, state):
+        self.values = dict(state)
+
+
+EXTRAS = {
+    "a scaler": (lambda n: torch.amp.GradScaler("cpu", growth_interval=n), 2000, 3, "growth_interval: saved 2000, wanted 3"),
+    "an average of torch": (lambda d: AveragedModel(torch.nn.Linear(2, 1), multi_avg_fn=get_ema_multi_avg_fn(d)), 0.9, 0.99,
+                            r"multi_avg_fn\(\): saved .*'decay': 0.9.*wanted .*'decay': 0.99"),
+    "an average of one's own": (Average, 0.9, 0.99, "decay: saved 0.9, wanted 0.99"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_changed_setting_of_an_object_under_extra_is_said(name):
+    """W08: the trap that T_max had: the old growth interval went on, and nobody was told."""
+    make, old, new, said = EXTRAS[name]
+    store = MemoryStore()
+
+    def run(setting):
+        model, optimizer = parts()
+        streams = torch.get_rng_state()
+        extra = {"it": make(setting)}
+        if name != "an average of torch":  # which draws for its own layer
+            assert torch.equal(torch.get_rng_state(), streams)
+        before = torch.get_rng_state()
+        live = attach(model, optimizer, extra=extra)
+        assert torch.equal(torch.get_rng_state(), before)  # C14
+        return model, optimizer, live
+
+    model, optimizer, live = run(old)
+    with CheckpointManager(store) as manager:
+        step(model, optimizer)
+        live.advance(samples=1)
+        manager.save(live)
+    with warnings.catch_warnings(), CheckpointManager(store) as manager:
+        warnings.simplefilter("error")
+        manager.restore(run(old)[2])
+    with CheckpointManager(store) as manager, pytest.warns(ResumeDrift, match=f"settings +attached.it.{said}") as told:
+        manager.restore(run(new)[2])
+    assert len(told) == 1
+    with CheckpointManager(store, policy={"settings": "refuse"}) as manager, pytest.raises(ResumeRefused):
+        manager.restore(run(new)[2])
+
+
+def weights(place):
+    held = torch.ones(16)
+    held[place] = 50
+    return held
+
+
+LOADERS = {
+    "how many are drawn": (lambda data, n: DataLoader(data, 4, sampler=RandomSampler(data, num_samples=n)), 8, 12, "sampler_size: saved 8, wanted 12"),
+    "weights": (lambda data, i: DataLoader(data, 4, sampler=WeightedRandomSampler(weights(i), 16)), 0, 5, "sampler_weights"),
+    "a subset's sampler": (lambda data, i: DataLoader(data, 4, sampler=SubsetRandomSampler(range(i, i + 8))), 0, 8, "sampler_indices"),
+    "a subset": (lambda data, i: DataLoader(Subset(data, list(range(i, i + 8))), 4), 0, 8, "subset_indices"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("several", [False, True])
+def test_other_samples_to_draw_are_refused_at_an_epochs_end_too(name, several):
+    """G02: behind a dataset of the same length; in the middle of an epoch the last batch tells, and at its end nothing did."""
+    make, old, new, said = LOADERS[name]
+    store = MemoryStore()
+
+    def run(setting):
+        model, optimizer = parts()
+        loader = make(TensorDataset(torch.arange(32.0).reshape(16, 2)), setting)
+        return model, optimizer, attach(model, optimizer, loader={"a": loader} if several else loader)
+
+    model, optimizer, live = run(old)
+    with CheckpointManager(store) as manager:
+        for _ in live.batches("a", epochs=1) if several else live.batches(epochs=1):
+            step(model, optimizer)
+            live.advance()
+        manager.save(live)
+    with CheckpointManager(store) as manager:
+        manager.restore(run(old)[2])
+    with CheckpointManager(store) as manager, pytest.raises(ResumeRefused, match=said) as told:
+        manager.restore(run(new)[2])
+    assert 'policy={"samples": "adapt"}' in told.value.mend
+    with CheckpointManager(store, policy={"samples": "adapt"}) as manager:
+        manager.restore(run(new)[2])
+
+
+def test_a_dataset_of_another_length_is_one_reason():
+    """3.4: that its sampler has another length follows from it."""
+    store = MemoryStore()
+
+    def run(length):
+        model, optimizer = parts()
+        return attach(model, optimizer, loader=DataLoader(TensorDataset(torch.zeros(length, 2)), 4))
+
+    with CheckpointManager(store) as manager:
+        manager.save(run(8))
+    with CheckpointManager(store) as manager, pytest.raises(ResumeRefused) as told:
+        manager.restore(run(12))
+    assert [reason.where for reason in told.value.refusal.reasons] == ["dataset_size"]
+
+
+def test_what_each_rank_has_of_its_own_is_compared_by_rank_zero_alone():
+    """V05: an object that knows its rank, or a subset for each, is no other run: ranks save and resume together."""
+    store = MemoryStore()
+
+    def rank(world):
+        model = torch.nn.Linear(2, 1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        extra = {"average": Average(world.rank)}
+        data = TensorDataset(torch.zeros(8, 2))
+        loader = DataLoader(Subset(data, list(range(world.rank, 8, 2))), 2)
+        live = attach(model, optimizer, extra=extra, loader=loader)
+        with CheckpointManager(store, collectives=world) as manager:
+            restored = manager.restore(live)
+            if restored.is_fresh:
+                manager.save(live)
+            return restored.is_fresh
+
+    assert run_threads(2, rank) == [True, True]
+    assert run_threads(2, rank) == [False, False]
+
+
+def accumulated(store, every, batches, *, length=32, epochs=3, policy=None):
+    """Train on some batches with an update after every so many, and save; returns what was trained on in all."""
+    model, optimizer = parts()
+    loader = DataLoader(TensorDataset(torch.ones(length, 2)), 4)
+    live = attach(model, optimizer, loader=loader)
+    with CheckpointManager(store, policy=policy) as manager:
+        manager.restore(live)
+        for number, _ in enumerate(live.batches(epochs=epochs)):
+            model(torch.ones(1, 2)).sum().backward()
+            if (number + 1) % every == 0 or (number + 1) % (length // 4) == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                live.advance()
+                if number + 1 >= batches:
+                    break
+            else:
+                live.advance(steps=0)
+        manager.save(live)
+
+
+@pytest.mark.parametrize("then", [1, 2, 3, 4])
+def test_another_number_of_batches_for_each_step_is_said_once(then, caplog):
+    """G12: no object of the run says it, so it shows in the first step after the resume."""
+    store = MemoryStore()
+    with caplog.at_level(logging.WARNING):
+        accumulated(store, 2, 8)
+        caplog.clear()
+        accumulated(store, then, 8)
+    told = [
+        record.getMessage() for record in caplog.records if "batches for each optimizer step" in record.getMessage()
+    ]
+    assert len(told) == (0 if then == 2 else 1)
+    if told:
+        assert f"2 batches for each optimizer step before the resume and {then} now" in told[0]
+
+
+def test_a_window_that_an_epochs_end_cuts_short_is_no_other_accumulation(caplog):
+    """G12: 5 batches, 2 of them for each step, are windows of 2, 2 and 1."""
+    for cut in range(1, 11):
+        store = MemoryStore()
+        with caplog.at_level(logging.WARNING):
+            accumulated(store, 2, cut, length=20)
+            accumulated(store, 2, 5, length=20)
+        assert "batches for each optimizer step" not in caplog.text
