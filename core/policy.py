@@ -226,7 +226,9 @@ def verdict_of(kind: str, where: str, policy: Mapping[str, Verdict]) -> Verdict:
     """
     wider = _WIDER.get(kind) or ("hyperparameters" if where.startswith("optimizer.") else "contract")
     default = KINDS[kind][0]
-    if kind in _WIDER or (kind == "scheduler" and ".groups[" in where):
+    if kind == "scheduler" and where == "scheduler":  # there is none any more, which leaves the rates to the script
+        wider = "hyperparameters"
+    if kind in _WIDER or (kind == "scheduler" and (".groups[" in where or where == "scheduler")):
         given = policy.get(wider, default)
         default = given if given in KINDS[kind][1] else default
     return policy.get(f"contract:{where}", policy.get(kind, default))
