@@ -7,7 +7,7 @@ import torch
 
 from trainfold.core.errors import InvalidState
 from trainfold.core.leaves import Leaves
-from trainfold.core.names import NamedTensors, named_tensors
+from trainfold.core.names import NamedTensors, canonical_name, named_tensors
 from trainfold.core.optim import pair_of
 from trainfold.core.rng import make_key
 from trainfold.core.schedule import ScheduleFunction, describe
@@ -38,7 +38,8 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
         The state, with each tied parameter once.
 
     Raises:
-        InvalidState: if the model is on the meta device or has parameters that are not initialised.
+        InvalidState: if the model is on the meta device or has parameters that are not initialised, or if its ``state_dict()`` has
+            more than parameters and buffers, which a pure step would lose (W05).
         SharedStorage: if two tensors of the model share storage without being the same tensor.
 
     Examples:
@@ -48,6 +49,7 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
         (['weight', 'bias'], 0)
     """
     named = check_real(model)
+    _check_says_no_more(model, named)
     check_apart(
         [*named.params.items(), *named.buffers.items()],
         mend="tie by assigning the same Parameter object, or give each a storage of its own",
@@ -67,6 +69,24 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
         rng=make_key(seed),
         extra=dict(extra or {}),
     )
+
+
+def _check_says_no_more(model: torch.nn.Module, named: NamedTensors) -> None:
+    """Refuse a module with a state that is neither a parameter nor a buffer: a pure step has no place for it (W05)."""
+    known = {*named.params, *named.buffers, *(alias for alias, _ in named.ties)}
+    places = {value.data_ptr() for value in (*named.params.values(), *named.buffers.values())}
+    more = [
+        key
+        for key, value in model.state_dict().items()
+        if canonical_name(key) not in known and not (isinstance(value, torch.Tensor) and value.data_ptr() in places)
+    ]
+    if more:
+        raise InvalidState(
+            "model",
+            expected="a state_dict() of parameters and buffers alone",
+            found=f"{len(more)} more: {', '.join(map(repr, more[:4]))}",
+            mend="register what changes as a buffer; or use the model in a loop of your own, with trainfold.attach(model, optimizer), which saves it",
+        )
 
 
 def check_real(model: torch.nn.Module) -> NamedTensors:

@@ -170,3 +170,29 @@ def test_what_an_update_draws_depends_on_the_step_alone(pure):
         )
     ]
     assert not torch.equal(moved[0]["head.weight"], moved[1]["head.weight"])
+
+
+class Scaled(nn.Module):
+    """A module with a state that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = nn.Linear(2, 1), 1.0
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+
+def test_a_module_that_says_more_than_tensors_is_refused_by_a_pure_step():
+    """W05: what torch's own state_dict() would save was lost, in silence. Ties, wrappers and other names of the same tensors are no more."""
+    adam = trainfold.optimizer(torch.optim.Adam)
+    with pytest.raises(trainfold.TrainfoldError, match=r"1 more: '0\._extra_state'.*trainfold\.attach"):
+        trainfold.init_state(nn.Sequential(Scaled()), adam)
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    tied[1].weight = tied[0].weight
+    tied.register_state_dict_post_hook(lambda module, found, prefix, local: found.update(other=found["0.weight"]))
+    trainfold.init_state(tied, adam)
+    trainfold.init_state(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), adam)
