@@ -15,6 +15,7 @@ from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.loaders.batch_digest import batch_digest
 from trainfold.core.errors import DataPositionMismatch
+from trainfold.core.state import Opaque
 
 N = 12
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
@@ -291,6 +292,48 @@ class Encoding:
 def test_batches_that_differ_have_different_digests(one, other):
     assert batch_digest(one) != batch_digest(other)
     assert batch_digest(one) == batch_digest(one)
+
+
+@pytest.mark.parametrize("kind", [torch.from_numpy, np.asarray])
+def test_of_a_large_tensor_blocks_are_compared(kind):
+    """W03: a change of all samples shows, and so do the first and the last value; one value in between may not."""
+    values = np.arange(1 << 16, dtype=np.float32)  # 256 KiB
+    one = batch_digest(kind(values))
+    for change in (0, -1, slice(1 << 12), slice(None)):
+        other = values.copy()
+        other[change] += 1
+        assert batch_digest(kind(other)) != one
+    between = values.copy()
+    between[2000] += 1
+    assert batch_digest(kind(between)) == one
+    assert batch_digest(kind(values.reshape(2, -1))) != one
+
+
+def test_the_error_says_what_differs_and_names_the_sampler():
+    """W03: shapes, types and keys of both batches, where they differ."""
+    state = stopped(0, 3)
+    for dataset, differs in ((Data(scale=3.0), "looks the same and has other values"), (Whole(), r"int64\[2\]")):
+        live = start(0, dataset)
+        live.restore(state)
+        with pytest.raises(DataPositionMismatch, match=rf"float64\[2, 1\].*{differs}.*sampler.*extra="):
+            next(live.batches())
+
+
+class Whole(Data):
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+def test_a_digest_of_an_older_trainfold_is_not_compared_and_that_is_said(caplog):
+    """V09: it was of every byte."""
+    state = stopped(0, 3)
+    value = state.dataset.value
+    draws = {name: held for name, held in value["draws"].items() if name != "lasts"}
+    old = {**value, "draws": {**draws, "last": {"digest": "xxh3:0", "samples": 2, "before": {}}}}
+    live = start(0)
+    live.restore(state.evolve(dataset=Opaque(old)))
+    next(live.batches())
+    assert "not compared" in caplog.text
 
 
 def test_the_digest_of_an_object_is_not_that_of_its_address():

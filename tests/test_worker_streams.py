@@ -28,7 +28,7 @@ from trainfold.adapters.components.component import copied
 from trainfold.adapters.components.stream_reader import StreamReader, set_streams
 from trainfold.adapters.live.live import attach
 from trainfold.core.description import describe
-from trainfold.core.errors import InvalidArgument, RestoreRefused
+from trainfold.core.errors import DataPositionMismatch, InvalidArgument, RestoreRefused
 from trainfold.core.state import Opaque
 
 N = 13
@@ -401,8 +401,10 @@ def hostile(name, value):
         ("streams", [{"oboe": 1}, {}]),
         ("streams", [5, {}]),
         ("born", {"streams": {}}),
-        ("last", {"digest": 1, "samples": 2, "before": {}}),
-        ("last", {"digest": "x", "samples": 2, "before": 5}),
+        ("lasts", [{"digest": 1, "samples": 2, "before": {}}]),
+        ("lasts", [{"digest": "x", "samples": 2, "before": 5}]),
+        ("lasts", [{"digest": "x", "samples": 2, "before": {}}] * 3),
+        ("lasts", 5),
     ],
 )
 def test_a_record_of_workers_that_cannot_be_is_refused(name, value):
@@ -469,6 +471,58 @@ class Stream(IterableDataset):
 
     def load_state_dict(self, state):
         self.at = state["at"]
+
+
+class OwnGenerator(Augmented):
+    """What numpy's documentation recommends: a generator of its own, made in each worker."""
+
+    rng = None
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index), float(self.rng.normal())], dtype=torch.float64)
+
+
+def own_generator(worker):
+    info = get_worker_info()
+    info.dataset.rng = np.random.default_rng(info.seed)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_generator_that_each_worker_makes_for_itself_is_exact_or_refused(kind):
+    """W03: the last batch of every worker is drawn again, and not that of one alone."""
+    make = partial(kind, OwnGenerator(), batch_size=2, shuffle=True, num_workers=2, worker_init_fn=own_generator)
+    whole, found = plain_loop(make, 1), []
+    for cut in (1, 2, 3, 5):
+        run = Run(make)
+        seen = run.read(cut)
+        other = run.resumed(make)
+        try:
+            if cut == 1:  # and once more, when each worker has drawn one batch
+                seen += other.read(2)
+                other = other.resumed(make)
+            seen += other.read(len(whole))
+        except DataPositionMismatch:
+            found.append("refused")
+        else:
+            found.append("exact" if seen == whole else "another run")
+    assert found == ["exact", "exact", "refused", "refused"]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_the_last_batch_of_each_worker_is_drawn_again(kind):
+    """W03: other data are seen in every worker, and what the probe draws from them leaves no trace in its streams."""
+    seed_all(1)
+    make = partial(kind, batch_size=2, shuffle=True, num_workers=2)
+    run = Run(partial(make, Augmented()))
+    run.read(3)
+    state = copied(run.live.capture())
+    assert len(state.dataset.value["draws"]["lasts"]) == 2
+    rests = []
+    for policy in ("warn", "adapt"):  # the new data draw, and the old ones did not
+        other = Run(partial(make, Augmented("torch", "python", "numpy")), 5)
+        other.live.restore(state, policy={"data_probe": policy})
+        rests.append(other.read(7))
+    assert rests[0] == rests[1]
 
 
 STATEFUL: dict[str, Any] = {

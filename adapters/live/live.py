@@ -30,6 +30,7 @@ from trainfold.adapters.live.script_contract import SchedulerWatch, frozen, hype
 from trainfold.adapters.live.swapped import SwapProbe
 from trainfold.adapters.live.unattached import StepWatch
 from trainfold.adapters.live.view import Lent
+from trainfold.adapters.loaders.beside import is_beside
 from trainfold.adapters.loaders.choose import feeds_of
 from trainfold.adapters.loaders.feed import Feed, mismatch
 from trainfold.adapters.loaders.group import FeedGroup, Samples
@@ -178,6 +179,11 @@ class Live:
         self._audit = Audit({**self._attached(), **schedulers}, loader, accepted=unsaved, is_strict=strict)
         self._averages = SwapProbe(model, self._extra)
         self._is_tried = False  # whether a dry capture has shown that the run can be saved
+        self._beside: dict[str, Part] = {}  # components that batches may be drawn from
+        for name, target in self._extra.items():
+            self._attend(name, target)
+        if self._feed is not None:
+            self._feed.attend(self._beside)
 
     # --- counting ----------------------------------------------------------------------------------------------------
 
@@ -500,6 +506,7 @@ class Live:
         write_all(owed, self._pending)
         self._pending = {each: held for each, held in self._pending.items() if each not in owed}
         self._extra[name] = target
+        self._attend(name, target)
         self._implied[name] = implied
         self._boundary.watch(name, target)
         self._steps_of_others.forget()
@@ -665,6 +672,11 @@ class Live:
             found=f"a {type(target).__qualname__}",
             mend="pass a pair of functions that return its tree and take it back",
         )
+
+    def _attend(self, name: str, target: Any) -> None:
+        if not isinstance(target, torch.nn.Module | torch.optim.Optimizer):
+            part = self._part(name, target, {})
+            self._beside.update({name: part} if is_beside(part) else {})
 
     def _set_progress(self, progress: Progress) -> None:
         self._progress = progress

@@ -1,13 +1,15 @@
 """The data probe: the last batch of a position, drawn again, is what was trained on (W03)."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
-from trainfold.adapters.loaders.draws import Last
+from trainfold.adapters.loaders.batch_digest import PREFIX
+from trainfold.adapters.loaders.draws import Drawn, Last
 from trainfold.adapters.loaders.feed import mismatch
 from trainfold.core.errors import DataPositionMismatch
 from trainfold.core.policy import Verdict, verdict_of
+from trainfold.core.scalars import shown
 
 _LOG = logging.getLogger("trainfold")
 _WHERE: Final = "state.dataset.draws.last"
@@ -23,23 +25,43 @@ def is_wanted(policy: Mapping[str, Verdict]) -> bool:
     return verdict_of("data_probe", _WHERE, policy) != "adapt"
 
 
-def compared(last: Last, found: str, policy: Mapping[str, Verdict]) -> DataPositionMismatch | None:
+def compared(
+    last: Last, found: Drawn | None, policy: Mapping[str, Verdict], *, drew_from: Collection[str] = ()
+) -> DataPositionMismatch | None:
     """What is to be raised, if the batch is another one; where the policy says so, it is only logged.
 
     Args:
         last: the last batch of the position.
-        found: the digest of what was drawn.
+        found: what was drawn now; None at the end of the data.
         policy: of the restore.
+        drew_from: components under ``extra`` that this draw has changed, and that are not known as they were before the batch: then a
+            difference says nothing.
     """
-    if found == last.digest:
+    if found is not None and found.digest == last.digest:
         return None
+    if not last.digest.startswith(PREFIX):
+        _LOG.warning(
+            "the last batch of the position is not compared: an older trainfold wrote its digest in another way"
+        )
+        return None
+    if drew_from and found is not None:
+        names = ", ".join(f"extra[{name!r}]" for name in drew_from)
+        _LOG.warning(
+            "the data of this run are not compared with those that it was trained on: its batches are drawn from %s, which is not known as it "
+            "was before the last one. It is as it was restored, so the run goes on exactly; another dataset would go on unnoticed. To have "
+            "them compared, let the dataset or sampler hold %s as an attribute",
+            names,
+            names,
+        )
+        return None
+    now = "nothing" if found is None else found.kind
     error = mismatch(
         _WHERE,
-        f"the last batch of the position, drawn again, to be what was trained on ({last.digest})",
-        f"another one ({found})",
-        "give the dataset, its transforms, the tokenizer and the collate_fn that the run was started with, and let them "
-        "draw from the global streams or from the index; a stream with a state_dict keeps in it what it drew when its iteration was "
-        "started; to go on with other data on purpose, say "
+        f"the last batch of the position, drawn again, to be what was trained on, {shown(last.kind)}",
+        "one that looks the same and has other values" if now == last.kind else f"another one, {shown(now)}",
+        "give the dataset, its transforms, the tokenizer and the collate_fn that the run was started with, and its sampler; what they draw from "
+        "or count with beside the global streams belongs under extra=, held by the dataset or the sampler as an attribute, with num_workers=0; a "
+        "stream with a state_dict keeps in it what it drew when its iteration was started; to go on with other data on purpose, say "
         'policy={"data_probe": "warn"}; policy={"data_probe": "adapt"} draws nothing, for data that cannot be read twice',
     )
     if verdict_of("data_probe", _WHERE, policy) == "refuse":

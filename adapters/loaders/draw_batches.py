@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 from trainfold.adapters.components.rng_streams import preserved_rng
 from trainfold.adapters.components.stream_reader import StreamReader, Streams, set_streams
-from trainfold.adapters.loaders.batch_digest import batch_digest
+from trainfold.adapters.loaders.batch_digest import batch_digest, batch_kind
+from trainfold.adapters.loaders.beside import KEY, Beside
 from trainfold.adapters.loaders.draws import Drawn
 from trainfold.adapters.loaders.feed import END
 from trainfold.adapters.loaders.worker_trace import WorkerTrace, skipping
@@ -19,24 +20,30 @@ from trainfold.core.errors import InvalidArgument
 
 @final
 class Watch:
-    """The streams of this process, looked at when an index leaves the sampler.
+    """The streams of this process, and what is beside the loader, looked at when an index leaves the sampler.
 
     It knows no loader, because a sampler's tap holds on to it: a loader in a cycle would keep its workers until a collection.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Beside) -> None:
+        self.beside = beside
         self.reader: StreamReader | None = None  # None where workers draw
         self.before: Streams = {}
+        self.put_back: dict[str, Any] = {}  # what is beside the loader, before a batch is drawn once more
         self.again: deque[Streams] = deque()  # for batches to be drawn once more: the streams that they were drawn with
 
     def look(self) -> None:
         """What moves the streams from now on is the dataset and the collate."""
         if self.reader is None:
             return
+        held = self.beside.now()
         if self.again:
-            set_streams(self.again.popleft())
+            self.put_back, again = held, self.again.popleft()
+            held = again.get(KEY, {})
+            self.beside.write(held)
+            set_streams(again)
         self.reader.moved()
-        self.before = self.reader.streams
+        self.before = {**self.reader.streams, KEY: held} if held else self.reader.streams
 
 
 @final
@@ -45,11 +52,12 @@ class Drawer:
 
     Args:
         loader: whose attributes are other ones for the time that an iterator is made, and then its own again.
+        beside: what is under ``extra`` beside it.
     """
 
-    def __init__(self, loader: "DataLoader[Any]") -> None:
+    def __init__(self, loader: "DataLoader[Any]", beside: Beside) -> None:
         self._loader = loader
-        self.watch = Watch()
+        self.watch = Watch(beside)
         self.knows_that_streams_move = False
 
     def open(self, trace: WorkerTrace | None, others: Mapping[str, Any]) -> Iterator[Any]:
@@ -86,7 +94,11 @@ class Drawer:
         if not self.watch.again:
             return self._draw_here(iterator, reader)
         with undisturbed():
-            return self._draw_here(iterator, reader)
+            try:
+                return self._draw_here(iterator, reader)
+            finally:
+                self.watch.beside.write(self.watch.put_back)
+                self.watch.put_back = {}
 
     def _draw_here(self, iterator: Iterator[Any], reader: StreamReader) -> Any:
         batch = next(iterator, END)
@@ -94,7 +106,7 @@ class Drawer:
             return END
         moved: Streams = {} if self.knows_that_streams_move else reader.moved()
         self.knows_that_streams_move = self.knows_that_streams_move or bool(moved)
-        return batch, Drawn(None, batch_digest(batch), moved, self.watch.before)
+        return batch, Drawn(None, batch_digest(batch), moved, self.watch.before, batch_kind(batch))
 
 
 @contextmanager

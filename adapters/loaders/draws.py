@@ -1,5 +1,6 @@
-"""`Draws`: where the random streams stand that a loader draws its batches with, and what its last batch was."""
+"""`Draws`: where the random streams stand that a loader draws its batches with, and what its last batches were."""
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -9,6 +10,7 @@ import torch
 
 from trainfold.adapters.components.rng_streams import moved_stream_problems
 from trainfold.adapters.components.stream_reader import Streams
+from trainfold.adapters.loaders.beside import KEY, Beside, streams_only
 from trainfold.adapters.loaders.feed import OTHER, mismatch
 from trainfold.adapters.loaders.sampler_tap import order_problems
 from trainfold.adapters.loaders.worker_trace import Report
@@ -26,34 +28,38 @@ class Drawn:
         worker: which one drew it; None for this process.
         digest: of the batch.
         moved: a worker's streams that it moved, as they are after it. In this process: any that it moved.
-        before: this process's streams before it; empty in a worker.
+        before: this process's streams before it, and what was beside the loader; empty in a worker.
+        kind: in a few words, what the batch looks like.
     """
 
     worker: int | None
     digest: str | None
     moved: Streams
     before: Streams = attrs.field(factory=dict)
+    kind: str = ""
 
     @classmethod
     def by_worker(cls, report: Report) -> "Drawn":
         """What a worker has reported."""
-        return cls(report.worker, report.digest, report.moved)
+        return cls(report.worker, report.digest, report.moved, kind=report.kind)
 
 
 @final
 @attrs.frozen
 class Last:
-    """The last batch that was consumed in this epoch.
+    """A batch that was consumed in this epoch: the last one, or the last one of its worker.
 
     Attributes:
         digest: what it held.
         samples: how many it had.
-        before: the streams that it was drawn with, in the process that drew it.
+        before: the streams that it was drawn with, in the process that drew it; what was beside the loader, under `KEY`.
+        kind: in a few words, what it looked like.
     """
 
     digest: str
     samples: int
     before: Streams
+    kind: str = ""
 
 
 @final
@@ -69,7 +75,7 @@ class Draws:
         born: everything that the seed of living workers was drawn from; None for workers that live for one epoch.
         streams: what each worker has moved, since it was seeded.
         next: the worker whose turn it is.
-        last: the last batch; None at the start of an epoch.
+        lasts: the last batch of each worker in this epoch, oldest first; without workers, the last batch.
     """
 
     def __init__(self, workers: int, *, persistent: bool) -> None:
@@ -79,7 +85,7 @@ class Draws:
         self.born: Opaque | None = None
         self.streams: list[Streams] = [{} for _ in range(workers)]
         self.next = 0
-        self.last: Last | None = None
+        self.lasts: deque[Last] = deque(maxlen=max(1, workers))
 
     def consume(self, drawn: Drawn, samples: int) -> None:
         """Count a batch."""
@@ -89,7 +95,11 @@ class Draws:
             before = self.streams[drawn.worker]
             self.streams[drawn.worker] = {**before, **drawn.moved}
             self.next = (drawn.worker + 1) % self.workers
-        self.last = None if not drawn.digest else Last(drawn.digest, samples, before if self.moved else {})
+        if drawn.digest is None:
+            self.lasts.clear()
+            return
+        held = before if self.moved else {name: before[name] for name in (KEY,) if name in before}
+        self.lasts.append(Last(drawn.digest, samples, held, drawn.kind))
 
     def absorb(self, drawn: Drawn) -> None:
         """Take the streams of a batch that nobody trains on: its worker goes on after it."""
@@ -99,21 +109,33 @@ class Draws:
 
     def end_epoch(self) -> None:
         """Count an epoch; the next one begins at the first worker."""
-        self.next, self.last = 0, None
+        self.next = 0
+        self.lasts.clear()
         if not self.persistent:
             self.streams = [{} for _ in range(self.workers)]
 
     def starts(self, *, probe: bool) -> dict[int, Streams]:
-        """The streams that each worker starts with: those of its next batch, or those of the last one to draw it again."""
-        found = {worker: streams for worker, streams in enumerate(self.streams) if streams}
-        if probe and self.last is not None:
-            found[self.last_worker] = self.last.before
-        return found
+        """The streams that each worker starts with: those of its next batch, or those of its last one to draw it again."""
+        found = dict(enumerate(self.streams))
+        if probe:
+            found.update((worker, last.before) for worker, last in zip(self.last_workers, self.lasts, strict=True))
+        return {worker: streams for worker, streams in found.items() if streams}
 
     @property
-    def last_worker(self) -> int:
-        """The worker that made the last batch."""
-        return (self.next - 1) % self.workers
+    def last_workers(self) -> list[int]:
+        """The workers that made the `lasts`, in their order; none without workers."""
+        if not self.workers:
+            return []
+        return [(self.next - back) % self.workers for back in range(len(self.lasts), 0, -1)]
+
+    @property
+    def first_worker(self) -> int:
+        """The worker whose turn it is, if the `lasts` are drawn again."""
+        return (self.next - len(self.lasts)) % self.workers
+
+    def afters(self) -> dict[int, Streams]:
+        """Of each worker that draws its last batch again: the streams that it goes on with."""
+        return {worker: self.streams[worker] for worker in self.last_workers}
 
     def capture(self, born: Opaque | None) -> dict[str, Any]:
         """As plain values.
@@ -121,7 +143,6 @@ class Draws:
         Args:
             born: what the seed of the workers of this epoch was drawn from.
         """
-        last = self.last
         return {
             "count": self.workers,
             "persistent": self.persistent,
@@ -129,10 +150,10 @@ class Draws:
             "next": self.next,
             "streams": [plain(each) for each in self.streams],
             "born": None if born is None else born.value,
-            "last": None if last is None else {**attrs.asdict(last, recurse=False), "before": plain(last.before)},
+            "lasts": [{**attrs.asdict(last, recurse=False), "before": plain(last.before)} for last in self.lasts],
         }
 
-    def problems(
+    def problems(  # noqa: PLR0913 - keywords
         self,
         saved: Any,
         generators: Mapping[str, torch.Generator],
@@ -140,6 +161,7 @@ class Draws:
         *,
         inside: bool,
         tied: bool = False,
+        beside: Beside | None = None,
     ) -> list[TrainfoldError]:
         """Every reason why a saved one cannot be gone on with here.
 
@@ -149,6 +171,7 @@ class Draws:
             policy: what to do about another number of workers.
             inside: whether the position is in the middle of an epoch.
             tied: whether the loader's own state is of no use to another number of workers.
+            beside: what is under ``extra`` beside the loader.
         """
         where = "state.dataset.draws"
         accepts = verdict_of("num_workers", where, policy) != "refuse"
@@ -163,7 +186,7 @@ class Draws:
                     'resume at the end of an epoch; or go on with new streams, with policy={"num_workers": "warn"}',
                 )
             ]
-        found = self._malformed(saved, generators)
+        found = self._malformed(saved, generators, beside)
         differs = saved["count"] != self.workers if not found else False
         if found or (accepts and not (tied and differs)):
             return found
@@ -185,12 +208,14 @@ class Draws:
             )
         return found
 
-    def _malformed(self, saved: Any, generators: Mapping[str, torch.Generator]) -> list[TrainfoldError]:
+    def _malformed(
+        self, saved: Any, generators: Mapping[str, torch.Generator], beside: Beside | None
+    ) -> list[TrainfoldError]:
         where = "state.dataset.draws"
         kinds = {"count": int, "persistent": bool, "moved": bool, "next": int, "streams": list}
         if not isinstance(saved, dict) or any(type(saved.get(name)) is not kind for name, kind in kinds.items()):
             return [mismatch(where, f"a record of {sorted(kinds)}", repr(saved)[:80], OTHER)]
-        count, last = saved["count"], saved.get("last")
+        count = saved["count"]
         if count < 0 or len(saved["streams"]) != count or not 0 <= saved["next"] < max(count, 1):
             found = f"{len(saved['streams'])} for {count}, the next is {saved['next']}"
             return [mismatch(f"{where}.streams", "those of each worker", found, OTHER)]
@@ -198,31 +223,43 @@ class Draws:
         for worker, streams in enumerate(saved["streams"]):
             problems.extend(moved_stream_problems(streams, path=f"{where}.streams[{worker}]"))
         if saved.get("born") is not None:
-            problems.extend(order_problems(saved["born"], dict(generators), where=f"{where}.born"))
-        if last is not None:
-            if (
-                not isinstance(last, dict)
-                or type(last.get("digest")) is not str
-                or type(last.get("samples")) is not int
-            ):
-                problems.append(mismatch(f"{where}.last", "a digest and a number of samples", repr(last)[:80], OTHER))
-            else:
-                problems.extend(moved_stream_problems(last.get("before"), path=f"{where}.last.before"))
+            problems.extend(order_problems(saved["born"], dict(generators), beside, where=f"{where}.born"))
+        lasts = _lasts_of(saved)
+        if not isinstance(lasts, list) or len(lasts) > max(1, count):
+            return [*problems, mismatch(f"{where}.lasts", "a batch of each worker", repr(lasts)[:80], OTHER)]
+        for number, last in enumerate(lasts):
+            path = f"{where}.lasts[{number}]"
+            kinds = {"digest": str, "samples": int, "kind": str}
+            if not isinstance(last, dict) or any(type(last.get(name, "")) is not kind for name, kind in kinds.items()):
+                problems.append(mismatch(path, "a digest and a number of samples", repr(last)[:80], OTHER))
+                continue
+            before = last.get("before")
+            problems.extend(moved_stream_problems(streams_only(before), path=f"{path}.before"))
+            if beside is not None and isinstance(before, dict):
+                problems.extend(beside.problems(before.get(KEY, {}), where=f"{path}.before.{KEY}"))
         return problems
 
     def take(self, saved: Any) -> None:
         """Go on with a saved one; with new streams, where the number of workers is another."""
         fresh: list[Streams] = [{} for _ in range(self.workers)]
         if saved is None:
-            self.moved, self.born, self.streams, self.next, self.last = True, None, list(fresh), 0, None
+            self.moved, self.born, self.streams, self.next = True, None, list(fresh), 0
+            self.lasts.clear()
             return
         same = saved["count"] == self.workers
-        last = saved["last"]
         self.moved = saved["moved"]
         self.born = None if saved["born"] is None else Opaque(saved["born"])
         self.streams = list(saved["streams"]) if same else list(fresh)
         self.next = saved["next"] if same else 0
-        self.last = None if last is None or (self.moved and not same) else Last(**last)
+        lasts = [] if self.moved and not same else _lasts_of(saved)
+        self.lasts = deque((Last(**last) for last in lasts), maxlen=max(1, self.workers))
+
+
+def _lasts_of(saved: Any) -> Any:
+    """The last batches of a record; an older one has the last one alone."""
+    if "lasts" in saved:
+        return saved["lasts"]
+    return [] if saved.get("last") is None else [saved["last"]]
 
 
 def plain(streams: Streams) -> Streams:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from trainfold.adapters.components.component import Stateful, Undo
+from trainfold.adapters.components.component import Part, Stateful, Undo
 from trainfold.adapters.components.stream_states import check_torch_state
 from trainfold.core.errors import DataPositionMismatch, InvalidState, TrainfoldError
 from trainfold.core.policy import Verdict
@@ -37,6 +37,9 @@ class Feed(Protocol):
     @property
     def is_inside(self) -> bool:
         """Whether a batch of the epoch was consumed, and the epoch goes on."""
+
+    def attend(self, extra: Mapping[str, Part]) -> None:
+        """Look after the components under ``extra`` that batches may be drawn from."""
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
         """Batches from the position on, epoch after epoch, until there were ``epochs`` or ``done()`` says so.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, final
 
-from trainfold.adapters.components.component import Undo
+from trainfold.adapters.components.component import Part, Undo
 from trainfold.adapters.loaders.feed import OTHER, Feed, mismatch, position_problems
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.policy import Verdict
@@ -33,6 +33,11 @@ class FeedGroup:
     def policy(self, policy: Mapping[str, Verdict]) -> None:
         for feed in self.feeds.values():
             feed.policy = policy
+
+    def attend(self, extra: Mapping[str, Part]) -> None:
+        """Each of them does."""
+        for feed in self.feeds.values():
+            feed.attend(extra)
 
     @property
     def epoch(self) -> int:

@@ -7,12 +7,13 @@ import attrs
 import torch
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.components.component import Undo, copied, kind_of
+from trainfold.adapters.components.component import Part, Undo, copied, kind_of
 from trainfold.adapters.components.rng_streams import moved_stream_problems, preserved_rng
 from trainfold.adapters.components.stream_reader import Streams
+from trainfold.adapters.loaders.beside import KEY, Beside, Kept, streams_only
 from trainfold.adapters.loaders.data_probe import compared, is_wanted
 from trainfold.adapters.loaders.draw_batches import Drawer
-from trainfold.adapters.loaders.draws import Draws, Last, plain
+from trainfold.adapters.loaders.draws import Drawn, Draws, Last, plain
 from trainfold.adapters.loaders.feed import (
     END,
     OPENED,
@@ -64,8 +65,9 @@ class MapFeed:
         self._counts = loader.batch_sampler is not None
         self._slot = "batch_sampler" if self._counts else "sampler"
         self._generators = generators_of(loader)
-        self._tap = Tap(getattr(loader, self._slot), self._generators, counts=self._counts)
-        self._drawer = Drawer(loader)
+        self._beside = Beside(loader)
+        self._tap = Tap(getattr(loader, self._slot), self._generators, self._beside, counts=self._counts)
+        self._drawer = Drawer(loader, self._beside)
         self._tap.look = self._drawer.watch.look
         workers = loader.num_workers
         self._draws = Draws(workers, persistent=bool(workers and loader.persistent_workers))
@@ -78,9 +80,14 @@ class MapFeed:
         self._borns: dict[int, Opaque] = {}  # epoch -> what the seed of its workers was drawn from
         self._run = 0
         self._probe_due = False  # after a restore
+        self._is_restored = False  # and not read since then
         self._started = False  # whether this feed has started persistent workers
         self._alive = False  # whether they go on with the next epoch
         self._living: Iterator[Any] | None = None  # their iterator, inside of an epoch
+
+    def attend(self, extra: Mapping[str, Part]) -> None:
+        """Look after the components under ``extra`` that batches may be drawn from."""
+        self._beside.attend(extra)
 
     @property
     def epoch(self) -> int:
@@ -257,55 +264,65 @@ class MapFeed:
             return self._iterate(None)
         self._forget_workers()
         if draws.born is None and self._drawing == 0:
-            draws.born = capture_order(self._generators)
+            draws.born = capture_order(self._generators, self._beside)
         else:
             # the run that was not interrupted had its workers from epoch 0 and drew no seed for new ones here
-            tap.start = capture_order(self._generators)
+            tap.start = capture_order(self._generators, self._beside)
             if draws.born is not None:
-                restore_order(draws.born, self._generators)
+                restore_order(draws.born, self._generators, self._beside)
         return self._iterate(self._trace(draws.starts(probe=False)))
 
     def _seek(self, order: Opaque) -> Iterator[Any]:
         """An iterator in the middle of an epoch, whose streams do not move for it."""
         draws, tap, here = self._draws, self._tap, self._drawing == self._epoch
-        last = draws.last if here and self._probes() else None
+        if not (here and self._probes()):
+            lasts: tuple[Last, ...] = ()
+        else:
+            lasts = tuple(draws.lasts)
         now = {name: generator.get_state() for name, generator in self._generators.items()}
         tap.start = order
-        tap.skip = (self._samples - (last.samples if last else 0)) if here else 0
+        tap.skip = (self._samples - sum(last.samples for last in lasts)) if here else 0
         tap.seeks = True
         trace: WorkerTrace | None = None
-        with preserved_rng():
-            if draws.workers:
-                self._forget_workers()
-                born = draws.born if draws.persistent else self._borns.get(self._drawing)
-                if born is not None:
-                    restore_order(born, self._generators)
-                trace = self._trace(
-                    draws.starts(probe=last is not None) if here or draws.persistent else {}, last, here=here
-                )
-            iterator = self._iterate(trace)
-            _present(tap.current).prime()
-        if not draws.workers:
-            set_generators(self._generators, now)
-        error = None if last is None else self._compared(iterator, last)
+        with self._beside.kept(everything=self._is_restored) as kept:
+            with preserved_rng():
+                if draws.workers:
+                    self._forget_workers()
+                    self._beside.write(order.value.get(KEY, {}))  # workers take copies of it
+                    born = draws.born if draws.persistent else self._borns.get(self._drawing)
+                    if born is not None:
+                        restore_order(born, self._generators, self._beside)
+                    trace = self._trace(
+                        draws.starts(probe=bool(lasts)) if here or draws.persistent else {}, lasts, here=here
+                    )
+                iterator = self._iterate(trace)
+                _present(tap.current).prime()
+            if not draws.workers:
+                set_generators(self._generators, now)
+            # a sampler that draws as it goes on is ahead of what was restored, and so is what it draws from
+            first = _present(tap.current).at_first
+            kept.leave({name for name in first if self._beside.differs(name, first[name])})
+            kept.put_back()
+            error = self._compared(iterator, lasts, kept) if lasts else None
+        self._is_restored = self._is_restored and error is not None
         if error is not None:
             del iterator  # a traceback would keep it, and its workers, until a collection, which waits for them
             raise error
         return iterator
 
-    def _trace(self, starts: dict[int, Streams], last: Last | None = None, *, here: bool = False) -> WorkerTrace | None:
+    def _trace(
+        self, starts: dict[int, Streams], lasts: tuple[Last, ...] = (), *, here: bool = False
+    ) -> WorkerTrace | None:
         loader, draws = self._loader, self._draws
         if not draws.workers:
             return None
-        worker = draws.last_worker
-        self._tap.empty = 0 if not here else draws.next if last is None else worker
+        self._tap.empty = 0 if not here else draws.first_worker if lasts else draws.next
         return WorkerTrace(
             loader.collate_fn,
             loader.worker_init_fn,
             starts=starts,
             empty=self._tap.empty,
-            probe=None if last is None else worker,
-            after=None if last is None else draws.streams[worker],
+            afters=draws.afters() if lasts else None,
         )
 
     def _forget_workers(self) -> None:
@@ -326,17 +343,27 @@ class MapFeed:
     def _probes(self) -> bool:
         return self._probe_due and is_wanted(self.policy)
 
-    def _compared(self, iterator: Iterator[Any], last: Last) -> DataPositionMismatch | None:
-        """Draw the last batch again, and compare it with what was trained on (W03); what is to be raised."""
-        if not self._draws.workers:
-            self._drawer.watch.again.appendleft(last.before)
-        made, tap = self._drawer.draw(iterator), _present(self._tap.current)
-        size = tap.passed.popleft()[0] if made is not END else 0
-        if size != last.samples or (tap.ahead == [END] and not tap.passed):
-            return not_between(self._samples, self._samples - last.samples + size, is_end=True)
-        error = compared(last, made[1].digest, self.policy)
-        self._probe_due = error is not None
-        return error
+    def _compared(self, iterator: Iterator[Any], lasts: tuple[Last, ...], kept: Kept) -> DataPositionMismatch | None:
+        """Draw the last batch of each worker again, and compare it with what was trained on (W03); what is to be raised."""
+        read, others = self._samples - sum(last.samples for last in lasts), 0
+        for last in lasts:
+            if not self._draws.workers:
+                self._drawer.watch.again.appendleft(last.before)
+            made, tap = self._drawer.draw(iterator), _present(self._tap.current)
+            size = tap.passed.popleft()[0] if made is not END else 0
+            read += size
+            if size != last.samples or (read == self._samples and tap.ahead == [END] and not tap.passed):
+                return not_between(self._samples, read, is_end=True)
+            if others:
+                continue  # it has been said
+            drawn: Drawn = made[1]
+            drew_from = [] if drawn.digest == last.digest else sorted(kept.changed())
+            error = compared(last, drawn, self.policy, drew_from=drew_from)
+            if error is not None:
+                return error
+            others += drawn.digest != last.digest
+        self._probe_due = False
+        return None
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume."""
@@ -367,7 +394,11 @@ class MapFeed:
                 "order": None if order is None else order.value,
                 "later": [self._orders[each].value for each in later],
                 "later_born": [self._borns[each].value for each in later if each in self._borns],
-                "again": [plain(each) for each in again] if draws.moved and not draws.workers else [],
+                "again": [
+                    plain(each) if draws.moved else {KEY: each[KEY]}
+                    for each in again
+                    if (draws.moved or KEY in each) and not draws.workers
+                ],
                 "draws": draws.capture(born if order is not None or draws.persistent else None),
                 "late": self._tap.watch.late if self._samples and self._tap.watch is not None else [],
                 "generators": {name: generator.get_state() for name, generator in self._generators.items()},
@@ -437,13 +468,15 @@ class MapFeed:
         if samples:
             found.extend(late_problems(value.get("late")))
         if samples or value.get("order") is not None:
-            found.extend(order_problems(value.get("order"), self._generators))
+            found.extend(order_problems(value.get("order"), self._generators, self._beside))
         found.extend(self._ahead_problems(value))
         inside = bool(samples or value.get("order"))
         saved_draws = value.get("draws") if value["version"] > 1 else None
         if value["version"] > 1 and saved_draws is None:
             found.append(mismatch("state.dataset.draws", "how the batches were drawn", "nothing", OTHER))
-        found.extend(self._draws.problems(saved_draws, self._generators, self.policy, inside=inside))
+        found.extend(
+            self._draws.problems(saved_draws, self._generators, self.policy, inside=inside, beside=self._beside)
+        )
         found.extend(generator_problems(self._generators, value.get("generators"), "state.dataset.generators"))
         return found
 
@@ -454,10 +487,13 @@ class MapFeed:
                 found.append(mismatch(f"state.dataset.{name}", "a list", repr(value[name])[:80], OTHER))
             elif name == "again":
                 for number, streams in enumerate(value.get(name, [])):
-                    found.extend(moved_stream_problems(streams, path=f"state.dataset.again[{number}]"))
+                    where = f"state.dataset.again[{number}]"
+                    found.extend(moved_stream_problems(streams_only(streams), path=where))
+                    if isinstance(streams, dict):
+                        found.extend(self._beside.problems(streams.get(KEY, {}), where=f"{where}.{KEY}"))
             else:
                 for order in value.get(name, []):
-                    found.extend(order_problems(order, self._generators))
+                    found.extend(order_problems(order, self._generators, self._beside))
         return found
 
     def _epoch_samples(self) -> int | None:
@@ -473,13 +509,13 @@ class MapFeed:
 
         def take(value: dict[str, Any]) -> None:
             self._run += 1
-            self._alive, self._probe_due, self._living = False, True, None
+            self._alive, self._probe_due, self._is_restored, self._living = False, True, True, None
             self._deliveries.waiting.clear()
             self._epoch, self._samples, self._batches = value["epoch"], value["samples"], value["batches"]
             self._draws.take(value.get("draws"))
             if self._samples and self._loader.batch_size != value.get("batch_size"):
                 self._batches = self._samples // (self._loader.batch_size or 1)
-                self._draws.last = None  # its samples come in other batches
+                self._draws.lasts.clear()  # its samples come in other batches
             orders = [value["order"], *value.get("later", [])]
             self._orders = {self._epoch + i: Opaque(order) for i, order in enumerate(orders) if order is not None}
             borns = value.get("later_born", [])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
-from trainfold.adapters.components.component import Undo
+from trainfold.adapters.components.component import Part, Undo
 from trainfold.adapters.loaders.feed import END, OPENED, OTHER, mismatch
 from trainfold.adapters.loaders.map_style import MapFeed
 from trainfold.core.errors import InvalidArgument, TrainfoldError
@@ -38,6 +38,10 @@ class PreparedFeed:
     @policy.setter
     def policy(self, policy: Mapping[str, Verdict]) -> None:
         self._inner.policy = policy
+
+    def attend(self, extra: Mapping[str, Part]) -> None:
+        """The inner feed does."""
+        self._inner.attend(extra)
 
     @property
     def epoch(self) -> int:

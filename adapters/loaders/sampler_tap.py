@@ -8,6 +8,7 @@ import torch
 
 from trainfold.adapters.components.component import nothing
 from trainfold.adapters.components.rng_streams import capture_streams, restore_streams, stream_problems
+from trainfold.adapters.loaders.beside import KEY, Beside
 from trainfold.adapters.loaders.feed import END, OTHER, generator_problems, length_of, mismatch, set_generators
 from trainfold.adapters.loaders.pull_watch import PullWatch
 from trainfold.adapters.loaders.worker_trace import Empty
@@ -18,9 +19,10 @@ from trainfold.core.state import Opaque
 class Tap:
     """Stands between a loader and its sampler: takes the streams at the start of an epoch, skips, counts what passes."""
 
-    def __init__(self, sampler: Any, generators: dict[str, torch.Generator], *, counts: bool) -> None:
+    def __init__(self, sampler: Any, generators: dict[str, torch.Generator], beside: Beside, *, counts: bool) -> None:
         self.sampler = sampler
         self.generators = generators
+        self.beside = beside
         self.counts = counts
         self.start: Opaque | None = None  # to start from, or None to start from the streams as they are
         self.skip = 0
@@ -55,6 +57,9 @@ class _TapIterator:
         self.stopped = False
         self.is_sought = False  # whether the position is reached
         self.is_first = True
+        self.at_first: dict[
+            str, Any
+        ] = {}  # what is beside the loader, when a sampler that is started again has given its first index
         self.empty = tap.empty
         self.passed: deque[tuple[int, bool]] = deque()
 
@@ -84,14 +89,15 @@ class _TapIterator:
             return
         tap = self.tap
         if tap.start is not None:
-            restore_order(tap.start, tap.generators)
-        tap.started_from = tap.start or capture_order(tap.generators)
+            restore_order(tap.start, tap.generators, tap.beside)
+        tap.started_from = tap.start or capture_order(tap.generators, tap.beside)
         tap.start, skip, tap.skip = None, tap.skip, 0
         self.indices = iter(tap.sampler)
         if not tap.seeks:
             self.is_sought = True
             return
         read, item = 0, self._pull()
+        self.at_first = tap.beside.at_start()
         while read < skip and item is not END:
             read, self.given = read + self._size(item), self.given + 1
             item = self._pull()
@@ -138,20 +144,28 @@ def not_between(samples: int, read: int, *, is_end: bool) -> DataPositionMismatc
     )
 
 
-def capture_order(generators: dict[str, torch.Generator]) -> Opaque:
+def capture_order(generators: dict[str, torch.Generator], beside: Beside | None = None) -> Opaque:
     """Everything that the order of an epoch may be drawn from, as it is now."""
     states = {name: generator.get_state() for name, generator in generators.items()}
-    return Opaque({"streams": capture_streams(), "generators": states})
+    found = {"streams": capture_streams(), "generators": states}
+    held = {} if beside is None else beside.at_start()
+    return Opaque({**found, KEY: held} if held else found)
 
 
-def restore_order(order: Opaque, generators: dict[str, torch.Generator]) -> None:
+def restore_order(order: Opaque, generators: dict[str, torch.Generator], beside: Beside | None = None) -> None:
     """Put all of it back."""
+    if beside is not None:
+        beside.write(order.value.get(KEY, {}))
     restore_streams(order.value["streams"])
     set_generators(generators, order.value["generators"])
 
 
 def order_problems(
-    order: Any, generators: dict[str, torch.Generator], *, where: str = "state.dataset.order"
+    order: Any,
+    generators: dict[str, torch.Generator],
+    beside: Beside | None = None,
+    *,
+    where: str = "state.dataset.order",
 ) -> list[TrainfoldError]:
     """Every reason why it cannot be put back."""
     if not isinstance(order, dict) or "streams" not in order:
@@ -159,4 +173,5 @@ def order_problems(
     return [
         *stream_problems(order["streams"], path=f"{where}.streams"),
         *generator_problems(generators, order.get("generators"), f"{where}.generators"),
+        *([] if beside is None else beside.problems(order.get(KEY, {}), where=f"{where}.{KEY}")),
     ]

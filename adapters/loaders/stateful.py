@@ -8,10 +8,11 @@ from typing import Any, final
 import attrs
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.components.component import Stateful, Undo, copied, copied_containers, kind_of
+from trainfold.adapters.components.component import Part, Stateful, Undo, copied, copied_containers, kind_of
 from trainfold.adapters.components.rng_streams import preserved_rng
 from trainfold.adapters.components.stream_reader import StreamReader, set_streams
-from trainfold.adapters.loaders.batch_digest import batch_digest
+from trainfold.adapters.loaders.batch_digest import batch_digest, batch_kind
+from trainfold.adapters.loaders.beside import KEY, Beside, Kept
 from trainfold.adapters.loaders.data_probe import compared, is_wanted, say_uncompared
 from trainfold.adapters.loaders.draw_batches import replaced, undisturbed, unpaired
 from trainfold.adapters.loaders.draws import Drawn, Draws, Last
@@ -74,7 +75,9 @@ class StatefulFeed:
         self._counts = getattr(loader, "batch_sampler", None) is not None
         self._counted: Counted | None = None
         self._watch = PullWatch(kind_of(loader.sampler), is_ahead=True) if workers and is_foreign(loader) else None
-        self._before: Any = None  # the loader's state before the last batch that was consumed
+        # the loader's states before the last batches that were consumed: one for each worker
+        self._befores: deque[Any] = deque(maxlen=max(1, workers))
+        self._beside = Beside(loader)
         self._start_place: dict[str, Any] = {}  # between the last two epochs
         self._looks_back = torchdatas(loader)  # whether such states are taken
         self._looks = 0
@@ -85,6 +88,10 @@ class StatefulFeed:
         self._again_ends = False  # whether the last of them is the last of its epoch
         self._run = 0
         self.policy: Mapping[str, Verdict] = {}
+
+    def attend(self, extra: Mapping[str, Part]) -> None:
+        """Look after the components under ``extra`` that batches may be drawn from."""
+        self._beside.attend(extra)
 
     @property
     def epoch(self) -> int:
@@ -119,7 +126,8 @@ class StatefulFeed:
         taken = self._deliveries.take(samples)
         for delivery in taken:
             handed: HandedOut = delivery.drawn
-            self._batches, self._before = self._batches + 1, handed.before
+            self._batches += 1
+            self._befores.append(handed.before)
             if handed.drawn is not None:
                 self._draws.consume(handed.drawn, delivery.samples or 0)
             if delivery.last:
@@ -139,7 +147,8 @@ class StatefulFeed:
         return self._deliveries.samples
 
     def _end_epoch(self) -> None:
-        self._epoch, self._batches, self._before = self._epoch + 1, 0, None
+        self._epoch, self._batches = self._epoch + 1, 0
+        self._befores.clear()
         self._draws.end_epoch()
 
     def _digest_now(self) -> str | None:
@@ -232,7 +241,8 @@ class StatefulFeed:
         reader = None if self._replay is not None else self._reader
         if reader is not None:
             reader.moved()
-        streams = {} if reader is None else reader.streams
+        held = {} if reader is None else self._beside.now()
+        streams = {} if reader is None else {**reader.streams, KEY: held} if held else reader.streams
         batch = self._draw(iterator)
         if batch is END:
             return None, END
@@ -243,7 +253,7 @@ class StatefulFeed:
         elif self._counted is not None:
             samples = self._counted.samples
         if reader is not None:
-            drawn = Drawn(None, batch_digest(batch), reader.moved(), streams)
+            drawn = Drawn(None, batch_digest(batch), reader.moved(), streams, batch_kind(batch))
         last = self._drawn == self._total
         if last and self._draw(iterator) is not END:  # so that the loader knows of its end, and saves that
             raise mismatch("attach.loader", f"{self._total} batches, as len() says", "more", "mend its __len__")
@@ -262,6 +272,9 @@ class StatefulFeed:
             return None
         if not self._drawn:
             return self._start_place  # a sampler that has not been started yet says where the epoch before has left it
+        return self._state_between()
+
+    def _state_between(self) -> Any:
         state = self._loader.state_dict()
         if self._holds_the_users:
             state = copied_containers(state)
@@ -326,16 +339,18 @@ class StatefulFeed:
         loader, digest = self._loader, self._digest
         if digest is not None and self._starts_over():
             return self._again_from_start(digest)
-        last = self._last_to_compare()
+        lasts = self._lasts_to_compare()
         now = {name: generator.get_state() for name, generator in self._generators.items()}
-        with preserved_rng():  # the run that was not interrupted made this iterator when the epoch began
-            if last is not None:
-                self._go_back(last)
-            if self._order is not None:
-                restore_order(self._order, self._generators)  # for samplers whose state the loader cannot keep
-            with self._traced(last=last, goes_on=True):
+        # the run that was not interrupted made this iterator when the epoch began
+        with self._beside.kept() as kept, preserved_rng():
+            if lasts:
+                self._go_back()
+            if self._order is not None:  # for samplers whose state the loader cannot keep
+                restore_order(self._order, self._generators, self._beside)
+            with self._traced(again=bool(lasts), goes_on=True):
                 iterator = self._unreported(iter(loader))
-            error = None if last is None else self._compared(iterator, last)
+            kept.put_back()
+            error = self._compared(iterator, lasts, kept)
         if error is not None:
             set_generators(self._generators, now)
             del iterator  # a traceback would keep it, and its workers, until a collection, which waits for them
@@ -359,40 +374,62 @@ class StatefulFeed:
         # a stream may draw when a worker starts it; the probe looks at one worker, and sees that after its second batch only
         return self._began is not None and 1 < loader.num_workers >= self._drawn
 
-    def _last_to_compare(self) -> Last | None:
-        """The last batch of the position, where it can be drawn again (W03)."""
+    def _lasts_to_compare(self) -> tuple[Last, ...]:
+        """The last batch of each worker, where they can be drawn again (W03)."""
         if not self._probe_due or not is_wanted(self.policy):
-            return None
-        if self._draws.last is None or self._before is None:
+            return ()
+        if not self._draws.lasts or not self._back():
             self._say_uncompared(
                 "its state before the last batch is not in the position, because it is large, or older than this release"
             )
-            return None
-        return self._draws.last
+            return ()
+        return tuple(self._draws.lasts)
 
-    def _go_back(self, last: Last) -> None:
-        """Give the loader the state that it had before the last batch."""
-        self._give(self._before["state"])
-        if self._before["first"] and self._before["state"] is not None:
-            self._end_again(self._before["state"], self._before["samplers"], last)
+    def _back(self) -> int:
+        """How many of the last batches can be drawn again: the state before the first of them is known."""
+        known = [at for at, before in enumerate(self._befores) if before is not None]
+        return min(len(self._befores) - known[0], len(self._draws.lasts)) if known else 0
+
+    def _go_back(self) -> None:
+        """Give the loader the state that it had before the last batch of each worker."""
+        before = self._befores[-len(self._draws.lasts)]
+        self._give(before["state"])
+        if before["first"] and before["state"] is not None:
+            self._end_again(before["state"], before["samplers"], again=True)
 
     def _say_uncompared(self, why: str) -> None:
         self._probe_due = False
         say_uncompared(kind_of(self._loader), why, self.policy)
 
-    def _compared(self, iterator: Iterator[Any], last: Last) -> DataPositionMismatch | None:
-        """Draw the last batch again, and compare it with what was trained on; what is to be raised."""
-        set_streams(last.before if not self._draws.workers else {})
-        batch = next(iterator, END)
-        drawn = iterator.drawn if isinstance(iterator, Unreported) else None
-        digest = drawn.digest if drawn is not None else batch_digest(batch)
-        return compared(last, "none" if batch is END or digest is None else digest, self.policy)
+    def _compared(self, iterator: Iterator[Any], lasts: tuple[Last, ...], kept: Kept) -> DataPositionMismatch | None:
+        """Draw the last batches again, and compare them with what was trained on; what is to be raised."""
+        others = 0
+        for number, last in enumerate(lasts):
+            if number:
+                self._befores[number - len(lasts)] = self._state_between()
+            held = last.before.get(KEY, {})
+            if not self._draws.workers:
+                set_streams(last.before)
+                self._beside.write(held)
+            batch = next(iterator, END)
+            drawn: Drawn | None = None
+            if isinstance(iterator, Unreported):
+                drawn = iterator.drawn if batch is not END else None
+            elif batch is not END:
+                drawn = Drawn(None, batch_digest(batch), {}, kind=batch_kind(batch))
+            if others or (drawn is not None and drawn.digest == last.digest):
+                continue
+            others += 1
+            error = compared(last, drawn, self.policy, drew_from=sorted(set(kept.changed()) - set(held)))
+            if error is not None:
+                return error
+        return None
 
-    def _end_again(self, state: Any, samplers: Mapping[str, Any], last: Last | None = None) -> None:
+    def _end_again(self, state: Any, samplers: Mapping[str, Any], *, again: bool = False) -> None:
         """Bring the loader to the end of an epoch, where the next one has not begun."""
         loader = self._loader
         now = {name: generator.get_state() for name, generator in self._generators.items()}
-        with preserved_rng(), self._traced(last=last, goes_on=True):
+        with preserved_rng(), self._traced(again=again, goes_on=True):
             if not isinstance(state, dict) or not state.get("_iterator_finished"):
                 iter(loader)
             elif loader.num_workers > 0 and not loader.persistent_workers:
@@ -415,7 +452,7 @@ class StatefulFeed:
 
     def _start(self) -> Iterator[Any]:
         """An iterator at the start of an epoch, which is made now, whether the run was interrupted or not."""
-        self._order = capture_order(self._generators)
+        self._order = capture_order(self._generators, self._beside)
         with self._traced():
             iterator = self._unreported(iter(self._loader))
         self._loaded = self._replay = self._began = None
@@ -433,8 +470,8 @@ class StatefulFeed:
         """An iterator of an epoch that is started again, after the batches that were drawn of it."""
         assert self._order is not None
         now = {name: generator.get_state() for name, generator in self._generators.items()}
-        with preserved_rng():
-            restore_order(self._order, self._generators)
+        with self._beside.kept(), preserved_rng():
+            restore_order(self._order, self._generators, self._beside)
             if self._began is not None:
                 self._loader.load_state_dict(copied(self._began))
             with self._traced():
@@ -446,11 +483,11 @@ class StatefulFeed:
         return iterator
 
     @contextmanager
-    def _traced(self, *, last: Last | None = None, goes_on: bool = False) -> Iterator[None]:
+    def _traced(self, *, again: bool = False, goes_on: bool = False) -> Iterator[None]:
         """Workers that are started in this block report their batches; without workers, samples are counted.
 
         Args:
-            last: the batch that is drawn again first.
+            again: whether the last batches are drawn again first.
             goes_on: whether the workers start with the streams of the position.
         """
         loader, draws = self._loader, self._draws
@@ -465,9 +502,8 @@ class StatefulFeed:
         trace = WorkerTrace(
             loader.collate_fn,
             loader.worker_init_fn,
-            starts=draws.starts(probe=last is not None) if goes_on else {},
-            probe=None if last is None else draws.last_worker,
-            after=None if last is None else draws.streams[draws.last_worker],
+            starts=draws.starts(probe=again) if goes_on else {},
+            afters=draws.afters() if again else None,
             counts=self._counts,
         )
         with replaced(loader, {"collate_fn": trace.collate, "worker_init_fn": trace.start}):
@@ -508,7 +544,7 @@ class StatefulFeed:
         marks = [each for each in waiting if each is not None]
         again = [each.streams for each in marks] if len(marks) == len(waiting) else []
         place = marks[0].place if again else self._place()
-        digest, inside = place["digest"], self._batches > 0
+        digest, inside, back = place["digest"], self._batches > 0, self._back()
         return Opaque(
             {
                 "kind": "stateful",
@@ -520,7 +556,8 @@ class StatefulFeed:
                 "began": place["began"] if inside and digest is not None else None,
                 "order": place["order"] if inside else None,
                 "draws": self._draws.capture(None),
-                "before": self._before if inside else None,
+                "before": self._befores[-back] if inside and back else None,
+                "back": back,
                 "again": [each.value for each in (again or self._again)],
                 "again_ends": self._deliveries.waiting[-1].last if again else self._again_ends,
                 "late": self._watch.late if inside and self._watch is not None else [],
@@ -570,7 +607,7 @@ class StatefulFeed:
         if digest is not None and type(digest) is not str:
             found.append(mismatch("state.dataset.digest", "a digest of the batches, as text", repr(digest), OTHER))
         if value.get("order") is not None or (digest is not None and value["batches"]):
-            found.extend(order_problems(value.get("order"), self._generators))
+            found.extend(order_problems(value.get("order"), self._generators, self._beside))
         found.extend(self._ahead_problems(value))
         found.extend(self._draws_problems(value))
         found.extend(generator_problems(self._generators, value.get("generators"), "state.dataset.generators"))
@@ -584,6 +621,8 @@ class StatefulFeed:
             found.append(
                 mismatch("state.dataset.before", "the loader's state before a batch", repr(before)[:80], OTHER)
             )
+        if type(value.get("back", 1)) is not int or not 0 <= value.get("back", 1) <= max(1, self._draws.workers):
+            found.append(mismatch("state.dataset.back", "a number of batches", repr(value["back"])[:80], OTHER))
         if not isinstance(again, list):
             return [*found, mismatch("state.dataset.again", "a list", repr(again)[:80], OTHER)]
         for number, order in enumerate(again):
@@ -603,7 +642,9 @@ class StatefulFeed:
                     "make the loader with snapshot_every_n_steps=1, and resume from the end of an epoch",
                 )
             ]
-        return self._draws.problems(saved, {}, self.policy, inside=bool(value["batches"]), tied=True)
+        return self._draws.problems(
+            saved, {}, self.policy, inside=bool(value["batches"]), tied=True, beside=self._beside
+        )
 
     def write(self, saved: Any) -> Undo:
         """Give the loader its state; it moves when the batches are asked for."""
@@ -618,7 +659,12 @@ class StatefulFeed:
             self._iterator, self._loaded = None, state
             self._replay, self._digest, self._began = None, value.get("digest"), value.get("began")
             self._draws.take(value.get("draws"))
-            self._before, self._probe_due = value.get("before"), True
+            back = min(value.get("back", 1), len(self._draws.lasts))
+            while len(self._draws.lasts) > max(1, back):
+                self._draws.lasts.popleft()
+            self._befores.clear()
+            self._befores.extend([value.get("before"), *[None] * (back - 1)] if back else [])
+            self._probe_due = True
             self._again = deque(Opaque(order) for order in value.get("again", []))
             self._again_ends = value.get("again_ends") is True
             self._samplers = value.get("samplers", {})

@@ -11,7 +11,7 @@ import attrs
 from torch.utils.data import get_worker_info
 
 from trainfold.adapters.components.stream_reader import StreamReader, Streams, set_streams
-from trainfold.adapters.loaders.batch_digest import batch_digest
+from trainfold.adapters.loaders.batch_digest import batch_digest, batch_kind
 
 
 @final
@@ -24,12 +24,14 @@ class Report:
         moved: its streams after the batch, those that the batch has moved.
         digest: of the batch; None for an empty task, which has none.
         samples: how many it has; None where that is not known.
+        kind: in a few words, what it looks like.
     """
 
     worker: int
     moved: Streams
     digest: str | None
     samples: int | None = None
+    kind: str = ""
 
 
 @final
@@ -81,8 +83,7 @@ class WorkerTrace:
         init: the loader's own ``worker_init_fn``, or None.
         starts: worker -> the streams that it starts with; those that are left out are as the worker was seeded.
         empty: workers below this number get an empty task first.
-        probe: the worker whose first batch is only compared, or None.
-        after: the streams that this worker goes on with then.
+        afters: worker whose first batch is only compared -> the streams that it goes on with then.
         counts: whether what is collated is a list of samples.
     """
 
@@ -93,16 +94,14 @@ class WorkerTrace:
         *,
         starts: Mapping[int, Streams],
         empty: int = 0,
-        probe: int | None = None,
-        after: Streams | None = None,
+        afters: Mapping[int, Streams] | None = None,
         counts: bool = False,
     ) -> None:
         self._collate = collate
         self._init = init
         self._starts = starts
         self._empty = empty
-        self._probe = probe
-        self._after: Streams = after or {}
+        self._afters = dict(afters or {})
         self._counts = counts
         self._worker = -1
         self._reader: StreamReader | None = None
@@ -116,7 +115,7 @@ class WorkerTrace:
         if self._init is not None:
             self._init(worker)
         self._worker = worker
-        if worker == self._probe:
+        if worker in self._afters:
             self._seeded = StreamReader().streams
         set_streams(self._starts.get(worker, {}))
         self._reader = StreamReader()
@@ -130,10 +129,11 @@ class WorkerTrace:
         size = len(samples) if self._counts else None
         batch = self._collate(samples)
         digest = batch_digest(batch)
-        if self._probe == self._worker:
-            self._probe = None
-            set_streams({**self._seeded, **self._after})
-            self._seeded = {}
-            self._reader = StreamReader()
-            return batch, Report(self._worker, {}, digest, size)
-        return batch, Report(self._worker, self._reader.moved(), digest, size)
+        kind = batch_kind(batch)
+        after = self._afters.pop(self._worker, None)
+        if after is None:
+            return batch, Report(self._worker, self._reader.moved(), digest, size, kind)
+        set_streams({**self._seeded, **after})
+        self._seeded = {}
+        self._reader = StreamReader()
+        return batch, Report(self._worker, {}, digest, size, kind)

@@ -1,0 +1,257 @@
+"""`Beside`: what is saved under ``extra`` beside a loader, where its batches may be drawn from it, or move it."""
+
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, final
+
+import torch
+from torch.utils.data import DataLoader
+
+from trainfold.adapters.components.component import ObjectPart, Part, TreePart, copied
+from trainfold.adapters.components.generator import GeneratorPart
+from trainfold.adapters.components.rng_streams import preserved_rng
+from trainfold.adapters.components.stream_reader import StreamReader, set_streams
+from trainfold.adapters.live.attributes import held_by
+from trainfold.adapters.loaders.feed import OTHER, generators_of, mismatch
+from trainfold.adapters.own_state.read_back import first_difference
+from trainfold.core import tree
+from trainfold.core.errors import TrainfoldError
+from trainfold.core.scalars import SCALARS
+from trainfold.core.state import Opaque
+
+KEY: Final = "extra"  # where such values stand among the streams of a batch
+_DEPTH: Final = 3
+_MOST_OBJECTS: Final = 2000
+_MOST_LEAVES: Final = 1000
+_MOST_BYTES: Final = 1 << 16
+
+
+@final
+class Beside:
+    """The generators, objects and pairs of functions under ``extra``, as a loader sees them.
+
+    A dataset or a sampler may draw from one of them. What the loader can be seen to reach is read when a batch is drawn, so that
+    the batch can be drawn again with it; all the others are only kept as they are.
+
+    Args:
+        loader: whose dataset, samplers and collate are looked into.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        # weak: a sampler's tap holds on to this, and a loader in a cycle would keep its workers until a collection
+        self._loader = weakref.ref(loader) if isinstance(loader, DataLoader) else lambda: None
+        self._reader: StreamReader | None = None
+        self._all: Mapping[str, Part] = {}
+        self._parts: dict[str, Part] = {}
+        self._near: dict[str, Part] = {}
+        self._seen = -1
+
+    def attend(self, parts: Mapping[str, Part]) -> None:
+        """Take the components of the run that are neither modules nor optimizers; later ones may be added to the dict."""
+        self._all, self._seen = parts, -1
+
+    def now(self) -> dict[str, Any]:
+        """What the batch that comes next may be drawn with: of those components that the loader reaches, the small ones."""
+        if self._seen != len(self._all):
+            self._look()
+        if not self._near:
+            return {}
+        found: dict[str, Any] = {}
+        for name, part in list(self._near.items()):
+            value = self._quietly(part)
+            if value is None:
+                continue  # its owner cannot say it yet
+            if _is_small(value[0]):
+                found[name] = value[0]
+            else:
+                del self._near[name]
+        return found
+
+    def _quietly(self, part: Part) -> tuple[Any] | None:
+        """A copy of what a component holds; the user's code may draw to say it, and that is put back."""
+        if isinstance(part, GeneratorPart):
+            return (_value_of(part),)
+        if self._reader is None:
+            self._reader = StreamReader()
+        self._reader.moved()
+        streams = self._reader.streams
+        value = _read(part)
+        if self._reader.moved():
+            set_streams(streams)
+        return value
+
+    def at_start(self) -> dict[str, Any]:
+        """What the order of an epoch may be drawn from: every generator too."""
+        found = self.now()
+        for name, part in self._parts.items():
+            if isinstance(part, GeneratorPart) and name not in found:
+                found[name] = part.capture().value
+        return found
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Write those values that are given, where they differ."""
+        for name, value in values.items():
+            part = self._all.get(name)
+            if part is not None and first_difference(value, _value_of(part), name) is not None:
+                part.write(Opaque(value))
+
+    def differs(self, name: str, value: Any) -> bool:
+        """Whether a component holds something else now."""
+        part = self._parts.get(name)
+        return part is not None and first_difference(value, _value_of(part), name) is not None
+
+    @contextmanager
+    def kept(self, *, everything: bool = True) -> Iterator["Kept"]:
+        """Run a block and leave every component as it was.
+
+        Args:
+            everything: and not only those of `at_start`.
+        """
+        if self._seen != len(self._all):
+            self._look()
+        kept = Kept(self._parts if everything else {name: self._parts[name] for name in self.at_start()})
+        try:
+            yield kept
+        finally:
+            kept.put_back()
+
+    def problems(self, values: Any, *, where: str) -> list[TrainfoldError]:
+        """Every reason why values from a position cannot be written."""
+        if not isinstance(values, dict):
+            return [mismatch(where, "values by the name of a component", repr(values)[:80], OTHER)]
+        found: list[TrainfoldError] = []
+        for name, value in values.items():
+            if name in self._all:
+                problems = self._all[name].problems(Opaque(value))
+                found.extend(mismatch(f"{where}[{name!r}]", each.expected, each.found, each.mend) for each in problems)
+        return found
+
+    def _look(self) -> None:
+        self._seen = len(self._all)
+        own = {id(each) for each in generators_of(self._loader()).values()}  # the feed puts these back by itself
+        self._parts = {
+            name: part
+            for name, part in self._all.items()
+            if not (isinstance(part, GeneratorPart) and id(part.target) in own)
+        }
+        reached = _reached(_roots(self._loader()), names=False) if self._parts else {}
+        self._near = {name: part for name, part in self._parts.items() if _is_near(part, reached)}
+
+
+@final
+class Kept:
+    """Components as they were.
+
+    Args:
+        parts: by name.
+    """
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self._before: dict[str, tuple[Part, Any]] = {}
+        with preserved_rng():
+            for name, part in parts.items():
+                value = _read(part)
+                if value is not None:
+                    self._before[name] = part, tree.map_tensors(_on_host, value[0])
+
+    def leave(self, names: set[str]) -> None:
+        """Do not put these back."""
+        for name in names:
+            self._before.pop(name, None)
+
+    def changed(self) -> list[str]:
+        """Those that are not as they were."""
+        with preserved_rng():
+            return [
+                name
+                for name, (part, value) in self._before.items()
+                if (now := _read(part)) is not None and first_difference(value, now[0], name) is not None
+            ]
+
+    def put_back(self) -> None:
+        """Write those back that are not as they were."""
+        for name in self.changed():
+            part, value = self._before[name]
+            with preserved_rng():
+                part.write(Opaque(value))
+
+
+def streams_only(before: Any) -> Any:
+    """The streams of a batch without the components that were drawn from.
+
+    Examples:
+        >>> streams_only({"torch": 1, "extra": {"noise": 2}})
+        {'torch': 1}
+    """
+    return {name: value for name, value in before.items() if name != KEY} if isinstance(before, dict) else before
+
+
+def is_beside(part: Part) -> bool:
+    """Whether a component is a generator, an object or a pair of functions."""
+    return isinstance(part, GeneratorPart | ObjectPart | TreePart)
+
+
+def _value_of(part: Part) -> Any:
+    value = part.capture()
+    return value.value if isinstance(value, Opaque) else value
+
+
+def _read(part: Part) -> tuple[Any] | None:
+    """A copy of what a component holds; None where its owner cannot say it yet."""
+    try:
+        value = _value_of(part)
+        return (value if _is_constant(value) else copied(value),)
+    except Exception:  # noqa: BLE001 - the user's code raises what it likes; a save would say it
+        return None
+
+
+def _is_small(value: Any) -> bool:
+    """Whether it is little, and on the host: it is read for each batch."""
+    if type(value) in SCALARS:
+        return True
+    leaves = tree.leaves(value)
+    size = sum(getattr(leaf, "nbytes", 8) for leaf in leaves)
+    on_host = all(leaf.is_cpu for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return len(leaves) <= _MOST_LEAVES and size <= _MOST_BYTES and on_host
+
+
+def _is_constant(value: Any) -> bool:
+    return type(value) in SCALARS or (type(value) is tuple and all(map(_is_constant, value)))
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_cpu else tensor.cpu()
+
+
+def _is_near(part: Part, reached: Mapping[int, Any]) -> bool:
+    if isinstance(part, GeneratorPart | ObjectPart):
+        return id(part.target) in reached
+    if not isinstance(part, TreePart):
+        return False
+    return not reached.keys().isdisjoint(_reached([part.get, part.set], names=True, depth=2))
+
+
+def _roots(loader: Any) -> list[Any]:
+    sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    found = (getattr(loader, "dataset", None), sampler, batch_sampler, getattr(loader, "collate_fn", None))
+    return [each for each in found if each is not None]
+
+
+def _reached(roots: list[Any], *, names: bool, depth: int = _DEPTH) -> dict[int, Any]:
+    """Objects that can be reached by attributes, containers and closures, by their ids."""
+    found: dict[int, Any] = {id(each): each for each in roots}
+    level = list(roots)
+    for _ in range(depth):
+        held = [child for each in level for _, child in held_by(each, names=names)]
+        level = [child for child in held if id(child) not in found and _may_be_shared(child)]
+        found.update((id(child), child) for child in level)
+        if len(found) > _MOST_OBJECTS:
+            break
+    return found
+
+
+def _may_be_shared(value: Any) -> bool:
+    plain = (torch.Tensor, torch.dtype, torch.device, types.ModuleType, type, bytes, complex)
+    return type(value) not in SCALARS and value is not None and not isinstance(value, plain)
