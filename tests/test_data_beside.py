@@ -258,16 +258,16 @@ def test_a_batch_that_waits_is_drawn_once_more_from_what_it_was_drawn_from():
         for batch in run.live.batches(steps=until):
             waiting.append(batch)
             if len(waiting) == 2:
-                seen.append(waiting.popleft().tolist())
+                seen.append((waiting.popleft().tolist(), run.step(run.extra)))
                 run.live.advance(samples=2)
         return seen
 
-    for name in ("numpy", "a pair for a count"):
-        whole = read(Run(CASES[name]), 8)
+    for make, step in ((CASES["numpy"], None), (CASES["a pair for a count"], None), (curriculum, harder)):
+        whole = read(Run(make, step=step), 8)
         for cut in (1, 3, 5):
-            first = Run(CASES[name])
+            first = Run(make, step=step)
             seen = read(first, cut)
-            assert seen + read(Run(CASES[name], state=first.state()), 8) == whole, (name, cut)
+            assert seen + read(Run(make, state=first.state(), step=step), 8) == whole, cut
 
 
 def test_a_position_without_what_the_order_was_drawn_from_is_refused_by_name():
