@@ -250,7 +250,8 @@ def test_a_curriculum_in_workers_goes_on_at_the_level_that_they_were_started_wit
     check(curriculum, step=harder, cuts=(3, 6), num_workers=1)
 
 
-def test_a_batch_that_waits_is_drawn_once_more_from_what_it_was_drawn_from():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_that_waits_is_drawn_once_more_from_what_it_was_drawn_from(kind):
     """W04: a loop that is one batch ahead, over a dataset with a generator of its own."""
 
     def read(run, until):
@@ -263,11 +264,11 @@ def test_a_batch_that_waits_is_drawn_once_more_from_what_it_was_drawn_from():
         return seen
 
     for make, step in ((CASES["numpy"], None), (CASES["a pair for a count"], None), (curriculum, harder)):
-        whole = read(Run(make, step=step), 8)
+        whole = read(Run(make, kind, step=step), 8)
         for cut in (1, 3, 5):
-            first = Run(make, step=step)
+            first = Run(make, kind, step=step)
             seen = read(first, cut)
-            assert seen + read(Run(make, state=first.state(), step=step), 8) == whole, cut
+            assert seen + read(Run(make, kind, state=first.state(), step=step), 8) == whole, cut
 
 
 def test_a_position_without_what_the_order_was_drawn_from_is_refused_by_name():

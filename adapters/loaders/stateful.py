@@ -218,14 +218,14 @@ class StatefulFeed:
         """Where the loader stands, if the loop is ahead of what it has counted."""
         if not self._deliveries.waiting:
             return None
-        return Mark(self._place(), self._again[0] if self._again else capture_order(self._generators))
+        return Mark(self._place(), self._again[0] if self._again else capture_order(self._generators, self._beside))
 
     def _give_next(self, iterator: Iterator[Any], mark: Mark | None) -> tuple[Delivery | None, Any]:
         """The next batch and how it was given; no delivery at the end. One that is given once more is drawn as it was."""
         if not self._again:
             return self._drawn_now(iterator, mark)
         with self._apart():
-            restore_order(self._again[0], self._generators)
+            restore_order(self._again[0], self._generators, self._beside)
             delivery, batch = self._drawn_now(iterator, mark)
             if delivery is None:
                 return None, END
@@ -306,9 +306,9 @@ class StatefulFeed:
     def _open_again(self) -> Iterator[Any]:
         """An iterator of an epoch whose first batch is given once more."""
         with self._apart():
-            restore_order(self._again[0], self._generators)
+            restore_order(self._again[0], self._generators, self._beside)
             iterator = self._open()
-            self._again[0] = capture_order(self._generators)
+            self._again[0] = capture_order(self._generators, self._beside)
         return iterator
 
     @contextmanager
@@ -316,7 +316,7 @@ class StatefulFeed:
         """Leave every stream and generator as it is."""
         now = {name: generator.get_state() for name, generator in self._generators.items()}
         try:
-            with undisturbed():
+            with self._beside.kept(everything=self._probe_due), undisturbed():
                 yield
         finally:
             set_generators(self._generators, now)
@@ -626,7 +626,7 @@ class StatefulFeed:
         if not isinstance(again, list):
             return [*found, mismatch("state.dataset.again", "a list", repr(again)[:80], OTHER)]
         for number, order in enumerate(again):
-            found.extend(order_problems(order, self._generators, where=f"state.dataset.again[{number}]"))
+            found.extend(order_problems(order, self._generators, self._beside, where=f"state.dataset.again[{number}]"))
         return found
 
     def _draws_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
