@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.pace import Pace
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.memory import MemoryStore
@@ -311,23 +312,28 @@ def test_what_each_rank_has_of_its_own_is_compared_by_rank_zero_alone():
     assert run_threads(2, rank) == [False, False]
 
 
-def accumulated(store, every, batches, *, length=32, epochs=3, policy=None):
-    """Train on some batches with an update after every so many, and save; returns what was trained on in all."""
+def accumulated(store, every, batches, *, length=32, is_cut=True):
+    """Train on some batches or more, with an update after every so many of an epoch, and at its end where it is cut; save."""
     model, optimizer = parts()
-    loader = DataLoader(TensorDataset(torch.ones(length, 2)), 4)
-    live = attach(model, optimizer, loader=loader)
-    with CheckpointManager(store, policy=policy) as manager:
+    live = attach(model, optimizer, loader=DataLoader(TensorDataset(torch.ones(length, 2)), 4))
+    with CheckpointManager(store) as manager:
         manager.restore(live)
-        for number, _ in enumerate(live.batches(epochs=epochs)):
+        inside, epoch = live.progress.samples % length // 4 if is_cut else 0, live.progress.epoch
+        for number, _ in enumerate(live.batches(epochs=3), start=1):
+            inside += 1
             model(torch.ones(1, 2)).sum().backward()
-            if (number + 1) % every == 0 or (number + 1) % (length // 4) == 0:
+            if inside % every == 0 or (is_cut and inside * 4 == length):
                 optimizer.step()
                 optimizer.zero_grad()
                 live.advance()
-                if number + 1 >= batches:
+                if number >= batches:
                     break
             else:
                 live.advance(steps=0)
+            if live.progress.epoch > epoch:
+                inside, epoch = 0, live.progress.epoch
+        if live.is_in_window:
+            live.drop_window()
         manager.save(live)
 
 
@@ -345,6 +351,35 @@ def test_another_number_of_batches_for_each_step_is_said_once(then, caplog):
     assert len(told) == (0 if then == 2 else 1)
     if told:
         assert f"2 batches for each optimizer step before the resume and {then} now" in told[0]
+
+
+def test_steps_that_end_with_their_epoch_are_compared_too(caplog):
+    """G12: 4 batches, 2 of them for each step, and all 4 from the resume on."""
+    store = MemoryStore()
+    with caplog.at_level(logging.WARNING):
+        accumulated(store, 2, 8, length=16)
+        accumulated(store, 4, 4, length=16)
+    assert "2 batches for each optimizer step before the resume and 4 now" in caplog.text
+
+
+def test_a_loop_whose_steps_differ_in_their_batches_is_told_nothing(caplog):
+    """G12: 2 and 3 in turn, as where gradients of two losses come at other rates."""
+    first = Pace()
+    for batches in (2, 3, 2, 3):
+        first.advance(batches, is_step=True, epoch=0)
+    then = Pace(first.noted)
+    then.advance(2, is_step=True, epoch=0)
+    assert not caplog.records
+
+
+def test_batches_that_an_epoch_leaves_over_are_no_other_accumulation(caplog):
+    """G12: 5 batches, 2 of them for each step, and the fifth is in the next epoch's first window."""
+    for cut in (2, 4, 5, 7, 9):
+        store = MemoryStore()
+        with caplog.at_level(logging.WARNING):
+            accumulated(store, 2, cut, length=20, is_cut=False)
+            accumulated(store, 2, 9, length=20, is_cut=False)
+        assert "batches for each optimizer step" not in caplog.text
 
 
 def test_a_window_that_an_epochs_end_cuts_short_is_no_other_accumulation(caplog):

@@ -11,7 +11,8 @@ _SURE: Final = 2  # steps in a row that took as many batches
 class Pace:
     """Counts the batches of each step. Nothing that is attached says how many a loop accumulates, so it shows in the steps alone.
 
-    A window that an epoch ends may be cut short, so it counts for nothing.
+    A window that an epoch ends may be cut short, and one that goes over an epoch's end may hold batches that a loop has left: neither
+    counts, but for one that ends with the epoch and has no fewer batches than the others.
 
     Args:
         noted: of a position: the batches of the last step, and how many steps in a row took as many, at most 2; None for a new run.
@@ -25,14 +26,17 @@ class Pace:
 
     def begin(self, epoch: int) -> None:
         """Begin a window."""
-        self._window, self._epoch = 0, epoch
+        self._window, self._epoch, self._is_over = 0, epoch, False
 
     def advance(self, batches: int, *, is_step: bool, epoch: int) -> None:
         """Count the batches of a call of ``advance``; at the first whole window after a resume say whether it is another one."""
         self._window += batches
         if not is_step:
+            self._is_over = epoch != self._epoch
             return
-        took, is_whole = self._window, self._window > 0 and epoch == self._epoch
+        took, least = self._window, 1 if self.noted is None else self.noted[0]
+        ends_with_epoch = batches == 1 and not self._is_over and took >= least
+        is_whole = took > 0 and (epoch == self._epoch or ends_with_epoch)
         self.begin(epoch)
         if not is_whole:
             return
