@@ -201,26 +201,6 @@ def test_batches_that_are_left_over_at_the_end_of_an_epoch_are_given_up_as_the_p
     check(partial(kind, Noisy(), batch_size=2, shuffle=True), loop, plain)
 
 
-def test_a_save_between_a_break_and_the_next_epoch_goes_back_to_the_epoch_and_says_so(caplog):
-    """W04: inside the inner loop, and after a loop that was read to its end, there is nothing to say."""
-    live, states = Run(loader).live, []
-    for epoch in live.epochs(2):
-        for _ in live.batches():
-            live.advance()
-            states.append(copied(live.capture()))
-            if epoch == 1:
-                break
-        assert not caplog.text
-        states.append(copied(live.capture()))
-    assert caplog.text.count("goes back to the epoch that was left") == 1
-    resumed = Run(loader, state=states[-1]).live
-    assert [(epoch, len(batch)) for epoch in resumed.epochs(2) for batch in resumed.batches()] == [
-        (1, 3),
-        (1, 3),
-        (1, 1),
-    ]
-
-
 @pytest.mark.parametrize("sizes", [(3, 3), (3, 5), (5, 3)])
 def test_zipped_loaders_are_resumed_at_every_step(sizes):
     """W04: each pass of the plain loop begins both anew, and the longer one is left early."""

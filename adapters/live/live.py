@@ -1,7 +1,8 @@
 """`Live`: the mutable objects of a training loop, read as one `TrainState` and written back from one."""
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import attrs
@@ -27,6 +28,7 @@ from trainfold.adapters.live.recorder import Recorder, check_values
 from trainfold.adapters.live.restore import CountersPart, refusals, write_all
 from trainfold.adapters.live.schedules import Schedules
 from trainfold.adapters.live.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
+from trainfold.adapters.live.since_restore import SinceRestore
 from trainfold.adapters.live.swapped import SwapProbe
 from trainfold.adapters.live.unattached import StepWatch
 from trainfold.adapters.live.view import Lent
@@ -135,7 +137,7 @@ class Live:
         self._optimizer = optimizer
         self._scheduler = None if scheduler is None else SchedulerPart(check_schedulers(scheduler))
         self._feed: Feed | FeedGroup | None = None if loader is None else feeds_of(loader)
-        self._data = None if self._feed is None else LoopData(self._feed)
+        self._data = None if self._feed is None else LoopData(self._feed, _weakly(self._parts_now))
         self._extra = dict(extra)
         self.optional = optional_given(optional, self._extra)  # what a save and a restore can do without
         self._progress = Progress()
@@ -354,8 +356,11 @@ class Live:
         """The epochs that are still to do, for a loop in two levels.
 
         Inside, ``live.batches()`` yields the rest of that epoch. Leaving it early begins the next epoch, as it does in a
-        plain loop. A position that was saved at an epoch's last batch comes back to that epoch: no batch is left, and what
-        the body does after them is done.
+        plain loop, and so does a resume from a save after that. A position that was saved at an epoch's last batch comes back to
+        that epoch: no batch is left, and what the body does after them is done.
+
+        A resume inside an epoch runs the start of its body again, which was done before the save. What it changes of the run is put
+        back at the first batch, and a warning names it. What moved between the restore and this loop is put back before it (G11).
 
         Args:
             n: how many epochs the run has, from its beginning.
@@ -365,6 +370,7 @@ class Live:
 
         Raises:
             InvalidArgument: if no loader was attached.
+            RestoreRefused: at the first batch, if what the start of a body has changed cannot be put back.
 
         Examples:
             >>> loader = torch.utils.data.DataLoader(torch.arange(4), batch_size=2)
@@ -469,9 +475,8 @@ class Live:
         self._taken = 0
         if chosen is None or "trainer" in chosen:
             self.saved_in = dict(state.origin.runs)
-        rng = parts["rng"]
-        if self._data is not None and (chosen is None or "rng" in chosen) and isinstance(rng, RngPart):
-            self._data.restored(rng)
+        if self._data is not None:
+            self._data.restored(SinceRestore(_weakly(self._parts_now), chosen))
         unchosen = () if chosen is None else tuple(name for name in self._pending if name not in chosen)
         self._pending = {**{name: self._pending[name] for name in unchosen}, **kept}
         if kept:
@@ -541,8 +546,8 @@ class Live:
         self._steps_of_others.check("live")
         self._averages.check()
         found = self._boundary.evidence()
-        if found is None and self._data is not None and self._data.unaccounted():
-            found = f"batches handed out since the last advance(): {self._data.unaccounted()}"
+        if found is None and self._data is not None:
+            found = self._data.unaccounted()
         if found:
             raise IncompleteWindow(
                 "live",
@@ -626,7 +631,12 @@ class Live:
         late = late_schedules(self._optimizer, lambda: _names(self._named()), self._script)
         state = state_of({**found, **copied_containers(self._pending)})
         self._audit.check(state, self._progress.step, self._selection)
+        if self._data is not None:
+            self._data.was_saved()
         return state.evolve(contract={**late, **self.contract()}, origin=self.origin)
+
+    def _parts_now(self) -> dict[str, Part]:
+        return self._parts(self._named())
 
     def _named(self) -> dict[str, NamedTensors]:
         """What the attached modules hold, by component."""
@@ -680,6 +690,17 @@ class Live:
 
     def _set_progress(self, progress: Progress) -> None:
         self._progress = progress
+
+
+def _weakly(method: Callable[[], Mapping[str, Part]]) -> Callable[[], Mapping[str, Part] | None]:
+    """A call of a method, which does not keep its object alive."""
+    kept = weakref.WeakMethod(method)
+
+    def call() -> Mapping[str, Part] | None:
+        found = kept()
+        return None if found is None else found()
+
+    return call
 
 
 def _names(named: Mapping[str, NamedTensors]) -> dict[int, str]:

@@ -4,17 +4,51 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
-from trainfold.adapters.components.component import Undo
-from trainfold.adapters.components.rng_streams import RngPart
+from trainfold.adapters.components.component import Part, Undo
 from trainfold.adapters.live.pace import Pace, is_pace
-from trainfold.adapters.loaders.batch_digest import batch_digest
+from trainfold.adapters.live.since_restore import (
+    LEFT,
+    PUT_BACK,
+    PUT_BACK_UNSURE,
+    SinceRestore,
+    moved,
+    small_state,
+    streams_of,
+)
+from trainfold.adapters.loaders.data_probe import is_wanted
 from trainfold.adapters.loaders.feed import OPENED, OTHER, Feed, mismatch
 from trainfold.adapters.loaders.group import FeedGroup, Samples
-from trainfold.core.errors import InvalidArgument, TrainfoldError
+from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
 from trainfold.core.state import Opaque
 
 _LOG = logging.getLogger("trainfold")
 _STEPS_TO_TELL: Final = 3
+INSIDE: Final = "inside"
+OVER: Final = "over"
+TOO_EARLY: Final = (
+    "a save in epoch %d of live.epochs() was made before the first batch, and after the body has moved random streams, a hyperparameter or "
+    "a scheduler. A resume from it does the body again from its beginning, and so does all of this twice. Save at the very start of the "
+    "body, inside the loop over batches, or after it"
+)
+LEFT_AFTER: Final = (
+    "the newest save was made inside the loop over live.batches(), which has then left epoch %d early. A resume from that save goes "
+    "on in this epoch, and a plain loop begins the next one. If this loop leaves its epochs on purpose, test for it before the step, or "
+    "save after the break as well; if it held an iterator of live.batches() in a variable, delete that before the save"
+)
+STOPPED: Final = (
+    "the newest save was made after a break out of live.batches(), and counts epoch %d as left: a resume from it begins the next epoch, "
+    "as a plain loop would. If the run was stopped there and is to go on in this epoch, save before the break, inside the inner loop"
+)
+AGAIN: Final = (
+    "the body of live.epochs() iterates over live.batches() again in epoch %d, which it had left early: it goes on in the epoch, and a "
+    "plain loop over the loader would begin it anew. A resume from a save between the two begins the next epoch. To read an epoch in "
+    "parts, keep one iterator, `batches = iter(live.batches())`, and read from that"
+)
+NEXT_LOADER: Final = (
+    "a save in epoch %d of live.epochs() was made after the loop over the batches of one loader, and before that over the batches of "
+    "another one. A resume from it begins the next epoch, without what comes after it in this body. Save inside a loop over batches, or "
+    "at the end of the body"
+)
 
 
 @final
@@ -23,10 +57,12 @@ class LoopData:
 
     Args:
         feed: the loader, or several.
+        parts: gives the components of the run; None once the run is gone.
     """
 
-    def __init__(self, feed: Feed | FeedGroup) -> None:
+    def __init__(self, feed: Feed | FeedGroup, parts: Callable[[], Mapping[str, Part] | None]) -> None:
         self.feed = feed
+        self._parts = parts
         self._depth: int | None = None  # how many batches the loop is ahead of those that it has counted
         self._body: int | None = None  # the epoch of `epochs` whose body runs
         self._resumed: int | None = None  # such an epoch, from a position
@@ -34,8 +70,15 @@ class LoopData:
         self._read: set[str] = set()  # loaders that this body has read to the end
         self._left: list[str] = []  # loaders whose epoch was left early, as a position says
         self._open = 0  # iterations of this body that have not ended
-        self._was_left = False  # whether a break has ended the last of them
-        self._restored: tuple[RngPart, Opaque] | None = None
+        self._has_ended = False  # whether one of them has given all that it had, since the last step
+        self._paused: set[str] = set()  # loaders whose iteration `steps` has ended inside of an epoch
+        self._entered: set[str] = set()  # loaders that this body has begun to read in this process
+        self._saved: str | None = None  # what a save since the last step takes this body for: INSIDE or OVER
+        self._told: set[str] = set()  # what was said about saves around a break
+        self._since: SinceRestore | None = None
+        self._begun: str | None = None  # the small state of the run when this body began
+        self._at_end: Opaque | None = None  # the streams at an epoch's end, outside of `epochs`
+        self._moves = False  # whether the loop was seen to move them before the first batch of an epoch
         self._reading: dict[str, Reading] = {}  # loader -> the iteration of it outside of `epochs` that came last
         self._first: list[int] = []  # batches of the first steps whose samples nobody said
         self._has_said = False
@@ -49,14 +92,31 @@ class LoopData:
         if self._body is None:
             self._resumed = None
             self._say_where_it_goes_on(name, feed)
+            self._look_at_streams(feed)
             stream = self._started(feed.batches(epochs=epochs, done=done))
             self._reading[name] = stream.reading
             return stream
         if name in self._read:
-            return self._started(iter(()))
+            no_batch: Iterator[Any] = iter(())
+            return self._started(no_batch) if self._read >= self._opened.keys() else BatchStream(no_batch)
         first = self._opened.setdefault(name, feed.epoch)
+        self._say_that_it_is_entered_again(name, feed, first)
         stop = first + 1 if epochs is None else min(first + 1, epochs)
         return self._started(self._in_body(name, feed, feed.batches(epochs=stop, done=done)))
+
+    def _say_that_it_is_entered_again(self, name: str, feed: Feed, first: int) -> None:
+        """A plain loop over a loader begins anew where it is left and comes back, and this one goes on (W04)."""
+        if name in self._entered and not self._open and feed.is_inside and name not in self._paused:
+            self._say_once(AGAIN, first)
+        elif self._saved == OVER:
+            self._say_once(NEXT_LOADER, first)
+        self._entered.add(name)
+        self._paused.discard(name)
+
+    def _say_once(self, message: str, epoch: int) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            _LOG.warning(message, epoch)
 
     def _say_where_it_goes_on(self, name: str, feed: Feed) -> None:
         """A plain loop that is left and comes back begins the next epoch, and this one does not (W04)."""
@@ -85,13 +145,15 @@ class LoopData:
 
     def _in_body(self, name: str, feed: Feed, stream: Iterator[Any]) -> Iterator[Any]:
         self._open += 1
-        self._was_left = True
+        self._has_ended = False
         try:
             for batch in stream:
                 yield batch
                 if feed.epoch > self._opened.get(name, feed.epoch):
                     self._read.add(name)
-            self._was_left = False
+            self._has_ended = True
+            if feed.is_inside and not feed.undelivered():
+                self._paused.add(name)
         finally:
             self._open -= 1
 
@@ -107,25 +169,59 @@ class LoopData:
             self._read.clear()
         self._resumed = None
         for name in self._left:
-            self._feed(name or None).leave_epoch()
+            _leave(self._feed(name or None))
         self._left = []
         try:
             while epoch < n and not done():
-                self._body = epoch
+                self._begin_body(epoch)
                 yield epoch
                 if self._body != epoch:
                     raise _replaced()
-                self._body = None
+                self._body = self._since = None
                 if done():
                     return
-                self._leave_body()
+                self._leave_body(epoch)
                 epoch += 1
         finally:
             if self._body == epoch:
                 self._body = None
+                if self._saved == OVER and self._left_early():
+                    self._say_once(STOPPED, epoch)
 
-    def _leave_body(self) -> None:
+    def _begin_body(self, epoch: int) -> None:
+        """Settle what a restore has left; an epoch that is entered again is settled at its first batch."""
+        self._body, self._saved, self._has_ended = epoch, None, False
+        self._entered.clear()
+        self._paused.clear()
+        since, self._since = self._since, None
+        if since is not None:
+            since.settle_streams(PUT_BACK)
+            if self._opened or self._read or self._is_inside():
+                since.begin_body()
+                self._since = since
+        parts = self._parts()
+        self._begun = None if parts is None else small_state(parts)
+
+    def _is_inside(self) -> bool:
+        return any(feed.is_inside for feed in self._feeds().values())
+
+    def _feeds(self) -> dict[str, Feed]:
+        return self.feed.feeds if isinstance(self.feed, FeedGroup) else {"": self.feed}
+
+    def _left_early(self) -> list[str]:
+        """Loaders that this body has read in, and whose epoch it has not ended."""
+        return [name for name in self._opened if name not in self._read and self._feed(name or None).is_inside]
+
+    def _is_over(self) -> bool:
+        """Whether the loop over the batches of this body has ended: read to the end, or left by a break (W04)."""
+        if self._paused or (self._open and not self._has_ended):
+            return False
+        return bool(self._read or self._left_early())
+
+    def _leave_body(self, epoch: int) -> None:
         """Begin the next epoch of every loader that this body has not read to its end."""
+        if self._saved == INSIDE and not self._read and self._left_early():
+            self._say_once(LEFT_AFTER, epoch)
         for name, first in self._opened.items():
             feed = self._feed(name or None)
             if feed.epoch == first:
@@ -150,9 +246,11 @@ class LoopData:
             self._say_if_ahead(waiting)
         if steps and self._depth is None:
             self._depth = left
+        self._has_ended, self._saved = False, None
         for name, first in self._opened.items():
             if self._feed(name or None).epoch > first:
                 self._read.add(name)
+        self._at_end = self._streams() if self._body is None and waiting and not self._is_inside() else None
         return counted
 
     def _say_if_ahead(self, batches: int) -> None:
@@ -176,9 +274,25 @@ class LoopData:
         self._pace.begin(self.feed.epoch)
         return dropped
 
-    def unaccounted(self) -> int:
-        """Batches that were handed out, neither counted nor drawn ahead of the step as they always are."""
-        return max(0, self.feed.undelivered() - (self._depth or 0))
+    def unaccounted(self) -> str | None:
+        """Batches that were handed out, neither counted nor drawn ahead of the step as they always are, in words."""
+        waiting = {name: feed.undelivered() for name, feed in self._feeds().items()}
+        if (
+            self._body is not None and not self._open and not self._paused
+        ):  # a break, or zip(), has thrown them away, as in a plain loop
+            waiting.update(dict.fromkeys(self._left_early(), 0))
+        count = max(0, sum(waiting.values()) - (self._depth or 0))
+        if not count:
+            return None
+        found = f"batches handed out since the last advance(): {count}"
+        ended = [name for name in self._opened if name in self._read]
+        if self._body is None or not self._has_ended or not ended:
+            return found
+        thrown = [name for name, each in waiting.items() if each and name not in ended]
+        return (
+            f"{found}, of {thrown}. It seems that zip() has drawn and dropped them, because {ended} had ended: put the loader that ends "
+            "first into zip() first; or say `for ... in zip(live.batches(...), live.batches(...))` and keep no iterator in a variable"
+        )
 
     # --- the component ------------------------------------------------------------------------------------------------
 
@@ -188,26 +302,26 @@ class LoopData:
         if self._pace.noted is not None:
             found = Opaque({**found.value, "pace": list(self._pace.noted)})
         if self._body is None and self._resumed is None:
-            return found
+            return Opaque({**found.value, "moves": True}) if self._moves else found
         if self._resumed is not None:
             epoch, opened, read, left = self._resumed, self._opened, self._read, self._left
-        elif self._open or not self._read:
-            self._say_where_a_resume_goes_back_to()
-            epoch, opened, read, left = self._body or 0, self._opened, self._read, []
-        else:  # the loop over the batches has ended, so what is done at an epoch's end is done
+        elif self._is_over():  # what is done at an epoch's end is done
             epoch, opened, read = (self._body or 0) + 1, {}, set()
             left = [name for name in self._opened if name not in self._read]
+        else:
+            epoch, opened, read, left = self._body or 0, self._opened, self._read, []
         body = {"epoch": epoch, "opened": dict(opened), "read": sorted(read), "left": list(left)}
         return Opaque({**found.value, "body": body})
 
-    def _say_where_a_resume_goes_back_to(self) -> None:
-        """A save between a break and the next epoch is in the epoch that was left: its body may still go on with it."""
-        if not self._open and self._was_left and any(self._feed(name or None).is_inside for name in self._opened):
-            self._was_left = False
-            _LOG.warning(
-                "this save comes after a break out of live.batches(), and before live.epochs() has begun the next epoch. A resume from it "
-                "goes back to the epoch that was left, and reads the rest of it. Save inside the inner loop, before the break"
-            )
+    def was_saved(self) -> None:
+        """Remember what a save takes this body for, and where the streams stand: what comes before it is not done again."""
+        if self._body is not None:
+            self._saved = OVER if self._is_over() else INSIDE
+            parts = None if self._opened else self._parts()
+            if parts is not None and small_state(parts) != self._begun:
+                self._say_once(TOO_EARLY, self._body)
+        elif self._at_end is not None:
+            self._at_end = self._streams()
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every reason why it cannot be taken."""
@@ -226,11 +340,14 @@ class LoopData:
             and all(isinstance(body.get(key), list) and set(map(str, body[key])) <= names for key in ("read", "left"))
         ):
             found.append(mismatch("state.dataset.body", "an epoch, and what it has read", repr(body)[:80], OTHER))
+        moves = saved.value.get("moves") if isinstance(saved, Opaque) and isinstance(saved.value, dict) else None
+        if moves not in (None, True):
+            found.append(mismatch("state.dataset.moves", "True, or nothing", repr(moves)[:80], OTHER))
         return found
 
     def write(self, saved: Any) -> Undo:
         """Take it."""
-        before = (self._depth, self._body, self._resumed, self._opened, self._read, self._left, self._pace)
+        before = (self._depth, self._body, self._resumed, self._opened, self._read, self._left, self._moves, self._pace)
         undo = self.feed.write(saved)
         body = saved.value.get("body")
         self._pace = Pace(saved.value.get("pace"), self.feed.epoch)
@@ -239,28 +356,45 @@ class LoopData:
         self._opened = {} if body is None else dict(body["opened"])
         self._read = set() if body is None else set(body["read"])
         self._left = [] if body is None else list(body["left"])
+        self._moves, self._at_end = saved.value.get("moves") is True, None
 
         def take_back() -> None:
             undo()
-            self._depth, self._body, self._resumed, self._opened, self._read, self._left, self._pace = before
+            self._depth, self._body, self._resumed, self._opened, self._read, self._left, self._moves, self._pace = (
+                before
+            )
 
         return take_back
 
-    # --- random streams between a restore and the first batch ---------------------------------------------------------
+    # --- between a restore and the first batch ------------------------------------------------------------------------
 
-    def restored(self, part: RngPart) -> None:
-        """Remember the streams as a restore has left them."""
-        self._restored = part, part.capture()
+    def restored(self, since: SinceRestore) -> None:
+        """Remember the run as a restore has left it."""
+        self._since = since
 
     def _started(self, stream: Iterator[Any]) -> "BatchStream":
-        return BatchStream(self._after_put_back(stream) if self._restored is not None else stream)
+        return BatchStream(self._after_settling(stream) if self._since is not None else stream)
 
-    def _after_put_back(self, stream: Iterator[Any]) -> Iterator[Any]:
-        if self._restored is not None:
-            part, streams = self._restored
-            self._restored = None
-            put_back(part, streams)
+    def _after_settling(self, stream: Iterator[Any]) -> Iterator[Any]:
+        since, self._since = self._since, None
+        if since is not None and self._body is not None:
+            since.end_start(self._body)
+        elif since is not None and self._is_inside():
+            since.settle_streams(PUT_BACK)
+        elif since is not None:  # an epoch begins, and a loop over range(...) may have begun it with a seed
+            since.settle_streams(LEFT if self._moves else PUT_BACK_UNSURE)
         yield from stream
+
+    def _streams(self) -> Opaque | None:
+        parts = self._parts()
+        return None if parts is None else streams_of(parts)
+
+    def _look_at_streams(self, feed: Feed) -> None:
+        """Note whether a loop without `epochs` has moved the streams since the end of an epoch, or a save there (G11)."""
+        before, self._at_end = self._at_end, None
+        now = None if before is None or feed.is_inside else self._streams()
+        if before is not None and now is not None:
+            self._moves = self._moves or bool(moved(before, now))
 
 
 def total_of(samples: Samples) -> Any:
@@ -329,18 +463,16 @@ class BatchStream:
             raise
 
 
-def put_back(part: RngPart, streams: Opaque) -> None:
-    """Write streams back that have moved since a restore, and say which (G11)."""
-    now = part.capture()
-    moved = [name for name, value in streams.value.items() if batch_digest(value) != batch_digest(now.value.get(name))]
-    if moved:
-        part.write(streams)
-        _LOG.warning(
-            "the random streams of %s have moved between the restore and the first batch: put back, so that the run goes on "
-            "as it would have. What drew there (a dataset, a model, an evaluation) is best done before the restore; to draw "
-            "anew on purpose, seed after the first batch, or restore without rng",
-            ", ".join(moved),
-        )
+def _leave(feed: Feed) -> None:
+    """Begin the next epoch; workers that live on first draw ahead what they had drawn in the process that has died."""
+    try:
+        feed.leave_epoch()
+    except DataPositionMismatch:
+        if not is_wanted(feed.policy):
+            raise  # without the data probe the workers begin otherwise
+        opened = feed.batches(epochs=feed.epoch + 1, done=lambda: False)
+        next(opened, None)
+        feed.leave_epoch()
 
 
 def _replaced() -> InvalidArgument:

@@ -236,6 +236,14 @@ def tell_epoch(loader: Any, epoch: int) -> None:
         set_epoch = getattr(owner, "set_epoch", None)
         if callable(set_epoch) and not any(owner is known for known in told):
             told.append(owner)
+            if epoch and getattr(owner, "epoch", None) == 0 and getattr(owner, "shuffle", True):
+                _LOG.warning(
+                    "set_epoch(%d) is called on the %s, here and at the start of each epoch, and so each epoch has an order of its own, as "
+                    "torch's documentation asks for. A plain loop that never calls it has the order of epoch 0 each time. To keep that, "
+                    "give the loader a sampler without set_epoch. To hear no more of it, call set_epoch(epoch) yourself in the body of live.epochs()",
+                    epoch,
+                    type(owner).__qualname__,
+                )
             set_epoch(epoch)
 
 
