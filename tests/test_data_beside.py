@@ -160,6 +160,21 @@ def test_other_data_are_still_refused_where_the_dataset_draws_from_extra(name, k
         Run(make, kind, state=first.state()).read(4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_clock_under_extra_makes_no_other_data_pass(kind):
+    """W03: it changes while the batch is drawn, and not because of that."""
+    ticks = iter(range(10**6))
+
+    def make(scale):
+        return Data(lambda: scale), {"clock": (lambda: next(ticks), lambda tick: None)}
+
+    first = Run(lambda: make(1.0), kind)
+    first.read(3)
+    Run(lambda: make(1.0), kind, state=first.state()).read(4)
+    with pytest.raises(DataPositionMismatch):
+        Run(lambda: make(2.0), kind, state=first.state()).read(4)
+
+
 def elsewhere():
     ELSEWHERE["rng"] = np.random.default_rng(3)
     return Data(draw_elsewhere), {"noise": ELSEWHERE["rng"]}

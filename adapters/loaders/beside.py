@@ -170,6 +170,11 @@ class Kept:
                 if (now := _read(part)) is not None and first_difference(value, now[0], name) is not None
             ]
 
+    def drawn_from(self) -> list[str]:
+        """Those that the block has changed; what never says the same twice, such as a clock, changes by itself."""
+        with preserved_rng():
+            return [name for name in self.changed() if _is_steady(self._before[name][0])]
+
     def put_back(self) -> None:
         """Write those back that are not as they were."""
         for name in self.changed():
@@ -205,6 +210,11 @@ def _read(part: Part) -> tuple[Any] | None:
         return (value if _is_constant(value) else copied(value),)
     except Exception:  # noqa: BLE001 - the user's code raises what it likes; a save would say it
         return None
+
+
+def _is_steady(part: Part) -> bool:
+    one, other = _read(part), _read(part)
+    return one is not None and other is not None and first_difference(one[0], other[0], "extra") is None
 
 
 def _is_small(value: Any) -> bool:

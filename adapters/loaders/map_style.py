@@ -357,7 +357,7 @@ class MapFeed:
             if others:
                 continue  # it has been said
             drawn: Drawn = made[1]
-            drew_from = [] if drawn.digest == last.digest else sorted(kept.changed())
+            drew_from = [] if drawn.digest == last.digest else sorted(kept.drawn_from())
             error = compared(last, drawn, self.policy, drew_from=drew_from)
             if error is not None:
                 return error

@@ -420,7 +420,7 @@ class StatefulFeed:
             if others or (drawn is not None and drawn.digest == last.digest):
                 continue
             others += 1
-            error = compared(last, drawn, self.policy, drew_from=sorted(set(kept.changed()) - set(held)))
+            error = compared(last, drawn, self.policy, drew_from=sorted(set(kept.drawn_from()) - set(held)))
             if error is not None:
                 return error
         return None
