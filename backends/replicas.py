@@ -17,7 +17,7 @@ from trainfold.core.replicas import (
     differing,
     disagreement,
     first_in_doubt,
-    is_buffer,
+    is_trained,
 )
 from trainfold.core.scalars import Json
 
@@ -57,10 +57,10 @@ def copies_of(
 
 
 def _digest(leaf: Any, path: str, proof: Proof) -> str:
-    """The digest of the piece of a leaf that a turn compares; of all of it where it is small, a buffer, or lies in pieces."""
+    """The digest of the piece of a leaf that a turn compares; of all of it where it is small or no step keeps it alike."""
     if proof.turn is None or not isinstance(leaf, torch.Tensor) or leaf.nbytes <= SMALL_BYTES:
         return leaf_digest(leaf, path)
-    if is_buffer(path) or not leaf.is_contiguous():
+    if not is_trained(path) or not leaf.is_contiguous():
         return leaf_digest(leaf, path)
     if leaf.is_cpu:  # a look at its memory costs less than a view of it
         start, stop = (leaf.nbytes * (proof.turn + side) // TURNS for side in (0, 1))

@@ -14,6 +14,7 @@ from trainfold.core.scalars import Json, canonical_json
 
 _OPAQUE: Final = "trainfold.Opaque"
 _BUFFERS: Final = ".buffers['"
+_TRAINED: Final = (".params['", ".slots['", ".masters['")
 _STATISTICS: Final = (
     "batch statistics, such as BatchNorm's, differ under DistributedDataParallel: attach the wrapper itself, with broadcast_buffers on, and save with "
     "a CheckpointManager; or convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm; or send those of rank 0 before each save: "
@@ -114,6 +115,16 @@ def is_buffer(path: str) -> bool:
         (True, False)
     """
     return _BUFFERS in path
+
+
+def is_trained(path: str) -> bool:
+    """Whether a leaf is one that steps on the same gradients keep alike: a parameter, or what an optimizer keeps for it.
+
+    Examples:
+        >>> is_trained("ema.params['w']"), is_trained("optimizer.slots['w']['exp_avg']"), is_trained("queue.value['keys']")
+        (True, True, False)
+    """
+    return any(part in path for part in _TRAINED)
 
 
 def summary(leaves: Leaves, contract: Mapping[str, Json]) -> dict[str, str]:
