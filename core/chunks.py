@@ -147,12 +147,17 @@ def _misfit(path: str, expected: str, found: str) -> InvalidBatch:
 
 def _whole_tensor(pieces: list[torch.Tensor]) -> torch.Tensor:
     first = pieces[0]
-    is_fresh = len(pieces) == 1 and first.is_contiguous() and not (first.is_conj() or first.is_neg())
+    is_fresh = len(pieces) == 1 and _is_as_new(first) and not (first.is_conj() or first.is_neg())
     if is_fresh and first.data_ptr() % _ALIGNMENT_BYTES == 0:
         return first
     samples = sum(len(piece) for piece in pieces)
     whole = torch.empty((samples, *first.shape[1:]), dtype=first.dtype, device=first.device)
     return torch.cat(pieces, out=whole)
+
+
+def _is_as_new(tensor: torch.Tensor) -> bool:
+    """Whether its strides are those of a new tensor: a contiguous one may have others along dimensions of size 1."""
+    return tensor.is_contiguous() and tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
 def _whole_array(pieces: list[Any]) -> Any:

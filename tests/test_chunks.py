@@ -73,6 +73,21 @@ def test_no_batches_of_a_loader_change_a_bit_in_chunks(length, chunk, cuts, data
     assert found.batches == -(-length // chunk)
 
 
+@pytest.mark.parametrize("size", [1, 3, 8, 40])
+def test_a_forward_sees_the_same_strides_whatever_the_batches_are(size):
+    """P16: a contiguous tensor may have others along dimensions of size 1, as images of one channel in channels_last have."""
+    images = torch.randn(40, 1, 5, 5)
+    seen = set()
+
+    def forward(batch):
+        seen.add(batch.stride())
+        return {"loss": (batch.sum((1, 2, 3)), len(batch))}
+
+    batches = [torch.empty_strided(each.shape, (25, 1, 5, 1)).copy_(each) for each in images.split(size)]
+    evaluate(forward, batches, {"loss": M.Ratio()}, chunk=8)
+    assert seen == {(25, 25, 5, 1)}
+
+
 @FEWER
 @given(
     length=lengths,
