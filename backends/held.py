@@ -37,6 +37,7 @@ class Held:
         pinned_to: the writer has the bytes ``[read, pinned_to)`` in its hands.
         copied_from: where the copy begins.
         copy: of the bytes from there on.
+        home: where the live tensor's memory was when it was held; None where that is not known.
     """
 
     live: torch.Tensor | None
@@ -47,6 +48,7 @@ class Held:
     pinned_to: int = 0
     copied_from: int = -1
     copy: torch.Tensor | None = None
+    home: int | None = None
     _moving: tuple[Move, int] | None = None
     _array: tuple[torch.Tensor, int, Bytes] | None = None
 
@@ -93,6 +95,14 @@ class Held:
     def is_where_it_was(self) -> bool:
         """Whether the memory that `array_of` gave last is still the tensor's."""
         return self._array is not None and self._array[0].data_ptr() == self._array[1]
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the live tensor has other memory than when it was held, and not by ``share_memory_()``, which copies its bytes."""
+        live = self.live
+        if live is None or self.home is None or live.data_ptr() == self.home:
+            return False
+        return live.is_cuda or not live.untyped_storage().is_shared()
 
     def let_go(self) -> None:
         """Nothing more is read from it."""

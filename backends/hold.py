@@ -112,6 +112,7 @@ class Hold:
         self._watch = WriteWatch(leaves, but=apart, by_bytes=check)
         self._leaves = self._copied_at_once({name: leaves[name] for name in apart}) if apart else {}
         self._waited = apart - self._leaves.keys()
+        self._homes = _addresses(leaves.values())
         self._given: Mapping[LeafName, torch.Tensor] | None = leaves  # what is left to look at, when the call is over
         self._specs: dict[LeafName, tuple[torch.dtype, torch.Size]] = {}
         self._order: list[Held] = []
@@ -309,7 +310,10 @@ class Hold:
         if given is not None:
             self._specs = {name: (tensor.dtype, tensor.shape) for name, tensor in given.items()}
             copied = self._leaves
-            self._leaves = {name: copied.get(name) or self._taken(tensor) for name, tensor in given.items()}
+            self._leaves = {
+                name: copied.get(name) or self._taken(tensor, home)
+                for (name, tensor), home in zip(given.items(), self._homes, strict=True)
+            }
             self._order = list(self._leaves.values())
             self._given = None
 
@@ -332,10 +336,10 @@ class Hold:
             found[name] = Held(None, tensor.nbytes, is_flat=True, copied_from=0, copy=copy)
         return found
 
-    def _taken(self, tensor: torch.Tensor) -> Held:
+    def _taken(self, tensor: torch.Tensor, home: int | None) -> Held:
         is_flat = _is_flat(tensor)
         ring = self._ring(tensor.device) if is_flat and tensor.is_cuda else None
-        return Held(tensor, tensor.nbytes, is_flat, ring, copied_from=tensor.nbytes)
+        return Held(tensor, tensor.nbytes, is_flat, ring, copied_from=tensor.nbytes, home=home)
 
     def _ring(self, device: torch.device) -> PinnedRing:
         if device not in self._rings:
@@ -378,6 +382,8 @@ class Hold:
                 live = leaf.live
                 if live is None:
                     continue  # released meanwhile, or let go because it is not read
+                if leaf.is_replaced:
+                    return  # the writer finds that out, and says so
                 stop = leaf.copied_from
                 if leaf.ring is not None:
                     copy = byte_view(live)[start:stop].clone()
@@ -413,7 +419,7 @@ class Hold:
         with self._unmoved(leaf):
             self._check(name)
             source, start, stop = leaf.next_bytes(len(wanted))
-            _check_there(name, source)
+            _check_there(name, leaf, source)
             is_live = source is leaf.live
             array, taken = leaf.array_of(source), wanted[: stop - leaf.read]
             leaf.pinned_to = stop if is_live else 0
@@ -438,6 +444,7 @@ class Hold:
             self._watch.look_at(name)
             self._check(name)
             source, start, stop = leaf.next_bytes(ring.piece_bytes)
+            _check_there(name, leaf, source)
             begun = ring.begin(byte_view(source)[leaf.read - start : stop - start])
             leaf.read = stop
         self._owners_bell.ring()
@@ -451,7 +458,7 @@ class Hold:
                 return  # the owner has just copied it
             source = leaf.live if leaf.copy is None else leaf.copy
             assert source is not None
-            _check_there(name, source)
+            _check_there(name, leaf, source)
             leaf.pinned_to = leaf.size_bytes if leaf.copy is None else 0
         flat = _copied_to(Arena(leaf.size_bytes).take(leaf.size_bytes), source)
         with self._mutex:
@@ -472,12 +479,20 @@ def _is_flat(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) and (tensor.is_cpu or tensor.is_cuda)
 
 
-def _check_there(name: LeafName, tensor: torch.Tensor) -> None:
-    if is_gone(tensor):
+def _addresses(tensors: Collection[torch.Tensor]) -> list[int | None]:
+    """Where the memory of each is now."""
+    try:
+        return list(map(torch.Tensor.data_ptr, tensors))
+    except RuntimeError:  # one of them has no memory, and is refused by name elsewhere
+        return [None] * len(tensors)
+
+
+def _check_there(name: LeafName, leaf: Held, source: torch.Tensor) -> None:
+    if is_gone(source) or (source is leaf.live and leaf.is_replaced):
         raise SaveFailed(
             name[1],
             expected="memory that stays until it is saved",
-            found="memory that was given back meanwhile, as untyped_storage().resize_(0) does",
+            found="memory that was given back or replaced meanwhile, as untyped_storage().resize_(0) or an assignment to .data do",
             mend="call manager.wait_staging() before you resize or free what is being saved",
         )
 

@@ -210,6 +210,24 @@ def test_a_leaf_whose_memory_goes_elsewhere_is_read_from_there(monkeypatch, at, 
     hold.check_unchanged()
 
 
+def test_a_leaf_whose_memory_is_freed_and_made_again_fails_the_save():
+    """As fully sharded training frees and gathers parameters: what lies there is not what was saved; an update does not copy it."""
+    leaf = torch.arange(1024.0)
+    hold = Hold({W: leaf})
+    keeper, storage = [], leaf.untyped_storage()
+    storage.resize_(0)
+    keeper.append(torch.empty(1024))  # takes the place that became free
+    storage.resize_(4096)
+    updating = threading.Thread(target=hold.protect)
+    updating.start()
+    with pytest.raises(SaveFailed, match=r"replaced meanwhile.*wait_staging"):
+        b"".join(bytes(piece) for piece in hold.pieces(W, PIECE))
+    assert hold.copied_bytes == 0
+    hold.release()
+    updating.join(60)
+    assert not updating.is_alive()
+
+
 def test_an_update_that_copies_a_leaf_whose_memory_goes_elsewhere_copies_it_again(monkeypatch):
     leaf, real, moved = torch.arange(1024.0), torch.Tensor.copy_, []
     wanted, hold = bytes_of(leaf), Hold({W: leaf})
