@@ -1,6 +1,6 @@
 """Every error of trainfold: what it concerns, what was expected, what was found and the next move."""
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from trainfold.core.printable import printable
 
@@ -30,6 +30,7 @@ class TrainfoldError(Exception):
     exit_code: ClassVar[int] = 1
     step: int | None = None
     rank: int | None = None
+    has_lines: ClassVar[bool] = False  # whether its text lists something; elsewhere a line break comes from a value
 
     def __init__(self, where: str, *, expected: object, found: object, mend: str) -> None:
         super().__init__(where, expected, found, mend)
@@ -40,7 +41,7 @@ class TrainfoldError(Exception):
 
     def __str__(self) -> str:
         text = f"{self.where}: expected {self.expected}, found {self.found}; {self.mend}"
-        return printable(text, keep="\n")  # a refusal lists its reasons, one a line
+        return printable(text, keep="\n" if self.has_lines else "")
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.where, self.expected, self.found, self.mend), self._placed())
@@ -155,6 +156,8 @@ class UnattachedOptimizer(InvalidState):
 class HiddenStateRefused(InvalidState):
     """State that changes with training and that no component saves, in a run that was attached with ``strict=True`` (W07)."""
 
+    has_lines = True
+
 
 class SwappedWeights(InvalidState):
     """The averaged weights of an attached object stand in the model, so a save would lose the raw ones (B13)."""
@@ -205,8 +208,10 @@ class SpecMismatch(TrainfoldError):
         differences: every one of them, in tree order.
     """
 
+    has_lines = True
+
     def __init__(self, where: str, differences: "tuple[Difference, ...]") -> None:
-        shown = "\n".join(f"  {difference}" for difference in differences)
+        shown = "\n".join(f"  {printable(str(difference))}" for difference in differences)
         super().__init__(
             where,
             expected="the same leaves, shapes and dtypes",
@@ -225,6 +230,8 @@ class RestoreRefused(TrainfoldError):
     Attributes:
         reasons: one error for each.
     """
+
+    has_lines = True
 
     def __init__(self, where: str, reasons: "tuple[TrainfoldError, ...]") -> None:
         shown = "\n".join(f"  {type(reason).__name__}: {reason}" for reason in reasons)
@@ -246,6 +253,8 @@ class CaptureRefused(TrainfoldError):
     Attributes:
         reasons: one error for each.
     """
+
+    has_lines = True
 
     def __init__(self, where: str, reasons: tuple[TrainfoldError, ...]) -> None:
         shown = "\n".join(f"  {type(reason).__name__}: {reason}" for reason in reasons)
@@ -337,6 +346,7 @@ class ResumeRefused(CheckpointError):
     """
 
     exit_code = 20
+    has_lines = True
 
     def __init__(self, where: str, refusal: "Refusal") -> None:
         super().__init__(
@@ -437,12 +447,29 @@ class RunNotRestored(SaveFailed):
 class RankFailed(TrainfoldError):
     """A rank failed, and so every rank raises this, naming it (C07)."""
 
+    has_lines = True  # those of the other rank's error
+
 
 class SaveFailedElsewhere(SaveFailed, RankFailed):
     """A save failed because another rank did, which it names: ``except SaveFailed`` sees a failed save on every rank (C07)."""
 
     exit_code = 36
+    has_lines = True
 
 
 class RanksDisagree(TrainfoldError):
     """Ranks computed different plans or see different checkpoints (V05)."""
+
+
+LISTING: Final = frozenset(
+    error.__name__
+    for error in (
+        SpecMismatch,
+        RestoreRefused,
+        CaptureRefused,
+        ResumeRefused,
+        HiddenStateRefused,
+        RankFailed,
+        SaveFailedElsewhere,
+    )
+)

@@ -5,7 +5,7 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.core.errors import TrainfoldError
+from trainfold.core.errors import LISTING, TrainfoldError
 from trainfold.core.manifest import Head, Manifest
 from trainfold.core.printable import printable
 
@@ -26,7 +26,7 @@ class Problem:
 
     def __str__(self) -> str:
         text = f"{self.error}: {self.where}: expected {self.expected}, found {self.found}; {self.mend}"
-        return printable(text, keep="\n")
+        return printable(text, keep="\n" if self.error in LISTING else "")
 
 
 def problem_of(error: TrainfoldError) -> Problem:

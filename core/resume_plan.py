@@ -124,17 +124,16 @@ class ResumePlan:
             f"{f'  ({action.note})' if action.note else ''}"
             for action in self.actions
         ]
-        text = "\n".join(
+        return "\n".join(
             [
-                f"resume {self.run} from {self.checkpoint}: step {self.step}, {self.size_bytes:,} bytes",
-                *rows,
+                printable(f"resume {self.run} from {self.checkpoint}: step {self.step}, {self.size_bytes:,} bytes"),
+                *map(printable, rows),
                 *(f"drift        {drift}" for drift in self.drifts),
                 *(f"passed over  {problem}" for problem in self.passed_over),
-                *(f"not saved    {path}: {what}" for path, what in self.unsaved.items()),
-                *(f"note         {note}" for note in self.notes),
+                *(printable(f"not saved    {path}: {what}") for path, what in self.unsaved.items()),
+                *(printable(f"note         {note}") for note in self.notes),
             ]
         )
-        return printable(text, keep="\n")
 
 
 @final

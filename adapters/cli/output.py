@@ -216,7 +216,7 @@ def show_error(error: TrainfoldError) -> None:
     console = Console(stderr=True)
     console.print(Text(f"{type(error).__name__}: {printable(error.where)}", style="bold red"), soft_wrap=True)
     for name, value in (("expected", error.expected), ("found", error.found), ("mend", error.mend)):
-        text = printable(str(value), keep="\n")  # a refusal lists its reasons, one a line
+        text = printable(str(value), keep="\n" if error.has_lines else "")  # a refusal lists its reasons, one a line
         console.print(Text(f"  {name:<9} {text}"), soft_wrap=True)
 
 
