@@ -24,6 +24,7 @@ from trainfold.core.manifest import (
     TensorRecord,
 )
 from trainfold.core.masters import refresh_masters
+from trainfold.core.notes import notes_of, without_notes
 from trainfold.core.rates import RATES
 from trainfold.core.regroup import regrouped
 from trainfold.core.resume_plan import ComponentAction, ResumePlan
@@ -68,7 +69,13 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
     adapts = frozenset(drift.where for drift in plan.drifts if drift.adapts_a_scheduler)
     settings = noted_settings(like, found.get("optimizer"))
     state = state_of(found).evolve(
-        contract={**run_contract(like.contract), **settings, **_listed(plan), **plan.contract},
+        contract={
+            **without_notes(run_contract(like.contract)),
+            **settings,
+            **_listed(plan),
+            **plan.contract,
+            **notes_of(plan.manifest.contract),
+        },
         origin=Origin({**like.origin.runs, **runs}, adapts),
     )
     return _with_fresh_masters(state, {action.name: action.verb for action in plan.actions})

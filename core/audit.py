@@ -21,19 +21,38 @@ BUFFER: Final = "a non-persistent buffer"
 LENGTH: Final = "a list"
 GENERATOR: Final = "a random generator"
 MODE: Final = "a mode (train or eval)"
+ORDER: Final = "an order or weights"  # a list or a tensor of what gives an order
+CARRIED: Final = "a tensor with a grad_fn that the next forward reads"
 _CONSTANT: Final = frozenset({NOTHING})
 _SIZED: Final = frozenset({TENSOR, BUFFER})
+_EMPTY: Final = frozenset({(LENGTH, "0"), (ORDER, "empty")})
 _PLACE: Final = re.compile(r"(\[[^\[\]]*\])+$")
 
 _CURES: Final[Mapping[str, str]] = {
     BUFFER: "register_buffer(name, tensor) without persistent=False",
     TENSOR: "register_buffer(name, tensor) in a module; or the state_dict() of its object",
+    CARRIED: "register_buffer(name, tensor) in the module, and keep tensor.detach() in it",
+    ORDER: "extra={'name': (get, set)}, a function that returns it and one that takes it back",
     NUMBER: "a buffer of a module; the state_dict() of its object; or extra={'name': (get, set)}, a function that returns it and one that takes it back",
     TEXT: "extra={'name': (get, set)}, a function that returns it and one that takes it back",
     LENGTH: "extra={'name': (get, set)}, a function that returns the list and one that takes it back",
     GENERATOR: "extra={'name': (get, set)}, functions that read and write its state",
     MODE: "set it before each step, as a function of live.progress.step",
 }
+_BY_DATA: Final = (
+    "extra={'data': dataset}, if the object has state_dict and load_state_dict (a plain DataLoader does not ask it for them); or draw "
+    "from the global streams or from the index"
+)
+_BY_SAMPLER: Final = "give the sampler set_epoch(epoch), and make it from the epoch and a seed"
+# a sampler is started again to resume inside an epoch, so what it begins with there has to be what it began with then
+_BY_PLACE: Final[Mapping[tuple[str, str], str]] = {
+    **{(" of a dataset or a collate", kind): _BY_DATA for kind in (TENSOR, NUMBER, TEXT, LENGTH, GENERATOR)},
+    **{(" of a sampler", kind): _BY_SAMPLER for kind in (TENSOR, NUMBER, TEXT, LENGTH)},
+    (" of a sampler", GENERATOR): "call it self.generator, if it is a torch.Generator: it is saved with the loader's position; or draw from the global streams",
+    (" of a sampler", ORDER): "shuffle a copy in __iter__, or make it from the epoch and a seed, as with set_epoch(epoch); weights that follow the "
+    "training: change them at the end of an epoch, and save them: extra={'name': (get, set)}",
+}  # fmt: skip
+_SAMPLER: Final = re.compile(r"loader(\[[^\[\]]*\])?\.(batch_)?sampler")
 
 
 @final
@@ -57,6 +76,16 @@ class Fact:
 Facts: TypeAlias = Mapping[str, Fact]
 
 
+def appeared(before: Facts, now: Facts) -> list[str]:
+    """The paths of what was not there, or was None or empty, and is there now.
+
+    Examples:
+        >>> appeared({"model.a": Fact(NOTHING, "None")}, {"model.a": Fact(NUMBER, "1"), "model.b": Fact(NOTHING, "None")})
+        ['model.a']
+    """
+    return [path for path, fact in now.items() if fact.kind != NOTHING and _is_nothing(before.get(path))]
+
+
 def changed(before: Facts, now: Facts) -> dict[str, Fact]:
     """What is another value now than it was, and is not a cache.
 
@@ -65,6 +94,8 @@ def changed(before: Facts, now: Facts) -> dict[str, Fact]:
     - what was not there, or was None or empty, and is there now: it may be changed by the next look;
     - a tensor of another shape, as one that grows with the longest sequence so far;
     - a number that is a size of such a tensor in the same object.
+
+    A tensor with a graph that the next forward reads is no cache, and is one of the changes as soon as it is there.
 
     Args:
         before: an earlier look.
@@ -79,7 +110,11 @@ def changed(before: Facts, now: Facts) -> dict[str, Fact]:
         >>> list(changed(before, now))
         ['model.p']
     """
-    found = {path: fact for path, fact in now.items() if path in before and _differs(before[path], fact)}
+    found = {
+        path: fact
+        for path, fact in now.items()
+        if fact.kind == CARRIED or (path in before and _differs(before[path], fact))
+    }
     grown: dict[str, set[str]] = {}
     for path, fact in now.items():
         if fact.kind in _SIZED and (path not in before or before[path].shape != fact.shape):
@@ -88,11 +123,13 @@ def changed(before: Facts, now: Facts) -> dict[str, Fact]:
 
 
 def _differs(before: Fact, now: Fact) -> bool:
-    if before.value == now.value or {before.kind, now.kind} & _CONSTANT:
-        return False
-    if before.kind == LENGTH and before.value == "0":
+    if before.value == now.value or now.kind in _CONSTANT or _is_nothing(before):
         return False
     return not (before.kind in _SIZED and now.kind in _SIZED and before.shape != now.shape)
+
+
+def _is_nothing(fact: Fact | None) -> bool:
+    return fact is None or fact.kind in _CONSTANT or (fact.kind, fact.value) in _EMPTY
 
 
 def attribute_of(path: str) -> str:
@@ -153,7 +190,7 @@ def hidden_state_text(named: Mapping[str, str], *, step: int) -> str:
     lines = [
         f"{len(named)} {several} saved by no component; a resume from step {step} would begin {them} anew:",
         *_lines(named),
-        *(f"To save {kind}: {cure}." for kind, cure in _CURES.items() if kind in named.values()),
+        *_cures(named),
         f"What need not be saved, such as a log: attach(..., unsaved={list(named)[:1]}).",
     ]
     return "\n".join(lines)
@@ -196,11 +233,12 @@ def not_restored_text(named: Mapping[str, str], *, checkpoint: str) -> str:
         >>> print(not_restored_text({"model.p": "a number"}, checkpoint="step-00000020"))
         step-00000020 does not hold state that changes with training; what this run does not bring itself begins anew:
           model.p: a number
+        To save a number: a buffer of a module; the state_dict() of its object; or extra={'name': (get, set)}, a function that returns it and one that takes it back.
     """
     head = (
         f"{checkpoint} does not hold state that changes with training; what this run does not bring itself begins anew:"
     )
-    return "\n".join([head, *_lines(named)])
+    return "\n".join([head, *_lines(named), *_cures(named)])
 
 
 def component_of(path: str) -> str:
@@ -212,6 +250,25 @@ def component_of(path: str) -> str:
     """
     root = path if path == "..." else re.split(r"[.\[]", path, maxsplit=1)[0]
     return "dataset" if root == "loader" else root
+
+
+def _cures(named: Mapping[str, str]) -> list[str]:
+    """A line for each kind of what is named, and for each place where another cure is the one that works."""
+    places = dict.fromkeys((_place_of(path, kind), kind) for path, kind in named.items())
+    known = [(place, kind, _BY_PLACE.get((place, kind), _CURES.get(kind))) for place, kind in places]
+    return [f"To save {kind}{place}: {cure}." for place, kind, cure in sorted(known, key=_in_order) if cure]
+
+
+def _in_order(cure: tuple[str, str, str | None]) -> tuple[str, int]:
+    kinds = list(_CURES)
+    return cure[0], kinds.index(cure[1]) if cure[1] in kinds else len(kinds)
+
+
+def _place_of(path: str, kind: str) -> str:
+    place = (
+        " of a sampler" if _SAMPLER.match(path) else " of a dataset or a collate" if path.startswith("loader") else ""
+    )
+    return place if (place, kind) in _BY_PLACE else ""
 
 
 def _lines(named: Mapping[str, str]) -> list[str]:

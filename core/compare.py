@@ -7,13 +7,13 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from trainfold.core.audit import UNSAVED
 from trainfold.core.contract import contract_of
 from trainfold.core.description import Described
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.group_labels import relabelled
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
+from trainfold.core.notes import NOTES
 from trainfold.core.policy import BASE_RATES, ENVIRONMENT, Drift, Verdict, contract_kind, make_drift, verdict_of
 from trainfold.core.rates import RATES
 from trainfold.core.scalars import Json
@@ -158,7 +158,7 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     """
     saved, alone = _relabelled({**_proved_by_components(manifest), **manifest.contract}, manifest, components)
     saved = {**_of_late_groups(manifest, saved, wanted), **saved}
-    known = sorted({*saved, *wanted} - {UNSAVED, RATES})
+    known = sorted({*saved, *wanted} - NOTES - {RATES})
     keys = [key for key in known if _component_of(key) not in left_out and not _is_in(key, alone)]
     follows = _consequences(saved, wanted, keys)
     causes = _causes(saved, wanted, keys, left_out)

@@ -1,5 +1,6 @@
 """State that no component saves and that changes with training is named, once and loudly, with the cure (W07)."""
 
+import copy
 import functools
 import itertools
 import json
@@ -182,16 +183,154 @@ def test_a_steady_run_is_looked_at_less_and_less(monkeypatch):
     look = adapter.Look
     monkeypatch.setattr(adapter, "Look", lambda *args: looks.append(1) or look(*args))
     run(Net(), steps=16, restore=False)
-    assert len(looks) == 1 + 5  # at attach, and at saves 1, 2, 4, 8, 16
+    assert len(looks) == 2 + 5  # at attach, after the first step, and at saves 1, 2, 4, 8, 16
     looks.clear()
     run(Net(), steps=8, every=100, restore=False)
-    assert len(looks) == 1  # nothing was saved
+    assert len(looks) == 2  # nothing was saved
 
 
 def test_the_log_has_it_too(caplog):
     with caplog.at_level(logging.WARNING, "trainfold"):
         run(Net(lambda net: net.mask.add_(1)))
     assert sum("model.mask: a non-persistent buffer" in each.getMessage() for each in caplog.records) == 1
+
+
+def test_a_program_without_a_log_is_told_once(monkeypatch, caplog):
+    """Python prints a warning, and what is logged where no log is kept, both to the terminal."""
+    monkeypatch.setattr(logging.getLogger("trainfold"), "hasHandlers", lambda: False)
+    assert len(run(Net(lambda net: net.mask.add_(1)), steps=8)[0]) == 1
+    assert not [each for each in caplog.records if "model.mask" in each.getMessage()]
+
+
+def test_what_a_resume_has_named_is_not_named_again_and_what_is_new_is():
+    def change(net):
+        net.mask.add_(1)
+        net.calls += net.counts
+
+    states = []
+    for counts in (0, 0, 1):
+        model = Net(change, calls=0, counts=counts)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        live = attach(model, optimizer, unsaved=["model.counts"])
+        if states:
+            live.restore(states[-1])
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.ones(4, 3)).sum().backward()
+                optimizer.step()
+                live.advance(samples=4)
+                states.append(live.capture())
+        assert [str(each.message).splitlines()[1] for each in heard] == [
+            ["  model.mask: a non-persistent buffer"], [], ["  model.calls: a number"],
+        ][(len(states) - 1) // 2]  # fmt: skip
+        assert "model.mask" in live.contract()["unsaved"]
+
+
+# --- what is made on the way -------------------------------------------------------------------------------------------
+
+
+class Lazy(nn.Module):
+    """An average that is not there before the first forward."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.layer, self.way, self.mean = nn.Linear(3, 1), way, None
+
+    def forward(self, x):
+        now = x.detach().mean(0)
+        if self.way == "one line":
+            self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        elif self.mean is None:
+            self.mean = now.clone()
+        self.mean.mul_(0.9).add_(now, alpha=0.2)
+        return self.layer(x - self.mean)
+
+
+def strict_at(model, saves, steps=5):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer, strict=True)
+    for step in range(1, steps + 1):
+        model(torch.rand(4, 3)).sum().backward()
+        optimizer.step()
+        live.advance(samples=4)
+        if step in saves:
+            live.capture()
+
+
+@pytest.mark.parametrize("way", ["one line", "in place"])
+def test_strict_refuses_what_the_first_forward_makes_and_the_others_change(way):
+    """The first save after the second step finds it: what the first step has made is what it is compared with."""
+    with pytest.raises(HiddenStateRefused, match=r"model\.mean: a tensor"):
+        strict_at(Lazy(way), saves=[5])
+    with pytest.raises(HiddenStateRefused, match=r"model\.mean: a tensor"):
+        strict_at(Lazy(way), saves=[1, 2], steps=2)
+
+
+def test_what_appears_between_two_looks_is_looked_at_in_the_next_save():
+    def change(net):
+        net.calls += 1
+        if net.calls >= 5:
+            net.log = getattr(net, "log", 0.5) + 1
+
+    heard, _ = run(Net(change, calls=0), steps=9, unsaved=["model.calls"])
+    assert [each.splitlines()[0].partition("step ")[2].split()[0] for each in heard] == ["9"]
+
+
+class Recurrent(nn.Module):
+    """A hidden state that goes from batch to batch, detached by the next forward."""
+
+    def __init__(self, *, is_saved=False):
+        super().__init__()
+        self.cell, self.out, self.is_saved = nn.GRUCell(3, 4), nn.Linear(4, 1), is_saved
+        self.register_buffer("h", torch.zeros(4, 4) if is_saved else None)
+        if not is_saved:
+            del self.h
+            self.h = None
+
+    def forward(self, x):
+        hidden = self.cell(x, x.new_zeros(4, 4) if self.h is None else self.h.detach())
+        self.h = hidden.detach() if self.is_saved else hidden
+        return self.out(hidden)
+
+
+class Tuple(Recurrent):
+    def forward(self, x):
+        hidden = self.cell(x, x.new_zeros(4, 4) if self.h is None else self.h[0].detach())
+        self.h = (hidden, 1)
+        return self.out(hidden)
+
+
+@pytest.mark.parametrize("kind", [Recurrent, Tuple])
+def test_a_hidden_state_that_is_kept_with_its_graph_and_read_by_the_next_forward_is_named(kind):
+    heard, listed = run(kind(), steps=4)
+    assert len(heard) == 1
+    assert listed == {"model.h": audit.CARRIED}
+    assert "a resume from step 1 would" in heard[0]
+
+
+def test_the_cure_for_a_hidden_state_is_exact():
+    def start():
+        torch.manual_seed(0)
+        model = Recurrent(is_saved=True)
+        return model, attach(model, torch.optim.SGD(model.parameters(), lr=0.1), strict=True)
+
+    def go_on(model, live, steps):
+        losses, states = [], []
+        while live.progress.step < steps:
+            loss = model(torch.full((4, 3), float(live.progress.step))).sum()
+            loss.backward()
+            live.optimizers["optimizer"].step()
+            live.optimizers["optimizer"].zero_grad()
+            losses.append(loss.item())
+            live.advance(samples=4)
+            states.append(copy.deepcopy(live.capture()))
+        return losses, states
+
+    whole, states = go_on(*start(), 5)
+    model, live = start()
+    live.restore(states[1])
+    assert go_on(model, live, 5)[0] == whole[2:]
 
 
 # --- what is saved ---------------------------------------------------------------------------------------------------

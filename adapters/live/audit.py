@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from trainfold.adapters.components.component import Stateful
-from trainfold.adapters.live.facts import Look, lengths_in, path_of, text_of, token_of_value, values_in
+from trainfold.adapters.live.facts import Look, lists_in, path_of, text_of, token_of_rows, token_of_value, values_in
 from trainfold.adapters.loaders.choose import loaders_by_path
 from trainfold.adapters.loaders.feed import generators_of
 from trainfold.core.audit import (
@@ -18,6 +18,7 @@ from trainfold.core.audit import (
     NUMBER,
     TEXT,
     Fact,
+    appeared,
     attributes_of,
     changed,
     component_of,
@@ -37,8 +38,9 @@ _LOG = logging.getLogger("trainfold")
 class Audit:
     """Looks at the attached objects when they are attached and when the run is saved, and names what has changed.
 
-    It looks at the first save after a training step, and then at the 2nd, 4th, 8th ... of them, so that a long run pays nothing and
-    what begins to change later is found as well. At other boundaries it does nothing but note the mode of the model.
+    It looks after the first step for what that has made, at the first save after a training step, and then at the 2nd, 4th, 8th ... of
+    them, so that a long run pays nothing and what begins to change later is found as well. Where something has appeared, the next save
+    is looked at too. At other boundaries it does nothing but note the mode of the model.
 
     Args:
         attached: component -> object: the model, the optimizer, the schedulers, whatever is under ``extra``.
@@ -55,6 +57,9 @@ class Audit:
         self._named: dict[str, str] = {}
         self._saves, self._next = 0, 1
         self._step = 0
+        self._again = False  # whether the next save is looked at as well
+        self._is_new = True  # no step since the attach, or since a restore
+        self._said: frozenset[str] = frozenset()  # what a resume has named already
         self._modes: dict[str, bool] | None = None  # of each submodule, at the first step
         self._mode = False  # of the model, at the last step
         self._before = self._look()
@@ -64,9 +69,16 @@ class Audit:
         """Attribute -> what it holds, of all that was found so far, for the manifest."""
         return listed(self._named)
 
-    def begin_anew(self, step: int) -> None:
-        """A state was restored, or something more attached: what changed by that has not changed by training."""
+    def begin_anew(self, step: int, said: Collection[str] = ()) -> None:
+        """A state was restored: what changed by that has not changed by training.
+
+        Args:
+            step: the run's.
+            said: the attributes that the state lists as unsaved, which the resume has named with their cures.
+        """
         self._step = step
+        self._is_new = True
+        self._said = frozenset(said)
         self._before = self._look()
         self._modes = None
 
@@ -81,6 +93,11 @@ class Audit:
         self._mode = model.training
         if self._modes is None:
             self._modes = self._modes_now()
+        if self._is_new:
+            self._is_new = False
+            look = self._looked()
+            kept = changed(self._before, look.facts)
+            self._before = {**self._before, **{path: fact for path, fact in look.facts.items() if path not in kept}}
 
     def check(self, state: TrainState, step: int, chosen: Collection[str] | None = None) -> None:
         """Look, if it is time to, at a run that is being saved.
@@ -96,8 +113,10 @@ class Audit:
         if step > self._step:
             self._step = step
             self._saves += 1
-            if self._saves == self._next:
-                self._next *= 2
+            is_due = self._saves == self._next
+            if is_due or self._again:
+                self._next *= 2 if is_due else 1
+                self._again = is_due
                 self._name_new(state if chosen is None else select(state, _known(chosen, state)), step, chosen)
         if self._is_strict and self._named:
             raise HiddenStateRefused(
@@ -112,6 +131,7 @@ class Audit:
     def _name_new(self, state: TrainState, step: int, chosen: Collection[str] | None) -> None:
         look = self._looked()
         found = changed(self._before, look.facts)
+        self._again = self._again and bool(appeared(self._before, look.facts))
         self._before = dict(look.facts)
         if found:
             saved = _Saved(state)
@@ -122,10 +142,9 @@ class Audit:
         named = attributes_of(found, accepted=self._accepted)
         new = {path: what for path, what in named.items() if path not in self._named}
         self._named |= new
-        if new and not self._is_strict:
-            text = hidden_state_text(new, step=step)
-            _LOG.warning("%s", text)
-            warnings.warn(text, HiddenState, stacklevel=_stacklevel())
+        unheard = {path: what for path, what in new.items() if path not in self._said}
+        if unheard and not self._is_strict:
+            _say(hidden_state_text(unheard, step=step))
 
     def _look(self) -> dict[str, Fact]:
         return self._looked().facts
@@ -198,7 +217,9 @@ class _Saved:
                         self._values.setdefault(name, set()).add(text_of(value))
                     if not isinstance(held, dict) or name.endswith(("_extra_state", "_own_state")):
                         self._free.add(text_of(value))
-            self._lengths |= {(key.strip("_"), str(length)) for key, length in lengths_in(held)}
+            for key, rows in lists_in(held):
+                self._lengths.add((key.strip("_"), str(len(rows))))
+                self._tokens.add(token_of_rows(rows) or "")
 
     def has(self, path: str, fact: Fact, token: str | None) -> bool:
         """Whether what is at a path is saved: the same bits of a tensor or a generator; a number under its name, or by its object."""
@@ -261,9 +282,42 @@ def _address(value: torch.Tensor) -> set[int]:
         return set()
 
 
+def _says_all(target: Any) -> bool:
+    """Whether the state of an object is torch's business, or its insides are not known."""
+    if isinstance(target, torch.optim.Optimizer):
+        return False
+    method = getattr(type(target), "state_dict", None)
+    is_torchs = getattr(method, "__module__", "").startswith("torch.")
+    return isinstance(target, tuple) or is_torchs or not isinstance(target, Stateful)
+
+
+def _address(value: torch.Tensor) -> set[int]:
+    try:
+        return {value.untyped_storage().data_ptr()} - {0}
+    except (RuntimeError, NotImplementedError):  # without memory of its own
+        return set()
+
+
+def _refused(where: str, text: str, mend: str) -> HiddenStateRefused:
+    return HiddenStateRefused(
+        where,
+        expected="every state that changes with training in a component (strict=True)",
+        found=f"{text}\n",
+        mend=mend,
+    )
+
+
+def _say(text: str) -> None:
+    """Warn; a log has the names too, where a program keeps one: without one, Python would print both to the terminal."""
+    warnings.warn(text, HiddenState, stacklevel=_stacklevel())
+    if _LOG.hasHandlers():
+        lines = [each.strip() for each in text.splitlines() if each.startswith("  ")]
+        _LOG.warning("state that no component saves: %s", "; ".join(lines))
+
+
 def _stacklevel() -> int:
     """How far out the user's call is."""
     level, frame = 1, sys._getframe(1)  # noqa: SLF001 (the way to the caller's frame)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("trainfold."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("trainfold.", "contextlib")):
         level, frame = level + 1, frame.f_back
     return level

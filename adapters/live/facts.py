@@ -14,7 +14,20 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from trainfold.adapters.live.attributes import SEQUENCES, attributes, held_by
-from trainfold.core.audit import BUFFER, GENERATOR, LENGTH, NOTHING, NUMBER, TENSOR, TEXT, Fact
+from trainfold.adapters.live.overwritten import makes_anew, use_of
+from trainfold.core.audit import (
+    BUFFER,
+    CARRIED,
+    GENERATOR,
+    LENGTH,
+    NOTHING,
+    NUMBER,
+    ORDER,
+    TENSOR,
+    TEXT,
+    Fact,
+    attribute_of,
+)
 from trainfold.core.codec import digest_of, tensor_bytes
 from trainfold.core.names import canonical_name
 
@@ -26,6 +39,7 @@ _PIECE: Final = 2**22
 _SECS: Final = 0.5  # of this thread, so that other programs do not shorten a look
 _WORDS: Final = 624  # of a Mersenne twister
 _LONG: Final = 1000
+_ROWS: Final = 2**16  # values of a list that are read
 _KINDS: Final = {bool: NUMBER, int: NUMBER, float: NUMBER, complex: NUMBER, str: TEXT, type(None): NOTHING}
 _DATA: Final = (Dataset, Sampler, BatchSampler)
 _LOADER: Final = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
@@ -51,6 +65,7 @@ class Look:
     def __init__(self, known: dict[int, Any], addresses: set[int]) -> None:
         self.facts: dict[str, Fact] = {}
         self.tokens: dict[str, str] = {}
+        self._classes: dict[str, type] = {}  # of modules, by path
         self._seen = dict(known)
         self._addresses = addresses
         self._bytes = _BYTES
@@ -84,6 +99,8 @@ class Look:
         kind = type(module).__module__
         is_torchs = kind.startswith("torch.")
         own = vars(module)
+        if not is_torchs:
+            self._classes[path] = type(module)
         if not is_torchs or kind.startswith(_COMPUTE):
             names = [name for name in own if name not in _module_names() and not (is_torchs and name[0] == "_")]
             for name in names:
@@ -137,7 +154,10 @@ class Look:
         """An object's own attributes; of a class of torch's only those that it does not keep for itself."""
         hidden = type(value).__module__.startswith("torch.")
         has_epoch = callable(getattr(type(value), "set_epoch", None))
-        is_started = has_epoch or isinstance(value, Sampler)  # and makes its order anew then
+        is_started = has_epoch or (
+            self._in_loader and hasattr(type(value), "__iter__")
+        )  # and may make its order anew then
+        gives_order = has_epoch or (self._in_loader and isinstance(value, Sampler))
         skipped = _optimizer_names() if isinstance(value, torch.optim.Optimizer) else frozenset()
         held = held_by(value) if callable(value) and not attributes_only(value) else attributes(value)
         for step, child in held:
@@ -146,9 +166,22 @@ class Look:
                 continue
             if isinstance(value, IterableDataset) and type(child) in _KINDS:
                 continue  # its batches are drawn again at a resume, and compared
-            if is_started and isinstance(child, (torch.Tensor, np.ndarray, *SEQUENCES)):
+            if is_started and child is not None and makes_anew(type(value), name):
                 continue
-            self._visit(path + step, child, path, depth)
+            if not (gives_order and self._is_order(path + step, child, path)):
+                self._visit(path + step, child, path, depth)
+
+    def _is_order(self, path: str, value: Any, owner: str) -> bool:
+        """Note a list or a tensor of what gives an order: all of it matters. False for what is none, or has objects in it."""
+        if isinstance(value, torch.Tensor | np.ndarray):
+            return id(value) in self._seen or self._is_value(path, value, owner, ORDER)
+        token = token_of_rows(value) if type(value) in SEQUENCES and thread_time() <= self._deadline else None
+        if token is None:
+            return False
+        self._seen[id(value)] = value
+        self.facts[path] = Fact(ORDER, token, owner)
+        self.tokens[path] = token
+        return True
 
     def _is_entered(self, value: Any) -> bool:
         """Whether an object may hold state: no code, no machinery of torch's, of Python's libraries or of ours."""
@@ -173,8 +206,13 @@ class Look:
                 self._tensor(f"{path}.{name}", value, path, TENSOR)
 
     def _tensor(self, path: str, value: torch.Tensor, owner: str, kind: str) -> None:
-        if value.grad_fn is not None or value.layout is not torch.strided or value.device.type == "meta":
-            return  # what a forward has made for its backward is gone by the next step
+        if value.layout is not torch.strided or value.device.type == "meta":
+            return
+        if value.grad_fn is not None:
+            module, _, name = attribute_of(path).rpartition(".")
+            if module not in self._classes or not use_of(self._classes[module], "forward", name).reads_old:
+                return  # what a forward has made for its backward is gone by the next step
+            kind = CARRIED
         try:
             if value.untyped_storage().data_ptr() in self._addresses:
                 return
@@ -231,6 +269,40 @@ def token_of_tensor(value: torch.Tensor) -> str:
     if not flat.is_floating_point() and not flat.is_complex() and flat.element_size() > 1 and flat.numel() >= _WORDS:
         flat = flat[:_WORDS].to(torch.int64)
     return digest_of(tensor_bytes(flat)) if flat.numel() else "empty"
+
+
+def token_of_rows(value: Any) -> str | None:
+    """What a list of plain values, or of lists of them, is recognised by; of a long one, values all over it.
+
+    None where there is anything else in it.
+
+    Examples:
+        >>> token_of_rows([[0, 1], [2, 3]]) == token_of_rows(((0, 1), (2, 3)))
+        True
+        >>> token_of_rows([]), token_of_rows([object()])
+        ('empty', None)
+    """
+    text: list[str] = []
+    room = [_ROWS]
+    if not _written(value, text, room):
+        return None
+    return f"rows {digest_of(' '.join(text).encode('utf-8', 'surrogatepass'))}" if len(value) else "empty"
+
+
+def _written(value: Any, text: list[str], room: list[int]) -> bool:
+    """Write plain values down; False for a value that is not plain."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) in _KINDS:
+        text.append(text_of(value))
+        room[0] -= 1
+        return True
+    if type(value) not in SEQUENCES:
+        return False
+    rows = list(value)
+    text.append(f"[{len(rows)}")
+    rows = rows if len(rows) <= _ROWS else rows[:: len(rows) // _SAMPLED]
+    return all(_written(each, text, room) for each in rows if room[0] > 0)
 
 
 def token_of_generator(value: Any) -> str | None:
@@ -295,15 +367,15 @@ def values_in(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, tree
 
 
-def lengths_in(tree: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """The length of each list of a captured tree, with the last key that leads to it."""
+def lists_in(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each list of a captured tree, with the last key that leads to it."""
     if isinstance(tree, dict):
         for key, child in tree.items():
-            yield from lengths_in(child, str(key))
+            yield from lists_in(child, str(key))
     elif isinstance(tree, tuple | list):
-        yield name, len(tree)
+        yield name, tree
         for child in tree if token_of_value(tree) is None else ():
-            yield from lengths_in(child, name)
+            yield from lists_in(child, name)
 
 
 def attributes_only(value: Any) -> bool:

@@ -30,6 +30,7 @@ from trainfold.adapters.live.schedules import Schedules
 from trainfold.adapters.live.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
 from trainfold.adapters.live.since_restore import SinceRestore
 from trainfold.adapters.live.swapped import SwapProbe
+from trainfold.adapters.live.trained import Trained
 from trainfold.adapters.live.unattached import StepWatch
 from trainfold.adapters.live.view import Lent
 from trainfold.adapters.loaders.beside import is_beside
@@ -37,7 +38,7 @@ from trainfold.adapters.loaders.choose import feeds_of
 from trainfold.adapters.loaders.feed import Feed, mismatch
 from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.core import tree
-from trainfold.core.audit import UNSAVED
+from trainfold.core.audit import UNSAVED, unsaved_of
 from trainfold.core.components import components_of, state_of, validate_components
 from trainfold.core.errors import CaptureRefused, IncompleteWindow, InvalidArgument, RestoreRefused
 from trainfold.core.init import check_real
@@ -45,6 +46,7 @@ from trainfold.core.inventory import Descent
 from trainfold.core.names import NamedTensors, named_tensors
 from trainfold.core.policy import check_policy
 from trainfold.core.state import Origin, Progress, TrainState
+from trainfold.core.trained import TRAINED, put_back_text, trained_of
 
 _LOG = logging.getLogger("trainfold")
 
@@ -179,6 +181,7 @@ class Live:
         is_free = not self._schedulers()
         self._rates = Rates({n: part.optimizer for n, part in optimizers.items() if is_free and n not in scheduled})
         self._audit = Audit({**self._attached(), **schedulers}, loader, accepted=unsaved, is_strict=strict)
+        self._trained = Trained(self._attached())
         self._averages = SwapProbe(model, self._extra)
         self._is_tried = False  # whether a dry capture has shown that the run can be saved
         self._beside: dict[str, Part] = {}  # components that batches may be drawn from
@@ -469,7 +472,9 @@ class Live:
         wanted = {name: part for name, part in parts.items() if chosen is None or name in chosen}
         write_all(wanted, saved, optional=self.optional)
         self._boundary.close()
-        self._audit.begin_anew(self._progress.step)
+        self._audit.begin_anew(self._progress.step, unsaved_of(state.contract))
+        if changed := self._trained.put_back(trained_of(state.contract, chosen)):
+            _LOG.warning("%s", put_back_text(changed))
         self._rates.restored(state.contract, self._progress.step)
         self._averages.stepped()
         self._taken = 0
@@ -516,6 +521,7 @@ class Live:
         self._boundary.watch(name, target)
         self._steps_of_others.forget()
         self._audit.attach(name, target)
+        self._trained.attach(name, target)
         self._averages = SwapProbe(self._model, self._extra)
         self._is_tried = False
         if isinstance(target, torch.optim.Optimizer):
@@ -591,6 +597,8 @@ class Live:
         if self._audit.unsaved:
             found[UNSAVED] = self._audit.unsaved
         found |= self._rates.contract()
+        if trained := self._trained.contract():
+            found[TRAINED] = trained
         return {**found, **self._script}
 
     # --- inside ------------------------------------------------------------------------------------------------------

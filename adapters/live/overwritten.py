@@ -1,0 +1,142 @@
+"""`Use`: how one call of a method uses an attribute of its object, as the bytecode says; no code runs."""
+
+import dis
+import types
+from typing import Any, Final, final
+
+import attrs
+
+_ENDS: Final = frozenset({"RETURN_VALUE", "RETURN_CONST"})
+_FAILS: Final = frozenset({"RAISE_VARARGS", "RERAISE"})
+_JUMPS: Final = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"})
+_READS: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+_WRITES: Final = frozenset({"STORE_ATTR", "DELETE_ATTR"})
+
+
+@final
+@attrs.frozen
+class Use:
+    """How a call uses an attribute.
+
+    Attributes:
+        reads_old: whether it may read the value that an earlier call has left.
+        writes: whether it may write a new one.
+        always_writes: whether it does so on every way through the code.
+    """
+
+    reads_old: bool = False
+    writes: bool = False
+    always_writes: bool = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether each call makes the value anew, so that the one from before does not matter."""
+        return self.always_writes and not self.reads_old
+
+
+def use_of(kind: type, method: str, name: str) -> Use:
+    """How a method of a class, with the methods of the same object that it calls, uses an attribute.
+
+    Args:
+        kind: the class.
+        method: such as ``__iter__``.
+        name: of the attribute.
+
+    Examples:
+        >>> class Shuffled:
+        ...     def __iter__(self):
+        ...         self.order = list(range(8))
+        ...         return iter(self.order)
+        >>> use_of(Shuffled, "__iter__", "order").is_new
+        True
+        >>> class Rotated:
+        ...     def __iter__(self):
+        ...         self.order = self.order[1:] + self.order[:1]
+        ...         return iter(self.order)
+        >>> use_of(Rotated, "__iter__", "order")
+        Use(reads_old=True, writes=True, always_writes=True)
+    """
+    return _Walk(kind, name).method(method) or Use()
+
+
+def makes_anew(kind: type, name: str) -> bool:
+    """Whether what gives an order makes an attribute anew for each epoch: in ``set_epoch``, or when it is started.
+
+    Examples:
+        >>> class Told:
+        ...     def set_epoch(self, epoch):
+        ...         self.order = [epoch]
+        >>> makes_anew(Told, "order")
+        True
+    """
+    told = use_of(kind, "set_epoch", name)
+    return (told.writes and not told.reads_old) or (not told.reads_old and use_of(kind, "__iter__", name).is_new)
+
+
+class _Walk:
+    """All ways through the code of a class."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self._kind, self._name = kind, name
+        self._inside: list[types.CodeType] = []  # functions that are being walked through
+
+    def method(self, name: str) -> Use | None:
+        code = next((each for each in _codes(self._kind, name) if each not in self._inside), None)
+        return None if code is None else self._walk(code)
+
+    def _walk(self, code: types.CodeType) -> Use:
+        self._inside.append(code)
+        lines = list(dis.get_instructions(code))
+        at = {each.offset: place for place, each in enumerate(lines)}
+        reads = writes = leaves = False
+        todo, done = [0], set[int]()
+        while todo:
+            place = todo.pop()
+            if place in done or place >= len(lines):
+                continue
+            done.add(place)
+            each = lines[place]
+            use = self._use(each, lines[place - 1], code)
+            reads, writes = reads or use.reads_old, writes or use.writes
+            if use.always_writes or each.opname in _FAILS:
+                continue
+            if each.opname in _ENDS:
+                leaves = True
+                continue
+            if each.opcode in dis.hasjrel or each.opcode in dis.hasjabs:
+                todo.append(at[each.argval])
+            if each.opname not in _JUMPS:
+                todo.append(place + 1)
+        self._inside.pop()
+        return Use(reads, writes, writes and not leaves)
+
+    def _use(self, line: dis.Instruction, before: dis.Instruction, code: types.CodeType) -> Use:
+        if line.opname in _WRITES and line.argval == self._name and _is_own(before, code):
+            return Use(writes=True, always_writes=True)
+        if line.opname in _READS:
+            return Use(reads_old=True) if line.argval == self._name else (self.method(str(line.argval)) or Use())
+        if isinstance(line.argval, types.CodeType):  # a comprehension, a lambda: when it runs, if at all, is not known
+            inner = self._walk(line.argval)
+            return Use(inner.reads_old, inner.writes)
+        return Use()
+
+
+def _is_own(before: dis.Instruction, code: types.CodeType) -> bool:
+    """Whether an instruction brings the object itself, the first argument of a method; or it is there since a read, as in ``+=``."""
+    if before.opname == "SWAP":
+        return True
+    last = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
+    return code.co_argcount > 0 and last == code.co_varnames[0]
+
+
+def _codes(kind: type, name: str) -> list[types.CodeType]:
+    """The code of a method, that of the class itself first; of a property and of a decorated function too."""
+    found: list[types.CodeType] = []
+    for each in kind.__mro__:
+        member: Any = vars(each).get(name)
+        member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        while hasattr(member, "__wrapped__"):
+            member = member.__wrapped__
+        if isinstance(member, types.FunctionType):
+            found.append(member.__code__)
+    return found
