@@ -267,7 +267,7 @@ def _planned(
 
 
 def _kept_by(rule: Rule, ordered: tuple[Saved, ...]) -> frozenset[str]:
-    """What a rule keeps of each kind of checkpoint, judged among those that have everything that this kind has."""
+    """What a rule keeps of each kind of checkpoint, judged among those that have everything that this kind has (ADR-0018)."""
     found: set[str] = set()
     for parts in {one.parts for one in ordered}:
         able = tuple(one for one in ordered if one.parts is None or (parts is not None and one.parts >= parts))

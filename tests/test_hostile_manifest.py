@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import trainfold
 from trainfold.adapters.cli.diff import diff_checkpoints
 from trainfold.adapters.cli.verify import verify_checkpoint
+from trainfold.adapters.loaders.feed import position_problems
 from trainfold.core import tree
 from trainfold.core.codec import digest_of
 from trainfold.core.components import components_of
@@ -298,3 +299,11 @@ def test_a_manifest_changed_anywhere_is_refused_by_name_or_gives_a_whole_state(s
         warnings.simplefilter("ignore", UserWarning)
         for outcome in set(read_everywhere(root, likes)):
             event(outcome)
+
+
+@pytest.mark.parametrize("held", ["map\nstep 9: verified\r", "\x1b[2J", "\ud800"])
+def test_a_refused_position_quotes_its_kind_on_one_line(held):
+    """W23: found by the soak's fuzzer, seed 20261123, case 9487: a line break in what was quoted made a line of its own."""
+    (problem,) = position_problems(Opaque({"kind": held, "version": 1}), "map", (), versions=(1,))
+    assert str(problem).isprintable()
+    assert str(problem).encode()

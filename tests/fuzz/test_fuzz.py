@@ -10,10 +10,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-USUAL, DEEP = 3_000, 10_000  # always the same ones; the second in `make laws`
-IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "laws"
-CASES = int(os.environ.get("TRAINFOLD_FUZZ_CASES", DEEP if IS_DEEP else USUAL))
-IS_LONG = CASES > DEEP
+USUAL = 10_000  # always the same ones
+CASES = int(os.environ.get("TRAINFOLD_FUZZ_CASES", USUAL))
+IS_LONG = CASES > USUAL
 SEED = int(os.environ.get("TRAINFOLD_FUZZ_SEED", str(SystemRandom().getrandbits(32) if IS_LONG else 0)))
 FIRST = int(os.environ.get("TRAINFOLD_FUZZ_FIRST", "0"))
 CHUNK = 25_000  # cases of one process, whose findings are lost if the soak is killed
@@ -53,7 +52,7 @@ def test_whatever_a_signed_checkpoint_says_no_reader_fails_in_a_way_of_its_own()
     """W20, W23, U01, U04, U05: they raise trainfold's own errors and nothing else, in bounded time and memory.
 
     So do ls, inspect, verify, plan, diff, load and a restore into a live run. Nothing is half-written there, and nothing that a
-    terminal acts on is printed. 3,000 cases, and 10,000 in `make laws`, always the same ones; in the soak 50 million new ones, 25,000 a process.
+    terminal acts on is printed. 10,000 cases, always the same ones; in the soak 50 million new ones, 25,000 a process.
     """
     for first in range(FIRST, FIRST + CASES, CHUNK):
         with TemporaryDirectory(dir=SHM) as folder:
@@ -71,7 +70,7 @@ def test_whatever_a_signed_checkpoint_says_no_reader_fails_in_a_way_of_its_own()
         "load: loaded",
         "restore: restored",
     ):
-        assert outcomes.get(read, 0) > min(CASES, DEEP) // 200, f"too few cases come as far as {read}: {outcomes}"
+        assert outcomes.get(read, 0) > min(CASES, USUAL) // 200, f"too few cases come as far as {read}: {outcomes}"
     for read in (
         "ls: exit 12",
         "inspect: exit 17",
@@ -80,6 +79,6 @@ def test_whatever_a_signed_checkpoint_says_no_reader_fails_in_a_way_of_its_own()
         "load: ResumeRefused",
         "restore: RestoreRefused",
     ):
-        assert outcomes.get(read, 0) > min(CASES, DEEP) // 500, f"too few cases are refused as {read}: {outcomes}"
+        assert outcomes.get(read, 0) > min(CASES, USUAL) // 500, f"too few cases are refused as {read}: {outcomes}"
     if not IS_LONG:
         assert last["teeth"], "without the check of structures the same cases find nothing"
