@@ -282,31 +282,6 @@ def _address(value: torch.Tensor) -> set[int]:
         return set()
 
 
-def _says_all(target: Any) -> bool:
-    """Whether the state of an object is torch's business, or its insides are not known."""
-    if isinstance(target, torch.optim.Optimizer):
-        return False
-    method = getattr(type(target), "state_dict", None)
-    is_torchs = getattr(method, "__module__", "").startswith("torch.")
-    return isinstance(target, tuple) or is_torchs or not isinstance(target, Stateful)
-
-
-def _address(value: torch.Tensor) -> set[int]:
-    try:
-        return {value.untyped_storage().data_ptr()} - {0}
-    except (RuntimeError, NotImplementedError):  # without memory of its own
-        return set()
-
-
-def _refused(where: str, text: str, mend: str) -> HiddenStateRefused:
-    return HiddenStateRefused(
-        where,
-        expected="every state that changes with training in a component (strict=True)",
-        found=f"{text}\n",
-        mend=mend,
-    )
-
-
 def _say(text: str) -> None:
     """Warn; a log has the names too, where a program keeps one: without one, Python would print both to the terminal."""
     warnings.warn(text, HiddenState, stacklevel=_stacklevel())
