@@ -20,8 +20,8 @@ from trainfold.core.errors import (
 class Dashboard:
     """Something beside the training that may be out of order."""
 
-    def __init__(self, value=0.0, *, saves="whole", takes=True):
-        self.value, self.saves, self.takes = torch.tensor(value), saves, takes
+    def __init__(self, value=0.0, *, saves="whole"):
+        self.value, self.saves, self.takes = torch.tensor(value), saves, True
 
     def state_dict(self):
         if self.saves == "raises":
@@ -87,12 +87,15 @@ def test_what_works_is_saved_and_restored_as_ever():
 def test_one_that_does_not_take_its_state_goes_on_as_it_is():
     store = MemoryStore()
     saved(Dashboard(3.0), store)
-    live = build(dashboard := Dashboard(takes=False))
+    live = build(dashboard := Dashboard())
+    dashboard.takes = False  # after the attach, so that it is no setting of another script
     with CheckpointManager(store) as manager, pytest.warns(OptionalLeftOut, match="ConnectionError"):
         assert manager.restore(live).step == 1
     assert dashboard.value == 0.0
     with CheckpointManager(store) as manager, pytest.raises(TrainfoldError, match="ConnectionError"):
-        manager.restore(build(Dashboard(takes=False), optional=()))
+        live = build(strict := Dashboard(), optional=())
+        strict.takes = False
+        manager.restore(live)
 
 
 def test_a_module_of_another_shape_is_left_out_if_it_is_the_only_reason():
