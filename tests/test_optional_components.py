@@ -92,9 +92,9 @@ def test_one_that_does_not_take_its_state_goes_on_as_it_is():
     with CheckpointManager(store) as manager, pytest.warns(OptionalLeftOut, match="ConnectionError"):
         assert manager.restore(live).step == 1
     assert dashboard.value == 0.0
+    live = build(needed := Dashboard(), optional=())
+    needed.takes = False
     with CheckpointManager(store) as manager, pytest.raises(TrainfoldError, match="ConnectionError"):
-        live = build(strict := Dashboard(), optional=())
-        strict.takes = False
         manager.restore(live)
 
 
