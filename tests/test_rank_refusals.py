@@ -266,6 +266,8 @@ def refused_by_two(collectives, folder):
         told[f"fsdp extra {use_orig_params}"] = refusal(
             lambda sharded=sharded, model=model: attach(model, extra={"ema": sharded})
         )
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    told["fsdp2"] = refusal(lambda: attach(torch.distributed.fsdp.fully_shard(nn.Linear(6, 5), mesh=mesh)))
     model = DistributedDataParallel(nn.Linear(6, 5))
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
     told["zero"] = refusal(lambda: attach(model, zero))
@@ -298,6 +300,7 @@ def test_what_real_ranks_saved_in_silence_is_refused_by_name(processes, tmp_path
             assert "attach.model: expected a module whose parameters are whole" in told[f"fsdp {orig}"]
             assert "flat parameter" in told[f"fsdp inside {orig}"]
             assert "extra['ema']" in told[f"fsdp extra {orig}"]
+        assert "a DTensor at 'weight', as fully_shard (FSDP2)" in told["fsdp2"]
         assert "ZeroRedundancyOptimizer" in told["zero"]
         assert told["stages"].startswith("RanksDisagree: model.params['0.weight']")
         assert "stage of a pipeline" in told["stages"]

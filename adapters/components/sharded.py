@@ -10,7 +10,7 @@ _STATELESS = ("ProcessGroup", "_AllreduceUpcastHookState")  # the second is that
 
 
 def check_whole_module(module: torch.nn.Module, where: str) -> None:
-    """Refuse a module with flat parameters of FSDP1, of which each rank holds a part, or with a communication hook that keeps state.
+    """Refuse a module of which each rank holds a part (FSDP1, FSDP2, DTensors), or with a communication hook that keeps state.
 
     Raises:
         InvalidArgument: naming the first such module or parameter.
@@ -20,7 +20,10 @@ def check_whole_module(module: torch.nn.Module, where: str) -> None:
     """
     for name, each in module.named_modules():
         if _is_a(each, "FullyShardedDataParallel"):
-            raise _sharded(where, f"a FullyShardedDataParallel{f' at {name!r}' if name else ''}")
+            raise _sharded(
+                where,
+                f"a FullyShardedDataParallel{f' at {name!r}' if name else ''}: its flat parameters are this rank's part of all",
+            )
         for hook_state in _states_of_hooks(each):
             raise InvalidArgument(
                 where,
@@ -30,7 +33,15 @@ def check_whole_module(module: torch.nn.Module, where: str) -> None:
             )
     for name, parameter in module.named_parameters():
         if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
-            raise _sharded(where, f"a flat parameter of FullyShardedDataParallel at {name!r}")
+            raise _sharded(
+                where,
+                f"a flat parameter of FullyShardedDataParallel at {name!r}: its flat parameters are this rank's part of all",
+            )
+        if _is_a(parameter, "DTensor") or _is_a(parameter.data, "DTensor"):
+            raise _sharded(
+                where,
+                f"a DTensor at {name!r}, as fully_shard (FSDP2) and tensor parallelism make: this rank has its part of all",
+            )
 
 
 def check_whole_optimizer(optimizer: torch.optim.Optimizer, where: str) -> None:
@@ -85,6 +96,6 @@ def _sharded(where: str, found: str) -> InvalidArgument:
     return InvalidArgument(
         where,
         expected="a module whose parameters are whole on every rank",
-        found=f"{found}: its flat parameters are this rank's part of all",
-        mend="wrap the model in DistributedDataParallel: what FullyShardedDataParallel shards cannot be saved yet",
+        found=found,
+        mend="wrap the model in DistributedDataParallel: what is sharded cannot be saved yet",
     )
