@@ -84,7 +84,8 @@ def main(run: Path, batch_size: int) -> None:
     fresh = trainfold.TrainState(trainer=trainfold.make_progress())
     plan = trainfold.plan(run, like=fresh)
     is_fresh = isinstance(plan, trainfold.Refusal) and plan.finds_nothing
-    state = fresh if is_fresh else trainfold.load(run, like=fresh)  # what it has beside `fresh` comes as it was saved
+    # what it has beside `fresh` comes as it was saved
+    state = fresh if is_fresh else trainfold.load(run, like=fresh, collectives=ranks)
     assert state.trainer is not None
     part, tally = state.trainer.step, state.extra.get("tally")
     cursor = trainfold.make_eval_cursor(len(windows), global_batch_size=batch_size, after=state.extra.get("cursor"))
@@ -99,7 +100,8 @@ def main(run: Path, batch_size: int) -> None:
         cursor, tally, part = batches.after, result.tally, part + 1
         if ranks.rank == 0:  # the result is the same on every rank
             extra = {"tally": tally, "cursor": cursor}
-            trainfold.save(trainfold.TrainState(trainer=trainfold.make_progress(step=part), extra=extra), run)
+            found = trainfold.TrainState(trainer=trainfold.make_progress(step=part), extra=extra)
+            trainfold.save(found, run, collectives=trainfold.SingleProcess())
             print(f"{cursor.next_index} samples: loss {result['loss']:.6f}, complete: {result.complete}", flush=True)
 
     if ranks.rank == 0:

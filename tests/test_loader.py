@@ -31,7 +31,10 @@ from trainfold.core.description import describe
 from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, InvalidState, RestoreRefused
 from trainfold.core.state import Opaque
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 with torch 2.13
+    pytest.mark.filterwarnings("ignore:(?s)1 attribute changes.*loader.dataset.read"),  # the log of these tests
+]
 N = 14
 
 

@@ -144,6 +144,7 @@ def test_a_save_while_averaged_weights_are_swapped_in_is_refused(name):
         manager.save(live)
 
 
+@pytest.mark.filterwarnings("ignore:(?s)1 attribute changes.*ema.(backup|collected)")  # what stood in the model
 @pytest.mark.parametrize("name", AVERAGES)
 def test_an_average_at_any_other_moment_is_refused_nothing(name):
     """At the first step it is a copy of the model; after an evaluation the raw weights are back."""
