@@ -17,7 +17,7 @@ from trainfold.backends.kept_checkpoint import keep_checkpoint
 from trainfold.backends.local import LocalStore
 from trainfold.core.rehearsal.leaf_size import size_of
 from trainfold.core.rehearsal.reasons import likely_reasons
-from trainfold.core.rehearsal.trajectory import Difference, Stretch, differences
+from trainfold.core.rehearsal.trajectory import NOTHING, Difference, Stretch, differences
 from trainfold.core.retention import keep_all, keep_last
 from trainfold.core.state import Progress, TrainState
 
@@ -121,9 +121,9 @@ def test_what_is_kept_is_thinned_to_the_first_that_differs(tmp_path):
     whole = make_kept(tmp_path / "whole", dict.fromkeys((1, 2, 3, 4), weights))
     other = make_kept(tmp_path / "killed", {1: weights, 2: weights, 3: weights + 1, 4: weights + 1})
     saved = {("run", step): saved_of(kept._manifest(path)) for (_, step), path in whole.found().items()}
-    other.thin(saved, ())
+    other.thin(saved, NOTHING)
     assert list(other.found()) == [("run", 3)]
-    other.thin(saved, ())
+    other.thin(saved, NOTHING)
     assert list(other.found()) == [("run", 3)]
     whole.clear(except_step=3)
     assert list(whole.found()) == [("run", 3)]

@@ -114,14 +114,33 @@ def test_a_step_that_a_resumed_process_did_not_record_is_found(rehearsal, data):
 
 
 @given(rehearsals(), st.data())
-def test_whatever_differs_between_whole_runs_is_never_blamed_on_a_resume(rehearsal, data):
-    """W15: told apart, also where it is the process before the first kill that shows it."""
+def test_a_value_that_whole_runs_have_otherwise_is_left_out_by_name(rehearsal, data):
+    """W15: such as a time: nothing follows it, and nothing else is left out."""
     whole, killed = rehearsal
     step = data.draw(st.integers(1, min(killed[0].last_step, whole.last_step)))
     restless = {"again": whole, "first": killed[0]}
     name = data.draw(st.sampled_from(sorted(restless)))
     bent = {**restless[name].values, step: values_of(step, tick=100)}
     restless[name] = attrs.evolve(restless[name], values=bent)
+    conclusion = conclude(whole, restless["again"], [restless["first"], *killed[1:]], tolerance=None)
+    assert conclusion.outcome == ("identical" if any(each.saved for each in killed[1:]) else "nothing")
+    assert conclusion.restless == ("norm",)
+    assert conclusion.found == conclusion.noise == ()
+
+
+@given(rehearsals(), st.data())
+def test_whatever_differs_between_whole_runs_is_never_blamed_on_a_resume(rehearsal, data):
+    """W15: told apart, also where it is the process before the first kill that shows it."""
+    whole, killed = rehearsal
+    step = data.draw(st.integers(1, min(killed[0].last_step, whole.last_step)))
+    restless = {"again": whole, "first": killed[0]}
+    name = data.draw(st.sampled_from(sorted(restless)))
+    keys = [key for key in restless[name].saved if key[1] >= step]
+    if not keys:
+        return
+    bent = {**restless[name].values, step: values_of(step, tick=100)}
+    saved = {**restless[name].saved, **{key: saved_of(key[1], tick=100) for key in keys}}
+    restless[name] = attrs.evolve(restless[name], values=bent, saved=saved)
     conclusion = conclude(whole, restless["again"], [restless["first"], *killed[1:]], tolerance=None)
     assert conclusion.outcome == "unrepeatable"
     assert conclusion.noise[0].step == step

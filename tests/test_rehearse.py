@@ -28,6 +28,7 @@ from trainfold.adapters.cli.rehearse.errors import (
     ProgramFailed,
     ResumeDiffers,
 )
+from trainfold.adapters.cli.rehearse.moments import Trigger
 from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.room import most_kept
 from trainfold.adapters.cli.rehearse.settings import make_settings
@@ -186,7 +187,10 @@ def test_a_rehearsal_has_no_more_checkpoints_on_the_disk_than_it_says(rehearse, 
     looker = threading.Thread(target=look)
     looker.start()
     try:
-        answer = rehearse(PROGRAM, kills=2, steps=20, every=1)
+        slower = program(
+            ("    count += 1", "    count += 1; import time; time.sleep(0.02)")
+        )  # than what tidies up beside it
+        answer = rehearse(slower, kills=2, steps=20, every=1)
     finally:
         is_over.set()
         looker.join()
@@ -244,10 +248,70 @@ def test_what_a_rehearsal_of_epochs_did_not_try_is_said(rehearse, steps, every, 
     """48 samples in batches of 8 are 6 steps an epoch. A dataset's own generator begins anew with each epoch's workers: a resume there is right."""
     answer = rehearse(PROGRAM, steps=steps, every=every)
     assert answer.error is None, answer.data
-    said = " ".join(answer.data["not_rehearsed"])
-    assert missed in said
+    said = answer.data["not_rehearsed"]
+    assert missed in " ".join(said)
     assert bool(said) == bool(missed)
-    assert said in str(answer.tables)
+    assert all(each in str(answer.tables) for each in said)
+    assert ("a kill during a save" in " ".join(said)) == (every == 6)
+    if every == 6:  # its only save after the first is the last, after which nothing is left to be resumed
+        assert answer.data["starts"][0]["kill"]["during"] == "step"
+        assert answer.data["starts"][1]["resumed_at"] == 6
+
+
+def test_a_kill_that_comes_after_the_last_save_is_not_blamed_on_the_program(rehearse, monkeypatch):
+    """W15: the run is over, and nothing can be compared: it is said, and not that the program does not save."""
+    monkeypatch.setattr(
+        "trainfold.adapters.cli.rehearse.command.plan_moments", lambda **_: [Trigger(12, in_save=False, fraction=0.0)]
+    )
+    monkeypatch.setattr(
+        "trainfold.adapters.cli.rehearse.starts.arms",
+        lambda seen, _: any(e.kind == "saved" and e.step == 12 for e in seen),
+    )
+    found = rehearse(program(("manager.close()", "import time; time.sleep(0.5)\nmanager.close()")), every=6).error
+    assert isinstance(found, NeverResumed), found
+    assert "--steps" in found.mend
+
+
+def test_a_program_that_fails_after_its_last_step_is_told_so(rehearse):
+    """W15: all bits are the same, and its evaluation at the end has no file to read."""
+    with pytest.raises(
+        ProgramFailed, match=r"(?s)start 1 of whole.*exit code 1 after its last step, 12.*no test set"
+    ) as failed:
+        rehearse(PROGRAM + "raise RuntimeError('no test set')\n")
+    assert "manager.should_stop" in failed.value.mend
+
+
+def test_a_program_that_is_not_seeded_does_not_repeat_itself_also_where_it_cannot_go_on(rehearse):
+    """W15: the data of each start are others, so a resume is refused: the reason is the seed, and the exit code says so."""
+    found = rehearse(program(("torch.manual_seed(0)", "torch.seed()"))).error
+    assert isinstance(found, NotRepeatable), found
+    assert "start 2 of killed" in found.found
+    assert "the last batch of the position" in found.found
+    assert "torch.manual_seed(0)" in found.mend
+
+
+@pytest.mark.parametrize("has_hidden_state", [False, True])
+def test_a_recorded_time_is_left_out_by_name_and_all_else_is_compared(rehearse, has_hidden_state):
+    """W15: what no component follows does not make a program one that does not repeat itself; neither does it hide a difference."""
+    timed = ("live.record(loss=loss)", "import time; live.record(loss=loss, secs=time.perf_counter())")
+    hidden = HIDDEN["a variable of the loop"] if has_hidden_state else []
+    answer = rehearse(program(timed, *hidden))
+    assert answer.data["repeats_itself"]
+    assert answer.data["values_that_do_not_repeat"] == ["secs"]
+    assert "recorded secs" in str(answer.tables)
+    assert not any(each["name"] == "secs" for each in answer.data["differences"])
+    assert isinstance(answer.error, ResumeDiffers) if has_hidden_state else answer.error is None, answer.error
+
+
+def test_a_count_that_ends_the_loop_is_named_as_what_is_not_saved(rehearse):
+    """W15: an early stop counts in a variable, so a resumed run trains longer; no value comes from anywhere else."""
+    answer = rehearse(
+        program(("    if manager.should_stop", "    if manager.should_stop or count == 10")), steps=20, every=4
+    )
+    assert isinstance(answer.error, ResumeDiffers), answer.data
+    assert [(each["kind"], each["step"]) for each in answer.data["differences"]] == [("end", 10)]
+    assert "the loop ended at another step" in answer.error.mend
+    assert "early stop" in answer.error.mend
 
 
 def test_a_value_that_no_component_explains_is_told_apart_from_one_that_is(rehearse):

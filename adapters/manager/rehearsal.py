@@ -29,6 +29,7 @@ from trainfold.core.state import TrainState
 
 _LOG = logging.getLogger("trainfold")
 _LINGER_SECS: Final = 0.05
+_AT_END_SECS: Final = 5.0  # before the last save: a kill that came after it would leave nothing to be resumed
 _KEPT: Final = 2  # one to resume from, and one more if that is damaged
 _PATIENCE: Final = 3  # how often over a run may go past its last step before a manager has seen it at a boundary
 
@@ -61,7 +62,7 @@ class Rehearsal:
         self._rank = rank
         self._place = ""
         self._name = ""
-        self._met_boundary = self._is_done = False
+        self._met_boundary = self._is_done = self._has_waited = False
         notes = Path(orders.notes)
         notes.mkdir(parents=True, exist_ok=True)
         self._record = RecordFile(notes / RECORD_NAME, clock=time.monotonic)
@@ -145,7 +146,7 @@ class Rehearsal:
         self._step(step, epoch=epoch)
         if not self._met_boundary and step > _PATIENCE * self.orders.steps:
             self._done(step, "no call of manager.step or manager.save")
-            self._die()
+            self._die(step)
 
     def is_over(self, step: int) -> bool:
         """Whether the rehearsal ends at this step."""
@@ -155,17 +156,20 @@ class Rehearsal:
 
     def _step(self, step: int, **data: object) -> None:
         if self._is_done and step > self.orders.steps:
-            self._die()
+            self._die(step)
         self._write("step", step, **data)
         if step > self.orders.linger_after:
-            time.sleep(_LINGER_SECS)
+            waits = self.is_over(step) and not self._has_waited
+            self._has_waited |= waits
+            time.sleep(_AT_END_SECS if waits else _LINGER_SECS)
 
     def _done(self, step: int, why: str) -> None:
         self._is_done = True
         self._write("done", step, why=why)
 
-    def _die(self) -> None:
+    def _die(self, step: int) -> None:
         """End a run that looks neither at ``manager.should_stop`` nor at the end of ``live.batches()``."""
+        self._record.write("done", step, rank=self._rank, why="it went on past its end", is_killed=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _hear(self, event: Event) -> None:

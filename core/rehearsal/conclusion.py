@@ -13,7 +13,7 @@ from trainfold.core.rehearsal.trajectory import (
     compared,
     computed_again,
     differences,
-    unseeded_streams,
+    restless_parts,
 )
 
 Outcome: TypeAlias = Literal["identical", "differs", "within", "beyond", "unrepeatable", "nothing"]
@@ -37,6 +37,7 @@ class Conclusion:
         values: how many recorded values of resumed processes were compared.
         reasons: what probably makes it differ, the likeliest first.
         unseeded: random streams that the program does not seed, and that were not compared.
+        restless: recorded values that do not repeat themselves and that no component follows, such as a time; not compared.
     """
 
     outcome: Outcome
@@ -47,6 +48,7 @@ class Conclusion:
     values: int
     reasons: tuple[str, ...]
     unseeded: tuple[str, ...] = ()
+    restless: tuple[str, ...] = ()
 
 
 def conclude(whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, tolerance: float | None) -> Conclusion:
@@ -77,20 +79,21 @@ def conclude(whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, toler
     """
     resumed = [stretch for stretch in killed if stretch.is_resumed]
     fresh = [stretch for stretch in killed if not stretch.is_resumed]
-    streams = unseeded_streams(differences(whole, again)) or {}
-    runs = [again, *fresh]
-    noise = next(filter(None, (differences(whole, run, leaving_out=tuple(streams)) for run in runs)), ())
-    if noise:
+    apart = [differences(whole, run) for run in (again, *fresh)]
+    restless = restless_parts([each for found in apart for each in found])
+    if restless is None:
+        noise = next(found for found in apart if restless_parts(found) is None)
         pairs = computed_again(killed)
         outcome: Outcome = "unrepeatable"
         if tolerance is not None and pairs:
             outcome = "within" if all(pair.apart <= tolerance for pair in pairs) else "beyond"
         return Conclusion(outcome, noise, (), pairs, 0, len(pairs), ())
-    found = tuple(each for stretch in resumed for each in differences(whole, stretch, leaving_out=tuple(streams)))
-    counts = [compared(whole, stretch) for stretch in resumed]
+    found = tuple(each for stretch in resumed for each in differences(whole, stretch, leaving_out=restless))
+    counts = [compared(whole, stretch, leaving_out=restless) for stretch in resumed]
     checkpoints, values = sum(count for count, _ in counts), sum(count for _, count in counts)
     outcome = "differs" if found else "identical" if checkpoints else "nothing"
     first = [each for each in found if each.number == found[0].number]
-    unseeded = tuple(sorted(set(streams.values())))
     names = {name for saved in whole.saved.values() for name in saved.components}
-    return Conclusion(outcome, (), found, (), checkpoints, values, likely_reasons(first, names), unseeded)
+    reasons = likely_reasons(first, names)
+    unseeded, left_out = tuple(sorted(set(restless.streams.values()))), tuple(sorted(restless.values))
+    return Conclusion(outcome, (), found, (), checkpoints, values, reasons, unseeded, left_out)

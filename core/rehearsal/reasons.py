@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from trainfold.core.rehearsal.trajectory import Difference
+from trainfold.core.rehearsal.trajectory import ABSENT, Difference
 
 _BUILT_IN: Final = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng")
 _STREAMS: Final = ("python", "numpy", "torch", "cuda")
@@ -34,15 +34,8 @@ variable: record the plain value, or attach the average under extra=
     if not found:
         return ()
     components = [each for each in found if each.kind == "component"]
-    values = [each.name for each in found if each.kind == "value"]
     if not components:
-        names = " and ".join(dict.fromkeys(values)) or "number of steps"
-        return (
-            (
-                f"no component differs, so the recorded {names} comes from something beside them, such as a running average in a "
-                "variable: record the plain value, or attach the average under extra="
-            ),
-        )
+        return _of_ends(found) or _of_values(found)
     first = components[0].step
     changed = {each.name: each for each in components if each.step == first}
     reasons = [*_of_data(changed), *_of_streams(changed), *_of_optimizer(changed), *_of_scheduler(changed)]
@@ -65,6 +58,38 @@ variable: record the plain value, or attach the average under extra=
             "first time, such as at an epoch's end, an evaluation, or every so many steps by a counter of its own"
         )
     return tuple(reasons)
+
+
+def _of_ends(found: Sequence[Difference]) -> tuple[str, ...]:
+    """Why a loop has ended elsewhere, where all that it did until then is the same."""
+    if found[0].kind != "end":
+        return ()
+    return (
+        (
+            "the loop ended at another step, and all before that is the same: what ends it is not saved, such as a count of steps, a best "
+            "loss or the patience of an early stop in a variable: put it under extra=, as a pair of functions (get, set) if need be; or "
+            "compute it from live.progress.step"
+        ),
+    )
+
+
+def _of_values(found: Sequence[Difference]) -> tuple[str, ...]:
+    """Why recorded values differ, where no component does."""
+    values = [each for each in found if each.kind == "value"]
+    names = " and ".join(dict.fromkeys(each.name for each in values))
+    if all(ABSENT in (each.expected, each.found) for each in values):
+        return (
+            (
+                f"no component differs; {names} is recorded in other steps, so what decides when is not saved, such as a counter of the "
+                "loop's own: compute it from live.progress.step"
+            ),
+        )
+    return (
+        (
+            f"no component differs, so the recorded {names} comes from something beside them, such as a running average in a "
+            "variable: record the plain value, or attach the average under extra="
+        ),
+    )
 
 
 def _of_data(changed: dict[str, Difference]) -> list[str]:

@@ -81,6 +81,28 @@ class Difference:
     leaves: tuple[tuple[str, str, str], ...] = ()
 
 
+@final
+@attrs.frozen
+class Restless:
+    """What two runs of a program have otherwise although each of them trains the same.
+
+    Attributes:
+        streams: the beginning of the path of each stream's leaves -> the name of the stream, which the program does not seed.
+        values: names of recorded values that the training does not follow, such as a time.
+    """
+
+    streams: Mapping[str, str]
+    values: frozenset[str]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What the paths of leaves begin with that are not compared."""
+        return tuple(self.streams)
+
+
+NOTHING: Final = Restless({}, frozenset())
+
+
 def stretch_of(
     entries: Iterable[Entry], saved: Mapping[tuple[str, int], SavedStep], *, number: int, is_cut: bool
 ) -> Stretch:
@@ -110,7 +132,7 @@ def stretch_of(
     return Stretch(number, at, resumed is not None, is_cut, max(last, at), values, saved)
 
 
-def differences(one: Stretch, other: Stretch, *, leaving_out: Sequence[str] = ()) -> tuple[Difference, ...]:
+def differences(one: Stretch, other: Stretch, *, leaving_out: Restless = NOTHING) -> tuple[Difference, ...]:
     """Everything that a process has otherwise than a whole run, in the order in which it happened.
 
     Only what both can have is compared: steps that the process did itself, and checkpoints that both have. The first
@@ -119,37 +141,46 @@ def differences(one: Stretch, other: Stretch, *, leaving_out: Sequence[str] = ()
     Args:
         one: the whole run.
         other: the process.
-        leaving_out: what the paths of leaves begin with that are not compared.
+        leaving_out: what is not compared.
     """
-    found = [*_of_values(one, other), *_of_components(one, other, tuple(leaving_out))]
-    if not one.is_cut and not other.is_cut and one.last_step != other.last_step:
+    values = [each for each in _of_values(one, other) if each.name not in leaving_out.values]
+    found = [*values, *_of_components(one, other, leaving_out.paths)]
+    went_on = not one.is_cut and other.last_step > one.last_step
+    stopped = not other.is_cut and other.last_step < one.last_step
+    if went_on or stopped:
         end = min(one.last_step, other.last_step)
         here = (other.number, other.resumed_at)
-        found.append(Difference(end, "end", "steps", f"{one.last_step}", f"{other.last_step}", *here))
+        found = [each for each in found if each.step <= end]  # what only one of them has follows from its end
+        found.append(Difference(end, "end", "number of steps", f"{one.last_step}", f"{other.last_step}", *here))
     order = {"component": 0, "value": 1, "end": 2}
     # a component of step k is saved before the values of step k + 1 are recorded
     return tuple(sorted(found, key=lambda each: (each.step - (each.kind == "value"), order[each.kind])))
 
 
-def unseeded_streams(noise: Sequence[Difference]) -> dict[str, str] | None:
-    """The random streams that two runs of a program begin with otherwise, because it seeds none or not all of them.
+def restless_parts(noise: Sequence[Difference]) -> Restless | None:
+    """The parts of a program that do not repeat themselves, where everything that is trained does.
+
+    A recorded value is one of these where no component differs: what made it has not reached the training.
 
     Args:
         noise: what differs between two runs that were not killed.
 
     Returns:
-        The beginning of the path of each stream's leaves -> the name of the stream; None where anything else differs, so
-        that the program does not repeat itself.
+        The parts; None where anything else differs, so that the program does not repeat itself.
 
     Examples:
         >>> words = ("rng.value['python']['words']", "a", "b")
-        >>> unseeded_streams([Difference(5, "component", "rng", "a", "b", 1, 0, (words,))])
-        {"rng.value['python']": 'python'}
-        >>> unseeded_streams([Difference(5, "value", "loss", "a", "b", 1, 0)]) is None
+        >>> stream, secs = Difference(5, "component", "rng", "a", "b", 1, 0, (words,)), Difference(5, "value", "secs", "a", "b", 1, 0)
+        >>> found = restless_parts([secs, stream])
+        >>> found.streams, sorted(found.values)
+        ({"rng.value['python']": 'python'}, ['secs'])
+        >>> restless_parts([secs, Difference(5, "component", "model", "a", "b", 1, 0)]) is None
         True
     """
     found: dict[str, str] = {}
     for each in noise:
+        if each.kind == "value":
+            continue
         if each.kind != "component" or each.name not in ("rng", "dataset") or not each.leaves:
             return None
         for path, *_ in each.leaves:
@@ -157,13 +188,14 @@ def unseeded_streams(noise: Sequence[Difference]) -> dict[str, str] | None:
             if stream is None:
                 return None
             found[path[: path.index(f"['{stream}']") + len(f"['{stream}']")]] = stream
-    return found
+    return Restless(found, frozenset(each.name for each in noise if each.kind == "value"))
 
 
-def compared(one: Stretch, other: Stretch) -> tuple[int, int]:
+def compared(one: Stretch, other: Stretch, *, leaving_out: Restless = NOTHING) -> tuple[int, int]:
     """How many checkpoints and how many values of a process were compared with a whole run."""
-    names = sum(len(texts) for step, values in other.values.items() for texts in values.values() if step in one.values)
-    return len(one.saved.keys() & other.saved.keys()), names
+    shared = [values for step, values in other.values.items() if step in one.values]
+    texts = [texts for values in shared for name, texts in values.items() if name not in leaving_out.values]
+    return len(one.saved.keys() & other.saved.keys()), sum(map(len, texts))
 
 
 def _of_values(one: Stretch, other: Stretch) -> Iterable[Difference]:

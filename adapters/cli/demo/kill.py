@@ -76,7 +76,8 @@ def plan_kills(settings: Settings) -> list[Trigger]:
         >>> [trigger.in_save for trigger in plan_kills(make_settings(steps=60, seed=1))]
         [False, True, False]
     """
-    return plan_moments(steps=settings.steps, every=settings.save_every, kills=settings.kills, seed=settings.seed)
+    saved = range(settings.save_every, settings.steps + 1, settings.save_every)
+    return plan_moments(steps=settings.steps, saved=saved, kills=settings.kills, seed=settings.seed)
 
 
 def run_unharmed(run: Path, *, command: Command, watch: Watch) -> None:

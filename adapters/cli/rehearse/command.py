@@ -15,6 +15,7 @@ from trainfold.adapters.cli.output import Answer
 from trainfold.adapters.cli.progress import Display, display
 from trainfold.adapters.cli.rehearse import report
 from trainfold.adapters.cli.rehearse.document import as_json
+from trainfold.adapters.cli.rehearse.errors import ProgramFailed
 from trainfold.adapters.cli.rehearse.kept import Kept, measure
 from trainfold.adapters.cli.rehearse.moments import Trigger, plan_moments
 from trainfold.adapters.cli.rehearse.report import Rehearsed, error_of, hit_text, tables
@@ -25,7 +26,7 @@ from trainfold.adapters.cli.workplace import Workplace
 from trainfold.core.rehearsal.conclusion import conclude
 from trainfold.core.rehearsal.entry import Entry
 from trainfold.core.rehearsal.number import float_of
-from trainfold.core.rehearsal.trajectory import differences, unseeded_streams
+from trainfold.core.rehearsal.trajectory import NOTHING, differences, restless_parts
 
 WHOLE, AGAIN, KILLED = "whole", "again", "killed"
 PICTURE, REPORT = "values.png", "report.json"
@@ -97,43 +98,55 @@ def _run_all(directory: Path, settings: Settings, shown: Display) -> Rehearsed:
         return Rehearsed(settings, whole, None, (), None)
     again = run(AGAIN, "once more", lambda: kept[AGAIN].thin(whole.stretch.saved, None)).start()
     kept[AGAIN].clear_run()
-    streams = unseeded_streams(differences(whole.stretch, again.stretch))
-    repeats = streams is not None
+    restless = restless_parts(differences(whole.stretch, again.stretch))
+    repeats = restless is not None
     if not repeats:
         shown.say(
             "  the program does not repeat itself: values after each resume are compared with those before the kill"
         )
     killed: list[Start] = []
-    last = run(KILLED, "killed and resumed", lambda: kept[KILLED].thin(whole.stretch.saved, tuple(streams or ())))
+    last = run(
+        KILLED,
+        "killed and resumed",
+        lambda: kept[KILLED].thin(whole.stretch.saved, restless or NOTHING),
+    )
+    failed: ProgramFailed | None = None
     for trigger in [*_moments(settings, whole, late=not repeats), None]:
-        start = last.start(trigger, pace_of(whole))
+        try:
+            start = last.start(trigger, pace_of(whole))
+        except ProgramFailed as failure:
+            if repeats:
+                raise
+            failed = failure  # that it does not repeat itself is why: other weights or data than the checkpoint was made with
+            break
         killed.append(start)
         if start.resumed_from is not None:
             shown.say(f"  start {start.stretch.number} resumed from {start.resumed_from}")
         if start.hit is None:
             break
         shown.say(f"  {hit_text(start)}")
-    conclusion = conclude(whole.stretch, again.stretch, [each.stretch for each in killed], tolerance=settings.tolerance)
+    tolerance = None if failed is not None else settings.tolerance
+    conclusion = conclude(whole.stretch, again.stretch, [each.stretch for each in killed], tolerance=tolerance)
     found, other = (conclusion.noise, AGAIN) if conclusion.noise else (conclusion.found, KILLED)
     measured = measure(kept[WHOLE], kept[other], found)
     for name, each in kept.items():
         each.clear(except_step=measured.step if measured is not None and name in (WHOLE, other) else None)
-    return Rehearsed(settings, whole, again, tuple(killed), conclusion, measured, room.facts)
+    return Rehearsed(settings, whole, again, tuple(killed), conclusion, measured, room.facts, failed)
 
 
 def _moments(settings: Settings, whole: Start, *, late: bool) -> list[Trigger]:
     """When to kill; a program without a manager shows nothing but its checkpoints, so one of these has to set each kill off."""
     says_steps = any(entry.kind == "step" for entry in whole.entries)
+    saved = sorted({step for _, step in whole.stretch.saved})
     found = plan_moments(
-        steps=settings.steps,
-        every=settings.every,
+        steps=min(settings.steps, saved[-1]),
+        saved=saved,
         kills=settings.kills,
         seed=settings.seed,
         saves=any(entry.kind == "save" for entry in whole.entries),
         late=late,
     )
-    *before_last, _ = sorted({step for _, step in whole.stretch.saved})
-    latest = settings.steps if says_steps or not before_last else before_last[-1]
+    latest = settings.steps if says_steps or len(saved) == 1 else saved[-2]
     return [attrs.evolve(trigger, after_step=min(trigger.after_step, latest)) for trigger in found]
 
 

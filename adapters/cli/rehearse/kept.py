@@ -17,7 +17,15 @@ from trainfold.core.manifest import Manifest, ShardRecord, TensorRecord
 from trainfold.core.manifest_reader import decode_manifest
 from trainfold.core.rehearsal.leaf_size import LeafSize, Piece, size_of
 from trainfold.core.rehearsal.orders import KEPT_NAME
-from trainfold.core.rehearsal.trajectory import Difference, SavedStep, Stretch, differences, unseeded_streams
+from trainfold.core.rehearsal.trajectory import (
+    NOTHING,
+    Difference,
+    Restless,
+    SavedStep,
+    Stretch,
+    differences,
+    restless_parts,
+)
 from trainfold.core.save_plan import step_of
 from trainfold.core.structure import places
 
@@ -57,18 +65,18 @@ class Kept:
         """Bytes of the data files of the largest one."""
         return max((_manifest(path).size_bytes for path in self.found().values()), default=0)
 
-    def thin(self, whole: Saved, streams: tuple[str, ...] | None) -> None:
+    def thin(self, whole: Saved, leaving_out: Restless | None) -> None:
         """Let go of those that are as in the whole run, and of those after the first that is not.
 
         Args:
             whole: the checkpoints of the whole run.
-            streams: what the paths of leaves begin with that are not compared; None where that is not known yet.
+            leaving_out: what is not compared; None where that is not known yet.
         """
         unlike: list[int] = []
         for key, path in sorted(self.found().items(), key=lambda item: item[0][1]):
             if (
                 key in whole
-                and not _is_alike(whole[key], saved_of(_manifest(path)), streams)
+                and not _is_alike(whole[key], saved_of(_manifest(path)), leaving_out)
                 and unlike[:1] in ([], [key[1]])
             ):
                 unlike.append(key[1])
@@ -126,9 +134,9 @@ def measure(one: Kept, other: Kept, found: tuple[Difference, ...]) -> Measured |
     return None
 
 
-def _is_alike(one: SavedStep, other: SavedStep, streams: tuple[str, ...] | None) -> bool:
-    found = differences(_only(one), _only(other), leaving_out=streams or ())
-    return not found or (streams is None and unseeded_streams(found) is not None)
+def _is_alike(one: SavedStep, other: SavedStep, leaving_out: Restless | None) -> bool:
+    found = differences(_only(one), _only(other), leaving_out=leaving_out or NOTHING)
+    return not found or (leaving_out is None and restless_parts(found) is not None)
 
 
 def _only(saved: SavedStep) -> Stretch:

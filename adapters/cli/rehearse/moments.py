@@ -41,39 +41,53 @@ class Pace:
 
 
 def plan_moments(  # noqa: PLR0913 - keywords
-    *, steps: int, every: int, kills: int, seed: int, saves: bool = True, late: bool = False
+    *, steps: int, saved: Sequence[int], kills: int, seed: int, saves: bool = True, late: bool = False
 ) -> list[Trigger]:
     """Choose the moments: one in each equal part of what follows the first save, the second one (or the only one) in a save.
 
-    `arms` keeps the first one from coming before that save is acknowledged.
+    `arms` keeps the first one from coming before that save is acknowledged. The last save is not chosen: a signal that comes late would
+    find a run that is over. Where there is no save between the first and the last, all moments are in steps.
 
     Args:
         steps: optimizer steps of the whole run.
-        every: steps between two saves.
+        saved: the steps that are saved, in order.
         kills: how many moments.
         seed: of the choice.
         saves: whether the run says when a save begins.
         late: choose the last step before a save each time, so that as many steps as can be are trained again.
 
     Examples:
-        >>> [trigger.in_save for trigger in plan_moments(steps=60, every=10, kills=3, seed=1)]
+        >>> [trigger.in_save for trigger in plan_moments(steps=60, saved=range(10, 61, 10), kills=3, seed=1)]
         [False, True, False]
-        >>> [trigger.after_step for trigger in plan_moments(steps=60, every=10, kills=3, seed=1, late=True)]
+        >>> [trigger.after_step for trigger in plan_moments(steps=60, saved=range(10, 61, 10), kills=3, seed=1, late=True)]
         [19, 29, 49]
+        >>> plan_moments(steps=12, saved=[6, 12], kills=1, seed=1)[0].in_save
+        False
     """
     chance = random.Random(seed)  # noqa: S311 - moments, not secrets
-    part = (steps - every) / max(1, kills)
-    latest = [save - 1 for save in range(2 * every, steps, every)] or [steps - 1]
+    part = (steps - saved[0]) / max(1, kills)
+    between = saves_between(saved)
+    latest = [save - 1 for save in between] or [steps - 1]
     triggers = []
     for number in range(kills):
-        first = every + int(number * part)
-        last = max(first, every + int((number + 1) * part) - 2)
-        in_save = number == min(1, kills - 1) and saves and not late
-        step = first if in_save else chance.randint(first, last)
+        first = saved[0] + int(number * part)
+        last = max(first, saved[0] + int((number + 1) * part) - 2)
+        in_save = number == min(1, kills - 1) and saves and bool(between) and not late
+        step = min(first, between[-1] - 1) if in_save else chance.randint(first, last)
         if late:
             step = next((each for each in latest if each >= step), latest[-1])
         triggers.append(Trigger(step, in_save, chance.random()))
     return triggers
+
+
+def saves_between(saved: Sequence[int]) -> Sequence[int]:
+    """The saves that a kill can hit, and leave both a checkpoint to go on from and one to be made later.
+
+    Examples:
+        >>> saves_between([4, 8, 12]), saves_between([6, 12])
+        ([8], [])
+    """
+    return saved[1:-1]
 
 
 def arms(seen: Sequence[Entry], trigger: Trigger) -> bool:

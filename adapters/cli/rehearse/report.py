@@ -7,8 +7,9 @@ from typing import Final, final
 import attrs
 
 from trainfold.adapters.cli.output import Table
-from trainfold.adapters.cli.rehearse.errors import NeverResumed, NeverSaved, NotRepeatable, ResumeDiffers
+from trainfold.adapters.cli.rehearse.errors import NeverResumed, NeverSaved, NotRepeatable, ProgramFailed, ResumeDiffers
 from trainfold.adapters.cli.rehearse.kept import Measured
+from trainfold.adapters.cli.rehearse.moments import saves_between
 from trainfold.adapters.cli.rehearse.settings import Settings
 from trainfold.adapters.cli.rehearse.starts import Start
 from trainfold.core.errors import TrainfoldError
@@ -35,6 +36,7 @@ class Rehearsed:
         conclusion: what they say together; None where the program saved nothing.
         measured: how large the first difference between components is; None where there is none, or it could not be measured.
         room: bytes of a checkpoint, of all that are on the disk at once, and of what was free.
+        failed: how a program that does not repeat itself failed when it was started again.
     """
 
     settings: Settings
@@ -44,6 +46,7 @@ class Rehearsed:
     conclusion: Conclusion | None
     measured: Measured | None = None
     room: Mapping[str, int] = attrs.field(factory=dict)
+    failed: ProgramFailed | None = None
 
     @property
     def kills(self) -> int:
@@ -56,11 +59,18 @@ def error_of(rehearsed: Rehearsed) -> TrainfoldError | None:
     conclusion = rehearsed.conclusion
     if conclusion is None or not rehearsed.whole.stretch.saved:
         return _never_saved(rehearsed)
+    if rehearsed.failed is not None:
+        return _fails_since_restless(conclusion, rehearsed.failed)
     not_resumed = [start for start in rehearsed.killed[1:] if not start.stretch.is_resumed]
-    if not_resumed or rehearsed.kills == 0:
+    was_over = conclusion.outcome == "nothing" and _was_over(rehearsed)
+    if not_resumed or rehearsed.kills == 0 or was_over:
         return _never_resumed(not_resumed)
+    return _by_outcome(rehearsed.settings, conclusion)
+
+
+def _by_outcome(settings: Settings, conclusion: Conclusion) -> TrainfoldError | None:
     if conclusion.outcome in ("unrepeatable", "beyond"):
-        return _not_repeatable(rehearsed.settings, conclusion)
+        return _not_repeatable(settings, conclusion)
     if conclusion.outcome == "nothing":
         return NeverSaved(
             "the resumed program",
@@ -102,9 +112,26 @@ def _never_resumed(not_resumed: Sequence[Start]) -> TrainfoldError:
     )
 
 
+def _was_over(rehearsed: Rehearsed) -> bool:
+    """Whether each kill came after the last save, so that nothing was left to be done."""
+    return all(start.stretch.resumed_at >= rehearsed.whole.stretch.last_step for start in rehearsed.killed if start.stretch.is_resumed)  # fmt: skip
+
+
+def _fails_since_restless(conclusion: Conclusion, failed: ProgramFailed) -> TrainfoldError:
+    return NotRepeatable(
+        "the program",
+        expected="the same bits twice",
+        found=f"{_noise(conclusion)}; and {failed.where} failed: {failed.found}",
+        mend="make it repeat itself: seed all that it draws from, such as with torch.manual_seed(0) before the model and the data are made",
+    )
+
+
+def _noise(conclusion: Conclusion) -> str:
+    return f"two runs that were not killed differ in {_named(conclusion.noise[0])}"
+
+
 def _not_repeatable(settings: Settings, conclusion: Conclusion) -> TrainfoldError:
-    first = conclusion.noise[0]
-    noise = f"two runs that were not killed differ in {_named(first)}"
+    noise = _noise(conclusion)
     worst = max(conclusion.again, key=lambda pair: pair.apart, default=None)
     if conclusion.outcome == "beyond" and worst is not None:
         return ResumeDiffers(
@@ -144,6 +171,8 @@ def _differs(conclusion: Conclusion) -> TrainfoldError:
 def _named(difference: Difference) -> str:
     if difference.kind == "value":
         return f"{difference.name} of step {difference.step}"
+    if difference.kind == "end":
+        return f"the {difference.name}, {difference.found} and not {difference.expected},"
     leaf = f" ({difference.leaves[0][0]})" if difference.leaves else ""
     return f"{difference.name}{leaf} at step {difference.step}"
 
@@ -177,6 +206,7 @@ def _history(rehearsed: Rehearsed) -> Table:
             ("recorded values", f"{_count(whole)}", f"{conclusion.values} compared", ""),
             ("a second whole run", "NOT the same" if conclusion.noise else "the same bits", "", ""),
             *((f"  stream of {name}", "not seeded: not compared", "", "") for name in conclusion.unseeded),
+            *((f"  recorded {name}", "does not repeat itself: not compared", "", "") for name in conclusion.restless),
         ]
     rows.append(("kills", "0", f"{rehearsed.kills} of {rehearsed.settings.kills}", ""))
     for start in rehearsed.killed:
@@ -307,7 +337,25 @@ def curves(starts: Sequence[Start]) -> tuple[str, list[Mapping[int, float]]]:
 
 
 def not_rehearsed(rehearsed: Rehearsed) -> list[str]:
-    """What a run with a loader does sooner or later and did not do here; nobody would miss it in the table."""
+    """What a run does sooner or later and did not do here; nobody would miss it in the table."""
+    return [*_saves_not_hit(rehearsed), *_epochs_not_seen(rehearsed)]
+
+
+def _saves_not_hit(rehearsed: Rehearsed) -> list[str]:
+    saved = sorted({step for _, step in rehearsed.whole.stretch.saved})
+    if (
+        rehearsed.kills == 0
+        or saves_between(saved)
+        or not any(entry.kind == "save" for entry in rehearsed.whole.entries)
+    ):
+        return []
+    steps = rehearsed.settings.steps
+    return [
+        f"a kill during a save, because none was between the first and the last: take an --every of at most {max(1, (steps - 1) // 2)}"
+    ]
+
+
+def _epochs_not_seen(rehearsed: Rehearsed) -> list[str]:
     whole = rehearsed.whole
     epochs = {entry.step: entry.data["epoch"] for entry in whole.entries if "epoch" in entry.data}
     resumed = [start.stretch.resumed_at for start in rehearsed.killed if start.stretch.is_resumed]

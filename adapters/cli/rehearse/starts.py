@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -112,8 +113,9 @@ class Run:
         with program:
             silent = self._follow(program, seen, trigger, pace)
         code, was_hit = program.code, program.was_killed and not _is_over(seen, self._settings)
-        is_over = _is_over(seen, self._settings)
-        if silent or (not was_hit and not is_over and code != 0):
+        # one that is killed may have ended by itself just before
+        is_meant = code == 0 or (program.was_killed and code == -signal.SIGKILL) or _has_killed_itself(seen)
+        if silent or not is_meant:
             raise self._failed(notes, code, seen, is_silent=silent)
         self._tidy()
         is_cut = program.was_killed or code != 0
@@ -190,7 +192,13 @@ class Run:
             f", resumed from {resumed}" if resumed else ", beside the checkpoints of the one before" if is_again else ""
         )
         mend = "correct the program: it does so without being killed"
-        if is_again:
+        if _is_over(seen, self._settings):
+            after = f"after its last step, {step}"
+            mend = (
+                "correct what it does after its loop; one that asks for another start by its exit code, since manager.should_stop is true, "
+                "is rehearsed with a command that ends with 0 then, such as sh -c 'python train.py; test $? = 75'"
+            )
+        elif is_again:
             mend = "read its text: the program was fine until it was killed, and cannot go on"
         return ProgramFailed(
             f"start {self._number} of {self._home.name}{whence}",
@@ -225,6 +233,11 @@ def _is_over(seen: list[Entry], settings: Settings) -> bool:
         return True
     has_manager = any(entry.kind == "start" for entry in seen)
     return not has_manager and any(entry.kind == "saved" and entry.step >= settings.steps for entry in seen)
+
+
+def _has_killed_itself(seen: list[Entry]) -> bool:
+    """Whether it went on past its end, which a manager ends; the exit code is then that of whatever started it."""
+    return any(entry.kind == "done" and entry.data.get("is_killed") for entry in seen)
 
 
 def _hit(seen: list[Entry], resumed_at: int) -> Hit:
