@@ -74,7 +74,7 @@ class Program:
             return self.live.batches(*name)
         return self.loaders[name[0]] if name else self.loaders
 
-    def train(self, *batches):
+    def train(self, *batches, samples=None):
         loss = sum(self.model(batch).square().mean() for batch in batches)
         self.optimizer.zero_grad()
         loss.backward()
@@ -83,7 +83,7 @@ class Program:
         group = self.optimizer.param_groups[0]
         self.events.append([self.step, *(batch.tolist() for batch in batches), float(loss.detach()), group["lr"]])
         if self.live is not None:
-            self.live.advance()
+            self.live.advance(samples=samples)
             self.dies(self.step)
 
     def dies(self, where):
@@ -377,6 +377,62 @@ def test_a_save_with_an_iterator_held_open_stays_in_the_epoch():
             run.ends(epoch)
 
     check(program, dies=[1, 4, ("in", 3), ("in", 4), ("end", 0)])
+
+
+def ahead(batches, depth=1):
+    """Draws batches ahead of those that it gives."""
+    waiting = []
+    for batch in batches:
+        waiting.append(batch)
+        if len(waiting) > depth:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+class Ahead:
+    """Draws one ahead, and holds the iterator for as long as it lives."""
+
+    def __init__(self, batches):
+        self.batches = iter(batches)
+        self.waiting = next(self.batches, None)
+
+    def __iter__(self):
+        while (batch := self.waiting) is not None:
+            self.waiting = next(self.batches, None)
+            yield batch
+
+
+AROUND_AN_END = [2, 3, 4, 5, ("end", 0), ("end", 1)]  # 4 batches an epoch
+
+
+@pytest.mark.parametrize("prefetcher", [ahead, partial(ahead, depth=2), Ahead], ids=["one", "two", "class"])
+@pytest.mark.parametrize("size", [3, 100], ids=["many batches", "one batch"])
+def test_a_prefetcher_in_the_body_is_resumed_at_every_step_and_does_the_end_of_each_epoch_once(
+    prefetcher, size, caplog
+):
+    """W04: the iterator has ended before the steps on the last batches, which are inside of the epoch for all that."""
+
+    def program(run):
+        for epoch in run.epochs(3):
+            for batch in prefetcher(run.batches()):
+                run.train(batch, samples=len(batch))
+            run.scheduler.step()
+            run.ends(epoch)
+
+    dies = AROUND_AN_END if size == 3 else [1, 2, ("end", 0), ("end", 1)]
+    check(program, partial(loader, batch_size=size), dies=dies)
+    assert "a variable still holds" not in caplog.text
+
+
+def test_a_prefetcher_that_a_variable_holds_is_told_what_a_save_after_the_loop_means(caplog):
+    """W04: whether such a save is inside the loop or after it, nobody can know."""
+    run = Program()
+    for _ in run.live.epochs(3):
+        batches = Ahead(run.live.batches())
+        for batch in batches:
+            run.train(batch, samples=len(batch))
+            run.live.capture()
+    assert caplog.text.count("a variable still holds the iterator") == 1
 
 
 def test_a_loop_that_ends_by_steps_stays_in_the_epoch():

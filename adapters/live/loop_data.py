@@ -1,6 +1,7 @@
 """`LoopData`: what a loop reads, epoch by epoch or at a stretch, from one loader or several; the component ``dataset``."""
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
@@ -39,6 +40,11 @@ STOPPED: Final = (
     "the newest save was made after a break out of live.batches(), and counts epoch %d as left: a resume from it begins the next epoch, "
     "as a plain loop would. If the run was stopped there and is to go on in this epoch, save before the break, inside the inner loop"
 )
+HELD: Final = (
+    "the newest save in epoch %d of live.epochs() is taken for one inside the loop over batches, because the loop draws ahead and a variable "
+    "still holds the iterator of live.batches() that had ended: a resume from it does again what comes after that loop. If the save was made "
+    "after the loop, delete the variable before it, or write the prefetcher into the loop: `for batch in prefetch(live.batches()):`"
+)
 AGAIN: Final = (
     "the body of live.epochs() iterates over live.batches() again in epoch %d, which it had left early: it goes on in the epoch, and a "
     "plain loop over the loader would begin it anew. A resume from a save between the two begins the next epoch. To read an epoch in "
@@ -71,6 +77,9 @@ class LoopData:
         self._left: list[str] = []  # loaders whose epoch was left early, as a position says
         self._open = 0  # iterations of this body that have not ended
         self._has_ended = False  # whether one of them has given all that it had, since the last step
+        self._ahead: dict[
+            str, weakref.ref[BatchStream]
+        ] = {}  # loader -> its iteration that has ended before the step on its last batch
         self._paused: set[str] = set()  # loaders whose iteration `steps` has ended inside of an epoch
         self._entered: set[str] = set()  # loaders that this body has begun to read in this process
         self._saved: str | None = None  # what a save since the last step takes this body for: INSIDE or OVER
@@ -102,7 +111,10 @@ class LoopData:
         first = self._opened.setdefault(name, feed.epoch)
         self._say_that_it_is_entered_again(name, feed, first)
         stop = first + 1 if epochs is None else min(first + 1, epochs)
-        return self._started(self._in_body(name, feed, feed.batches(epochs=stop, done=done)))
+        held: list[weakref.ref[BatchStream]] = []
+        stream = self._started(self._in_body(name, feed, feed.batches(epochs=stop, done=done), held))
+        held.append(weakref.ref(stream))
+        return stream
 
     def _say_that_it_is_entered_again(self, name: str, feed: Feed, first: int) -> None:
         """A plain loop over a loader begins anew where it is left and comes back, and this one goes on (W04)."""
@@ -143,7 +155,9 @@ class LoopData:
             )
         return self.feed
 
-    def _in_body(self, name: str, feed: Feed, stream: Iterator[Any]) -> Iterator[Any]:
+    def _in_body(
+        self, name: str, feed: Feed, stream: Iterator[Any], held: "list[weakref.ref[BatchStream]]"
+    ) -> Iterator[Any]:
         self._open += 1
         self._has_ended = False
         try:
@@ -154,6 +168,8 @@ class LoopData:
             self._has_ended = True
             if feed.is_inside and not feed.undelivered():
                 self._paused.add(name)
+            elif feed.undelivered() and self._depth != 0:
+                self._ahead[name] = held[0]
         finally:
             self._open -= 1
 
@@ -193,6 +209,7 @@ class LoopData:
         self._body, self._saved, self._has_ended = epoch, None, False
         self._entered.clear()
         self._paused.clear()
+        self._ahead.clear()
         since, self._since = self._since, None
         if since is not None:
             since.settle_streams(PUT_BACK)
@@ -214,12 +231,18 @@ class LoopData:
 
     def _is_over(self) -> bool:
         """Whether the loop over the batches of this body has ended: read to the end, or left by a break (W04)."""
-        if self._paused or (self._open and not self._has_ended):
+        if self._paused or (self._open and not self._has_ended) or self._is_ahead():
             return False
         return bool(self._read or self._left_early())
 
+    def _is_ahead(self) -> bool:
+        """Whether a loop that draws ahead is still in its last batches: its prefetcher then holds the iterator that has ended."""
+        return any(stream() is not None for stream in self._ahead.values())
+
     def _leave_body(self, epoch: int) -> None:
         """Begin the next epoch of every loader that this body has not read to its end."""
+        if self._saved == INSIDE and self._is_ahead():
+            self._say_once(HELD, epoch)
         if self._saved == INSIDE and not self._read and self._left_early():
             self._say_once(LEFT_AFTER, epoch)
         for name, first in self._opened.items():
@@ -244,7 +267,9 @@ class LoopData:
         self._pace.advance(waiting - left, is_step=bool(steps), epoch=self.feed.epoch)
         if steps and not left:
             self._say_if_ahead(waiting)
-        if steps and self._depth is None:
+        if (
+            steps and self._depth is None and (self._body is None or self._open)
+        ):  # at an epoch's end nothing is left ahead
             self._depth = left
         self._has_ended, self._saved = False, None
         for name, first in self._opened.items():
