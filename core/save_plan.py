@@ -221,17 +221,16 @@ def _component(name: str, ranks: list[Described], per_rank: Collection[str]) -> 
     shapes = {path: (spec.dtype, spec.shape) for path, spec in first.tensors.items()}
     for rank, other in enumerate(ranks[1:], start=1):
         if other is first or (
-            other.node == first.node
+            _is_same(other.node, first.node)
             and shapes == {path: (spec.dtype, spec.shape) for path, spec in other.tensors.items()}
             and list(other.tensors) == list(first.tensors)
         ):
             continue
         if is_own:
             break
-        mine, theirs = _first_difference(first.node, other.node)
-        raise _disagree(name, mine, theirs, rank)
+        raise _disagree(*_first_difference(name, first, other), rank)
     # Equal structures may hold unequal tensors, so only what has no tensors at all can be known to be the same.
-    if is_own and len(ranks) > 1 and (first.tensors or any(other.node != first.node for other in ranks)):
+    if is_own and len(ranks) > 1 and (first.tensors or not all(_is_same(other.node, first.node) for other in ranks)):
         return ComponentPlan(name, tuple(each.node for each in ranks), tuple(each.tensors for each in ranks))
     return ComponentPlan(name, (first.node,), (first.tensors,))
 
@@ -362,16 +361,41 @@ def storage_key(path: str) -> str:
     return path
 
 
-def _first_difference(one: Json, other: Json, limit: int = 80) -> tuple[str, str]:
+def _first_difference(name: str, one: Described, other: Described) -> tuple[str, str, str]:
+    """The first leaf that two ranks describe otherwise, and what each has there."""
+    if not _is_same(one.node, other.node):
+        return _first_node(name, one.node, other.node)
+    mine, theirs = (
+        {path: f"a tensor of {spec.dtype} {[*spec.shape]}" for path, spec in each.tensors.items()}
+        for each in (one, other)
+    )
+    paths = [path for path in {**mine, **theirs} if mine.get(path) != theirs.get(path)]
+    if not paths:  # the same tensors, in another order
+        return name, _short([*mine]), _short([*theirs])
+    return paths[0], mine.get(paths[0], "nothing"), theirs.get(paths[0], "nothing")
+
+
+def _first_node(path: str, one: Json, other: Json, tag: str = "") -> tuple[str, str, str]:
+    """As `_first_difference`, of two nodes of the form of `trainfold.core.structure`; ``tag`` is the one above."""
     if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
         for key in one:
-            if one[key] != other[key]:
-                return _first_difference(one[key], other[key])
+            if not _is_same(one[key], other[key]):
+                step = {"dict": f"[{key!r}]", "leaves": f"[{key!r}]", "fields": f".{key}", "static": f".{key}"}.get(tag)
+                return _first_node(path + (step or ""), one[key], other[key], "" if step else key)
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for mine, theirs in zip(one, other, strict=True):
-            if mine != theirs:
-                return _first_difference(mine, theirs)
-    return repr(one)[:limit], repr(other)[:limit]
+        for index, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+            if not _is_same(mine, theirs):
+                return _first_node(f"{path}[{index}]" if tag in ("list", "tuple") else path, mine, theirs)
+    return path, _short(one), _short(other)
+
+
+def _is_same(one: Json, other: Json) -> bool:
+    """Whether two nodes are the same to the bit; ``==`` alone takes 0.0 for -0.0, and 1 for True."""
+    return one is other or (one == other and repr(one) == repr(other))
+
+
+def _short(value: object, limit: int = 80) -> str:
+    return repr(value)[:limit]
 
 
 def _disagree(where: str, mine: object, theirs: object, rank: int) -> RanksDisagree:

@@ -16,7 +16,7 @@ from trainfold.core.errors import InvalidArgument, InvalidState, RanksDisagree
 from trainfold.core.leaves import Leaves
 from trainfold.core.save_plan import directory_of, plan_save, step_of
 from trainfold.core.shard import make_shard
-from trainfold.core.state import ModelState, Progress, TrainState
+from trainfold.core.state import ModelState, Opaque, Progress, TrainState
 from trainfold.properties import strategies
 
 
@@ -135,8 +135,29 @@ def test_ranks_that_hold_different_components_are_named():
         plan_save([described({"w": 1}), described({"w": 2})], step=1)
     with pytest.raises(RanksDisagree, match="components"):
         plan_save([described({"w": 1}, "ema"), described({"w": 1}, "scaler")], step=1)
-    with pytest.raises(RanksDisagree):
+    with pytest.raises(
+        RanksDisagree, match=r"part\['w'\]: expected .* float32 \[2\], found on rank 1: .* float32 \[3\]"
+    ):
         plan_save([described({"w": torch.zeros(2)}), described({"w": torch.zeros(3)})], step=1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "where"),
+    [
+        ({"best": 1.5}, {"best": 2.5}, "part['best']"),
+        ({"a": [1, (2, 3)]}, {"a": [1, (2, 4)]}, "part['a'][1][1]"),
+        (Progress(step=1, samples=2), Progress(step=1, samples=1), "part.samples"),
+        (Opaque({"min": 0.0}), Opaque({"min": -0.0}), "part.value['min']"),
+        ({"seen": 1}, {"seen": True}, "part['seen']"),
+        ({1: "x"}, {1: "y"}, "part"),
+        ({"a": 1}, {"b": 1}, "part"),
+    ],
+)
+def test_the_scalar_that_ranks_have_otherwise_is_named(one, other, where):
+    """W24: the component alone was named; and a zero of another sign, or a 1 for a True, is another bit too."""
+    with pytest.raises(RanksDisagree) as caught:
+        plan_save([described(one), described(other)], step=1)
+    assert caught.value.where == where
 
 
 def test_a_step_below_zero_and_a_world_of_none_are_refused():
