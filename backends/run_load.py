@@ -28,7 +28,6 @@ from trainfold.core.errors import (
     place,
 )
 from trainfold.core.inventory import Descent, Inventory, Problem, problem_of
-from trainfold.core.policy import is_of_rank_zero
 from trainfold.core.printable import printable
 from trainfold.core.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
 from trainfold.core.request import Request, Target
@@ -156,10 +155,7 @@ def passed_over(store: Store, request: Request, world: Collectives) -> Mapping[s
 def target_of(like: TrainState, contract: Mapping[str, Any] | None, world: Collectives) -> Target:
     """What a run that looks like this wants to resume."""
     components = {name: describe(component, name)[0] for name, component in components_of(like).items()}
-    agreed = full_contract(like, contract)
-    if world.rank > 0:  # the environment that is saved is rank 0's, and so is the one that it is compared with
-        agreed = {key: value for key, value in agreed.items() if not is_of_rank_zero(key)}
-    return Target(components, agreed, world.rank, world.world_size, library_versions())
+    return Target(components, full_contract(like, contract), world.rank, world.world_size, library_versions())
 
 
 def _planned(
@@ -178,15 +174,31 @@ def examined(store: Store, inventory: Inventory, request: Request, wanted: Colle
 
 
 def _agree(outcome: ResumePlan | Refusal, store: Store, world: Collectives) -> None:
-    digests = world.gather(outcome.digest() if isinstance(outcome, ResumePlan) else f"refused:\n{outcome}")
-    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if odd and isinstance(outcome, ResumePlan | Refusal):
+    """Raise unless all ranks decide alike; a rank that alone has reasons against a checkpoint says them, and the others who it is."""
+    if isinstance(outcome, Refusal):
+        decided, reasons = f"refused:\n{outcome}", "; ".join(map(str, outcome.reasons)) if outcome.checkpoint else ""
+    else:
+        decided, reasons = outcome.digest(), ""
+    told = world.gather((decided, outcome.checkpoint, reasons))
+    odd = [rank for rank, (each, _, _) in enumerate(told) if each != told[0][0]]
+    if not odd:
+        return
+    refusing = next((rank for rank, (_, _, each) in enumerate(told) if each), None)
+    if refusing is None or len({checkpoint for _, checkpoint, _ in told}) > 1:
         raise RanksDisagree(
             store.url,
             expected="the same plan on every rank",
             found=f"another one on ranks {odd} than on rank 0",
             mend="let every rank see the same files (no node-local or stale copies), and build the same state",
         )
+    if isinstance(outcome, Refusal):
+        raise ResumeRefused(store.url, outcome)
+    raise RankFailed(
+        f"rank {refusing}",
+        expected="every rank to resume",
+        found=f"reasons against {outcome.checkpoint} on it: {told[refusing][2]}",
+        mend="do what that rank's own error says, on every rank",
+    )
 
 
 def _attempt(outcome: ResumePlan, like: TrainState, store: Store) -> tuple[TrainState | None, TrainfoldError | None]:

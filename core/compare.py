@@ -14,12 +14,22 @@ from trainfold.core.group_labels import relabelled
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.notes import NOTES
-from trainfold.core.policy import BASE_RATES, ENVIRONMENT, Drift, Verdict, contract_kind, make_drift, verdict_of
+from trainfold.core.policy import (
+    BASE_RATES,
+    ENVIRONMENT,
+    Drift,
+    Verdict,
+    contract_kind,
+    is_of_rank_zero,
+    make_drift,
+    verdict_of,
+)
 from trainfold.core.rates import RATES
 from trainfold.core.scalars import Json
 from trainfold.core.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.state import TrainState
 from trainfold.core.structure import places, rebuild
+from trainfold.core.world import World
 
 _GROUPS = "optimizer.groups["
 _OPTIMIZER = "trainfold.OptimizerState"
@@ -147,19 +157,21 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     *,
     components: Mapping[str, Described],
     left_out: Container[str],
-    world_size: int,
+    world: World,
     versions: Mapping[str, str],
     findings: Findings,
 ) -> None:
     """Compare the resume contracts, worlds and versions; every difference is noted (V08).
 
     What describes a component that is not resumed, such as the learning rate of an optimizer that starts anew, may differ.
-    What an old checkpoint does not say is read from its components where they prove it (V09).
+    What an old checkpoint does not say is read from its components where they prove it (V09). What each rank may have of its own,
+    such as its environment and the length of its share, is saved by rank 0, which alone compares it.
     """
     saved, alone = _relabelled({**_proved_by_components(manifest), **manifest.contract}, manifest, components)
     saved = {**_of_late_groups(manifest, saved, wanted), **saved}
     known = sorted({*saved, *wanted} - NOTES - {RATES})
     keys = [key for key in known if _component_of(key) not in left_out and not _is_in(key, alone)]
+    keys = [key for key in keys if world.rank == 0 or not is_of_rank_zero(key)]
     follows = _consequences(saved, wanted, keys)
     causes = _causes(saved, wanted, keys, left_out)
     if SCHEDULER_GONE in causes.values():
@@ -167,8 +179,8 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     for key in sorted(keys, key=lambda key: (key != "optimizer.kind", key in causes)):
         if key not in follows:
             _compare_key(key, saved, wanted, findings, causes.get(key))
-    if manifest.world_size != world_size:
-        findings.drift("world", "world_size", saved=manifest.world_size, wanted=world_size)
+    if manifest.world_size != world.size:
+        findings.drift("world", "world_size", saved=manifest.world_size, wanted=world.size)
     for library, version in versions.items():
         if manifest.versions.get(library) != version:
             findings.drift("versions", library, saved=manifest.versions.get(library), wanted=version)

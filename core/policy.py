@@ -240,8 +240,10 @@ def is_of_rank_zero(key: str) -> bool:
     Examples:
         >>> is_of_rank_zero("environment.threads"), is_of_rank_zero("attached.scaler.growth_interval"), is_of_rank_zero("batch_size")
         (True, True, False)
+        >>> is_of_rank_zero("dataset_size")  # of a loader, whose position each rank saves and compares, its length included
+        True
     """
-    return contract_kind(key) in OF_RANK_ZERO
+    return key == "dataset_size" or contract_kind(key) in OF_RANK_ZERO
 
 
 def contract_kind(key: str) -> str:

@@ -18,7 +18,7 @@ _TRAINED: Final = (".params['", ".slots['", ".masters['")
 _STATISTICS: Final = (
     "batch statistics, such as BatchNorm's, differ under DistributedDataParallel: attach the wrapper itself, with broadcast_buffers on, and save with "
     "a CheckpointManager; or convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm; or send those of rank 0 before each save: "
-    "for buffer in model.buffers(): torch.distributed.broadcast(buffer, 0)"
+    "for buffer in {}.buffers(): torch.distributed.broadcast(buffer, 0)"
 )
 _VALUES: Final = (
     "keep replicas alike: wrap the model in DistributedDataParallel, and begin all ranks with the same values. What each rank has of its own on "
@@ -187,5 +187,5 @@ def disagreement(name: str, told: Sequence[tuple[int, str, str]], first: str) ->
         path,
         expected="the bits of rank 0, because one rank writes what all have",
         found=f"others on rank {rank}{more}",
-        mend=_STATISTICS if is_buffer(path) else _VALUES,
+        mend=_STATISTICS.format(name) if is_buffer(path) else _VALUES,
     )

@@ -23,6 +23,7 @@ from trainfold.core.replicas import is_between_epochs, is_opaque
 from trainfold.core.request import Request, Target
 from trainfold.core.resume_plan import ComponentAction, Refusal, ResumePlan
 from trainfold.core.scalars import Json
+from trainfold.core.world import World
 
 _ALWAYS_MEANT: Final = frozenset(
     {"model", "optimizer", "trainer"}
@@ -128,7 +129,7 @@ def plan_resume(inventory: Inventory, target: Target, request: Request) -> Resum
         target.contract,
         components=target.components,
         left_out={action.name for action in actions if action.verb in ("keep", "reset")},
-        world_size=target.world_size,
+        world=World(target.rank, target.world_size),
         versions=target.versions,
         findings=findings,
     )

@@ -26,7 +26,7 @@ class Progress:
     Attributes:
         step: optimizer steps done; the next step has this index.
         epoch: epochs of data finished, where a live loop counts them; a step leaves it, since its epoch is the data cursor's.
-        samples: samples consumed, over all ranks.
+        samples: samples consumed, over all ranks; of a live run, as its loop counts them (`Live.advance`).
         tokens: the sum of the loss weights (valid tokens), over all ranks.
     """
 

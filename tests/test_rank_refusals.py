@@ -21,7 +21,14 @@ from trainfold.backends.collectives import SingleProcess, run_threads, thread_ou
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.rank_environment import ranks_around
 from trainfold.backends.runs import load, plan, save
-from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, RestoreRefused, ResumeRefused
+from trainfold.core.errors import (
+    DataPositionMismatch,
+    InvalidArgument,
+    RankFailed,
+    RanksDisagree,
+    RestoreRefused,
+    ResumeRefused,
+)
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.leaves import Leaves
 from trainfold.core.metrics.total import Sum
@@ -460,15 +467,16 @@ def statistics_that_nobody_sends(collectives, folder):
 
     told = {}
 
-    def saved(name, model, wrapped=None, after=None):
+    def saved(name, model, wrapped=None, after=None, around=contextlib.nullcontext):
         live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
         wrapped = model if wrapped is None else wrapped
-        wrapped(torch.randn(8, 4, generator=torch.Generator().manual_seed(collectives.rank))).sum().backward()
-        if after is not None:
-            after(wrapped)
-        live.advance(samples=1)
-        with CheckpointManager(f"{folder}/{name}", collectives=collectives) as manager:
-            told[name] = refusal(lambda: manager.save(live))
+        with around():
+            wrapped(torch.randn(8, 4, generator=torch.Generator().manual_seed(collectives.rank))).sum().backward()
+            if after is not None:
+                after(wrapped)
+            live.advance(samples=1)
+            with CheckpointManager(f"{folder}/{name}", collectives=collectives) as manager:
+                told[name] = refusal(lambda: manager.save(live))
 
     def ddp(**options):
         torch.manual_seed(0)
@@ -507,21 +515,102 @@ def statistics_that_nobody_sends(collectives, folder):
             model(torch.randn(8, 4, generator=torch.Generator().manual_seed(7 + collectives.rank))).sum().backward()
 
     saved("not next", ddp(), after=without_sync)
+    joined = ddp()
+    saved("joined", joined, around=joined.join)
+    by_hook = ddp()
+    by_hook._register_buffer_comm_hook(None, lambda *_: None)
+    saved("by hook", by_hook)
     halves = [torch.distributed.new_group([rank]) for rank in range(2)]
     saved("other group", ddp(process_group=halves[collectives.rank]))
     return told
 
 
 def test_batch_statistics_that_nobody_sends_are_refused(processes, tmp_path):
-    """W24: broadcast_buffers is off, the wrapper is not attached, it leaves the buffer out, or does not send before the next forward."""
+    """W24: broadcast_buffers is off, the wrapper is not attached, it leaves the buffer out, or does not send before the next forward.
+
+    Inside of `join` another rank may be the one that sends, and a hook of the user's may do anything.
+    """
     for told in processes.run(2, statistics_that_nobody_sends, str(tmp_path), collectives=PATIENT):
         assert told.pop("sent") == told.pop("plain hook") == "nothing"
         assert "PowerSGDState" in told.pop("hook")
-        assert told.pop("average").startswith("RanksDisagree: ema.buffers[")
-        assert len(told) == 5
+        average = told.pop("average")
+        assert average.startswith("RanksDisagree: ema.buffers[")
+        assert "for buffer in ema.buffers()" in average
+        assert len(told) == 7
         for name, text in told.items():
             assert text.startswith("RanksDisagree: model.buffers['1.running_mean']"), (name, text)
             assert "broadcast_buffers" in text
+
+
+def uneven_shares(world, store, *, steps, sizes=(9, 8)):
+    """Each rank reads a dataset of its own, in as many batches of 3 as the other; the last one has 3 and 2 samples."""
+    data = TensorDataset(torch.arange(float(sizes[world.rank])).unsqueeze(1))
+    model = nn.Linear(1, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    live = attach(model, loader=DataLoader(data, batch_size=3))
+    seen = []
+    with CheckpointManager(store, collectives=world) as manager:
+        manager.restore(live)
+        for (x,) in live.batches(epochs=2):
+            seen.append(x.flatten().tolist())
+            live.advance(samples=sum(world.gather(len(x))))
+            manager.save(live)
+            if live.progress.step == steps:
+                break
+    return seen, live.progress.samples
+
+
+def test_shares_of_different_sizes_are_saved_and_resumed_where_samples_are_summed(monkeypatch):
+    """W24, G02: a dataset of its own for each rank had no save: the lengths differed, and a sum over the ranks was of no batch."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store = MemoryStore()
+    assert {samples for _, samples in run_threads(2, lambda world: uneven_shares(world, store, steps=5))} == {17 + 12}
+    (one, samples), (other, _) = run_threads(2, lambda world: uneven_shares(world, store, steps=6))
+    assert (one, other, samples) == ([[6.0, 7.0, 8.0]], [[6.0, 7.0]], 2 * 17)
+
+
+def test_samples_of_no_batch_are_refused_where_there_is_one_rank():
+    """G02: only where there are several ranks can a larger number be their sum."""
+    live = attach(nn.Linear(1, 1), loader=DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2))
+    next(iter(live.batches()))
+    with pytest.raises(DataPositionMismatch, match=r"\[2\] are waiting, found 4"):
+        live.advance(samples=4)
+
+
+def test_another_length_of_the_dataset_of_any_rank_is_refused(monkeypatch):
+    """G02: rank 0 compares it in the contract, and each other rank in its position."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store = MemoryStore()
+    run_threads(2, lambda world: uneven_shares(world, store, steps=1))
+    for rank, sizes, refused in ((0, (12, 8), ResumeRefused), (1, (9, 11), RestoreRefused)):
+        outcomes = thread_outcomes(2, lambda world, sizes=sizes: uneven_shares(world, store, steps=2, sizes=sizes))
+        own, others = outcomes[rank].error, outcomes[1 - rank].error
+        assert isinstance(own, refused)
+        assert isinstance(others, RankFailed)
+        for error in (own, others):
+            assert f"{sizes[rank]}" in str(error), "each rank says what is in the way"
+            assert f"{(9, 8)[rank]}" in str(error)
+
+
+def test_what_one_rank_alone_refuses_is_said_by_it_and_by_the_others():
+    """V05: the others said that they see other files, and so did the rank with the reason."""
+    store = MemoryStore()
+    state = TrainState(trainer=Progress(step=1), contract={"environment.threads": 1})
+    run_threads(2, lambda world: save(state, store, collectives=world))
+
+    def resume(world):
+        like = TrainState(trainer=Progress(), contract={"environment.threads": 2})
+        load(store, like=like, collectives=world, policy={"environment": "refuse"})
+
+    first, other = (outcome.error for outcome in thread_outcomes(2, resume))
+    assert isinstance(first, ResumeRefused)
+    assert isinstance(other, RankFailed)
+    assert other.where == "rank 0"
+    for error in (first, other):
+        assert "environment.threads" in str(error)
 
 
 # --- how much is compared ---------------------------------------------------------------------------------------------

@@ -231,9 +231,10 @@ class Live:
         """Count what was trained on; call it after each optimizer step, before anything is saved.
 
         Args:
-            samples: samples trained on since the last call, over all ranks; with a ``DataLoader``, None means those of
-                every batch that was handed out, and a number has to agree with them; 0 for a step on none. With several
-                loaders, a number is that of all batches or of those of one loader; a dict says it for each by name.
+            samples: samples trained on since the last call; with a ``DataLoader``, None means those of every batch that was handed
+                out, and a number has to agree with them; 0 for a step on none. With several loaders, a number is that of all
+                batches or of those of one loader; a dict says it for each by name. On several ranks either those of this rank's
+                batches, where all shares have as many, or their sum over all ranks: all ranks save one count, so it has to be the same on each.
             tokens: valid tokens among them.
             steps: optimizer steps; 0 inside an accumulation window, which then stays open: nothing can be saved (A06).
 

@@ -1,6 +1,7 @@
 """`LoopData`: what a loop reads, epoch by epoch or at a stretch, from one loader or several; the component ``dataset``."""
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
@@ -19,6 +20,7 @@ from trainfold.adapters.live.since_restore import (
 from trainfold.adapters.loaders.data_probe import is_wanted
 from trainfold.adapters.loaders.feed import OPENED, OTHER, Feed, mismatch
 from trainfold.adapters.loaders.group import FeedGroup, Samples
+from trainfold.backends.rank_environment import ranks_around
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
 from trainfold.core.state import Opaque
 
@@ -259,6 +261,8 @@ class LoopData:
     def advance(self, samples: Samples, *, steps: int) -> int:
         """Count batches; where a loop says how many samples it trained on, those that are left were drawn ahead."""
         waiting = self.feed.undelivered()
+        if type(samples) is int and self._is_of_all_ranks(samples):
+            samples = None  # of this rank all that was handed out
         if isinstance(self.feed, FeedGroup):
             counted = self.feed.advance(samples)
         else:
@@ -277,6 +281,12 @@ class LoopData:
                 self._read.add(name)
         self._at_end = self._streams() if self._body is None and waiting and not self._is_inside() else None
         return counted
+
+    def _is_of_all_ranks(self, samples: int) -> bool:
+        """Whether a number can only be the sum over the ranks: there are several, and this one was handed out fewer."""
+        waiting = [each.waiting_samples() for each in self._feeds().values() if each.undelivered()]
+        known = [each for each in waiting if each is not None]
+        return len(known) == len(waiting) and 0 < sum(known) < samples and ranks_around(os.environ) is not None
 
     def _say_if_ahead(self, batches: int) -> None:
         """A loop that draws ahead takes more batches for its first step than for the others, and counts those ahead too."""

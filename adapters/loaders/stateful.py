@@ -550,6 +550,7 @@ class StatefulFeed:
                 "kind": "stateful",
                 "version": 2,  # 1 has no draws
                 "loader": kind_of(self._loader),
+                "length": length_of(getattr(self._loader, "dataset", None)),
                 "epoch": self._epoch,
                 "batches": self._batches,
                 **place,
@@ -599,6 +600,16 @@ class StatefulFeed:
         value = saved.value
         if value.get("loader") != kind_of(self._loader):
             found.append(mismatch("state.dataset.loader", kind_of(self._loader), value.get("loader"), OTHER))
+        length = length_of(getattr(self._loader, "dataset", None))
+        if value.get("length", length) != length:  # an older position does not say it; the contract of rank 0 does
+            found.append(
+                mismatch(
+                    "state.dataset.length",
+                    f"a position in the {length} samples of this dataset",
+                    f"one in {value['length']}",
+                    "give the dataset that the run was started with",
+                )
+            )
         digest, moved = value.get("digest"), value["epoch"] or value["batches"]
         if "state" not in value or (value["state"] is None and moved and digest is None):
             found.append(mismatch("state.dataset.state", "the loader's own state", "nothing", OTHER))
