@@ -24,6 +24,7 @@ from trainfold.core.errors import (
     ResumeRefused,
     RunNotRestored,
     SaveFailed,
+    UnattachedOptimizer,
     UnknownComponent,
 )
 from trainfold.core.state import Progress, TrainState
@@ -232,6 +233,44 @@ def test_an_optimizer_step_that_was_not_counted_is_refused_by_the_next_manager_s
                 manager.step(live)
             live.advance(samples=1)
             manager.step(live)
+
+
+def test_an_optimizer_step_is_refused_also_where_the_optimizer_and_the_count_were_both_forgotten():
+    """W11, W13: no attached optimizer says that it stepped, and nothing was ever saved, without a word."""
+    model = torch.nn.Linear(1, 1)
+    optimizer, live = torch.optim.SGD(model.parameters(), lr=0.1), attach(model)
+    for manager in (CheckpointManager(MemoryStore(), every=1), DisabledManager()):
+        with manager:
+            optimizer.step()
+            with pytest.raises(
+                UnattachedOptimizer, match=r"manager.step.*SGD on weight, bias.*attach\(model, optimizer\)"
+            ):
+                manager.step(live)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_run_that_is_attached_anew_after_its_restore_is_refused(is_loaded):
+    """W10: what was restored is another object; this one counts from 0, and its saves would abandon the run."""
+    store = MemoryStore()
+    loop(store, 4, every=2)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with CheckpointManager(store, every=1) as manager:
+        first = attach(model, optimizer)
+        manager.load(first) if is_loaded else manager.restore(first)
+        second = attach(model, optimizer)
+        optimizer.step()
+        second.advance(samples=1)
+        with pytest.raises(RunNotRestored, match=r"manager\.restore"):
+            manager.step(second)
+        first.advance(samples=1)
+        assert manager.step(first).step == first.progress.step
+
+
+def test_a_cadence_that_is_a_word_is_refused_with_a_fix_that_saves_as_often_as_was_meant():
+    """A command line gives "500"; every='auto' is another cadence."""
+    with pytest.raises(InvalidArgument, match=r"found '500'; pass a number of optimizer steps, such as every=500"):
+        CheckpointManager(MemoryStore(), every="500")
 
 
 # --- a whole checkpoint -----------------------------------------------------------------------------------------------

@@ -568,6 +568,7 @@ class Live:
 
         Raises:
             IncompleteWindow: naming the optimizers.
+            UnattachedOptimizer: if it was an optimizer that is not attached: `advance` refuses it, where it is called.
         """
         taken = self._boundary.uncounted()
         if taken:
@@ -577,6 +578,7 @@ class Live:
                 found=taken,
                 mend="call live.advance(samples=...) after optimizer.step()",
             )
+        self._steps_of_others.check("manager.step")
 
     @property
     def is_in_window(self) -> bool:

@@ -79,6 +79,14 @@ def one_of(name: str, value: object, known: tuple[str, ...]) -> str:
     return str(value)
 
 
+def is_word_auto(every: object) -> bool:
+    """Whether a cadence is the word ``"auto"``; any other word is refused, also one that is a number."""
+    if isinstance(every, str) and every != "auto":
+        raise InvalidArgument("CheckpointManager.every", expected="an int >= 1, 'auto', or None", found=shown(every),
+                              mend="pass a number of optimizer steps, such as every=500; make one of a word with int(...)")  # fmt: skip
+    return every == "auto"
+
+
 def flag(name: str, value: object) -> bool:
     """True or False, and nothing that only counts as such."""
     if type(value) is not bool:

@@ -1,5 +1,6 @@
 """`FirstSave`: refuses to save into a run whose checkpoints the state does not come from, unless that is meant (W10)."""
 
+import weakref
 from typing import final
 
 import attrs
@@ -46,7 +47,7 @@ class FirstSave:
         start_over: whether the run starts from the beginning on purpose.
 
     Attributes:
-        is_cleared: whether the state is known to come from the run: restored or loaded by the manager, or saved before.
+        is_cleared: whether the state is known to come from the run: loaded by the manager, or saved before.
     """
 
     def __init__(self, store: Store, world: Collectives, held: HeldRun, *, start_over: bool) -> None:
@@ -56,6 +57,14 @@ class FirstSave:
         self._store = store
         self._world = world
         self._held = held
+        self._restored: weakref.ref[Live] | None = None
+
+    def loaded(self, run: Live | TrainState) -> None:
+        """The manager has loaded from the run: what was restored in place comes from it, and no other attached run that may follow."""
+        if isinstance(run, Live):
+            self._restored = weakref.ref(run)
+        else:
+            self.is_cleared = True
 
     def check(self, run: Live | TrainState) -> Descent | None:
         """Say what the first state to be saved descends from; None where the run is new, or that was asked before.
@@ -63,7 +72,7 @@ class FirstSave:
         Raises:
             RunNotRestored: where the run has checkpoints, and the state comes from none of them.
         """
-        if self.is_cleared:
+        if self.is_cleared or (self._restored is not None and self._restored() is run):
             return None
         run_id, names = self._held.run_id, self._held.checkpoints
         runs = run.origin.runs

@@ -15,6 +15,7 @@ from trainfold.adapters.manager.arguments import (
     check_run,
     check_source,
     flag,
+    is_word_auto,
     one_of,
     policy_given,
     retention_given,
@@ -173,7 +174,7 @@ class CheckpointManager:
             is_async = one_of("mode", mode, ("sync", "async")) == "async"
             level = level_of(one_of("replica_check", replica_check, tuple(LEVELS)))
             self._skips = one_of("when_busy", when_busy, ("wait", "skip")) == "skip"
-            is_auto = isinstance(every, str) and one_of("every", every, ("auto",)) == "auto"
+            is_auto = is_word_auto(every)
             triggers = make_triggers(
                 every=None if isinstance(every, str) else every, every_secs=every_secs, at_end=at_end
             )
@@ -528,7 +529,7 @@ class CheckpointManager:
             raise
         step = None if state.trainer is None else state.trainer.step
         self._due.loaded(step)
-        self._first.is_cleared = True
+        self._first.loaded(run)
         self._saves.descends_from = self._resumer.descent
         self._announcer.tell("restored", step=step)
         return state
