@@ -275,6 +275,18 @@ def refused_by_two(collectives, folder):
         )
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     told["fsdp2"] = refusal(lambda: attach(torch.distributed.fsdp.fully_shard(nn.Linear(6, 5), mesh=mesh)))
+    for name, shard in (
+        (
+            "fsdp late",
+            lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
+        ),
+        ("fsdp2 late", lambda model: torch.distributed.fsdp.fully_shard(model, mesh=mesh)),
+    ):
+        late = nn.Linear(6, 5)
+        live = attach(late)
+        shard(late)
+        with CheckpointManager(f"{folder}/{name}", collectives=collectives) as manager:
+            told[name] = refusal(lambda live=live, manager=manager: manager.save(live))
     model = DistributedDataParallel(nn.Linear(6, 5))
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
     told["zero"] = refusal(lambda: attach(model, zero))
@@ -308,6 +320,8 @@ def test_what_real_ranks_saved_in_silence_is_refused_by_name(processes, tmp_path
             assert "flat parameter" in told[f"fsdp inside {orig}"]
             assert "extra['ema']" in told[f"fsdp extra {orig}"]
         assert "a DTensor at 'weight', as fully_shard (FSDP2)" in told["fsdp2"]
+        assert "a DTensor at 'weight', as fully_shard (FSDP2)" in told["fsdp2 late"]
+        assert "flat parameter" in told["fsdp late"], "also where it is wrapped after it was attached"
         assert "ZeroRedundancyOptimizer" in told["zero"]
         assert told["stages"].startswith("RanksDisagree: model.params['0.weight']")
         assert "stage of a pipeline" in told["stages"]
@@ -500,9 +514,10 @@ def statistics_that_nobody_sends(collectives, folder):
     state = PowerSGDState(None)
     hooked.register_comm_hook(state, powerSGD_hook)
     told["hook"] = refusal(lambda: attach(hooked))
-    plain = ddp()
-    plain.register_comm_hook(None, fp16_compress_hook)
-    told["plain hook"] = refusal(lambda: attach(plain))
+    for state in (None, torch.distributed.group.WORLD):  # as torch's documentation registers it
+        plain = ddp()
+        plain.register_comm_hook(state, fp16_compress_hook)
+        told.setdefault("plain hook", []).append(refusal(lambda plain=plain: attach(plain)))
     saved("off", ddp(broadcast_buffers=False))
     model = ddp()
     saved("inner", model.module, wrapped=model)
@@ -531,7 +546,8 @@ def test_batch_statistics_that_nobody_sends_are_refused(processes, tmp_path):
     Inside of `join` another rank may be the one that sends, and a hook of the user's may do anything.
     """
     for told in processes.run(2, statistics_that_nobody_sends, str(tmp_path), collectives=PATIENT):
-        assert told.pop("sent") == told.pop("plain hook") == "nothing"
+        assert told.pop("sent") == "nothing"
+        assert told.pop("plain hook") == ["nothing"] * 2
         assert "PowerSGDState" in told.pop("hook")
         average = told.pop("average")
         assert average.startswith("RanksDisagree: ema.buffers[")

@@ -287,6 +287,8 @@ class Saves:
 
     def _snapshot(self, run: Live | TrainState, lent: Lent) -> Snapshot:
         state, modules = lent.state, lent.modules
+        if isinstance(run, Live) and self._world.world_size > 1 and not self._proofs:
+            run.check_whole()  # again, because what is attached may have been wrapped since
         names = validate_components(self._components, declared=run.names) if isinstance(run, Live) else self._components
         found = take_snapshot(state, components=names, contract=self._contract, describe=self._describer.describe)
         if self._world.world_size == 1:
@@ -294,8 +296,6 @@ class Saves:
         if isinstance(run, Live):
             found = attrs.evolve(found, optional=run.optional)
         sent = sent_buffers(run, modules, self._world) if isinstance(run, Live) else {}
-        if isinstance(run, Live) and not self._proofs:
-            run.check_whole()  # again, because what is attached may have been wrapped since
         return found.with_copies(proof_of(self._replica_check, saves=self._proofs), sent=sent)
 
     def _whole_snapshot(self, run: Live | TrainState) -> Snapshot:
