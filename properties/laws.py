@@ -212,7 +212,7 @@ def resumes_exactly(
 
     Raises:
         LawBroken: naming the first leaf that differs, and k.
-        InvalidArgument: for a maker that a new process cannot import.
+        InvalidArgument: for a maker that a new process cannot import, for batches that are no list, and where no death is looked at.
 
     Examples:
         >>> from trainfold.core.state import Progress
@@ -222,9 +222,10 @@ def resumes_exactly(
         >>> resumes_exactly(count, TrainState(trainer=Progress()), [2, 3, 5])
         >>> resumes_exactly(made_by(lambda: count), TrainState(trainer=Progress()), [2, 3, 5])
     """
+    dies_after = _deaths(batches, at)
     made = step if isinstance(step, MadeBy) else MadeBy(lambda: step)
     whole = _run(made.make(), clone(state), batches)
-    for k in range(len(batches) + 1) if at is None else at:
+    for k in dies_after:
         place = store() if callable(store) else store
         dying = made.make()
         half = _run(dying, clone(state), batches[:k])
@@ -239,6 +240,26 @@ def resumes_exactly(
         if made.in_new_process:
             ended = elsewhere(made, resumed, clone(state), rest, whole)
             check_same("resume", whole, ended, f"{died}, and resumed in a new process")
+
+
+def _deaths(batches: object, at: Iterable[int] | None) -> list[int]:
+    """The numbers of steps after which to die, so that a law that looks at nothing is none."""
+    if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
+        raise InvalidArgument(
+            "resumes_exactly.batches",
+            expected="a list, which the runs before and after a death begin anew",
+            found=f"a {type(batches).__name__}",
+            mend="give list(batches)",
+        )
+    found = [*range(len(batches) + 1)] if at is None else [*at]
+    if not found or not all(type(k) is int and 0 <= k <= len(batches) for k in found):
+        raise InvalidArgument(
+            "resumes_exactly.at",
+            expected=f"one or more numbers of steps in [0, {len(batches)}]",
+            found=found or "none",
+            mend="such as at=[1]; or leave it out, for all of them",
+        )
+    return found
 
 
 def round_trips(state: TrainState, *, store: Store | Callable[[], Store] = MemoryStore) -> None:

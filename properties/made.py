@@ -1,6 +1,7 @@
 """`made_by`: a step that is made anew where a process would be, and the new process itself, for `laws.resumes_exactly`."""
 
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -97,7 +98,7 @@ def elsewhere(
             task = Task(maker.make, folder, like, batches, torch.get_num_threads())
             process = context.Process(target=resume, args=(task, there))
             process.start()
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, TypeError, ValueError, RuntimeError, pickle.PicklingError) as error:
             raise InvalidArgument(
                 "made_by.make",
                 expected="a maker that a new process can import, and a state and batches that can be sent to it",

@@ -168,6 +168,9 @@ def make_honest():
     return make()[0]
 
 
+NAMELESS = lambda: make()[0]  # what pickle cannot find by its name
+
+
 def test_a_step_that_keeps_what_it_saw_first_is_found_by_making_it_anew():
     """Of 19 bugs planted in users' steps the only one that was missed: a step that is made once has seen it already."""
     _, state = make()
@@ -202,8 +205,26 @@ def test_a_maker_that_a_new_process_cannot_import_is_refused_with_the_next_move(
     _, state = make()
     with pytest.raises(InvalidArgument, match=r"made_by\.make: .*top of a module"):
         laws.resumes_exactly(laws.made_by(lambda: make()[0], in_new_process=True), state, some_batches(), at=[1])
+    with pytest.raises(InvalidArgument, match=r"made_by\.make: .*top of a module"):
+        laws.resumes_exactly(laws.made_by(NAMELESS, in_new_process=True), state, some_batches(), at=[1])
     with pytest.raises(InvalidArgument, match=r"made_by\.make"):
         laws.made_by(make()[1])
+
+
+@pytest.mark.parametrize(
+    ("batches", "at", "named"),
+    [
+        (some_batches(4), [], "at: .*found none"),
+        (some_batches(4), [5], r"at: expected one or more numbers of steps in \[0, 4\]"),
+        (some_batches(4), [-1], "at"),
+        (iter(some_batches(4)), None, r"batches: expected a list.*give list\(batches\)"),
+    ],
+)
+def test_a_resume_of_which_no_death_is_looked_at_is_no_proof(batches, at, named):
+    """It passed: a law that has nothing to look at is a test that cannot fail."""
+    step, state = make()
+    with pytest.raises(InvalidArgument, match=rf"resumes_exactly\.{named}"):
+        laws.resumes_exactly(step, state, batches, at=at)
 
 
 def test_what_the_new_process_raises_is_what_it_says(tmp_path):
