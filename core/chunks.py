@@ -24,7 +24,7 @@ class Columns:
     """A batch, or a part of one, by its columns: tensors, arrays, or lists that have one value for each sample.
 
     Attributes:
-        values: the columns.
+        values: the columns; None where the batch has None.
         structure: how they lie in the batch.
         paths: their places, for messages.
         samples: how many samples each of them has.
@@ -39,13 +39,15 @@ class Columns:
         """The samples ``[start, stop)``; tensors and arrays are views."""
         if (start, stop) == (0, self.samples):
             return self
-        return attrs.evolve(self, values=tuple(column[start:stop] for column in self.values), samples=stop - start)
+        values = tuple(None if column is None else column[start:stop] for column in self.values)
+        return attrs.evolve(self, values=values, samples=stop - start)
 
 
 def columns_of(batch: Any) -> Columns:
     """Read a batch as columns.
 
-    A list or tuple that holds tensors or arrays is structure, as in ``[x, y]``; one that holds none is a column.
+    A list or tuple that holds tensors or arrays is structure, as in ``[x, y]``; one that holds none is a column. So is a None, such
+    as for a mask that there is none of: every batch has it in its place.
 
     Raises:
         InvalidBatch: naming the leaf that is no column, or the columns that differ in length.
@@ -63,19 +65,21 @@ def columns_of(batch: Any) -> Columns:
             check_plain(path, value)
     values = tuple(each.as_subclass(torch.Tensor) if isinstance(each, torch.Tensor) else each for each in found)
     lengths = [_length(value) for value in values]
-    if not lengths or None in lengths or len(set(lengths)) != 1:
+    of_columns = {length for length, value in zip(lengths, values, strict=True) if value is not None}
+    if None in of_columns or len(of_columns) != 1:
         shown = {
             path: f"{length} samples" if length is not None else f"a {type(value).__name__} that cannot be cut"
             for path, value, length in zip(paths, values, lengths, strict=True)
+            if value is not None
         }
         raise InvalidBatch(
             "batch",
             expected="tensors or arrays that share dimension 0, and lists of one value for each sample",
             found=shown or "no leaf",
-            mend="return a dict or a tuple of them from fetch or the loader's collate, and keep what is no sample's own out of the batch; "
-            "or leave chunk= out",
+            mend="return a dict or a tuple of them from fetch or the loader's collate, or give map(dict, loader) where that returns another "
+            "mapping; keep what is no sample's own out of the batch; or leave chunk= out",
         )
-    return Columns(values, structure, tuple(paths), lengths[0] or 0)
+    return Columns(values, structure, tuple(paths), of_columns.pop() or 0)
 
 
 def joined(parts: Sequence[Columns]) -> Any:
@@ -120,20 +124,26 @@ def _length(column: Any) -> int | None:
 
 def _joined(path: str, pieces: list[Any]) -> Any:
     first = pieces[0]
-    if isinstance(first, torch.Tensor):
-        _check_alike(path, pieces, [f"{each.dtype}, {[*each.shape[1:]]} a sample, on {each.device}" for each in pieces])
-        return _whole_tensor(pieces)
-    if isinstance(first, np.ndarray):
-        _check_alike(path, pieces, [f"{each.dtype}, {[*each.shape[1:]]} a sample" for each in pieces])
-        return _whole_array(pieces)
-    _check_alike(path, pieces, [type(each).__name__ for each in pieces])
-    return type(first)(value for piece in pieces for value in piece)
-
-
-def _check_alike(path: str, pieces: list[Any], texts: list[str]) -> None:
+    texts = [_described(piece) for piece in pieces]
     odd = next((text for text in texts if text != texts[0]), None)
     if odd is not None or len({type(piece) for piece in pieces}) > 1:
         raise _misfit(path, texts[0], odd or "another type")
+    if first is None:
+        return None
+    if isinstance(first, torch.Tensor):
+        return _whole_tensor(pieces)
+    if isinstance(first, np.ndarray):
+        return _whole_array(pieces)
+    return type(first)(value for piece in pieces for value in piece)
+
+
+def _described(piece: Any) -> str:
+    """What has to be the same for pieces to be joined."""
+    if isinstance(piece, torch.Tensor):
+        return f"{piece.dtype}, {[*piece.shape[1:]]} a sample, on {piece.device}"
+    if isinstance(piece, np.ndarray):
+        return f"{piece.dtype}, {[*piece.shape[1:]]} a sample"
+    return "None" if piece is None else type(piece).__name__
 
 
 def _misfit(path: str, expected: str, found: str) -> InvalidBatch:

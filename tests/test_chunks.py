@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import UserDict
 
 import attrs
 import numpy as np
@@ -166,6 +167,23 @@ def test_a_rank_without_a_share_waits_for_nobody_and_steps_count_chunks():
     assert len(calls) == 3 * 4
 
 
+def test_a_place_without_a_value_stays_one_and_a_view_of_conjugates_is_made_whole():
+    """Q05: a mask that there is none of is no reason to refuse; and what one batch gives has the form of what two give."""
+    whole = make_data(20)
+    found = evaluate(
+        forward,
+        ({**rows(whole, range(i, min(i + 7, 20))), "m": None} for i in range(0, 20, 7)),
+        SUITE,
+        chunk=8,
+    )
+    assert bits(found) == in_chunks(whole, 20, 8)
+    values = torch.view_as_complex(torch.randn(4, 2)).conj()
+    for pieces in ([values], [values[:1], values[1:]]):
+        made = joined([columns_of(piece) for piece in pieces])
+        assert made.equal(values)
+        assert not made.is_conj()
+
+
 # --- what cannot be cut is refused ------------------------------------------------------------------------------------
 
 
@@ -176,6 +194,8 @@ def test_a_rank_without_a_share_waits_for_nobody_and_steps_count_chunks():
         ({"x": torch.ones(3), "y": torch.ones(2)}, r"batch\['x'\]': '3 samples'.*batch\['y'\]\": '2 samples'|3 samples.*2 samples"),
         ({"x": torch.ones(3), "y": torch.tensor(1.0)}, "cannot be cut"),
         ({}, "no leaf"),
+        ({"x": None}, "no leaf"),
+        (UserDict(x=torch.ones(3)), r"a UserDict that cannot be cut.*map\(dict, loader\)"),
         (torch.eye(3).to_sparse(), "plain memory"),
     ],
 )  # fmt: skip
@@ -192,6 +212,8 @@ def test_batches_that_have_no_samples_to_cut_are_refused_by_name(batch, named):
         ({"x": np.ones(3)}, {"x": np.ones(3, dtype="int64")}, "float64.*int64"),
         ({"x": torch.ones(3)}, (torch.ones(3),), "joined"),
         ({"x": ["a"]}, {"x": ("a",)}, "list.*tuple"),
+        ({"x": torch.ones(1)}, {"x": ["a"]}, "float32.*list"),
+        ({"x": torch.ones(1), "m": torch.ones(1)}, {"x": torch.ones(1), "m": None}, r"batch\['m'\].*float32.*None"),
     ],
 )
 def test_batches_that_cannot_be_joined_are_refused_by_name(one, other, named):

@@ -127,7 +127,9 @@ def _prepared(loader: Any) -> Feed:
             "attach.loader",
             expected="a prepared loader of one process, over a DataLoader over a map-style dataset",
             found=f"a {kind_of(loader)} over a {kind_of(base)}" + (", of several processes" if several else ""),
-            mend="attach the DataLoader as it was before accelerator.prepare, and move its batches to the device in the loop",
+            mend="attach the DataLoader as it was before accelerator.prepare"
+            + (", with a DistributedSampler, so that each rank reads its share" if several else "")
+            + ", and move its batches to the device in the loop",
         )
     return PreparedFeed(loader)
 
