@@ -245,6 +245,69 @@ def test_loaders_that_are_read_at_their_own_pace_are_resumed_at_every_step():
     check(make, loop, plain, kills=[2, 4, 5])
 
 
+def again_by_next(batches):
+    """As semi-supervised programs do."""
+    others = iter(batches())
+    while True:
+        try:
+            yield next(others)
+        except StopIteration:
+            others = iter(batches())
+            yield next(others)
+
+
+def again_by_a_generator(batches):
+    while True:
+        yield from batches()
+
+
+@pytest.mark.parametrize("again", [again_by_next, again_by_a_generator])
+@pytest.mark.parametrize("size", [4, 5])
+def test_a_shorter_loader_that_is_begun_again_in_the_body_is_resumed_at_every_step(again, size):
+    """W04: the plain loop gives it another order in each pass; here it had ended, and the program with it."""
+
+    def make():
+        return {"labelled": loader(1, batch_size=2), "unlabelled": loader(-1, batch_size=size)}
+
+    def plain(data, events):
+        for _ in range(2):
+            for pair in zip(data["labelled"], again(lambda: data["unlabelled"]), strict=False):
+                events.append(event(*pair))
+            events.append([random.random()])
+
+    def loop(run):
+        for _ in run.live.epochs(2):
+            pairs = zip(run.live.batches("labelled"), again(lambda: run.live.batches("unlabelled")), strict=False)
+            for pair in pairs:
+                die(run, run.step(*pair))
+            run.events.append([random.random()])
+
+    check(make, loop, plain, kills=[2, 3, 7])
+
+
+def test_a_second_pass_over_a_loader_in_one_body_is_refused_and_no_longer_empty():
+    """W04: a resume could not tell the two passes apart."""
+    live = Run(loader).live
+    for _ in live.epochs(1):
+        for _ in live.batches():
+            live.advance()
+        with pytest.raises(InvalidArgument, match=r"a second one over the loader.*2 \* n"):
+            live.batches()
+
+
+def test_a_cycle_that_keeps_batches_of_its_own_is_refused_before_it_gives_them_again():
+    """W04: what it gives in its second pass comes from no loader, and a resume gave other batches in silence."""
+    live = Run(lambda: {"a": loader(1), "b": loader(-1, batch_size=5)}).live
+    epochs = live.epochs(2)
+    next(epochs)
+    pairs = zip(live.batches("a"), itertools.cycle(live.batches("b")), strict=False)
+    for _ in range(2):
+        next(pairs)
+        live.advance()
+    with pytest.raises(InvalidArgument, match=r"itertools\.cycle over 'b'.*yield from"):
+        next(pairs)
+
+
 class Shards(IterableDataset):
     """A stream with a state, a part of it in each worker."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
 from trainfold.adapters.components.component import Part, Undo
+from trainfold.adapters.live.batch_stream import BatchStream, Reading
 from trainfold.adapters.live.pace import Pace, is_pace
 from trainfold.adapters.live.since_restore import (
     LEFT,
@@ -18,7 +19,7 @@ from trainfold.adapters.live.since_restore import (
     streams_of,
 )
 from trainfold.adapters.loaders.data_probe import is_wanted
-from trainfold.adapters.loaders.feed import OPENED, OTHER, Feed, mismatch
+from trainfold.adapters.loaders.feed import OTHER, Feed, mismatch
 from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.backends.rank_environment import ranks_around
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
@@ -79,9 +80,9 @@ class LoopData:
         self._left: list[str] = []  # loaders whose epoch was left early, as a position says
         self._open = 0  # iterations of this body that have not ended
         self._has_ended = False  # whether one of them has given all that it had, since the last step
-        self._ahead: dict[
-            str, weakref.ref[BatchStream]
-        ] = {}  # loader -> its iteration that has ended before the step on its last batch
+        # loader -> its iteration that has ended before the step on its last batch
+        self._ahead: dict[str, weakref.ref[BatchStream]] = {}
+        self._looked: set[str] = set()  # loaders for whose iterations itertools.cycle was looked for
         self._paused: set[str] = set()  # loaders whose iteration `steps` has ended inside of an epoch
         self._entered: set[str] = set()  # loaders that this body has begun to read in this process
         self._saved: str | None = None  # what a save since the last step takes this body for: INSIDE or OVER
@@ -107,7 +108,10 @@ class LoopData:
             stream = self._started(feed.batches(epochs=epochs, done=done))
             self._reading[name] = stream.reading
             return stream
-        if name in self._read:
+        if name in self._read and name in self._entered:
+            self._begin_anew(name, feed)
+        if name in self._read:  # as a position says: the plain loop has had all of it
+            self._entered.add(name)
             no_batch: Iterator[Any] = iter(())
             return self._started(no_batch) if self._read >= self._opened.keys() else BatchStream(no_batch)
         first = self._opened.setdefault(name, feed.epoch)
@@ -117,6 +121,23 @@ class LoopData:
         stream = self._started(self._in_body(name, feed, feed.batches(epochs=stop, done=done), held))
         held.append(weakref.ref(stream))
         return stream
+
+    def _begin_anew(self, name: str, feed: Feed) -> None:
+        """Let a loader that has ended give its next epoch in the same body, as a plain loop over it does (W04).
+
+        Raises:
+            InvalidArgument: outside of a loop over another loader. A resume would take the first of the two loops for the second one.
+        """
+        if not self._open:
+            raise InvalidArgument(
+                "live.batches",
+                expected="one pass over a loader in a body of live.epochs(), or more of them inside the loop over another loader",
+                found=f"a second one over {f'the loader {name!r}' if name else 'the loader'}, which has been read to its end",
+                mend="count each pass as an epoch, `for epoch in live.epochs(2 * n)`; iterate over the loader itself for what is no training, "
+                "such as an evaluation",
+            )
+        self._read.discard(name)
+        self._opened[name] = feed.epoch
 
     def _say_that_it_is_entered_again(self, name: str, feed: Feed, first: int) -> None:
         """A plain loop over a loader begins anew where it is left and comes back, and this one goes on (W04)."""
@@ -158,7 +179,7 @@ class LoopData:
         return self.feed
 
     def _in_body(
-        self, name: str, feed: Feed, stream: Iterator[Any], held: "list[weakref.ref[BatchStream]]"
+        self, name: str, feed: Feed, stream: Iterator[Any], held: list[weakref.ref[BatchStream]]
     ) -> Iterator[Any]:
         self._open += 1
         self._has_ended = False
@@ -168,12 +189,29 @@ class LoopData:
                 if feed.epoch > self._opened.get(name, feed.epoch):
                     self._read.add(name)
             self._has_ended = True
+            self._check_no_cycle(name, held[0]())
             if feed.is_inside and not feed.undelivered():
                 self._paused.add(name)
             elif feed.undelivered() and self._depth != 0:
                 self._ahead[name] = held[0]
         finally:
             self._open -= 1
+
+    def _check_no_cycle(self, name: str, stream: BatchStream | None) -> None:
+        """Raise where `itertools.cycle` is about to give the batches of this pass again: it keeps them, and no save can (W04).
+
+        It is looked for once for each loader, inside the loop over another one, because a look goes through all objects.
+        """
+        if self._open < 2 or name in self._looked:
+            return
+        self._looked.add(name)
+        if stream is not None and stream.is_cycled():
+            raise InvalidArgument(
+                "live.batches",
+                expected="a loop that draws each pass anew",
+                found=f"itertools.cycle over {name!r}, which gives the batches of its first pass again, from a list that no save has",
+                mend="write a generator, `while True: yield from live.batches(name)`; outside of live.epochs() live.batches(name) has no end",
+            )
 
     def epochs(self, n: int, *, done: Callable[[], bool]) -> Iterator[int]:
         """The epochs that are still to do; see ``Live.epochs``."""
@@ -407,7 +445,7 @@ class LoopData:
         """Remember the run as a restore has left it."""
         self._since = since
 
-    def _started(self, stream: Iterator[Any]) -> "BatchStream":
+    def _started(self, stream: Iterator[Any]) -> BatchStream:
         return BatchStream(self._after_settling(stream) if self._since is not None else stream)
 
     def _after_settling(self, stream: Iterator[Any]) -> Iterator[Any]:
@@ -458,44 +496,6 @@ def no_names(samples: Samples) -> int:
             mend="say how many samples the step was trained on, or attach(..., loader={name: loader})",
         )
     return samples or 0
-
-
-@final
-class Reading:
-    """Whether an iteration has come to its end. It holds nothing, so that a loader goes with its last iterator."""
-
-    def __init__(self) -> None:
-        self.has_ended = False
-
-
-@final
-class BatchStream:
-    """Batches, whose loader's iterator is made by ``iter()``, as a DataLoader makes it.
-
-    Making it draws from the random streams. ``zip(a, b)`` makes both before it asks for a batch.
-
-    Args:
-        batches: from `Feed.batches`.
-    """
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-        self._is_open = False
-        self.reading = Reading()
-
-    def __iter__(self) -> "BatchStream":
-        if not self._is_open:
-            self._is_open = True
-            next(self._batches, OPENED)
-        return self
-
-    def __next__(self) -> Any:
-        self.__iter__()
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self.reading.has_ended = True
-            raise
 
 
 def _leave(feed: Feed) -> None:

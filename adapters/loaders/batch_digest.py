@@ -48,6 +48,8 @@ def batch_kind(batch: Any, depth: int = 2) -> str:
         >>> batch_kind([torch.zeros(2, 3), {"y": torch.zeros(2, dtype=torch.int64)}, "a"])
         '[float32[2, 3], {y: int64[2]}, str]'
     """
+    if isinstance(batch, torch.Tensor) and batch.is_nested:
+        return f"nested {str(batch.dtype).removeprefix('torch.')}"
     if isinstance(batch, torch.Tensor | np.ndarray):
         return _kind(batch.dtype, tuple(batch.shape))
     if depth and isinstance(batch, Mapping):
@@ -82,6 +84,9 @@ def _add(found: Any, value: Any, depth: int) -> None:
         found.update(b"[%d" % len(value))
         for each in value:
             _add(found, each, depth)
+    elif isinstance(value, torch.Tensor) and value.is_nested:  # its shape is none, or has another name at each draw
+        found.update(b"nested")
+        _add(found, value.unbind(), depth)
     elif isinstance(value, torch.Tensor):
         found.update(_heading(value.dtype, value.shape))
         found.update(_leaf(value).encode())
