@@ -18,7 +18,7 @@ from trainfold.core.codec import digest_of
 from trainfold.core.components import components_of
 from trainfold.core.cursor import make_cursor
 from trainfold.core.description import describe
-from trainfold.core.errors import CheckpointError, TrainfoldError
+from trainfold.core.errors import CheckpointError, RestoreRefused, TrainfoldError
 from trainfold.core.manifest import END, TAIL
 from trainfold.core.resume_plan import Refusal
 from trainfold.core.state import Opaque, TrainState
@@ -307,3 +307,14 @@ def test_a_refused_position_quotes_its_kind_on_one_line(held):
     (problem,) = position_problems(Opaque({"kind": held, "version": 1}), "map", (), versions=(1,))
     assert str(problem).isprintable()
     assert str(problem).encode()
+
+
+def test_a_generator_of_no_kind_is_refused_and_what_was_found_is_said():
+    """W20, O01: no part of an error is empty."""
+    live = trainfold.attach(torch.nn.Linear(1, 1), extra={"noise": torch.Generator()})
+    state = live.capture()
+    nameless = Opaque({**state.extra["noise"].value, "kind": ""})
+    with pytest.raises(
+        RestoreRefused, match=r"noise: expected the state of a torch._C.Generator, found one of no kind"
+    ):
+        live.restore(state.evolve(extra={"noise": nameless}))

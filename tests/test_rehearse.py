@@ -272,6 +272,15 @@ def test_a_kill_that_comes_after_the_last_save_is_not_blamed_on_the_program(rehe
     assert "--steps" in found.mend
 
 
+def test_a_program_that_ends_before_its_kill_counts_as_ended(rehearse, monkeypatch):
+    """W15: a kill that found nobody is none: nothing was resumed."""
+    monkeypatch.setattr("trainfold.adapters.cli.rehearse.moments.Pace.delay_secs", lambda *_: 2.0)
+    answer = rehearse(program(("epochs=100", "epochs=2")), steps=40, every=5)
+    assert isinstance(answer.error, NeverResumed), answer.data
+    assert answer.data["kills"] == 0
+    assert [start["ended"] for start in answer.data["starts"]] == ["by itself"]
+
+
 def test_a_program_that_fails_after_its_last_step_is_told_so(rehearse):
     """W15: all bits are the same, and its evaluation at the end has no file to read."""
     with pytest.raises(

@@ -70,7 +70,7 @@ class GeneratorPart:
         return kind_of(self.target) if bits is None else f"{kind_of(self.target)}({type(bits).__name__})"
 
     def _refused(self, expected: str, found: str) -> InvalidState:
-        return InvalidState(self.path, expected=expected, found=found,
+        return InvalidState(self.path, expected=expected, found=found or "one of no kind",
                             mend="register the generator that the state was captured from, or leave it out")  # fmt: skip
 
 

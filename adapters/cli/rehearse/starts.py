@@ -112,13 +112,14 @@ class Run:
         seen: list[Entry] = []
         with program:
             silent = self._follow(program, seen, trigger, pace)
-        code, was_hit = program.code, program.was_killed and not _is_over(seen, self._settings)
-        # one that is killed may have ended by itself just before
-        is_meant = code == 0 or (program.was_killed and code == -signal.SIGKILL) or _has_killed_itself(seen)
+        code = program.code
+        was_killed = program.was_killed and code == -signal.SIGKILL  # it may have ended by itself just before
+        was_hit = was_killed and not _is_over(seen, self._settings)
+        is_meant = code == 0 or was_killed or _has_killed_itself(seen)
         if silent or not is_meant:
             raise self._failed(notes, code, seen, is_silent=silent)
         self._tidy()
-        is_cut = program.was_killed or code != 0
+        is_cut = was_killed or code != 0
         return self._ended(notes, seen, is_cut=is_cut, was_hit=was_hit, newest=newest)
 
     # --- inside ------------------------------------------------------------------------------------------------------
