@@ -65,7 +65,10 @@ _CAUSES: Final = ("missing", "unexpected", "shape")  # the others tend to follow
 RATE: Final = "Change the learning rate"
 UNFREEZE: Final = "Unfreeze layers"
 # kind -> what helps where no policy does
-_RESETS: Mapping[str, str] = {"optimizer": 'begin its state anew with reset={"optimizer": "why"}'}
+_RESETS: Mapping[str, str] = {
+    "optimizer": 'begin its state anew with reset={"optimizer": "why"}',
+    "dataset_size": 'begin with the first epoch of these data with reset={"dataset": "why"}',
+}
 ENVIRONMENT: Final = "environment."  # what the keys of the numerical environment begin with
 _OWNERS: Mapping[str, str] = {"optimizer": "hyperparameters", "dataset": "dataset", "environment": "environment"}
 # What a scheduler leaves in the groups that it works on: its own base rates.

@@ -286,6 +286,11 @@ def test_a_dataset_of_another_length_is_one_reason():
     with CheckpointManager(store) as manager, pytest.raises(ResumeRefused) as told:
         manager.restore(run(12))
     assert [reason.where for reason in told.value.refusal.reasons] == ["dataset_size"]
+    assert 'put it back, or begin with the first epoch of these data with reset={"dataset": "why"}' in told.value.mend
+    with CheckpointManager(store) as manager:
+        live = run(12)
+        manager.restore(live, reset={"dataset": "samples were added"})
+    assert sum(len(x) for (x,) in live.batches(epochs=1)) == 12
 
 
 def test_what_each_rank_has_of_its_own_is_compared_by_rank_zero_alone():

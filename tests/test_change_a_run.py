@@ -31,16 +31,15 @@ def refused(*kinds):
 def test_a_refusal_says_the_policy_to_type_where_one_helps_and_none_where_none_does(kinds):
     """R09: what it says can be typed, and lets all of that pass which can; what cannot is named, to be put back."""
     fix = refused(*kinds).fix
-    helped = [
-        kind for kind in kinds if KINDS[kind][1] != {"refuse"} and kind != "optimizer"
-    ]  # whose moments begin anew
+    begun_anew = {"optimizer", "dataset_size"}  # moments, and the place in the data
+    helped = [kind for kind in kinds if KINDS[kind][1] != {"refuse"} and kind not in begun_anew]
     typed = {kind: "adapt" if "adapt" in KINDS[kind][1] else "warn" for kind in helped}
-    assert ("reset" in fix) == ("optimizer" in kinds)
+    assert ("reset" in fix) == (not begun_anew.isdisjoint(kinds))
     assert ("policy" in fix) == bool(helped)
     assert (f"policy={typed!r}".replace("'", '"') in fix) == bool(helped)
     check_policy(typed)
     for kind in kinds:
-        assert helped.count(kind) or kind == "optimizer" or f"key.{kind}" in fix or "more back" in fix
+        assert helped.count(kind) or kind in begun_anew or f"key.{kind}" in fix or "more back" in fix
     assert (PAGE in fix) == any(kind in RECIPES for kind in kinds if kind != "shape")
 
 

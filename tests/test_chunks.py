@@ -145,6 +145,14 @@ def test_real_models_have_the_same_bits_at_every_batch_size_in_chunks_and_not_wi
         plain = {evaluate(nll, x.split(size), suite)["loss"].hex() for size in (1, 7, 64)}
         differ += len(plain) > 1
         cut = {evaluate(nll, x.split(size), suite, chunk=32)["loss"].hex() for size in (1, 7, 32, 64, 200)}
+        for world_size in (1, 2, 4) if seed == 0 else ():
+
+            def work(ranks, nll=nll, x=x, suite=suite):
+                fetch, cursor = lambda mine: x[mine.start : mine.stop], make_eval_cursor(200, global_batch_size=128)
+                batches = eval_batches(cursor, fetch, collectives=ranks, chunk=32)
+                return evaluate(nll, batches, suite, collectives=ranks, chunk=32)["loss"].hex()
+
+            cut |= set(run_threads(world_size, work))
         assert len(cut) == 1
     assert differ > 0
 
