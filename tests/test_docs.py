@@ -135,6 +135,20 @@ def test_each_test_that_a_page_names_exists(root):
         assert not test or f"def {test}(" in (root / file).read_text(), f"{page}: {name}"
 
 
+def test_each_line_of_what_is_exact_names_the_test_that_holds_it(root):
+    """A line without one is a claim; what nothing can see has a cure in its place."""
+    page = (root / "docs" / "explanation" / "what-is-exact.md").read_text()
+    seen, _, unseen = page.partition("## Not seen")
+    lines = [line for line in seen.splitlines() if line.startswith("| ") and line != "| what | test |"]
+    assert len(lines) > 80
+    assert [
+        line
+        for line in lines
+        if "`tests/test_" not in line and "`tests/crash/" not in line and "`tests/fuzz/" not in line
+    ] == []
+    assert all(line.count(" | ") == 1 for line in unseen.splitlines() if line.startswith("| "))
+
+
 def test_every_decision_has_a_number_a_status_and_its_four_parts(root):
     pages = sorted((root / "docs" / "adr").glob("0*.md"))
     numbers = [page.name[:4] for page in pages]
