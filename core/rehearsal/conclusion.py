@@ -68,7 +68,7 @@ def conclude(whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, toler
         >>> from trainfold.core.rehearsal.trajectory import SavedStep
         >>> def ran(number, resumed_at, loss):
         ...     values = {step: {"loss": (str(loss),)} for step in range(resumed_at + 1, 5)}
-        ...     saved = {("run", 4): SavedStep({"model": "xxh3:a"}, {})}
+        ...     saved = {("run", 4): SavedStep({"model": f"xxh3:{loss}"}, {})}
         ...     return Stretch(number, resumed_at, resumed_at > 0, False, 4, values, saved)
         >>> conclude(ran(1, 0, 7), ran(1, 0, 7), [ran(1, 0, 7), ran(2, 2, 7)], tolerance=None).outcome
         'identical'
