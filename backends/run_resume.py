@@ -24,7 +24,7 @@ from trainfold.core.manifest import (
     TensorRecord,
 )
 from trainfold.core.masters import refresh_masters
-from trainfold.core.notes import notes_of, without_notes
+from trainfold.core.notes import notes_of, settings_of_later, without_notes
 from trainfold.core.rates import RATES
 from trainfold.core.regroup import regrouped
 from trainfold.core.resume_plan import ComponentAction, ResumePlan
@@ -70,6 +70,7 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
     settings = noted_settings(like, found.get("optimizer"))
     state = state_of(found).evolve(
         contract={
+            **settings_of_later(plan.manifest.contract, like.contract),
             **without_notes(run_contract(like.contract)),
             **settings,
             **_listed(plan),

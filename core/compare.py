@@ -341,7 +341,7 @@ _ATTACHED = "attached."  # and those from the objects of a live run, of which ol
 
 
 def _has(contract: Mapping[str, Json], owner: str) -> bool:
-    return any(key.startswith(owner) for key in contract)
+    return any(key.startswith((owner, f"{owner[:-1]}[")) for key in contract)  # several loaders have names
 
 
 def _same(have: Json, want: Json) -> bool:

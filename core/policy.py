@@ -33,7 +33,7 @@ KINDS: Mapping[str, tuple[Verdict, frozenset[str], str]] = {
     "scheduler": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another setting of a torch scheduler; adapt takes the target's and keeps the count"),
     "schedule_function": ("warn", frozenset({"refuse", "warn", "adapt"}), "another function of a scheduler, such as the lambda of a LambdaLR, or another value in an object that it holds; the target's goes on"),
     "scheduler_own": ("refuse", frozenset({"refuse", "warn"}), "another setting of a scheduler that is none of torch's, so that no replay can take it; set it on the object after the restore"),
-    "settings": ("warn", frozenset({"refuse", "warn", "adapt"}), "what an attached object said of itself when it was attached, such as the growth_interval of a GradScaler; what its state holds goes on as it was saved"),
+    "settings": ("warn", frozenset({"refuse", "warn", "adapt"}), "what an attached object said of itself when it was attached, such as the growth_interval of a GradScaler or the p of a Dropout; what its state holds goes on as it was saved"),
     "samples": ("refuse", frozenset({"refuse", "warn", "adapt"}), "other samples to draw: how many, with which weights, or of which subset; adapt takes the target's from the next epoch on"),
     "environment": ("warn", frozenset({"refuse", "warn", "adapt"}), "another numerical environment, such as the number of threads: other bits"),
     "dataset_size": ("refuse", frozenset({"refuse"}), "the dataset has another length, so positions mean other samples"),

@@ -1,6 +1,7 @@
 """Settings of a run that no optimizer and no torch scheduler says: each that a second start changes is refused or said (W08, G12)."""
 
 import logging
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import (
     DataLoader,
+    DistributedSampler,
     RandomSampler,
     Subset,
     SubsetRandomSampler,
@@ -16,6 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from trainfold.adapters.components.module_settings import settings_of_modules
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.live.pace import Pace
 from trainfold.adapters.manager.manager import CheckpointManager
@@ -232,6 +235,104 @@ def test_a_changed_setting_of_an_object_under_extra_is_said(name):
         manager.restore(run(new)[2])
 
 
+class Block(torch.nn.Module):
+    """Somebody's own: it reads a number and a text."""
+
+    def __init__(self, rate, log="a"):
+        super().__init__()
+        self.rate, self.log, self.drop = rate, log, torch.nn.Dropout(rate)
+
+    def forward(self, batch):
+        return self.drop(batch) * (1 + self.rate)
+
+
+def net(*blocks, act=torch.nn.ReLU):
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), *blocks, act(), torch.nn.Linear(2, 1))
+
+
+MODULES = {
+    "a rate": (lambda: net(Block(0.1), Block(0.1)), lambda: net(Block(0.2), Block(0.2)),
+               [r"attached.model.\*.drop: saved {.*'p': 0.1}, wanted {.*'p': 0.2}", r"attached.model.\*: .*'rate': .*0.1.*0.2"]),
+    "one of several": (lambda: net(Block(0.1)), lambda: net(Block(0.1), act=torch.nn.GELU), [r"attached.model.\*: .*'ReLU'.*'GELU'"]),
+    "a function": (lambda: torch.nn.TransformerEncoderLayer(2, 1, 2, activation="relu"),
+                   lambda: torch.nn.TransformerEncoderLayer(2, 1, 2, activation="gelu"), ["attached.model.activation: saved relu, wanted gelu", "attached.model.activation_relu_or_gelu"]),
+    "a wrapper": (lambda: net(Block(0.1)), lambda: torch.nn.DataParallel(net(Block(0.1))), []),
+    "a text": (lambda: net(Block(0.1, "a")), lambda: net(Block(0.1, "b")), []),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::trainfold.core.errors.HiddenState")  # of what the loop changes
+@pytest.mark.parametrize(
+    ("name", "under_extra"),
+    [*((name, False) for name in MODULES), ("a rate", True), ("one of several", True)],
+)
+def test_a_changed_setting_of_a_submodule_is_said(name, under_extra):
+    """W08: another dropout rate, or another activation, went on in silence; what the loop itself changes is none of it."""
+    old, new, said = MODULES[name]
+    store = MemoryStore()
+
+    def run(make):
+        model = torch.nn.Linear(1, 1) if under_extra else make()
+        return model, attach(model, extra={"other": make()} if under_extra else None)
+
+    model, live = run(old)
+    with CheckpointManager(store) as manager:
+        for each in model.modules():
+            each.p = 0.7  # as a loop that anneals it
+        live.advance(samples=1)
+        manager.save(live)
+    with warnings.catch_warnings(), CheckpointManager(store) as manager:
+        warnings.simplefilter("error", ResumeDrift)
+        manager.restore(run(old)[1])
+    with warnings.catch_warnings(record=True) as told, CheckpointManager(store) as manager:
+        warnings.simplefilter("always")
+        manager.restore(run(new)[1])
+    texts = sorted(str(each.message) for each in told if each.category is ResumeDrift)
+    assert len(texts) == len(said), texts
+    for words in said:
+        place = words.replace("model", "other") if under_extra else words
+        assert any(re.search(f"settings +{place}", text) for text in texts), texts
+
+
+def test_a_large_model_has_a_bounded_number_of_settings():
+    """W08: modules that differ by their number share a key, and what is too much is a digest."""
+    deep = torch.nn.ModuleDict({"h": torch.nn.ModuleList([Block(0.1) for _ in range(100)])})
+    assert settings_of_modules(deep, "m")["m.h.*"] == {"rate": 0.1}
+    wide = torch.nn.ModuleDict({f"a{number}": torch.nn.Dropout(0.1) for number in range(400)})
+    found = settings_of_modules(wide, "m")
+    assert len(found) < 300
+    wide.a99.p = 0.2
+    assert settings_of_modules(wide, "m") != found
+
+
+@pytest.mark.parametrize("verdict", ["warn", "refuse", "adapt"])
+def test_a_setting_of_an_object_that_is_registered_after_the_restore_is_compared(verdict):
+    """W08, B15: its state waited for it, and its settings did not."""
+    store = MemoryStore()
+    model, _ = parts()
+    with CheckpointManager(store) as manager:
+        live = attach(model, extra={"ema": Average(0.9)})
+        live.advance(samples=1)
+        manager.save(live)
+    with CheckpointManager(store, policy={"settings": verdict}) as manager:
+        live = attach(model)
+        manager.restore(live)
+        live.advance(samples=1)
+        manager.save(live)  # with what is kept for the object
+        live = attach(model)
+        manager.restore(live)
+        if verdict == "refuse":
+            with pytest.raises(RestoreRefused, match=r"attached\.ema\.decay = 0\.9, found 0\.5; put it back"):
+                live.register("ema", Average(0.5))
+            live.register("ema", Average(0.9))
+        elif verdict == "warn":
+            with pytest.warns(ResumeDrift, match=r"settings +attached\.ema\.decay: saved 0\.9, wanted 0\.5"):
+                live.register("ema", Average(0.5))
+        else:
+            live.register("ema", Average(0.5))
+        assert live.contract()["attached.ema.decay"] == (0.9 if verdict == "refuse" else 0.5)
+
+
 def weights(place):
     held = torch.ones(16)
     held[place] = 50
@@ -240,6 +341,10 @@ def weights(place):
 
 LOADERS = {
     "how many are drawn": (lambda data, n: DataLoader(data, 4, sampler=RandomSampler(data, num_samples=n)), 8, 12, "sampler_size: saved 8, wanted 12"),
+    "with replacement": (lambda data, r: DataLoader(data, 4, sampler=RandomSampler(data, replacement=r)), False, True,
+                         r"sampler_settings: saved nothing, wanted {'replacement': True}"),
+    "a seed": (lambda data, n: DataLoader(data, 4, sampler=DistributedSampler(data, 1, 0, seed=n)), 0, 5, "sampler_settings: .*'seed': 5"),
+    "an order": (lambda data, s: DataLoader(data, 4, sampler=DistributedSampler(data, 1, 0, shuffle=s)), True, False, "sampler_settings: .*'shuffle': False"),
     "weights": (lambda data, i: DataLoader(data, 4, sampler=WeightedRandomSampler(weights(i), 16)), 0, 5, "sampler_weights"),
     "a subset's sampler": (lambda data, i: DataLoader(data, 4, sampler=SubsetRandomSampler(range(i, i + 8))), 0, 8, "sampler_indices"),
     "a subset": (lambda data, i: DataLoader(Subset(data, list(range(i, i + 8))), 4), 0, 8, "subset_indices"),

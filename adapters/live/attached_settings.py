@@ -1,24 +1,30 @@
 """What attached objects and loaders say of themselves when they are attached, for the resume contract (W08, G12)."""
 
 import contextlib
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
 
 from trainfold.adapters.components.component import Stateful
 from trainfold.adapters.components.generator import is_generator
+from trainfold.adapters.components.module_settings import settings_of_modules
 from trainfold.adapters.components.rng_streams import preserved_rng
 from trainfold.adapters.components.schedule_settings import settings_of_object
 from trainfold.adapters.live.script_contract import bare
 from trainfold.adapters.loaders.choose import loaders_by_path
 from trainfold.adapters.loaders.feed import length_of
+from trainfold.backends.run_load import ResumeDrift
 from trainfold.core.codec import digest_of
+from trainfold.core.contract import checked_contract
+from trainfold.core.policy import Drift, Verdict, make_drift
 from trainfold.core.scalars import Json
 
 _MOST: Final = 1 << 20  # elements of which a digest is made; of more, as many in equal distances
+_ATTACHED: Final = "attached."
 _SHARES: Final = ("num_replicas", "world_size", "rank")  # what a sampler has that gives a rank its share
 _KNOWN: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)  # of which the contract has more
 
@@ -47,17 +53,56 @@ def attached_settings(extra: Mapping[str, Any], loader: Any) -> dict[str, Json]:
                 isinstance(target, _KNOWN) or is_generator(target)
             ):
                 found |= settings_of_object(target, f"attached.{name}")
+            if isinstance(target, torch.nn.Module):
+                found |= settings_of_modules(target, f"attached.{name}")
     for path, each in loaders_by_path(loader).items():
         found |= {f"attached.{path}.{key}": value for key, value in _samples(each).items()}
     return found
 
 
+def saved_settings(contract: Mapping[str, Json], name: str) -> dict[str, Json]:
+    """What a checkpoint says of one object under ``extra``.
+
+    Examples:
+        >>> saved_settings({"attached.ema.decay": 0.9, "attached.emas.decay": 0.5}, "ema")
+        {'attached.ema.decay': 0.9}
+    """
+    return {key: value for key, value in contract.items() if key.startswith(f"{_ATTACHED}{name}.")}
+
+
+def changed_settings(
+    saved: Mapping[str, Json], now: Mapping[str, Json], policy: Mapping[str, Verdict]
+) -> tuple[Drift, ...]:
+    """Each setting that an object has otherwise than in the checkpoint; none where the checkpoint says nothing of the object.
+
+    Args:
+        saved: of `saved_settings`.
+        now: of `attached_settings`.
+        policy: of the restore.
+    """
+    now = checked_contract(now)
+    return tuple(
+        make_drift("settings", key, saved=saved.get(key, "nothing"), wanted=now.get(key, "nothing"), policy=policy)
+        for key in (sorted({*saved, *now}) if saved else ())
+        if saved.get(key) != now.get(key)
+    )
+
+
+def say_changed(drifts: tuple[Drift, ...]) -> None:
+    """Warn of each that the policy neither refuses nor takes."""
+    for drift in drifts:
+        if drift.verdict == "warn":
+            warnings.warn(str(drift), ResumeDrift, stacklevel=4)
+
+
 def _samples(loader: Any) -> dict[str, Json]:
-    """How many samples a loader's sampler draws, with which weights, and of which subset."""
+    """How many samples a loader's sampler draws, in which way, with which weights, and of which subset."""
     sampler, found = getattr(loader, "sampler", None), dict[str, Json]()
     if sampler is not None and not any(hasattr(sampler, name) for name in _SHARES):
         with contextlib.suppress(Exception):  # somebody's own
             found["sampler_size"] = length_of(sampler)
+    if own := _sampler_settings(sampler):
+        found["sampler_settings"] = own
     if isinstance(sampler, WeightedRandomSampler):
         found["sampler_weights"] = _digest(sampler.weights)
     if isinstance(sampler, SubsetRandomSampler):
@@ -69,6 +114,13 @@ def _samples(loader: Any) -> dict[str, Json]:
     if subsets:
         found["subset_indices"] = subsets[0] if len(subsets) == 1 else list(subsets)
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _sampler_settings(sampler: Any) -> dict[str, Json]:
+    """What a script gave one of torch's samplers. The usual ``replacement`` is left out, because older checkpoints have no word of it."""
+    if type(sampler) is DistributedSampler:
+        return {"shuffle": bool(sampler.shuffle), "seed": int(sampler.seed), "drop_last": bool(sampler.drop_last)}
+    return {"replacement": True} if type(sampler) is RandomSampler and sampler.replacement else {}
 
 
 def _digest(numbers: Any) -> str | None:

@@ -12,12 +12,18 @@ from trainfold.adapters.components.component import ObjectPart, Part, Stateful, 
 from trainfold.adapters.components.generator import GeneratorPart, is_generator
 from trainfold.adapters.components.held_optimizers import Attached
 from trainfold.adapters.components.module import ModulePart, lent_module
+from trainfold.adapters.components.module_settings import settings_of_modules, settings_of_root
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.own_modules import OwnModulePart, late_problems, own_module_parts
 from trainfold.adapters.components.rng_streams import RngPart, bound_device, preserved_rng
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
 from trainfold.adapters.components.sharded import check_whole, wheres
-from trainfold.adapters.live.attached_settings import attached_settings
+from trainfold.adapters.live.attached_settings import (
+    attached_settings,
+    changed_settings,
+    saved_settings,
+    say_changed,
+)
 from trainfold.adapters.live.audit import Audit
 from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.loop_data import LoopData, no_names, total_of
@@ -40,11 +46,11 @@ from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.core import tree
 from trainfold.core.audit import UNSAVED, unsaved_of
 from trainfold.core.components import components_of, state_of, validate_components
-from trainfold.core.errors import CaptureRefused, IncompleteWindow, InvalidArgument, RestoreRefused
+from trainfold.core.errors import CaptureRefused, IncompleteWindow, InvalidArgument, InvalidState, RestoreRefused
 from trainfold.core.init import check_real
 from trainfold.core.inventory import Descent
 from trainfold.core.names import NamedTensors, named_tensors
-from trainfold.core.policy import check_policy
+from trainfold.core.policy import Verdict, check_policy
 from trainfold.core.state import Origin, Progress, TrainState
 from trainfold.core.trained import TRAINED, put_back_text, trained_of
 
@@ -144,6 +150,8 @@ class Live:
         self.optional = optional_given(optional, self._extra)  # what a save and a restore can do without
         self._progress = Progress()
         self._pending: dict[str, Any] = {}
+        self._owed: dict[str, Any] = {}  # what the restored checkpoint says of the settings of those that are pending
+        self._policy: dict[str, Verdict] = {}
         self._taken = 0  # batches handed out since the last optimizer step
         self.recorder: Recorder | None = None  # of a rehearsal: given by a manager that was made in one
         modules = {"model": model, **self._extra}
@@ -170,6 +178,7 @@ class Live:
         self._watch.check(self._schedulers, self._extra, where="attach.scheduler")
         self._schedules = Schedules(self._scheduler, optimizers, self._extra)
         self._script |= self._schedules.contract
+        self._script |= settings_of_root(model, "attached.model") | settings_of_modules(model, "attached.model")
         self._script |= attached_settings(self._extra, loader)
         self.saved_in: dict[
             str, Descent
@@ -459,8 +468,9 @@ class Live:
         """
         parts, saved = self._parts(self._named()), components_of(state)
         chosen = validate_components(components, declared=(*self.names, *state.extra))
+        self._policy = check_policy(policy)
         if self._feed is not None:
-            self._feed.policy = check_policy(policy)
+            self._feed.policy = self._policy
         is_scheduled = chosen is None or not self._schedules.components.isdisjoint(chosen)
         adapts = state.origin.adapts if is_scheduled else frozenset()
         saved, unknown = self._schedules.adapted(saved, adapts, parts)
@@ -485,6 +495,7 @@ class Live:
             self._data.restored(SinceRestore(_weakly(self._parts_now), chosen))
         unchosen = () if chosen is None else tuple(name for name in self._pending if name not in chosen)
         self._pending = {**{name: self._pending[name] for name in unchosen}, **kept}
+        self._owed = {key: value for name in kept for key, value in saved_settings(state.contract, name).items()}
         if kept:
             _LOG.warning("the state has %s, not registered here: kept until live.register()", list(kept))
         if len(kept) < len(leftover):
@@ -511,10 +522,22 @@ class Live:
         implied = own_module_parts(name, target)
         parts = {name: self._part(name, target, _names(named)), **implied}
         owed = {each: part for each, part in parts.items() if each in self._pending}
+        settings = attached_settings({name: target}, None)
+        drifts = changed_settings(saved_settings(self._owed, name), settings, self._policy)
         reasons = [reason for each, part in owed.items() for reason in part.problems(self._pending[each])]
+        reasons += [
+            InvalidState(
+                "live.register", expected=f"{each.where} = {each.saved}", found=each.wanted, mend="put it back"
+            )
+            for each in drifts
+            if each.verdict == "refuse"
+        ]
         if reasons:
             raise RestoreRefused(f"live.register({name!r})", tuple(reasons))
         write_all(owed, self._pending)
+        say_changed(drifts)
+        self._script |= settings
+        self._owed = {key: value for key, value in self._owed.items() if key not in saved_settings(self._owed, name)}
         self._pending = {each: held for each, held in self._pending.items() if each not in owed}
         self._extra[name] = target
         self._attend(name, target)
@@ -602,7 +625,7 @@ class Live:
         found |= self._rates.contract()
         if trained := self._trained.contract():
             found[TRAINED] = trained
-        return {**found, **self._script}
+        return {**found, **self._owed, **self._script}
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

@@ -117,8 +117,11 @@ class Resumer:
             return self.components, run
         run.will_save(self.components)
         captured = run.capture()
-        extra = {name: value for name, value in captured.extra.items() if name not in run.pending}  # owed to nobody yet
-        return validate_components(self.components, declared=run.names), captured.evolve(extra=extra)
+        # What is pending, and its settings, this run does not want yet: `register` compares them.
+        extra = {name: value for name, value in captured.extra.items() if name not in run.pending}
+        theirs = tuple(f"attached.{name}." for name in run.pending)
+        contract = {key: value for key, value in captured.contract.items() if not key.startswith(theirs)}
+        return validate_components(self.components, declared=run.names), captured.evolve(extra=extra, contract=contract)
 
 
 def _optional_alone(refusal: Refusal, optional: frozenset[str]) -> list[str]:
