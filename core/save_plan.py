@@ -403,5 +403,5 @@ def _disagree(where: str, mine: object, theirs: object, rank: int) -> RanksDisag
         where,
         expected=f"what rank 0 has: {mine}",
         found=f"on rank {rank}: {theirs}",
-        mend="make it equal on all ranks; what each rank has of its own is saved for its random streams and its loader alone",
+        mend="make it equal on all ranks, a count by summing it over them; what each rank has of its own is saved for its random streams and its loader alone",
     )

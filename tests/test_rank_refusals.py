@@ -587,6 +587,20 @@ def test_shares_of_different_sizes_are_saved_and_resumed_where_samples_are_summe
     assert (one, other, samples) == ([[6.0, 7.0, 8.0]], [[6.0, 7.0]], 2 * 17)
 
 
+def test_samples_that_each_rank_counts_for_itself_are_refused_with_the_sum_as_the_cure():
+    """W24: shares of different sizes are no replica's; the leaf is named, and not the component."""
+    store = MemoryStore()
+
+    def work(world):
+        live = attach(nn.Linear(1, 1))
+        live.advance(samples=3 - world.rank)
+        save(live.capture(), store, collectives=world)
+
+    text = disagreements(thread_outcomes(2, work))
+    assert text.startswith("trainer.samples: expected what rank 0 has: 3, found on rank 1: 2")
+    assert "summing it over them" in text
+
+
 def test_samples_of_no_batch_are_refused_where_there_is_one_rank():
     """G02: only where there are several ranks can a larger number be their sum."""
     live = attach(nn.Linear(1, 1), loader=DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2))
