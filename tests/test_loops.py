@@ -3,6 +3,7 @@
 import gc
 import itertools
 import random
+import threading
 import weakref
 from functools import partial
 from typing import Any
@@ -420,6 +421,18 @@ def ahead(batches):
         waiting = batch
     if waiting is not None:
         yield waiting
+
+
+def test_a_thread_that_draws_ahead_is_named_where_a_save_is_refused():
+    """A06, W04: the refusal told its user to count steps, and came or did not come by chance."""
+    live = Run(loader).live
+    batches = iter(live.batches())
+    live.advance(samples=len(next(batches)))
+    thread = threading.Thread(target=lambda: [next(batches) for _ in range(2)])
+    thread.start()
+    thread.join()
+    with pytest.raises(IncompleteWindow, match=r"advance\(\): 2, by a thread that draws ahead.*num_workers="):
+        live.capture()
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])

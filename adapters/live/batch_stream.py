@@ -3,6 +3,7 @@
 import gc
 import itertools
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Any, final
 
 from trainfold.adapters.loaders.feed import OPENED
@@ -14,6 +15,7 @@ class Reading:
 
     def __init__(self) -> None:
         self.has_ended = False
+        self.thread: int | None = None  # that has asked for its last batch
 
 
 @final
@@ -39,6 +41,7 @@ class BatchStream:
 
     def __next__(self) -> Any:
         self.__iter__()
+        self.reading.thread = get_ident()
         try:
             return next(self._batches)
         except StopIteration:

@@ -4,6 +4,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from threading import get_ident
 from typing import Any, Final, final
 
 from trainfold.adapters.components.component import Part, Undo
@@ -92,6 +93,7 @@ class LoopData:
         self._at_end: Opaque | None = None  # the streams at an epoch's end, outside of `epochs`
         self._moves = False  # whether the loop was seen to move them before the first batch of an epoch
         self._reading: dict[str, Reading] = {}  # loader -> the iteration of it outside of `epochs` that came last
+        self._latest: dict[str, Reading] = {}  # loader -> the iteration that came last
         self._first: list[int] = []  # batches of the first steps whose samples nobody said
         self._has_said = False
         self._pace = Pace(epoch=feed.epoch)
@@ -106,7 +108,7 @@ class LoopData:
             self._say_where_it_goes_on(name, feed)
             self._look_at_streams(feed)
             stream = self._started(feed.batches(epochs=epochs, done=done))
-            self._reading[name] = stream.reading
+            self._reading[name] = self._latest[name] = stream.reading
             return stream
         if name in self._read and name in self._entered:
             self._begin_anew(name, feed)
@@ -120,6 +122,7 @@ class LoopData:
         held: list[weakref.ref[BatchStream]] = []
         stream = self._started(self._in_body(name, feed, feed.batches(epochs=stop, done=done), held))
         held.append(weakref.ref(stream))
+        self._latest[name] = stream.reading
         return stream
 
     def _begin_anew(self, name: str, feed: Feed) -> None:
@@ -358,6 +361,11 @@ class LoopData:
         if not count:
             return None
         found = f"batches handed out since the last advance(): {count}"
+        if any(reading.thread not in (None, get_ident()) for reading in self._latest.values()):
+            return (
+                f"{found}, by a thread that draws ahead: how far it is differs from step to step, and so does what it draws of random numbers. "
+                "Let the loader draw ahead, with num_workers= and prefetch_factor=, and iterate over live.batches() without that thread"
+            )
         ended = [name for name in self._opened if name in self._read]
         if self._body is None or not self._has_ended or not ended:
             return found
