@@ -267,6 +267,46 @@ def test_a_run_that_is_attached_anew_after_its_restore_is_refused(is_loaded):
         assert manager.step(first).step == first.progress.step
 
 
+def test_a_state_that_was_loaded_and_not_taken_is_refused():
+    """W10: ``manager.load(state)`` returns the state; a call whose result is thrown away has restored nothing."""
+    store = MemoryStore()
+    save(TrainState(trainer=Progress(step=3)), store)
+    with CheckpointManager(store) as manager:
+        fresh = TrainState(trainer=Progress())
+        loaded = manager.load(fresh)
+        with pytest.raises(RunNotRestored):
+            manager.step(fresh.evolve(trainer=Progress(step=1)))
+        manager.save(loaded.evolve(trainer=Progress(step=4)))
+    assert heads(store)[4].parent == "step-00000003"
+
+
+def exporting(main, exported, *, components, restore=True):
+    """One start of a loop that saves its weights for others, into a run of their own."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer)
+    with CheckpointManager(main) as manager, CheckpointManager(exported, components=components) as exporter:
+        if restore:
+            manager.restore(live)
+        optimizer.step()
+        live.advance(samples=1)
+        if restore:
+            manager.save(live)
+        return exporter.save(live).step
+
+
+def test_weights_beside_a_run_are_saved_on_after_a_resume():
+    """W10: they have no counters that anything could go on from; what can be resumed is refused as before."""
+    main, exported = MemoryStore(), MemoryStore()
+    assert [exporting(main, exported, components=["model"]) for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(RunNotRestored):
+        exporting(MemoryStore(), exported, components=["model"], restore=False)  # of another loop, from its beginning
+    with pytest.raises(RunNotRestored):
+        exporting(main, exported, components=["model", "trainer"])
+    with pytest.raises(RunNotRestored):
+        exporting(MemoryStore(), main, components=["model"])
+
+
 def test_a_cadence_that_is_a_word_is_refused_with_a_fix_that_saves_as_often_as_was_meant():
     """A command line gives "500"; every='auto' is another cadence."""
     with pytest.raises(InvalidArgument, match=r"found '500'; pass a number of optimizer steps, such as every=500"):

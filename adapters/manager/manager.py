@@ -202,7 +202,7 @@ class CheckpointManager:
             auto = AutoCadence(teller_of(self._announcer, world)) if is_auto and every_secs is None else None
             self._due = Due(triggers, requests, world, auto=auto)
             self._asked = NeverAsked(self._store.url)
-            self._first = FirstSave(self._store, world, held, start_over=start_over)
+            self._first = FirstSave(self._store, world, held, start_over=start_over, components=names)
             self._saves = Saves(self._store, world, components=names, contract=agreed, is_async=is_async, room=room, hold_check=flag("hold_check", hold_check), replica_check=level, due=self._due,
                                 first=self._first, keeper=Keeper(self._store, retention, left_behind), announcer=self._announcer, held=kept)  # fmt: skip
             kept.append(making.pop_all())
@@ -529,7 +529,7 @@ class CheckpointManager:
             raise
         step = None if state.trainer is None else state.trainer.step
         self._due.loaded(step)
-        self._first.loaded(run)
+        self._first.loaded(run, step)
         self._saves.descends_from = self._resumer.descent
         self._announcer.tell("restored", step=step)
         return state
