@@ -296,6 +296,20 @@ def test_a_second_pass_over_a_loader_in_one_body_is_refused_and_no_longer_empty(
             live.batches()
 
 
+def test_an_epoch_that_is_read_in_parts_by_steps_ends_with_an_empty_part():
+    """W04: such a loop asks once more where its parts fit the epoch, and that is no second pass."""
+    live = Run(partial(loader, batch_size=5)).live
+    parts = []
+    for _ in live.epochs(2):
+        while (before := live.progress.step) is not None:
+            for _ in live.batches(steps=before + 2):
+                live.advance()
+            parts.append(live.progress.step - before)
+            if live.progress.step < before + 2:
+                break
+    assert parts == [2, 0, 2, 0]
+
+
 def test_a_cycle_that_keeps_batches_of_its_own_is_refused_before_it_gives_them_again():
     """W04: what it gives in its second pass comes from no loader, and a resume gave other batches in silence."""
     live = Run(lambda: {"a": loader(1), "b": loader(-1, batch_size=5)}).live

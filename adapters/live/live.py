@@ -363,7 +363,7 @@ class Live:
         def is_done() -> bool:
             return (steps is not None and self._progress.step >= steps) or self._is_over()
 
-        return self._loop_data("live.batches").batches(loader, epochs=epochs, done=is_done)
+        return self._loop_data("live.batches").batches(loader, epochs=epochs, until=steps, done=is_done)
 
     def epochs(self, n: int) -> Iterator[int]:
         """The epochs that are still to do, for a loop in two levels.

@@ -100,8 +100,10 @@ class LoopData:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def batches(self, loader: str | None, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
-        """Batches of one loader; in the body of `epochs`, those of one epoch."""
+    def batches(
+        self, loader: str | None, *, epochs: int | None, until: int | None, done: Callable[[], bool]
+    ) -> Iterator[Any]:
+        """Batches of one loader; in the body of `epochs`, those of one epoch, or up to a step of it."""
         feed, name = self._feed(loader), loader or ""
         if self._body is None:
             self._resumed = None
@@ -110,9 +112,9 @@ class LoopData:
             stream = self._started(feed.batches(epochs=epochs, done=done))
             self._reading[name] = self._latest[name] = stream.reading
             return stream
-        if name in self._read and name in self._entered:
+        if name in self._read and name in self._entered and until is None:
             self._begin_anew(name, feed)
-        if name in self._read:  # as a position says: the plain loop has had all of it
+        if name in self._read:  # as a position says, or in parts: the plain loop has had all of it
             self._entered.add(name)
             no_batch: Iterator[Any] = iter(())
             return self._started(no_batch) if self._read >= self._opened.keys() else BatchStream(no_batch)
