@@ -307,6 +307,21 @@ def test_weights_beside_a_run_are_saved_on_after_a_resume():
         exporting(MemoryStore(), main, components=["model"])
 
 
+def test_a_restore_of_some_components_says_that_the_run_counts_from_the_beginning(caplog):
+    """W10: `components=["model"]` on a run that has more gives its weights, and neither its step nor its optimizer."""
+    store, kept = MemoryStore(), ["model", "trainer"]
+    exporting(store, MemoryStore(), components=None)
+    for names in (kept, ["model"]):
+        caplog.clear()
+        model = torch.nn.Linear(1, 1)
+        with CheckpointManager(store, components=names) as manager:
+            manager.restore(attach(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+        said = [each.getMessage() for each in caplog.records if "components=" in each.getMessage()]
+        assert len(said) == (names != kept)
+    assert "at step 1 only model is restored" in said[0]
+    assert "counts from step 0" in said[0]
+
+
 def test_a_cadence_that_is_a_word_is_refused_with_a_fix_that_saves_as_often_as_was_meant():
     """A command line gives "500"; every='auto' is another cadence."""
     with pytest.raises(InvalidArgument, match=r"found '500'; pass a number of optimizer steps, such as every=500"):

@@ -532,6 +532,15 @@ class CheckpointManager:
         self._first.loaded(run, step)
         self._saves.descends_from = self._resumer.descent
         self._announcer.tell("restored", step=step)
+        if self._components is not None and "trainer" not in self._components:
+            _LOG.warning(
+                "%s: of its checkpoint at step %s only %s is restored, because this manager has components=; the run counts from step %d, "
+                "and everything else is as the script made it",
+                self._store.url,
+                "?" if self._resumer.descent is None else self._resumer.descent.step,
+                ", ".join(self._components),
+                run.progress.step if isinstance(run, Live) else 0,
+            )
         return state
 
     def _restored(self, live: Live) -> Restored:
