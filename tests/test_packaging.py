@@ -77,7 +77,7 @@ def test_a_wheel_in_use_is_this_package(copy_of_tree, tmp_path):
     installed = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(installed)
     code = f"import sys; sys.path.insert(0, {str(installed)!r}); import trainfold.core.state as s; print(s.__file__)"
-    assert run_python(code, "-P") == str(installed / "trainfold" / "core" / "state.py")
+    assert run_python(code, "-P") == str(installed / "trainfold" / "core" / "state" / "state.py")
 
 
 def test_the_version_has_one_source(root):
