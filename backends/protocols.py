@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from trainfold.core.world import Collectives
+from trainfold.core.layout.world import Collectives
 
 __all__ = ["Buffer", "Collectives", "Place", "Placeable", "Store"]
 

@@ -6,7 +6,7 @@ import torch
 
 from trainfold.backends.collectives import SingleProcess
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.world import Collectives
+from trainfold.core.layout.world import Collectives
 
 
 def ranks_around(environment: Mapping[str, str]) -> str | None:

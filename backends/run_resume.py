@@ -12,13 +12,14 @@ from trainfold.backends.header_check import HeaderCheck
 from trainfold.backends.native_reader import ReadRequest, fresh_tensor, read_tensors
 from trainfold.backends.protocols import Store
 from trainfold.core import tree
-from trainfold.core.boxes import intersect
 from trainfold.core.codec import STORED, torch_dtype
 from trainfold.core.components import components_of, state_of
 from trainfold.core.contract import noted_settings, run_contract
 from trainfold.core.cursor import DataCursor, check_cursor
 from trainfold.core.errors import CheckpointHostile, InvalidState
 from trainfold.core.inventory import Descent
+from trainfold.core.layout.shard import Shard
+from trainfold.core.layout.slices import intersect
 from trainfold.core.manifest import (
     Manifest,
     TensorRecord,
@@ -30,7 +31,6 @@ from trainfold.core.regroup import regrouped
 from trainfold.core.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.rng import KEY_BITS, Key
 from trainfold.core.scalars import shown
-from trainfold.core.shard import Shard
 from trainfold.core.slot_homes import beside_params, laid_out_like
 from trainfold.core.spec import Box
 from trainfold.core.state import ModelState, OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState

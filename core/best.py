@@ -11,9 +11,9 @@ import attrs
 
 from trainfold.core.errors import InvalidArgument, RankFailed, error_text
 from trainfold.core.given import real_given
+from trainfold.core.layout.world import Collectives
 from trainfold.core.scalars import shown
 from trainfold.core.score import Direction, beats, checked_direction, checked_step, finite_given
-from trainfold.core.world import Collectives
 
 _T = TypeVar("_T")
 

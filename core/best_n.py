@@ -7,9 +7,9 @@ import attrs
 
 from trainfold.core.best import BestRecord, score_of, told_by_rank_zero, updated
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.layout.world import Collectives
 from trainfold.core.scalars import shown
 from trainfold.core.score import Direction, checked_direction, checked_step, finite_given
-from trainfold.core.world import Collectives
 
 _Kept = TypeVar("_Kept", BestRecord, "tuple[BestEntry, ...]")
 

@@ -14,8 +14,8 @@ import torch
 import xxhash
 
 from trainfold.core.errors import UnsupportedLeaf
+from trainfold.core.layout.shard import Shard
 from trainfold.core.scalars import canonical_json, encode_scalar
-from trainfold.core.shard import Shard
 from trainfold.core.spec import dtype_name
 
 DIGEST_PREFIX = "xxh3:"

@@ -12,6 +12,7 @@ from trainfold.core.description import Described
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.group_labels import relabelled
 from trainfold.core.inventory import Problem
+from trainfold.core.layout.world import World
 from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.notes import NOTES
 from trainfold.core.policy import (
@@ -29,7 +30,6 @@ from trainfold.core.scalars import Json
 from trainfold.core.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.state import TrainState
 from trainfold.core.structure import places, rebuild
-from trainfold.core.world import World
 
 _GROUPS = "optimizer.groups["
 _OPTIMIZER = "trainfold.OptimizerState"

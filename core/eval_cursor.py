@@ -7,10 +7,10 @@ import attrs
 
 from trainfold.core import tree
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState
+from trainfold.core.layout.world import Collectives
 from trainfold.core.partition import shard_of
 from trainfold.core.permutation import MAX_LENGTH
 from trainfold.core.scalars import shown
-from trainfold.core.world import Collectives
 
 T = TypeVar("T")
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainfold.core.boxes import check_cover
 from trainfold.core.codec import STORED, digest_of, size_bytes
 from trainfold.core.collecting import without_collecting
 from trainfold.core.components import BUILTIN_COMPONENTS, is_extra_name
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, InvalidState
+from trainfold.core.layout.slices import check_cover
 from trainfold.core.manifest import (
     END,
     TAIL,

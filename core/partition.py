@@ -7,7 +7,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidBatch
-from trainfold.core.world import make_world
+from trainfold.core.layout.world import make_world
 
 
 def even_split(n: int, world_size: int) -> tuple[range, ...]:

@@ -17,13 +17,13 @@ from trainfold.core.contract import step_contract
 from trainfold.core.errors import UnknownComponent
 from trainfold.core.given import nearest
 from trainfold.core.inventory import OLDER, Inventory, Problem, lineage
+from trainfold.core.layout.world import World
 from trainfold.core.manifest import ComponentRecord, Manifest
 from trainfold.core.policy import Drift, contract_kind, verdict_of
 from trainfold.core.replicas import is_between_epochs, is_opaque
 from trainfold.core.request import Request, Target
 from trainfold.core.resume_plan import ComponentAction, Refusal, ResumePlan
 from trainfold.core.scalars import Json
-from trainfold.core.world import World
 
 _ALWAYS_MEANT: Final = frozenset(
     {"model", "optimizer", "trainer"}

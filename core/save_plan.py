@@ -11,11 +11,11 @@ from typing import final
 
 import attrs
 
-from trainfold.core.boxes import check_cover, volume, whole_box
 from trainfold.core.codec import STORED, size_bytes, stored_shape
 from trainfold.core.collecting import without_collecting
 from trainfold.core.description import Described
 from trainfold.core.errors import InvalidArgument, RanksDisagree
+from trainfold.core.layout.slices import check_cover, volume, whole_box
 from trainfold.core.manifest import Manifest
 from trainfold.core.replicas import belongs_to_rank
 from trainfold.core.scalars import Json, canonical_json

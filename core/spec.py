@@ -11,7 +11,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import UnsupportedLeaf
-from trainfold.core.shard import Shard
+from trainfold.core.layout.shard import Shard
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]

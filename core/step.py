@@ -16,6 +16,7 @@ from trainfold.core.exchange import exchange
 from trainfold.core.given import real_given
 from trainfold.core.gradients import LossFunction, Verdict, judge, run_window
 from trainfold.core.hooks import check_hooks
+from trainfold.core.layout.world import Collectives
 from trainfold.core.leaves import Lease, Leaves
 from trainfold.core.loss import Totals
 from trainfold.core.microbatch import split
@@ -26,7 +27,6 @@ from trainfold.core.schedule import ScheduleFunction, check_same, describe
 from trainfold.core.state import ModelState, OptimizerState, Progress, Scalar, TrainState
 from trainfold.core.template import Mould, check_silent
 from trainfold.core.worker import Pool, Worker
-from trainfold.core.world import Collectives
 
 Metrics = dict[str, float]
 _ALONE = contextlib.nullcontext()

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, TrainfoldError
-from trainfold.core.world import Collectives
+from trainfold.core.layout.world import Collectives
 from trainfold.properties.differences import ContractBroken
 
 __all__ = ["check_collectives"]

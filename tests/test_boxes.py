@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfold.core import boxes
-from trainfold.core.boxes import check_cover, intersect, overlap, volume
 from trainfold.core.errors import InvalidState
+from trainfold.core.layout import slices as boxes
+from trainfold.core.layout.slices import check_cover, intersect, overlap, volume
 
 INTERVAL = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda pair: (min(pair), max(pair)))
 

@@ -15,7 +15,7 @@ from trainfold.backends.collectives import (
     thread_outcomes,
 )
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree
-from trainfold.core.world import Collectives
+from trainfold.core.layout.world import Collectives
 
 
 def test_both_kinds_of_collectives_keep_the_protocol():

@@ -28,8 +28,8 @@ from trainfold.adapters.cli.rehearse.settings import make_settings as make_rehea
 from trainfold.backends.collectives import run_threads
 from trainfold.core.codec import digest_of
 from trainfold.core.fingerprint import component_fingerprint
+from trainfold.core.layout.shard import make_shard
 from trainfold.core.leaves import Leaves
-from trainfold.core.shard import make_shard
 from trainfold.core.state import ModelState, OptimizerState, Progress, TrainState
 
 MODULES = sorted(

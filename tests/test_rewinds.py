@@ -26,11 +26,11 @@ from trainfold.core.best_n import BestEntry
 from trainfold.core.cursor import DataCursor
 from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, SaveFailed
 from trainfold.core.inventory import Descent, lineage
+from trainfold.core.layout.shard import make_shard
 from trainfold.core.quarantine import Outcome
 from trainfold.core.retention import keep_best, keep_last
 from trainfold.core.rng import make_key
 from trainfold.core.save_plan import MANIFEST, directory_of
-from trainfold.core.shard import make_shard
 from trainfold.core.state import Progress, TrainState
 
 WANTED = make_best_record(metric="loss", direction="min")

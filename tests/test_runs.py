@@ -23,11 +23,11 @@ from trainfold.core.errors import (
     UnknownComponent,
 )
 from trainfold.core.fingerprint import fingerprint
+from trainfold.core.layout.shard import make_shard
 from trainfold.core.leaves import Leaves
 from trainfold.core.manifest import encode_manifest
 from trainfold.core.manifest_reader import decode_manifest
 from trainfold.core.resume_plan import Refusal, ResumePlan
-from trainfold.core.shard import make_shard
 from trainfold.core.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 from trainfold.properties import laws, strategies
 

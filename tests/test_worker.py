@@ -316,7 +316,9 @@ def test_an_interrupt_around_a_job_that_the_caller_carries_out_leaves_nobody_wai
 
         def profile(frame, event, _):
             nonlocal seen, was_interrupted
-            seen += event in ("call", "c_return") and frame.f_code.co_filename.endswith(("worker_thread.py", "wakeup.py"))
+            seen += event in ("call", "c_return") and frame.f_code.co_filename.endswith(
+                ("worker_thread.py", "wakeup.py")
+            )
             if seen == at:  # noqa: B023
                 was_interrupted = True
                 sys.setprofile(None)

@@ -8,7 +8,7 @@ from typing import Final, final
 
 from trainfold.adapters.manager.events import Announcer
 from trainfold.core.auto_cadence import choose_cadence, describe_cadence
-from trainfold.core.world import Collectives
+from trainfold.core.layout.world import Collectives
 
 _REMEMBERED: Final = 64
 

@@ -15,9 +15,9 @@ from trainfold.adapters.manager.protocol import LoadDecision
 from trainfold.adapters.manager.triggers import Boundary, Due
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.rank_environment import world_given
+from trainfold.core.layout.world import Collectives
 from trainfold.core.save_due import Verdict, make_triggers
 from trainfold.core.state import TrainState
-from trainfold.core.world import Collectives
 
 
 @final

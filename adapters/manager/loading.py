@@ -17,12 +17,12 @@ from trainfold.core.audit import component_of
 from trainfold.core.components import validate_components
 from trainfold.core.errors import InvalidState, ResumeRefused
 from trainfold.core.inventory import Descent
+from trainfold.core.layout.world import Collectives
 from trainfold.core.policy import Drift
 from trainfold.core.request import make_request
 from trainfold.core.resume_plan import Refusal
 from trainfold.core.save_plan import step_of
 from trainfold.core.state import TrainState
-from trainfold.core.world import Collectives
 
 
 @final

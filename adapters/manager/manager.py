@@ -48,12 +48,12 @@ from trainfold.core.contract import checked_contract
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text
 from trainfold.core.events import Event
 from trainfold.core.given import mapping_given
+from trainfold.core.layout.world import Collectives
 from trainfold.core.policy import check_policy
 from trainfold.core.replicas import LEVELS, level_of
 from trainfold.core.retention import Retention
 from trainfold.core.save_due import Verdict, make_triggers
 from trainfold.core.state import TrainState
-from trainfold.core.world import Collectives
 
 _RUNS: Final = Live | TrainState
 _LOG = logging.getLogger("trainfold")

@@ -24,9 +24,9 @@ from trainfold.core.components import validate_components
 from trainfold.core.description import Describer
 from trainfold.core.errors import error_text
 from trainfold.core.inventory import Descent
+from trainfold.core.layout.world import Collectives
 from trainfold.core.replicas import Level, proof_of
 from trainfold.core.state import TrainState
-from trainfold.core.world import Collectives
 
 
 @final

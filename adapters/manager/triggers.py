@@ -10,9 +10,9 @@ from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.together import on_all_ranks
 from trainfold.core.auto_cadence import FIRST_SAVE_SECS
 from trainfold.core.errors import RanksDisagree
+from trainfold.core.layout.world import Collectives
 from trainfold.core.requests import Request, merge_requests
 from trainfold.core.save_due import Triggers, Verdict, decide
-from trainfold.core.world import Collectives
 
 
 @final

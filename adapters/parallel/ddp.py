@@ -6,8 +6,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from trainfold.adapters.live.live import Live
+from trainfold.core.layout.world import Collectives
 from trainfold.core.names import NamedTensors
-from trainfold.core.world import Collectives
 
 
 def sent_buffers(run: Live, modules: Mapping[str, NamedTensors], world: Collectives) -> dict[str, str]:

@@ -92,6 +92,9 @@ if TYPE_CHECKING:
     from trainfold.core.fingerprint import fingerprint as fingerprint
     from trainfold.core.forward import bind_model as bind_model
     from trainfold.core.init import init_state as init_state
+    from trainfold.core.layout.world import Collectives as Collectives
+    from trainfold.core.layout.world import World as World
+    from trainfold.core.layout.world import make_world as make_world
     from trainfold.core.leaves import Leaves as Leaves
     from trainfold.core.loss import Loss as Loss
     from trainfold.core.masters import refresh_masters as refresh_masters
@@ -144,9 +147,6 @@ if TYPE_CHECKING:
     from trainfold.core.window import accumulation_steps as accumulation_steps
     from trainfold.core.window import check_plan as check_plan
     from trainfold.core.window import windows as windows
-    from trainfold.core.world import Collectives as Collectives
-    from trainfold.core.world import World as World
-    from trainfold.core.world import make_world as make_world
 
 
 _MODULE_OF = {
@@ -157,7 +157,7 @@ _MODULE_OF = {
     "CheckpointManager": "trainfold.adapters.manager.manager",
     "CheckpointManagerLike": "trainfold.adapters.manager.protocol",
     "CheckpointPassedOver": "trainfold.backends.run_load",
-    "Collectives": "trainfold.core.world",
+    "Collectives": "trainfold.core.layout.world",
     "Combined": "trainfold.adapters.requests.sources",
     "DataCursor": "trainfold.core.cursor",
     "Difference": "trainfold.core.spec",
@@ -210,7 +210,7 @@ _MODULE_OF = {
     "TrainState": "trainfold.core.state",
     "TrainfoldError": "trainfold.core.errors",
     "Verdict": "trainfold.core.save_due",
-    "World": "trainfold.core.world",
+    "World": "trainfold.core.layout.world",
     "accumulation_steps": "trainfold.core.window",
     "advise_cadence": "trainfold.core.cadence",
     "attach": "trainfold.adapters.live.live",
@@ -245,7 +245,7 @@ _MODULE_OF = {
     "make_key": "trainfold.core.rng",
     "make_progress": "trainfold.core.state",
     "make_step": "trainfold.core.step",
-    "make_world": "trainfold.core.world",
+    "make_world": "trainfold.core.layout.world",
     "merge": "trainfold.core.components",
     "metrics": "trainfold",
     "no_tally": "trainfold.core.suite",
