@@ -15,7 +15,7 @@ from trainfold.core import tree
 from trainfold.core.codec import STORED, torch_dtype
 from trainfold.core.components import components_of, state_of
 from trainfold.core.contract import noted_settings, run_contract
-from trainfold.core.cursor import DataCursor, check_cursor
+from trainfold.core.data.cursor import DataCursor, check_cursor
 from trainfold.core.errors import CheckpointHostile, InvalidState
 from trainfold.core.inventory import Descent
 from trainfold.core.layout.shard import Shard

@@ -10,7 +10,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.contract import STEP_PREFIX, checked_contract, noted_settings, settings_at_risk
-from trainfold.core.cursor import DataCursor
+from trainfold.core.data.cursor import DataCursor
 from trainfold.core.errors import ContractMismatch, InvalidArgument, InvalidState, NonFinite
 from trainfold.core.exchange import exchange
 from trainfold.core.given import real_given

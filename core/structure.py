@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import attrs
 
 from trainfold.core import tree
-from trainfold.core.cursor import DataCursor
+from trainfold.core.data.cursor import DataCursor
+from trainfold.core.data.eval_cursor import DistributedEvalCursor
 from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
-from trainfold.core.eval_cursor import DistributedEvalCursor
 from trainfold.core.leaves import Leaves
 from trainfold.core.metrics.nodes import ACCUMULATORS
 from trainfold.core.printable import printable

@@ -20,11 +20,11 @@ from trainfold.backends.runs import load, save
 from trainfold.core import tree
 from trainfold.core.codec import is_tensor_leaf, leaf_digest
 from trainfold.core.components import components_of, merge, select
-from trainfold.core.cursor import DataCursor
+from trainfold.core.data.cursor import DataCursor
+from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import InvalidArgument, ResumeRefused, StateDonated
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.names import named_tensors
-from trainfold.core.partition import shard_of
 from trainfold.core.state import OptimizerState, Progress, TrainState
 from trainfold.properties.differences import (
     LawBroken,

@@ -17,9 +17,9 @@ from trainfold.adapters.evaluation.evaluate import evaluate
 from trainfold.backends.collectives import run_threads, thread_outcomes
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
-from trainfold.core.chunks import columns_of, joined
+from trainfold.core.data.chunks import columns_of, joined
+from trainfold.core.data.eval_cursor import eval_batches, make_eval_cursor
 from trainfold.core.errors import InvalidArgument, InvalidBatch, RanksDisagree
-from trainfold.core.eval_cursor import eval_batches, make_eval_cursor
 from trainfold.core.state import TrainState, make_progress
 
 FEWER = settings(max_examples=settings().max_examples * 3 // 10)  # of the profile's: each is several worlds

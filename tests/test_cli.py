@@ -26,7 +26,7 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.quarantine_file import begin_attempt
 from trainfold.backends.runs import save
 from trainfold.core.codec import digest_of
-from trainfold.core.cursor import make_cursor
+from trainfold.core.data.cursor import make_cursor
 from trainfold.core.errors import CheckpointDamaged, ResumeRefused
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.init import init_state

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
 from trainfold.core import tree
-from trainfold.core.cursor import DataCursor, check_cursor, make_cursor, sample_order
+from trainfold.core.data.cursor import DataCursor, check_cursor, make_cursor, sample_order
+from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import (
     CheckpointError,
     CheckpointHostile,
@@ -19,7 +20,6 @@ from trainfold.core.errors import (
     InvalidArgument,
     InvalidState,
 )
-from trainfold.core.partition import shard_of
 from trainfold.core.state import TrainState, make_progress
 
 seeds = st.integers(0, 2**64 - 1)

@@ -10,8 +10,8 @@ from trainfold.backends.collectives import run_threads
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
 from trainfold.core import tree
+from trainfold.core.data.eval_cursor import DistributedEvalCursor, check_eval_cursor, eval_batches, make_eval_cursor
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState
-from trainfold.core.eval_cursor import DistributedEvalCursor, check_eval_cursor, eval_batches, make_eval_cursor
 from trainfold.core.layout.world import make_world
 from trainfold.core.state import TrainState, make_progress
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import trainfold
 from trainfold import metrics as M
 from trainfold.adapters.evaluation.evaluate import evaluate
+from trainfold.core.data.eval_cursor import eval_batches, make_eval_cursor
 from trainfold.core.errors import RankFailed
-from trainfold.core.eval_cursor import eval_batches, make_eval_cursor
 
 PATIENT = {"timeout_secs": 60.0, "grace_secs": 10.0}
 HASTY = {"timeout_secs": 30.0, "grace_secs": 2.0}

@@ -16,7 +16,7 @@ from trainfold.adapters.loaders.feed import position_problems
 from trainfold.core import tree
 from trainfold.core.codec import digest_of
 from trainfold.core.components import components_of
-from trainfold.core.cursor import make_cursor
+from trainfold.core.data.cursor import make_cursor
 from trainfold.core.description import describe
 from trainfold.core.errors import CheckpointError, RestoreRefused, TrainfoldError
 from trainfold.core.manifest import END, TAIL

@@ -17,11 +17,11 @@ from trainfold.backends.collectives import run_threads
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore, SimulatedCrash
 from trainfold.backends.run_load import CheckpointPassedOver
-from trainfold.core.cursor import make_cursor
+from trainfold.core.data.cursor import make_cursor
+from trainfold.core.data.permutation import sample_order
+from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import ResumeRefused, SaveFailed
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.partition import shard_of
-from trainfold.core.permutation import sample_order
 from trainfold.core.spec import diff_specs
 from trainfold.core.state import Progress, TrainState
 from trainfold.properties import laws, strategies

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainfold.core.data.shares import even_split, shard_of
 from trainfold.core.errors import InvalidArgument, InvalidBatch
-from trainfold.core.partition import even_split, shard_of
 
 sizes = st.integers(0, 300)
 worlds = st.integers(1, 40)

@@ -23,7 +23,7 @@ from trainfold.backends.runs import load
 from trainfold.backends.snapshot import save_snapshot, take_snapshot
 from trainfold.core.best import make_best_record, updated
 from trainfold.core.best_n import BestEntry
-from trainfold.core.cursor import DataCursor
+from trainfold.core.data.cursor import DataCursor
 from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, SaveFailed
 from trainfold.core.inventory import Descent, lineage
 from trainfold.core.layout.shard import make_shard

@@ -21,7 +21,7 @@ from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
 from trainfold.core import schedule as schedules
 from trainfold.core import tree
-from trainfold.core.cursor import make_cursor
+from trainfold.core.data.cursor import make_cursor
 from trainfold.core.errors import (
     InvalidArgument,
     InvalidBatch,

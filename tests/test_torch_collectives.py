@@ -14,13 +14,13 @@ from trainfold.backends.collectives import SingleProcess, run_threads
 from trainfold.backends.local import LocalStore
 from trainfold.backends.runs import load, save
 from trainfold.backends.torch_collectives import TorchCollectives
+from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import InvalidArgument, RankFailed
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.init import init_state
 from trainfold.core.layout.world import Collectives
 from trainfold.core.loss import Loss
 from trainfold.core.optim import optimizer
-from trainfold.core.partition import shard_of
 from trainfold.core.step import make_step
 from trainfold.properties.contracts import ContractBroken, check_collectives
 

@@ -8,8 +8,8 @@ import torch
 
 from trainfold.adapters.evaluation.reachability import reachable
 from trainfold.backends.time_limit import TimeLimit
+from trainfold.core.data.eval_cursor import EvalBatches
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.eval_cursor import EvalBatches
 from trainfold.core.layout.world import Collectives
 from trainfold.core.suite import Tally
 

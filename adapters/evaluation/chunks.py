@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, Final, final
 
 from trainfold.adapters.evaluation.batch_source import Source
-from trainfold.core.chunks import Columns, columns_of, joined
+from trainfold.core.data.chunks import Columns, columns_of, joined
 from trainfold.core.errors import InvalidArgument, InvalidBatch
 from trainfold.core.scalars import shown
 from trainfold.core.suite import Tally

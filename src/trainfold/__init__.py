@@ -72,8 +72,15 @@ if TYPE_CHECKING:
     from trainfold.core.components import merge as merge
     from trainfold.core.components import select as select
     from trainfold.core.components import validate_components as validate_components
-    from trainfold.core.cursor import DataCursor as DataCursor
-    from trainfold.core.cursor import make_cursor as make_cursor
+    from trainfold.core.data.cursor import DataCursor as DataCursor
+    from trainfold.core.data.cursor import make_cursor as make_cursor
+    from trainfold.core.data.eval_cursor import DistributedEvalCursor as DistributedEvalCursor
+    from trainfold.core.data.eval_cursor import eval_batches as eval_batches
+    from trainfold.core.data.eval_cursor import make_eval_cursor as make_eval_cursor
+    from trainfold.core.data.permutation import Permutation as Permutation
+    from trainfold.core.data.permutation import sample_order as sample_order
+    from trainfold.core.data.shares import even_split as even_split
+    from trainfold.core.data.shares import shard_of as shard_of
     from trainfold.core.errors import CheckpointDamaged as CheckpointDamaged
     from trainfold.core.errors import NonFinite as NonFinite
     from trainfold.core.errors import RankFailed as RankFailed
@@ -83,9 +90,6 @@ if TYPE_CHECKING:
     from trainfold.core.errors import SaveFailed as SaveFailed
     from trainfold.core.errors import StateDonated as StateDonated
     from trainfold.core.errors import TrainfoldError as TrainfoldError
-    from trainfold.core.eval_cursor import DistributedEvalCursor as DistributedEvalCursor
-    from trainfold.core.eval_cursor import eval_batches as eval_batches
-    from trainfold.core.eval_cursor import make_eval_cursor as make_eval_cursor
     from trainfold.core.evaluation import Evaluation as Evaluation
     from trainfold.core.evaluation import evaluation_of as evaluation_of
     from trainfold.core.events import Event as Event
@@ -100,10 +104,6 @@ if TYPE_CHECKING:
     from trainfold.core.masters import refresh_masters as refresh_masters
     from trainfold.core.optim import Optimizer as Optimizer
     from trainfold.core.optim import optimizer as optimizer
-    from trainfold.core.partition import even_split as even_split
-    from trainfold.core.partition import shard_of as shard_of
-    from trainfold.core.permutation import Permutation as Permutation
-    from trainfold.core.permutation import sample_order as sample_order
     from trainfold.core.policy import Drift as Drift
     from trainfold.core.resume_plan import Refusal as Refusal
     from trainfold.core.resume_plan import ResumePlan as ResumePlan
@@ -159,10 +159,10 @@ _MODULE_OF = {
     "CheckpointPassedOver": "trainfold.backends.run_load",
     "Collectives": "trainfold.core.layout.world",
     "Combined": "trainfold.adapters.requests.sources",
-    "DataCursor": "trainfold.core.cursor",
+    "DataCursor": "trainfold.core.data.cursor",
     "Difference": "trainfold.core.spec",
     "DisabledManager": "trainfold.adapters.manager.disabled",
-    "DistributedEvalCursor": "trainfold.core.eval_cursor",
+    "DistributedEvalCursor": "trainfold.core.data.eval_cursor",
     "Drift": "trainfold.core.policy",
     "Evaluation": "trainfold.core.evaluation",
     "Event": "trainfold.core.events",
@@ -180,7 +180,7 @@ _MODULE_OF = {
     "Optimizer": "trainfold.core.optim",
     "OptimizerState": "trainfold.core.state",
     "ParamGroup": "trainfold.core.state",
-    "Permutation": "trainfold.core.permutation",
+    "Permutation": "trainfold.core.data.permutation",
     "Progress": "trainfold.core.state",
     "QuarantineIgnored": "trainfold.backends.quarantine_file",
     "RankFailed": "trainfold.core.errors",
@@ -221,10 +221,10 @@ _MODULE_OF = {
     "create_checkpoint_manager": "trainfold.adapters.manager.config",
     "decide_best": "trainfold.core.best",
     "diff_specs": "trainfold.core.spec",
-    "eval_batches": "trainfold.core.eval_cursor",
+    "eval_batches": "trainfold.core.data.eval_cursor",
     "evaluate": "trainfold.adapters.evaluation.evaluate",
     "evaluation_of": "trainfold.core.evaluation",
-    "even_split": "trainfold.core.partition",
+    "even_split": "trainfold.core.data.shares",
     "fingerprint": "trainfold.core.fingerprint",
     "fold_in": "trainfold.core.rng",
     "forked_rng": "trainfold.core.rng",
@@ -240,8 +240,8 @@ _MODULE_OF = {
     "load": "trainfold.backends.runs",
     "load_best": "trainfold.backends.best_file",
     "make_best_record": "trainfold.core.best",
-    "make_cursor": "trainfold.core.cursor",
-    "make_eval_cursor": "trainfold.core.eval_cursor",
+    "make_cursor": "trainfold.core.data.cursor",
+    "make_eval_cursor": "trainfold.core.data.eval_cursor",
     "make_key": "trainfold.core.rng",
     "make_progress": "trainfold.core.state",
     "make_step": "trainfold.core.step",
@@ -255,12 +255,12 @@ _MODULE_OF = {
     "plan_retention": "trainfold.core.retention",
     "plan_save": "trainfold.core.save_plan",
     "refresh_masters": "trainfold.core.masters",
-    "sample_order": "trainfold.core.permutation",
+    "sample_order": "trainfold.core.data.permutation",
     "save": "trainfold.backends.runs",
     "save_best": "trainfold.backends.best_file",
     "seed_of": "trainfold.core.rng",
     "select": "trainfold.core.components",
-    "shard_of": "trainfold.core.partition",
+    "shard_of": "trainfold.core.data.shares",
     "spec_of": "trainfold.core.spec",
     "time_limit": "trainfold.backends.time_limit",
     "validate_components": "trainfold.core.components",

@@ -19,7 +19,7 @@ from trainfold.adapters.cli.demo.model import make_model
 from trainfold.adapters.cli.demo.settings import Settings, read_settings
 from trainfold.backends.record_file import RecordFile
 from trainfold.backends.runs import load, plan, save
-from trainfold.core.cursor import make_cursor
+from trainfold.core.data.cursor import make_cursor
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.init import init_state
 from trainfold.core.loss import Loss

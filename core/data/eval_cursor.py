@@ -6,10 +6,10 @@ from typing import Generic, TypeVar, final
 import attrs
 
 from trainfold.core import tree
+from trainfold.core.data.permutation import MAX_LENGTH
+from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState
 from trainfold.core.layout.world import Collectives
-from trainfold.core.partition import shard_of
-from trainfold.core.permutation import MAX_LENGTH
 from trainfold.core.scalars import shown
 
 T = TypeVar("T")

@@ -6,9 +6,9 @@ import attrs
 import numpy as np
 
 from trainfold.core import tree
+from trainfold.core.data.permutation import MAX_LENGTH, Indices, Permutation, sample_order
+from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState
-from trainfold.core.partition import shard_of
-from trainfold.core.permutation import MAX_LENGTH, Indices, Permutation, sample_order
 from trainfold.core.scalars import shown
 
 __all__ = ["DataCursor", "check_cursor", "make_cursor", "sample_order", "shard_of"]
