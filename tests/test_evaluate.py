@@ -33,7 +33,7 @@ from trainfold.backends.collectives import run_threads, thread_outcomes
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, RankFailed, RanksDisagree
 from trainfold.core.evaluation import Evaluation
-from trainfold.core.exact import exact_add, exact_zero
+from trainfold.core.exact.sum import exact_add, exact_zero
 from trainfold.core.metrics.text import text_of
 
 MANY = settings(deadline=None, max_examples=40)

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainfold import metrics as M
-from trainfold.core import cpu_sum, terms, tree
+from trainfold.core import tree
+from trainfold.core.exact import cpu_sum, terms
 from trainfold.core.suite import Tally, merge_tallies, no_tally, observe, results_of
 from trainfold.core.tally_wire import check_layouts, layout_of, pack, unpack
 

@@ -12,9 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.core import cpu_sum, exact, terms
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.exact import (
+from trainfold.core.exact import cpu_sum, terms
+from trainfold.core.exact import sum as exact
+from trainfold.core.exact.float_bits import FORMATS
+from trainfold.core.exact.limbs import LIMBS, carried
+from trainfold.core.exact.sum import (
     ExactSum,
     exact_add,
     exact_add_columns,
@@ -25,9 +28,7 @@ from trainfold.core.exact import (
     ratio_of,
     rounded,
 )
-from trainfold.core.float_bits import FORMATS
-from trainfold.core.limbs import LIMBS, carried
-from trainfold.core.terms import bins_of, sum_of_floats, sum_of_ints
+from trainfold.core.exact.terms import bins_of, sum_of_floats, sum_of_ints
 
 FLOATS = {torch.float64: 64, torch.float32: 32, torch.float16: 16, torch.bfloat16: 32}
 MANY = settings(deadline=None, max_examples=200)
@@ -183,7 +184,9 @@ def test_one_term_that_is_not_finite_does_not_change_how_the_others_are_added(mo
     whole = fraction_of(values[values.isfinite()])
     sizes = []
     original = bins_of
-    monkeypatch.setattr("trainfold.core.cpu_sum.bins_of", lambda terms: sizes.append(len(terms)) or original(terms))
+    monkeypatch.setattr(
+        "trainfold.core.exact.cpu_sum.bins_of", lambda terms: sizes.append(len(terms)) or original(terms)
+    )
     total = exact_add(exact_zero(), values)
     assert sizes == [1]  # the others took the fast way
     assert total.special.tolist() == [1, 0, 0]

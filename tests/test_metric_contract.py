@@ -10,7 +10,7 @@ import torch
 from trainfold import metrics as M
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.exact import exact_add, exact_merge, exact_value, exact_zero
+from trainfold.core.exact.sum import exact_add, exact_merge, exact_value, exact_zero
 from trainfold.properties.contracts import ContractBroken, check_metric
 from trainfold.properties.laws import LawBroken, batch_invariant
 

@@ -20,7 +20,7 @@ from trainfold import metrics as M
 from trainfold.backends.collectives import run_threads
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.exact import exact_value, rounded
+from trainfold.core.exact.sum import exact_value, rounded
 from trainfold.core.metrics import blocks, perplexity, topk
 from trainfold.core.metrics.counts import add_counts, beside
 from trainfold.core.metrics.perplexity import rounded_exp

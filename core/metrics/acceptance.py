@@ -9,7 +9,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.exact import rounded
+from trainfold.core.exact.sum import rounded
 from trainfold.core.metrics.arguments import integers, same_shape
 from trainfold.core.metrics.counts import add_counts, beside, merge_counts, no_counts
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, final, get_args
 import attrs
 
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.exact import rounded
+from trainfold.core.exact.sum import rounded
 from trainfold.core.metrics.arguments import check_classes
 from trainfold.core.metrics.confusion import Pairs, count_pairs, merge_pairs, no_pairs, table_of
 from trainfold.core.metrics.counts import check_counts

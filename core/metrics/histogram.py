@@ -11,7 +11,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.exact import rounded
+from trainfold.core.exact.sum import rounded
 from trainfold.core.metrics.arguments import is_number, real
 from trainfold.core.metrics.blocks import blocks_of
 from trainfold.core.metrics.counts import add_counts, check_counts, merge_counts, no_counts

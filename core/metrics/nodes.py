@@ -1,6 +1,6 @@
 """`ACCUMULATORS`: the node classes that metrics keep what they have seen in; a checkpoint may name each of them."""
 
-from trainfold.core.exact import ExactSum
+from trainfold.core.exact.sum import ExactSum
 from trainfold.core.metrics.acceptance import Reached
 from trainfold.core.metrics.confusion import Pairs
 from trainfold.core.metrics.extremes import Extreme

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, final
 
 import attrs
 
-from trainfold.core.exact import Exact
+from trainfold.core.exact.sum import Exact
 from trainfold.core.metrics.arguments import real
 from trainfold.core.metrics.ratio import Quotient, add_terms, merge_quotients, no_terms, quotient_of
 

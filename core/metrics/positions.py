@@ -11,7 +11,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.exact import (
+from trainfold.core.exact.sum import (
     Exact,
     ExactSum,
     exact_add_columns,

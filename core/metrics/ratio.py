@@ -5,7 +5,7 @@ from typing import Any, ClassVar, final
 import attrs
 
 from trainfold.core import tree
-from trainfold.core.exact import Exact, ExactSum, exact_add, exact_merge, exact_value, exact_zero, ratio_of, rounded
+from trainfold.core.exact.sum import Exact, ExactSum, exact_add, exact_merge, exact_value, exact_zero, ratio_of, rounded
 from trainfold.core.metrics.arguments import real
 
 __all__ = ["Quotient", "Ratio", "add_terms", "merge_quotients", "no_terms", "quotient_of"]

@@ -6,7 +6,7 @@ import attrs
 import torch
 
 from trainfold.core import tree
-from trainfold.core.exact import ExactSum, exact_add, exact_merge, exact_value, exact_zero, ratio_of, rounded
+from trainfold.core.exact.sum import ExactSum, exact_add, exact_merge, exact_value, exact_zero, ratio_of, rounded
 from trainfold.core.metrics.arguments import real
 from trainfold.core.metrics.counts import merge_counts, no_counts
 
@@ -56,7 +56,7 @@ class Sum:
         >>> metric.result(metric.observe(acc, torch.tensor([-1e30])))
         1.0
 
-    Source: `trainfold.core.exact`.
+    Source: `trainfold.core.exact.sum`.
     """
 
     additive: ClassVar[bool] = True

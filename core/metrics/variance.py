@@ -9,7 +9,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.exact import ExactSum, exact_add, exact_merge, exact_value, exact_zero, rounded
+from trainfold.core.exact.sum import ExactSum, exact_add, exact_merge, exact_value, exact_zero, rounded
 from trainfold.core.metrics.arguments import real
 from trainfold.core.metrics.blocks import blocks_of
 from trainfold.core.metrics.total import Total, merge_totals, more_of, nothing

@@ -13,7 +13,7 @@ from typing import final
 import attrs
 import torch
 
-from trainfold.core.limbs import UNIT
+from trainfold.core.exact.limbs import UNIT
 
 
 @final

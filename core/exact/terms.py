@@ -10,8 +10,8 @@ error-free sum: multiples of 2**g below 2**(g + 53) add up in float64 without ro
 
 import torch
 
-from trainfold.core.float_bits import FORMATS
-from trainfold.core.limbs import LIMB_BITS, LIMBS, MASK, UNIT
+from trainfold.core.exact.float_bits import FORMATS
+from trainfold.core.exact.limbs import LIMB_BITS, LIMBS, MASK, UNIT
 
 KINDS = 3  # NaN, infinity, minus infinity
 BLOCK = 1 << 19  # terms that a CPU adds at a time: what it needs beside them stays small, and in its cache

@@ -4,9 +4,9 @@ from typing import TypeAlias
 
 import torch
 
-from trainfold.core.float_bits import FORMATS, units_of_bits
-from trainfold.core.limbs import UNIT, units_of
-from trainfold.core.terms import BLOCK, bins_of, is_plain, sum_of_floats, sum_of_ints
+from trainfold.core.exact.float_bits import FORMATS, units_of_bits
+from trainfold.core.exact.limbs import UNIT, units_of
+from trainfold.core.exact.terms import BLOCK, bins_of, is_plain, sum_of_floats, sum_of_ints
 
 Special: TypeAlias = tuple[int, int, int]
 

@@ -1,0 +1,1 @@
+"""Exact sums of floating-point numbers. May import the ground floor."""
