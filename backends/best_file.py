@@ -82,7 +82,7 @@ def save_best(
         >>> from trainfold.backends.memory import MemoryStore
         >>> from trainfold.backends.runs import save
         >>> from trainfold.core.best import make_best_record, updated
-        >>> from trainfold.core.state import Progress, TrainState
+        >>> from trainfold.core.state.state import Progress, TrainState
         >>> store = MemoryStore()
         >>> best = make_best_record(metric="loss", direction="min")
         >>> saved = save(TrainState(trainer=Progress(step=10)), store)

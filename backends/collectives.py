@@ -11,7 +11,7 @@ import torch
 
 from trainfold.backends.ordered_sum import added
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, TrainfoldError, error_text
-from trainfold.core.spec import dtype_name
+from trainfold.core.state.spec import dtype_name
 
 T = TypeVar("T")
 TIMEOUT_SECS = 60.0

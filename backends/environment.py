@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from trainfold.core.policy import ENVIRONMENT
-from trainfold.core.state import ModelState, TrainState
+from trainfold.core.state.state import ModelState, TrainState
 
 _UNKNOWN: Final = "unknown"
 _BACKENDS: Final[Any] = torch.backends  # whose modules say nothing of the types of their settings

@@ -66,7 +66,7 @@ def quarantined(store: Store, *, limit: int = LIMIT) -> dict[str, Problem]:
     Examples:
         >>> from trainfold.backends.memory import MemoryStore
         >>> from trainfold.backends.runs import save
-        >>> from trainfold.core.state import Progress, TrainState
+        >>> from trainfold.core.state.state import Progress, TrainState
         >>> store = MemoryStore()
         >>> name = save(TrainState(trainer=Progress(step=3)), store).checkpoint
         >>> for _ in range(3):  # processes that died in loading

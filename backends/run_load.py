@@ -14,8 +14,6 @@ from trainfold.backends.run_resume import run_resume
 from trainfold.backends.run_save import library_versions
 from trainfold.backends.snapshot import full_contract
 from trainfold.backends.together import on_rank_zero
-from trainfold.core.audit import not_restored_text
-from trainfold.core.components import components_of
 from trainfold.core.description import describe
 from trainfold.core.errors import (
     CheckpointError,
@@ -33,7 +31,9 @@ from trainfold.core.quarantine import Outcome, outcome_of, with_quarantined, wor
 from trainfold.core.request import Request, Target
 from trainfold.core.resume_plan import Refusal, ResumePlan
 from trainfold.core.resume_planner import next_to_examine, plan_resume
-from trainfold.core.state import TrainState
+from trainfold.core.state.audit import not_restored_text
+from trainfold.core.state.components import components_of
+from trainfold.core.state.state import TrainState
 
 _LOG: Final = logging.getLogger("trainfold")
 _RELISTINGS: Final = 5

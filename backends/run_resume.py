@@ -13,8 +13,6 @@ from trainfold.backends.native_reader import ReadRequest, fresh_tensor, read_ten
 from trainfold.backends.protocols import Store
 from trainfold.core import tree
 from trainfold.core.codec import STORED, torch_dtype
-from trainfold.core.components import components_of, state_of
-from trainfold.core.contract import noted_settings, run_contract
 from trainfold.core.data.cursor import DataCursor, check_cursor
 from trainfold.core.errors import CheckpointHostile, InvalidState
 from trainfold.core.inventory import Descent
@@ -24,16 +22,18 @@ from trainfold.core.manifest import (
     Manifest,
     TensorRecord,
 )
-from trainfold.core.masters import refresh_masters
-from trainfold.core.notes import notes_of, settings_of_later, without_notes
-from trainfold.core.rates import RATES
 from trainfold.core.regroup import regrouped
 from trainfold.core.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.rng import KEY_BITS, Key
 from trainfold.core.scalars import shown
 from trainfold.core.slot_homes import beside_params, laid_out_like
-from trainfold.core.spec import Box
-from trainfold.core.state import ModelState, OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState
+from trainfold.core.state.components import components_of, state_of
+from trainfold.core.state.contract import noted_settings, run_contract
+from trainfold.core.state.masters import refresh_masters
+from trainfold.core.state.notes import notes_of, settings_of_later, without_notes
+from trainfold.core.state.rates import RATES
+from trainfold.core.state.spec import Box
+from trainfold.core.state.state import ModelState, OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState
 from trainfold.core.structure import places, rebuild
 
 

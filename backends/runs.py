@@ -16,7 +16,7 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.request import make_request
 from trainfold.core.resume_plan import Refusal, ResumePlan
 from trainfold.core.scalars import shown
-from trainfold.core.state import TrainState
+from trainfold.core.state.state import TrainState
 
 Run: TypeAlias = "str | Path | Store"
 
@@ -72,7 +72,7 @@ def save(  # noqa: PLR0913 - keywords
 
     Examples:
         >>> from trainfold.backends.memory import MemoryStore
-        >>> from trainfold.core.state import Progress
+        >>> from trainfold.core.state.state import Progress
         >>> save(TrainState(trainer=Progress(step=3)), MemoryStore()).checkpoint
         'step-00000003'
     """
@@ -111,7 +111,7 @@ def plan(  # noqa: PLR0913 - keywords
 
     Examples:
         >>> from trainfold.backends.memory import MemoryStore
-        >>> from trainfold.core.state import Progress
+        >>> from trainfold.core.state.state import Progress
         >>> store = MemoryStore()
         >>> _ = save(TrainState(trainer=Progress(step=3)), store)
         >>> plan(store, like=TrainState(trainer=Progress())).step
@@ -164,7 +164,7 @@ def load(  # noqa: PLR0913 - keywords
 
     Examples:
         >>> from trainfold.backends.memory import MemoryStore
-        >>> from trainfold.core.state import Progress
+        >>> from trainfold.core.state.state import Progress
         >>> store = MemoryStore()
         >>> _ = save(TrainState(trainer=Progress(step=3, samples=96)), store)
         >>> load(store, like=TrainState(trainer=Progress())).trainer.samples

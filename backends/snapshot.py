@@ -21,8 +21,6 @@ from trainfold.backends.run_save import SaveResult, run_save
 from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.backends.write_watch import LeafName
 from trainfold.core.codec import DENSE, as_tensor
-from trainfold.core.components import components_of, in_order, select
-from trainfold.core.contract import checked_contract, contract_of, is_of_live_run
 from trainfold.core.description import Describe, Described, describe
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, place
 from trainfold.core.given import mapping_given
@@ -33,7 +31,9 @@ from trainfold.core.replicas import Leaves, Proof, summary
 from trainfold.core.save_plan import MANIFEST, directory_of, plan_save
 from trainfold.core.scalars import Json, shown
 from trainfold.core.slot_homes import check_layouts
-from trainfold.core.state import OptimizerState, TrainState
+from trainfold.core.state.components import components_of, in_order, select
+from trainfold.core.state.contract import checked_contract, contract_of, is_of_live_run
+from trainfold.core.state.state import OptimizerState, TrainState
 
 T = TypeVar("T")
 _LOG = logging.getLogger("trainfold")
@@ -151,7 +151,7 @@ def take_snapshot(
         StateDonated: if a donating step has consumed the state.
 
     Examples:
-        >>> from trainfold.core.state import Progress
+        >>> from trainfold.core.state.state import Progress
         >>> take_snapshot(TrainState(trainer=Progress(step=3))).step
         3
     """

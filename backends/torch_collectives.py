@@ -17,7 +17,7 @@ from trainfold.backends.notice_board import Fault, NoticeBoard
 from trainfold.backends.ordered_sum import sum_plan
 from trainfold.backends.wire import from_wire, to_wire
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, error_text
-from trainfold.core.spec import dtype_name
+from trainfold.core.state.spec import dtype_name
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ import torch
 from trainfold.core.codec import tensor_bytes
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.scalars import Json
-from trainfold.core.spec import dtype_name
+from trainfold.core.state.spec import dtype_name
 
 _PLAIN: Final = frozenset({int, float, str, bool, type(None)})
 _PACKED: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {  # type -> its tag, and how it becomes what has one

@@ -26,16 +26,16 @@ from trainfold.backends.collectives import SingleProcess
 from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.run_save import run_save
-from trainfold.core.components import components_of
 from trainfold.core.description import Described, describe
-from trainfold.core.leaves import Leaves
 from trainfold.core.manifest import Head
 from trainfold.core.request import Request, make_request
 from trainfold.core.request import Target as Resumer
 from trainfold.core.resume_plan import ResumePlan
 from trainfold.core.resume_planner import next_to_examine, plan_resume
 from trainfold.core.save_plan import plan_save
-from trainfold.core.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
+from trainfold.core.state.components import components_of
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 
 LIMIT_SECS, LIMIT_GROWTH, LIMIT_NEWEST_SECS = 2.0, 1.2, 0.1
 STEP_1 = "step-00000001"

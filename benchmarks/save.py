@@ -42,11 +42,11 @@ import trainfold
 from trainfold.backends.local import LocalStore
 from trainfold.backends.native_reader import ReadRequest, read_tensors
 from trainfold.backends.native_writer import WrittenFile, write_file
-from trainfold.core.components import components_of
 from trainfold.core.description import describe
-from trainfold.core.leaves import Leaves
 from trainfold.core.save_plan import SavePlan, plan_save
-from trainfold.core.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
+from trainfold.core.state.components import components_of
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 
 RAW = {  # contestant: (bytes a write, writes in flight); the fastest of them is the ceiling
     "raw, 16 MB x 1": (16 << 20, 1),

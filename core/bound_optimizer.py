@@ -11,10 +11,10 @@ import attrs
 import torch
 
 from trainfold.core.errors import InvalidState, UnsupportedOptimizer
-from trainfold.core.leaves import Lease, Leaves
-from trainfold.core.masters import checked_masters, is_low_precision
 from trainfold.core.param_groups import check_cover
-from trainfold.core.state import OptimizerState, ParamGroup
+from trainfold.core.state.leaves import Lease, Leaves
+from trainfold.core.state.masters import checked_masters, is_low_precision
+from trainfold.core.state.state import OptimizerState, ParamGroup
 
 _ABSENT = object()
 

@@ -16,7 +16,7 @@ import xxhash
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.layout.shard import Shard
 from trainfold.core.scalars import canonical_json, encode_scalar
-from trainfold.core.spec import dtype_name
+from trainfold.core.state.spec import dtype_name
 
 DIGEST_PREFIX = "xxh3:"
 

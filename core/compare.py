@@ -7,14 +7,12 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from trainfold.core.contract import contract_of
 from trainfold.core.description import Described
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.group_labels import relabelled
 from trainfold.core.inventory import Problem
 from trainfold.core.layout.world import World
 from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
-from trainfold.core.notes import NOTES
 from trainfold.core.policy import (
     BASE_RATES,
     ENVIRONMENT,
@@ -25,10 +23,12 @@ from trainfold.core.policy import (
     make_drift,
     verdict_of,
 )
-from trainfold.core.rates import RATES
 from trainfold.core.scalars import Json
-from trainfold.core.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
-from trainfold.core.state import TrainState
+from trainfold.core.state.contract import contract_of
+from trainfold.core.state.notes import NOTES
+from trainfold.core.state.rates import RATES
+from trainfold.core.state.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
+from trainfold.core.state.state import TrainState
 from trainfold.core.structure import places, rebuild
 
 _GROUPS = "optimizer.groups["

@@ -17,9 +17,9 @@ from trainfold.core import tree
 from trainfold.core.codec import DENSE, as_tensor, check_type, is_tensor_leaf
 from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import UnsupportedLeaf
-from trainfold.core.leaves import Leaves
 from trainfold.core.scalars import SCALARS, Json, encode_scalar
-from trainfold.core.spec import LeafSpec, leaf_spec
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.spec import LeafSpec, leaf_spec
 from trainfold.core.structure import KEYS, MAX_DEPTH, class_name
 
 _STR: Final = frozenset({str})

@@ -6,7 +6,7 @@ from trainfold.core.printable import printable
 
 if TYPE_CHECKING:
     from trainfold.core.resume_plan import Refusal
-    from trainfold.core.spec import Difference
+    from trainfold.core.state.spec import Difference
 
 
 class TrainfoldError(Exception):

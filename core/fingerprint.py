@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from trainfold.core.codec import digest_of, leaf_digest
 from trainfold.core.collecting import without_collecting
-from trainfold.core.components import components_of
 from trainfold.core.description import describe
 from trainfold.core.scalars import Json
-from trainfold.core.spec import leaf_spec
-from trainfold.core.state import TrainState
+from trainfold.core.state.components import components_of
+from trainfold.core.state.spec import leaf_spec
+from trainfold.core.state.state import TrainState
 from trainfold.core.structure import places
 
 
@@ -28,7 +28,7 @@ def fingerprint(state: TrainState) -> dict[str, str]:
         UnsupportedLeaf: for a leaf that the format cannot hold.
 
     Examples:
-        >>> from trainfold.core.state import Progress
+        >>> from trainfold.core.state.state import Progress
         >>> one = fingerprint(TrainState(trainer=Progress(step=1)))
         >>> one == fingerprint(TrainState(trainer=Progress(step=1))), one == fingerprint(TrainState(trainer=Progress()))
         (True, False)

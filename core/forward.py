@@ -5,7 +5,7 @@ from typing import Any, final
 import torch
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.state import ModelState, TrainState
+from trainfold.core.state.state import ModelState, TrainState
 from trainfold.core.template import Mould, Template
 
 

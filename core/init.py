@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.leaves import Leaves
-from trainfold.core.names import NamedTensors, canonical_name, named_tensors
 from trainfold.core.optim import pair_of
 from trainfold.core.rng import make_key
 from trainfold.core.schedule import ScheduleFunction, describe
-from trainfold.core.sharing import check_apart
-from trainfold.core.state import ModelState, Progress, TrainState
+from trainfold.core.state.aliasing import check_apart
+from trainfold.core.state.fqn import NamedTensors, canonical_name, named_tensors
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, Progress, TrainState
 
 
 def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names for the rest)

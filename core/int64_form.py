@@ -4,7 +4,7 @@ import torch
 
 from trainfold.core.codec import byte_view
 from trainfold.core.errors import UnsupportedLeaf
-from trainfold.core.spec import dtype_name
+from trainfold.core.state.spec import dtype_name
 
 _DTYPES = (
     torch.bool,

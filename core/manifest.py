@@ -12,7 +12,7 @@ import attrs
 from trainfold.core.codec import digest_of
 from trainfold.core.collecting import without_collecting
 from trainfold.core.scalars import Json, canonical_json
-from trainfold.core.spec import Box, LeafSpec
+from trainfold.core.state.spec import Box, LeafSpec
 from trainfold.core.upgrade import SCHEMA_VERSION
 
 FORMAT = "trainfold"

@@ -5,7 +5,6 @@ from typing import Any
 
 from trainfold.core.codec import STORED, digest_of, size_bytes
 from trainfold.core.collecting import without_collecting
-from trainfold.core.components import BUILTIN_COMPONENTS, is_extra_name
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, InvalidState
 from trainfold.core.layout.slices import check_cover
 from trainfold.core.manifest import (
@@ -20,6 +19,7 @@ from trainfold.core.manifest import (
 )
 from trainfold.core.node_kinds import misfit_of
 from trainfold.core.scalars import Json, shown
+from trainfold.core.state.components import BUILTIN_COMPONENTS, is_extra_name
 from trainfold.core.strict import (
     count,
     digest_text,

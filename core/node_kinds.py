@@ -12,11 +12,11 @@ from typing import Any, Union, final, get_args, get_origin, get_type_hints
 import attrs
 import torch
 
-from trainfold.core.components import BUILTIN_COMPONENTS
 from trainfold.core.errors import CheckpointHostile, InvalidState
-from trainfold.core.leaves import Leaves
 from trainfold.core.scalars import SCALAR_TAGS, Json, shown
-from trainfold.core.state import TrainState
+from trainfold.core.state.components import BUILTIN_COMPONENTS
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import TrainState
 from trainfold.core.structure import class_name, places, registered_classes
 
 _PAIRED = frozenset({"map", "odict"})

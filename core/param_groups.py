@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from trainfold.core.errors import InvalidArgument, InvalidState
-from trainfold.core.state import ParamGroup
+from trainfold.core.state.state import ParamGroup
 
 NameRule: TypeAlias = str | re.Pattern[str] | Callable[[str], bool]
 GroupRule: TypeAlias = tuple[NameRule, Mapping[str, Any]]

@@ -2,8 +2,8 @@
 
 import attrs
 
-from trainfold.core.leaves import Leaves
-from trainfold.core.state import OptimizerState, ParamGroup
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import OptimizerState, ParamGroup
 
 
 def regrouped(saved: OptimizerState, wanted: OptimizerState) -> OptimizerState:

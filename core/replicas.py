@@ -5,12 +5,12 @@ from typing import Any, Final, Literal, final
 
 import attrs
 
-from trainfold.core.audit import UNSAVED
 from trainfold.core.codec import digest_of
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.policy import is_of_rank_zero
-from trainfold.core.rates import RATES
 from trainfold.core.scalars import Json, canonical_json
+from trainfold.core.state.audit import UNSAVED
+from trainfold.core.state.rates import RATES
 
 _OPAQUE: Final = "trainfold.Opaque"
 _BUFFERS: Final = ".buffers['"

@@ -5,13 +5,13 @@ from typing import Final, Literal, TypeAlias, final
 
 import attrs
 
-from trainfold.core.audit import not_restored, not_restored_text
 from trainfold.core.codec import digest_of
 from trainfold.core.inventory import Problem
 from trainfold.core.manifest import Manifest
 from trainfold.core.policy import GROUPS, OF_RANK_ZERO, Drift, recipes_of
 from trainfold.core.printable import printable
 from trainfold.core.scalars import Json
+from trainfold.core.state.audit import not_restored, not_restored_text
 
 _SHOWN: Final = 3
 _NAMED: Final = 16

@@ -12,8 +12,6 @@ import attrs
 
 from trainfold.core.collecting import without_collecting
 from trainfold.core.compare import Findings, compare_component, compare_contract
-from trainfold.core.components import BUILTIN_COMPONENTS
-from trainfold.core.contract import step_contract
 from trainfold.core.errors import UnknownComponent
 from trainfold.core.given import nearest
 from trainfold.core.inventory import OLDER, Inventory, Problem, lineage
@@ -24,6 +22,8 @@ from trainfold.core.replicas import is_between_epochs, is_opaque
 from trainfold.core.request import Request, Target
 from trainfold.core.resume_plan import ComponentAction, Refusal, ResumePlan
 from trainfold.core.scalars import Json
+from trainfold.core.state.components import BUILTIN_COMPONENTS
+from trainfold.core.state.contract import step_contract
 
 _ALWAYS_MEANT: Final = frozenset(
     {"model", "optimizer", "trainer"}

@@ -19,7 +19,7 @@ from trainfold.core.layout.slices import check_cover, volume, whole_box
 from trainfold.core.manifest import Manifest
 from trainfold.core.replicas import belongs_to_rank
 from trainfold.core.scalars import Json, canonical_json
-from trainfold.core.spec import Box, LeafSpec
+from trainfold.core.state.spec import Box, LeafSpec
 
 ALIGNMENT_BYTES = 4096
 _LENGTH_BYTES = 8  # before the header's text

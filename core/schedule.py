@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, final
 import attrs
 
 from trainfold.core.errors import HorizonUnknown, InvalidSchedule, ScheduleMismatch
-from trainfold.core.state import Scalar
+from trainfold.core.state.state import Scalar
 
 Decay: TypeAlias = Literal["linear", "cosine", "1-sqrt", "none"]
 ScheduleFunction: TypeAlias = Callable[[int], float]

@@ -8,8 +8,8 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import UnsupportedLeaf
-from trainfold.core.leaves import Leaves
-from trainfold.core.state import OptimizerState, ParamGroup
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import OptimizerState, ParamGroup
 
 
 def beside_params(optimizer: OptimizerState, params: Mapping[str, torch.Tensor]) -> OptimizerState:

@@ -9,7 +9,6 @@ import attrs
 import torch
 
 from trainfold.core import tree
-from trainfold.core.contract import STEP_PREFIX, checked_contract, noted_settings, settings_at_risk
 from trainfold.core.data.cursor import DataCursor
 from trainfold.core.errors import ContractMismatch, InvalidArgument, InvalidState, NonFinite
 from trainfold.core.exchange import exchange
@@ -17,14 +16,15 @@ from trainfold.core.given import real_given
 from trainfold.core.gradients import LossFunction, Verdict, judge, run_window
 from trainfold.core.hooks import check_hooks
 from trainfold.core.layout.world import Collectives
-from trainfold.core.leaves import Lease, Leaves
 from trainfold.core.loss import Totals
 from trainfold.core.microbatch import split
 from trainfold.core.optim import Optimizer, pair_of
 from trainfold.core.rng import Key, fold_in, forked_rng, make_key
 from trainfold.core.scalars import Json, shown
 from trainfold.core.schedule import ScheduleFunction, check_same, describe
-from trainfold.core.state import ModelState, OptimizerState, Progress, Scalar, TrainState
+from trainfold.core.state.contract import STEP_PREFIX, checked_contract, noted_settings, settings_at_risk
+from trainfold.core.state.leaves import Lease, Leaves
+from trainfold.core.state.state import ModelState, OptimizerState, Progress, Scalar, TrainState
 from trainfold.core.template import Mould, check_silent
 from trainfold.core.worker import Pool, Worker
 

@@ -9,9 +9,9 @@ import torch
 from trainfold.core.errors import InvalidArgument, InvalidState, SpecMismatch
 from trainfold.core.hooks import hooks_of
 from trainfold.core.init import check_real
-from trainfold.core.names import BufferSlot, named_tensors
-from trainfold.core.spec import AnySpec, diff_specs, leaf_spec
-from trainfold.core.state import ModelState
+from trainfold.core.state.fqn import BufferSlot, named_tensors
+from trainfold.core.state.spec import AnySpec, diff_specs, leaf_spec
+from trainfold.core.state.state import ModelState
 
 _COMMUNICATE = ("torch.nn.parallel", "torch.distributed")
 _SILENT = "torch.distributed.algorithms._checkpoint"  # activation checkpointing, which lives there all the same

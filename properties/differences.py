@@ -7,10 +7,10 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.codec import byte_view, is_tensor_leaf, leaf_digest
-from trainfold.core.components import components_of
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.spec import leaf_spec
-from trainfold.core.state import TrainState
+from trainfold.core.state.components import components_of
+from trainfold.core.state.spec import leaf_spec
+from trainfold.core.state.state import TrainState
 
 
 class LawBroken(AssertionError):
@@ -35,7 +35,7 @@ def first_difference(one: TrainState, other: TrainState) -> tuple[str, str] | No
     """The first leaf in which two states differ in a bit, with what each has; None if they are the same.
 
     Examples:
-        >>> from trainfold.core.state import Progress
+        >>> from trainfold.core.state.state import Progress
         >>> first_difference(TrainState(trainer=Progress(1)), TrainState(trainer=Progress(2)))
         ('trainer.step', '1 against 2')
     """
@@ -65,7 +65,7 @@ def first_beyond(
         atol: absolute tolerance of the same.
 
     Examples:
-        >>> from trainfold.core.state import Progress
+        >>> from trainfold.core.state.state import Progress
         >>> first_beyond(TrainState(trainer=Progress(1), extra={"loss": 1.0}), TrainState(extra={"loss": 1.1}), ["loss"], atol=0.2)
         >>> first_beyond(TrainState(trainer=Progress(1)), TrainState(), ["trainer"])
         ('trainer.step', 'only one of the two has it')

@@ -19,13 +19,13 @@ from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.runs import load, save
 from trainfold.core import tree
 from trainfold.core.codec import is_tensor_leaf, leaf_digest
-from trainfold.core.components import components_of, merge, select
 from trainfold.core.data.cursor import DataCursor
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import InvalidArgument, ResumeRefused, StateDonated
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.names import named_tensors
-from trainfold.core.state import OptimizerState, Progress, TrainState
+from trainfold.core.state.components import components_of, merge, select
+from trainfold.core.state.fqn import named_tensors
+from trainfold.core.state.state import OptimizerState, Progress, TrainState
 from trainfold.properties.differences import (
     LawBroken,
     check_same,
@@ -215,7 +215,7 @@ def resumes_exactly(
         InvalidArgument: for a maker that a new process cannot import, for batches that are no list, and where no death is looked at.
 
     Examples:
-        >>> from trainfold.core.state import Progress
+        >>> from trainfold.core.state.state import Progress
         >>> def count(state, batch):
         ...     done = Progress(state.trainer.step + 1, samples=state.trainer.samples + batch)
         ...     return state.evolve(trainer=done), {}
@@ -369,7 +369,7 @@ def leaves_no_trace(
         LawBroken: naming what changed.
 
     Examples:
-        >>> from trainfold.core.state import Progress
+        >>> from trainfold.core.state.state import Progress
         >>> leaves_no_trace(TrainState(trainer=Progress()), model=torch.nn.Dropout())
     """
     law, place = "side-effect freedom", store() if callable(store) else store

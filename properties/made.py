@@ -14,7 +14,7 @@ import torch
 
 from trainfold.backends.runs import load, save
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.state import TrainState
+from trainfold.core.state.state import TrainState
 from trainfold.properties.differences import LawBroken
 
 Step: TypeAlias = Callable[[TrainState, Any], tuple[TrainState, Any]]
@@ -50,7 +50,7 @@ def made_by(make: Callable[[], Step], *, in_new_process: bool = False) -> MadeBy
         What `laws.resumes_exactly` takes in place of a step.
 
     Examples:
-        >>> from trainfold.core.state import Progress
+        >>> from trainfold.core.state.state import Progress
         >>> from trainfold.properties import laws
         >>> def make_step():
         ...     first = []

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from trainfold.backends.memory import CrashAt, ErrorAt, Fault
 from trainfold.core.codec import STORED, torch_dtype
-from trainfold.core.leaves import Leaves
 from trainfold.core.slot_homes import laid_out_like
-from trainfold.core.spec import AnySpec, LeafSpec, ScalarSpec
-from trainfold.core.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.spec import AnySpec, LeafSpec, ScalarSpec
+from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 
 DTYPES: tuple[str, ...] = tuple(STORED)
 _FQN = st.from_regex(r"[a-z][a-z0-9_]{0,5}(\.[a-z0-9][a-z0-9_]{0,4}){0,3}", fullmatch=True)

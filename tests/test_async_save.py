@@ -30,7 +30,6 @@ from trainfold.backends.hold import Hold
 from trainfold.backends.inventory import RUN_FILE, read_inventory, run_document
 from trainfold.backends.memory import ErrorAt, MemoryStore
 from trainfold.backends.runs import load
-from trainfold.core.components import select
 from trainfold.core.errors import (
     IncompleteWindow,
     InvalidArgument,
@@ -41,10 +40,11 @@ from trainfold.core.errors import (
     UnsupportedLeaf,
 )
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.leaves import Leaves
 from trainfold.core.loss import Loss
 from trainfold.core.retention import Retention, keep_every
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.components import select
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import Progress, TrainState
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),

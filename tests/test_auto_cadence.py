@@ -20,7 +20,7 @@ from trainfold.backends.memory import MemoryStore
 from trainfold.core.auto_cadence import ASSUMED_MTBF_SECS, FIRST_SAVE_SECS, choose_cadence
 from trainfold.core.cadence import advise_cadence, lost_fraction
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 
 class Clock:

@@ -28,9 +28,9 @@ from trainfold.core import errors
 from trainfold.core.codec import digest_of
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.inventory import Problem
-from trainfold.core.leaves import Leaves
 from trainfold.core.manifest import END, TAIL
-from trainfold.core.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 
 MODEL = "model-00000-of-00001.safetensors"
 

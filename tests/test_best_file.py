@@ -43,7 +43,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.retention import Saved, keep_last, plan_retention
 from trainfold.core.save_plan import directory_of
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 WANTED = make_best_record(metric="loss", direction="min")
 LIKE = TrainState(trainer=Progress())

@@ -13,7 +13,7 @@ from trainfold.adapters.cli.duration import duration_text, seconds_of
 from trainfold.backends.runs import save
 from trainfold.core.cadence import advise_cadence, daly_interval_secs, lost_fraction, young_interval_secs
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 costs = st.fixed_dictionaries(
     {

@@ -20,7 +20,7 @@ from trainfold.backends.runs import load, save
 from trainfold.core.data.chunks import columns_of, joined
 from trainfold.core.data.eval_cursor import eval_batches, make_eval_cursor
 from trainfold.core.errors import InvalidArgument, InvalidBatch, RanksDisagree
-from trainfold.core.state import TrainState, make_progress
+from trainfold.core.state.state import TrainState, make_progress
 
 FEWER = settings(max_examples=settings().max_examples * 3 // 10)  # of the profile's: each is several worlds
 SUITE = {"loss": M.Ratio(), "worst": M.Max(), "calls": M.Sum()}

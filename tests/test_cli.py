@@ -35,7 +35,7 @@ from trainfold.core.manifest_reader import decode_manifest
 from trainfold.core.optim import optimizer
 from trainfold.core.quarantine import LIMIT
 from trainfold.core.schedule import wsd
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 EXPLAINED = ("expected", "found", "mend")
 

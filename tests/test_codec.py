@@ -7,9 +7,9 @@ import xxhash
 from hypothesis import given, settings
 
 from trainfold.core.codec import STORED, as_tensor, leaf_digest, size_bytes, stored_shape, tensor_bytes, torch_dtype
-from trainfold.core.components import components_of
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.components import components_of
+from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import laws, strategies
 from trainfold.properties.differences import tensor_difference
 

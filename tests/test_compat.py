@@ -14,7 +14,7 @@ from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.backends.inventory import read_manifest
 from trainfold.backends.local import LocalStore
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 COMPAT = Path(__file__).parent / "compat"
 VERSIONS = sorted(path.name for path in COMPAT.glob("v*"))

@@ -20,7 +20,7 @@ from trainfold.core.errors import (
     InvalidArgument,
     InvalidState,
 )
-from trainfold.core.state import TrainState, make_progress
+from trainfold.core.state.state import TrainState, make_progress
 
 seeds = st.integers(0, 2**64 - 1)
 epochs = st.integers(0, 2**40)

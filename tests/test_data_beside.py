@@ -14,7 +14,7 @@ from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.live import attach
 from trainfold.core.description import describe
 from trainfold.core.errors import DataPositionMismatch, RestoreRefused
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 N = 10
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13

@@ -15,7 +15,7 @@ from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.loaders.batch_digest import batch_digest, batch_kind
 from trainfold.core.errors import DataPositionMismatch
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 N = 12
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainfold.core import description
 from trainfold.core.description import Describer, describe
 from trainfold.core.errors import StateDonated, UnsupportedLeaf
-from trainfold.core.leaves import Leaves
+from trainfold.core.state.leaves import Leaves
 from trainfold.properties import strategies
 
 

@@ -18,7 +18,7 @@ from trainfold.backends import direct_io
 from trainfold.backends.arena import Arena
 from trainfold.backends.bell import Bell
 from trainfold.backends.runs import load
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 PAGE = direct_io.ALIGNMENT_BYTES
 
@@ -120,7 +120,7 @@ def test_parts_that_raise_end_the_stream_and_no_thread_stays(tmp_path, after):
 
 PROGRAM = """
 import atexit, sys, torch, trainfold
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 state = TrainState(trainer=Progress(step=1), extra={"w": torch.arange(10 << 20, dtype=torch.float32)})
 if sys.argv[2] == "atexit":

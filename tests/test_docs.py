@@ -29,8 +29,8 @@ from trainfold.backends.collectives import run_threads
 from trainfold.core.codec import digest_of
 from trainfold.core.fingerprint import component_fingerprint
 from trainfold.core.layout.shard import make_shard
-from trainfold.core.leaves import Leaves
-from trainfold.core.state import ModelState, OptimizerState, Progress, TrainState
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, OptimizerState, Progress, TrainState
 
 MODULES = sorted(
     found.name

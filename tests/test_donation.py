@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainfold.core import tree
-from trainfold.core.components import select
 from trainfold.core.errors import InvalidState, SharedStorage, StateDonated
 from trainfold.core.forward import bind_model
 from trainfold.core.init import init_state
-from trainfold.core.leaves import Leaves
 from trainfold.core.loss import Loss
 from trainfold.core.optim import optimizer
-from trainfold.core.state import ParamGroup
+from trainfold.core.state.components import select
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ParamGroup
 from trainfold.core.step import make_step
 
 FUSED = optimizer(torch.optim.AdamW, lr=0.01, fused=True)

@@ -27,9 +27,9 @@ from trainfold.core.errors import (
     UnsupportedLeaf,
 )
 from trainfold.core.inventory import lineage
-from trainfold.core.leaves import Leaves
 from trainfold.core.save_due import make_triggers
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import Progress, TrainState
 
 
 def state_at(step, value=0.0):

@@ -160,7 +160,7 @@ import torch
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.environment import environment_of
-from trainfold.core.state import TrainState
+from trainfold.core.state.state import TrainState
 print(environment_of(TrainState())["environment.matmul_precision"])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)

@@ -10,7 +10,7 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
 from trainfold.core.errors import CheckpointDamaged, RankFailed, SaveFailedElsewhere, UnsupportedLeaf, place
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 
 def state_at(step, **extra):

@@ -13,7 +13,7 @@ from trainfold.core import tree
 from trainfold.core.data.eval_cursor import DistributedEvalCursor, check_eval_cursor, eval_batches, make_eval_cursor
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState
 from trainfold.core.layout.world import make_world
-from trainfold.core.state import TrainState, make_progress
+from trainfold.core.state.state import TrainState, make_progress
 
 lengths = st.integers(0, 60)
 sizes = st.integers(1, 20)

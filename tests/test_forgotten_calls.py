@@ -27,7 +27,7 @@ from trainfold.core.errors import (
     UnattachedOptimizer,
     UnknownComponent,
 )
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 
 @pytest.mark.parametrize(("name", "near"), [("modell", "model"), ("optimzer", "optimizer"), ("datasets", "dataset")])

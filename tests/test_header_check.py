@@ -18,7 +18,7 @@ from trainfold.core.description import describe
 from trainfold.core.errors import CheckpointDamaged
 from trainfold.core.manifest import encode_manifest
 from trainfold.core.save_plan import header_of, plan_save
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import strategies
 
 ROOT = Path(__file__).parent

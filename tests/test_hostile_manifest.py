@@ -15,13 +15,13 @@ from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.adapters.loaders.feed import position_problems
 from trainfold.core import tree
 from trainfold.core.codec import digest_of
-from trainfold.core.components import components_of
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.description import describe
 from trainfold.core.errors import CheckpointError, RestoreRefused, TrainfoldError
 from trainfold.core.manifest import END, TAIL
 from trainfold.core.resume_plan import Refusal
-from trainfold.core.state import Opaque, TrainState
+from trainfold.core.state.components import components_of
+from trainfold.core.state.state import Opaque, TrainState
 from trainfold.core.structure import places
 
 HEAD = ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision")

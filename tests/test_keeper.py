@@ -5,7 +5,7 @@ import torch
 
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.memory import MemoryStore
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 
 def state_at(step):

@@ -19,7 +19,7 @@ from trainfold.core.rehearsal.leaf_size import size_of
 from trainfold.core.rehearsal.reasons import likely_reasons
 from trainfold.core.rehearsal.trajectory import NOTHING, Difference, Stretch, differences
 from trainfold.core.retention import keep_all, keep_last
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 VALUES = {
     torch.float32: [0.0, -0.0, 1.0, 1.5, -2.0, math.nan, math.inf, 1e-40],

@@ -10,7 +10,7 @@ from torch import nn
 import trainfold
 from trainfold import Loss
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import laws
 from trainfold.properties.laws import LawBroken
 from trainfold.properties.made import Task, resume

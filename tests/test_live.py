@@ -22,7 +22,6 @@ from trainfold.adapters.live.live import Live, attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.memory import MemoryStore
 from trainfold.core import tree
-from trainfold.core.components import components_of, select
 from trainfold.core.errors import (
     IncompleteWindow,
     InvalidArgument,
@@ -31,8 +30,9 @@ from trainfold.core.errors import (
     SpecMismatch,
     UnknownComponent,
 )
-from trainfold.core.leaves import Leaves
-from trainfold.core.state import Opaque, Progress, TrainState
+from trainfold.core.state.components import components_of, select
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import Opaque, Progress, TrainState
 
 SAMPLES = 22
 BATCH = 4  # the last batch of an epoch is short: 6 steps an epoch

@@ -29,7 +29,7 @@ from trainfold.adapters.live.live import attach
 from trainfold.core.codec import digest_of
 from trainfold.core.description import describe
 from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, InvalidState, RestoreRefused
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 with torch 2.13

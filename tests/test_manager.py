@@ -38,7 +38,7 @@ from trainfold.core.resume_plan import ResumePlan
 from trainfold.core.retention import Saved, plan_retention
 from trainfold.core.retention import keep_last as keep_the_last
 from trainfold.core.save_due import should_save
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 
 class Job:

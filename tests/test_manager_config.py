@@ -34,7 +34,7 @@ from trainfold.core.errors import (
     RunLocked,
 )
 from trainfold.core.save_plan import directory_of
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 LIKE = TrainState(trainer=Progress())
 WHOLE = """

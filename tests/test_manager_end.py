@@ -18,7 +18,7 @@ from trainfold.backends.inventory import read_inventory
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.core.errors import IncompleteWindow
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 
 class Job:

@@ -19,7 +19,7 @@ from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.core.best import decide_best, make_best_record
 from trainfold.core.errors import CheckpointDamaged, InvalidArgument, InvalidState, ResumeRefused
 from trainfold.core.resume_plan import Refusal
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 
 def state_at(step):

@@ -24,7 +24,7 @@ from trainfold.core.exact.sum import exact_value, rounded
 from trainfold.core.metrics import blocks, perplexity, topk
 from trainfold.core.metrics.counts import add_counts, beside
 from trainfold.core.metrics.perplexity import rounded_exp
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import contracts, laws
 from trainfold.properties.accumulators import difference_of, leafwise_sum
 

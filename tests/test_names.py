@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.names import canonical_name, named_tensors
+from trainfold.core.state.fqn import canonical_name, named_tensors
 
 
 class Hiding(nn.Module):

@@ -14,7 +14,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends import helpers
 from trainfold.backends.local import LocalStore
 from trainfold.backends.runs import load
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 REAL = threading.Thread.start
 SIZE = 3 << 18  # 3 MiB: beyond what is written without threads

@@ -13,7 +13,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.local import LocalStore
 from trainfold.backends.runs import save
 from trainfold.core.errors import RunLocked, RunReplaced
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 
 def at(step):
@@ -33,7 +33,7 @@ def told(script, *arguments):
         from trainfold.backends.local import LocalStore
         from trainfold.backends.runs import save
         from trainfold.core.errors import TrainfoldError
-        from trainfold.core.state import Progress, TrainState
+        from trainfold.core.state.state import Progress, TrainState
 
         def at(step):
             return TrainState(trainer=Progress(step=step))

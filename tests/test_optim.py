@@ -8,11 +8,11 @@ import torch
 
 from trainfold.core import bound_optimizer, tree
 from trainfold.core.errors import InvalidArgument, InvalidState, MastersRebuilt, UnsupportedOptimizer
-from trainfold.core.leaves import Leaves
-from trainfold.core.masters import refresh_masters
 from trainfold.core.optim import optimizer
 from trainfold.core.param_groups import check_cover
-from trainfold.core.state import ParamGroup
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.masters import refresh_masters
+from trainfold.core.state.state import ParamGroup
 
 SHAPES = {"h.0.weight": (5, 3), "h.0.scale": (3,), "h.1.weight": (4, 5), "never": (2, 2), "late": (3, 2)}
 MATRICES = {name: shape for name, shape in SHAPES.items() if len(shape) == 2}

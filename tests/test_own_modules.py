@@ -14,7 +14,7 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.memory import MemoryStore
 from trainfold.core.errors import CaptureRefused, RestoreRefused, ResumeRefused
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 
 class Counted(nn.Module):

@@ -20,8 +20,8 @@ from trainfold.adapters.own_state.remembered import remember
 from trainfold.backends.memory import MemoryStore
 from trainfold.core.description import describe
 from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, TrainfoldError, UnsupportedOptimizer
-from trainfold.core.leaves import Leaves
-from trainfold.core.state import OptimizerState, OwnOptimizerState
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import OptimizerState, OwnOptimizerState
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 

@@ -44,7 +44,7 @@ def test_each_link_points_home(root, package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_module_is_imported_under_a_second_name(package):
-    """A second copy (`core.state` beside `trainfold.core.state`) would make two `TrainState` classes."""
+    """A second copy (`core.state` beside `trainfold.core.state.state`) would make two `TrainState` classes."""
     assert not [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
 
 
@@ -76,7 +76,9 @@ def test_a_wheel_in_use_is_this_package(copy_of_tree, tmp_path):
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     installed = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(installed)
-    code = f"import sys; sys.path.insert(0, {str(installed)!r}); import trainfold.core.state as s; print(s.__file__)"
+    code = (
+        f"import sys; sys.path.insert(0, {str(installed)!r}); import trainfold.core.state.state as s; print(s.__file__)"
+    )
     assert run_python(code, "-P") == str(installed / "trainfold" / "core" / "state" / "state.py")
 
 

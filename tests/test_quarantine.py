@@ -68,7 +68,7 @@ from trainfold.core.quarantine_json import (
     quarantine_to_json,
 )
 from trainfold.core.save_plan import directory_of
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 SEVEN, EIGHT = directory_of(7), directory_of(8)
 DAMAGED = Outcome("damaged", "a digest differs")

@@ -30,9 +30,9 @@ from trainfold.core.errors import (
     ResumeRefused,
 )
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.leaves import Leaves
 from trainfold.core.metrics.total import Sum
-from trainfold.core.state import ModelState, Opaque, Progress, TrainState
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, Opaque, Progress, TrainState
 
 FRESH = trainfold.make_best_record(metric="loss", direction="min")
 PATIENT = {"timeout_secs": 60.0, "grace_secs": 10.0}

@@ -21,7 +21,7 @@ from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.runs import load, save
 from trainfold.core.errors import CheckpointForeign, InvalidArgument
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 TWO = {"SIGUSR1": "save", "SIGUSR2": "save_and_stop"}
 STATE = TrainState(trainer=Progress(step=3))
@@ -559,7 +559,7 @@ def test_a_run_that_is_asked_to_end_in_an_evaluation_ends_at_the_next_boundary_a
         warnings.simplefilter("ignore")
         from trainfold.adapters.manager.manager import CheckpointManager
         from trainfold.adapters.requests.sources import Combined, StopFile
-        from trainfold.core.state import Progress, TrainState
+        from trainfold.core.state.state import Progress, TrainState
         for how in ("signal", "STOP", "ABORT"):
             run, step, events = {str(tmp_path)!r} + "/" + how, 0, []
             requests = Combined(SignalRequests(), StopFile(run, every_secs=0))

@@ -17,7 +17,7 @@ from trainfold.core.fingerprint import fingerprint
 from trainfold.core.manifest import encode_manifest
 from trainfold.core.manifest_reader import decode_manifest
 from trainfold.core.resume_plan import Refusal, ResumePlan
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import laws
 
 

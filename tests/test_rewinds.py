@@ -31,7 +31,7 @@ from trainfold.core.quarantine import Outcome
 from trainfold.core.retention import keep_best, keep_last
 from trainfold.core.rng import make_key
 from trainfold.core.save_plan import MANIFEST, directory_of
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 WANTED = make_best_record(metric="loss", direction="min")
 DAMAGED = Outcome("damaged", "its digest is another one")

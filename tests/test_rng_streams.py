@@ -20,7 +20,7 @@ from trainfold.adapters.components.stream_states import check_numpy_state
 from trainfold.adapters.live.live import attach
 from trainfold.core.description import describe
 from trainfold.core.errors import RestoreRefused
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 from trainfold.core.structure import rebuild
 
 

@@ -24,11 +24,11 @@ from trainfold.core.errors import (
 )
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.layout.shard import make_shard
-from trainfold.core.leaves import Leaves
 from trainfold.core.manifest import encode_manifest
 from trainfold.core.manifest_reader import decode_manifest
 from trainfold.core.resume_plan import Refusal, ResumePlan
-from trainfold.core.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 from trainfold.properties import laws, strategies
 
 SLOW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -68,7 +68,7 @@ def test_loading_what_was_saved_gives_every_bit_back(state):
 @given(strategies.states(), st.data())
 def test_selecting_partitions_and_merging_restores(state, data):
     """B01: save and load take a selection; the parts make the whole."""
-    from trainfold.core.components import components_of
+    from trainfold.core.state.components import components_of
 
     names = data.draw(st.lists(st.sampled_from(sorted(components_of(state))), unique=True))
     laws.selects(state, names)

@@ -13,7 +13,7 @@ from trainfold.backends.memory import MemoryStore
 from trainfold.core.codec import byte_array, leaf_digest, tensor_bytes
 from trainfold.core.errors import CaptureRefused, SaveFailed, UnsupportedLeaf
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 
 def make_live():

@@ -13,8 +13,8 @@ import trainfold
 from trainfold.backends.collectives import run_threads
 from trainfold.core.codec import STORED, tensor_bytes, torch_dtype
 from trainfold.core.layout.shard import Shard
-from trainfold.core.leaves import Leaves
-from trainfold.core.state import ModelState, Progress, TrainState
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, Progress, TrainState
 
 TIED = torch.arange(6.0).reshape(2, 3)
 SCALARS = {

@@ -34,13 +34,13 @@ from trainfold.core.errors import (
 )
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.init import init_state
-from trainfold.core.leaves import Leaves
 from trainfold.core.loss import Loss
 from trainfold.core.microbatch import split
-from trainfold.core.names import canonical_name
 from trainfold.core.optim import optimizer
 from trainfold.core.rng import fold_in, forked_rng, make_key
-from trainfold.core.state import OptimizerState
+from trainfold.core.state.fqn import canonical_name
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import OptimizerState
 from trainfold.core.step import make_step
 
 

@@ -13,8 +13,8 @@ from trainfold.core import tree
 from trainfold.core.codec import leaf_digest
 from trainfold.core.description import describe
 from trainfold.core.errors import CheckpointHostile, TrainfoldError, UnsupportedLeaf
-from trainfold.core.leaves import Leaves
-from trainfold.core.state import Opaque, Progress
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import Opaque, Progress
 from trainfold.core.strict import strict_json
 from trainfold.core.structure import places, rebuild
 from trainfold.properties import strategies

@@ -17,8 +17,8 @@ from trainfold.backends.runs import load
 from trainfold.backends.snapshot import save_snapshot, take_snapshot
 from trainfold.core.errors import RankFailed, SaveFailed
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.leaves import Leaves
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import Progress, TrainState
 
 
 class StandingStore:

@@ -15,7 +15,7 @@ from trainfold.backends.ordered_sum import sum_plan
 from trainfold.backends.wire import from_wire, to_wire
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.inventory import Problem
-from trainfold.core.spec import LeafSpec, leaf_spec
+from trainfold.core.state.spec import LeafSpec, leaf_spec
 
 
 @attrs.frozen

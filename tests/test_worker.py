@@ -14,7 +14,7 @@ import torch
 from trainfold.adapters.manager.worker import Job, Worker
 from trainfold.backends.bell import Bell
 from trainfold.backends.runs import load
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 
 def test_jobs_are_carried_out_in_their_order_in_one_thread():
@@ -133,7 +133,7 @@ def test_a_thread_that_leaves_because_the_program_ends_loses_no_job(monkeypatch,
 
 PROGRAM = """
 import atexit, multiprocessing, sys, threading, time, torch, trainfold
-from trainfold.core.state import Progress, TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 def state(step):
     return TrainState(trainer=Progress(step=step), extra={"w": torch.full((2 << 20,), float(step))})

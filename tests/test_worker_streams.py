@@ -29,7 +29,7 @@ from trainfold.adapters.components.stream_reader import StreamReader, set_stream
 from trainfold.adapters.live.live import attach
 from trainfold.core.description import describe
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, RestoreRefused
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 N = 13
 pytestmark = [

@@ -8,7 +8,7 @@ import attrs
 from trainfold.adapters.cli.output import Table
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.manifest import Manifest
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 from trainfold.core.structure import rebuild
 
 _MOST: Final = 1 << 63

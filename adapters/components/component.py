@@ -10,7 +10,7 @@ from trainfold.adapters.own_state.read_back import first_difference
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.scalars import SCALARS
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 Undo = Callable[[], None]
 

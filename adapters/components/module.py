@@ -8,10 +8,10 @@ import torch
 from trainfold.adapters.components.component import Undo, nothing, wrong_kind
 from trainfold.core.codec import DENSE
 from trainfold.core.errors import SpecMismatch, TrainfoldError
-from trainfold.core.leaves import Leaves
-from trainfold.core.names import NamedTensors, named_tensors
-from trainfold.core.spec import diff_specs, spec_of
-from trainfold.core.state import ModelState
+from trainfold.core.state.fqn import NamedTensors, named_tensors
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.spec import diff_specs, spec_of
+from trainfold.core.state.state import ModelState
 
 
 def capture_module(module: torch.nn.Module) -> ModelState:

@@ -9,8 +9,8 @@ import torch
 
 from trainfold.adapters.live.attributes import attributes
 from trainfold.core.codec import digest_of
-from trainfold.core.names import canonical_name
 from trainfold.core.scalars import Json, canonical_json, encode_scalar
+from trainfold.core.state.fqn import canonical_name
 
 _OF_MODULES: Final = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl", "_version"})
 # What the shapes of its tensors say of a module as well: those are refused, and a person is told the cause alone.

@@ -24,8 +24,8 @@ from trainfold.adapters.own_state.read_back import first_difference
 from trainfold.adapters.own_state.remembered import remember
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
-from trainfold.core.leaves import Leaves
-from trainfold.core.state import OptimizerState, OwnOptimizerState, ParamGroup
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import OptimizerState, OwnOptimizerState, ParamGroup
 
 _NOT_HYPER = ("params", "param_names")
 _KEPT = (*_NOT_HYPER, "initial_lr")  # a scheduler that was made late needs the last

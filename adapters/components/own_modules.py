@@ -12,8 +12,8 @@ from trainfold.adapters.own_state.plain_form import from_plain, to_plain
 from trainfold.adapters.own_state.read_back import first_difference
 from trainfold.adapters.own_state.remembered import remember
 from trainfold.core.errors import InvalidState, TrainfoldError
-from trainfold.core.names import canonical_name, named_tensors
-from trainfold.core.state import Opaque
+from trainfold.core.state.fqn import canonical_name, named_tensors
+from trainfold.core.state.state import Opaque
 
 _EXTRA: Final = "_extra_state"
 Owners: TypeAlias = Mapping[str, torch.nn.Module]

@@ -19,7 +19,7 @@ from trainfold.adapters.components.stream_states import check_numpy_state, check
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.rng import fold_in, make_key, seed_of
 from trainfold.core.scalars import shown
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 Streams: TypeAlias = dict[str, Any]
 

@@ -9,7 +9,7 @@ from trainfold.adapters.components.component import ObjectPart, Stateful, Undo, 
 from trainfold.adapters.components.field_checks import field_problems
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, TrainfoldError
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 
 @final

@@ -19,9 +19,9 @@ from trainfold.adapters.loaders.choose import loaders_by_path
 from trainfold.adapters.loaders.feed import length_of
 from trainfold.backends.run_load import ResumeDrift
 from trainfold.core.codec import digest_of
-from trainfold.core.contract import checked_contract
 from trainfold.core.policy import Drift, Verdict, make_drift
 from trainfold.core.scalars import Json
+from trainfold.core.state.contract import checked_contract
 
 _MOST: Final = 1 << 20  # elements of which a digest is made; of more, as many in equal distances
 _ATTACHED: Final = "attached."

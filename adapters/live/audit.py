@@ -12,7 +12,9 @@ from trainfold.adapters.components.component import Stateful
 from trainfold.adapters.live.facts import Look, lists_in, path_of, text_of, token_of_rows, token_of_value, values_in
 from trainfold.adapters.loaders.choose import loaders_by_path
 from trainfold.adapters.loaders.feed import generators_of
-from trainfold.core.audit import (
+from trainfold.core.errors import HiddenState, HiddenStateRefused, InvalidArgument
+from trainfold.core.scalars import shown
+from trainfold.core.state.audit import (
     LENGTH,
     MODE,
     NUMBER,
@@ -25,11 +27,9 @@ from trainfold.core.audit import (
     hidden_state_text,
     listed,
 )
-from trainfold.core.components import BUILTIN_COMPONENTS, select
-from trainfold.core.errors import HiddenState, HiddenStateRefused, InvalidArgument
-from trainfold.core.names import named_tensors
-from trainfold.core.scalars import shown
-from trainfold.core.state import Opaque, OptimizerState, OwnOptimizerState, TrainState
+from trainfold.core.state.components import BUILTIN_COMPONENTS, select
+from trainfold.core.state.fqn import named_tensors
+from trainfold.core.state.state import Opaque, OptimizerState, OwnOptimizerState, TrainState
 
 _LOG = logging.getLogger("trainfold")
 

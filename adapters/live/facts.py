@@ -15,7 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainfold.adapters.live.attributes import SEQUENCES, attributes, held_by
 from trainfold.adapters.live.overwritten import makes_anew, use_of
-from trainfold.core.audit import (
+from trainfold.core.codec import digest_of, tensor_bytes
+from trainfold.core.state.audit import (
     BUFFER,
     CARRIED,
     GENERATOR,
@@ -28,8 +29,7 @@ from trainfold.core.audit import (
     Fact,
     attribute_of,
 )
-from trainfold.core.codec import digest_of, tensor_bytes
-from trainfold.core.names import canonical_name
+from trainfold.core.state.fqn import canonical_name
 
 _DEPTH: Final = 6
 _OBJECTS: Final = 20_000  # in one look

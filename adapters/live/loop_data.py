@@ -24,7 +24,7 @@ from trainfold.adapters.loaders.feed import OTHER, Feed, mismatch
 from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.backends.rank_environment import ranks_around
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 _LOG = logging.getLogger("trainfold")
 _STEPS_TO_TELL: Final = 3

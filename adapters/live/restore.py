@@ -9,7 +9,7 @@ from trainfold.adapters.components.component import Part, Undo, nothing
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.live.optional import left_out
 from trainfold.core.errors import InvalidArgument, InvalidState, RestoreRefused, TrainfoldError, error_text
-from trainfold.core.state import Progress, make_progress
+from trainfold.core.state.state import Progress, make_progress
 
 _DEPENDS = {
     "scheduler": ("optimizer", "the learning rate that it has set is in the optimizer's param groups (B04)"),

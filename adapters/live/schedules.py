@@ -21,7 +21,7 @@ from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.policy import BASE_RATES
 from trainfold.core.scalars import Json
-from trainfold.core.state import Opaque, OptimizerState, OwnOptimizerState
+from trainfold.core.state.state import Opaque, OptimizerState, OwnOptimizerState
 
 _LOG: Final = logging.getLogger("trainfold")
 _PREFIX: Final = "attached."

@@ -11,9 +11,9 @@ import torch
 from trainfold.adapters.components.component import kind_of
 from trainfold.adapters.components.optimizer import OptimizerPart, groups_of
 from trainfold.core.codec import digest_of, leaf_digest
-from trainfold.core.contract import checked_contract
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.names import named_tensors
+from trainfold.core.state.contract import checked_contract
+from trainfold.core.state.fqn import named_tensors
 
 _LOG = logging.getLogger("trainfold")
 _FROZEN_SHOWN = 64

@@ -16,7 +16,7 @@ from trainfold.adapters.own_state.read_back import Difference, first_difference
 from trainfold.core import tree
 from trainfold.core.codec import DENSE
 from trainfold.core.errors import RestoreRefused
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 _LOG = logging.getLogger("trainfold")
 _NOT_THE_BODYS: Final = ("dataset", "trainer")  # positions and counters, which only the run itself moves

@@ -8,7 +8,7 @@ import torch
 
 from trainfold.adapters.live.attributes import SEQUENCES, attributes
 from trainfold.core.errors import SwappedWeights
-from trainfold.core.names import named_tensors
+from trainfold.core.state.fqn import named_tensors
 
 _PROBES: Final = 4
 _PROBE_NUMEL: Final = 1 << 16

@@ -5,7 +5,7 @@ from typing import Any, final
 
 import torch
 
-from trainfold.core.names import canonical_name
+from trainfold.core.state.fqn import canonical_name
 
 
 @final

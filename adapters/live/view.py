@@ -5,8 +5,8 @@ from typing import Any, final
 
 import attrs
 
-from trainfold.core.names import NamedTensors
-from trainfold.core.state import TrainState
+from trainfold.core.state.fqn import NamedTensors
+from trainfold.core.state.state import TrainState
 
 
 @final

@@ -19,7 +19,7 @@ from trainfold.adapters.own_state.read_back import first_difference
 from trainfold.core import tree
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.scalars import SCALARS
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 KEY: Final = "extra"  # where such values stand among the streams of a batch
 _DEPTH: Final = 3

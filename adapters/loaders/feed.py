@@ -12,7 +12,7 @@ from trainfold.adapters.components.component import Part, Stateful, Undo
 from trainfold.adapters.components.stream_states import check_torch_state
 from trainfold.core.errors import DataPositionMismatch, InvalidState, TrainfoldError
 from trainfold.core.policy import Verdict
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 _LOG = logging.getLogger("trainfold")
 OTHER = "attach the loader that the state was captured from, or leave dataset out with components="

@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.adapters.loaders.draws import Drawn
 from trainfold.core import tree
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 _MOST_LEAVES: Final = 2000
 _MOST_BYTES: Final = 1 << 20

@@ -9,7 +9,7 @@ from trainfold.adapters.components.rng_streams import capture_streams, derive_st
 from trainfold.adapters.loaders.batch_digest import content
 from trainfold.adapters.loaders.feed import END, mismatch
 from trainfold.core.codec import digest_of
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 
 @final

@@ -8,7 +8,7 @@ from trainfold.adapters.loaders.feed import END, OPENED, OTHER, mismatch
 from trainfold.adapters.loaders.map_style import MapFeed
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.policy import Verdict
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 
 @final

@@ -13,7 +13,7 @@ from trainfold.adapters.loaders.feed import END, OTHER, generator_problems, leng
 from trainfold.adapters.loaders.pull_watch import PullWatch
 from trainfold.adapters.loaders.worker_trace import Empty
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 
 class Tap:

@@ -40,7 +40,7 @@ from trainfold.adapters.loaders.sampler_tap import capture_order, order_problems
 from trainfold.adapters.loaders.worker_trace import WorkerTrace
 from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, TrainfoldError
 from trainfold.core.policy import Verdict
-from trainfold.core.state import Opaque
+from trainfold.core.state.state import Opaque
 
 
 @final

@@ -13,7 +13,7 @@ from trainfold.backends.together import on_all_ranks
 from trainfold.core.errors import RunNotRestored
 from trainfold.core.inventory import BEGINNING, Descent
 from trainfold.core.layout.world import Collectives
-from trainfold.core.state import TrainState
+from trainfold.core.state.state import TrainState
 
 
 @final

@@ -13,8 +13,6 @@ from trainfold.backends.protocols import Store
 from trainfold.backends.run_load import Loaded, Quarantine, load_run, plan_run
 from trainfold.backends.snapshot import prove_alike, take_snapshot
 from trainfold.backends.together import on_all_ranks, on_rank_zero
-from trainfold.core.audit import component_of
-from trainfold.core.components import validate_components
 from trainfold.core.errors import InvalidState, ResumeRefused
 from trainfold.core.inventory import Descent
 from trainfold.core.layout.world import Collectives
@@ -22,7 +20,9 @@ from trainfold.core.policy import Drift
 from trainfold.core.request import make_request
 from trainfold.core.resume_plan import Refusal
 from trainfold.core.save_plan import step_of
-from trainfold.core.state import TrainState
+from trainfold.core.state.audit import component_of
+from trainfold.core.state.components import validate_components
+from trainfold.core.state.state import TrainState
 
 
 @final

@@ -43,8 +43,6 @@ from trainfold.backends.rank_environment import world_given
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import step_of_state
 from trainfold.backends.together import on_rank_zero
-from trainfold.core.components import check_likely, validate_components
-from trainfold.core.contract import checked_contract
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text
 from trainfold.core.events import Event
 from trainfold.core.given import mapping_given
@@ -53,7 +51,9 @@ from trainfold.core.policy import check_policy
 from trainfold.core.replicas import LEVELS, level_of
 from trainfold.core.retention import Retention
 from trainfold.core.save_due import Verdict, make_triggers
-from trainfold.core.state import TrainState
+from trainfold.core.state.components import check_likely, validate_components
+from trainfold.core.state.contract import checked_contract
+from trainfold.core.state.state import TrainState
 
 _RUNS: Final = Live | TrainState
 _LOG = logging.getLogger("trainfold")

@@ -25,7 +25,7 @@ from trainfold.core.rehearsal.number import exact_text
 from trainfold.core.rehearsal.orders import KEPT_NAME, MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, orders_of
 from trainfold.core.retention import Retention, keep_all, keep_last
 from trainfold.core.save_plan import directory_of
-from trainfold.core.state import TrainState
+from trainfold.core.state.state import TrainState
 
 _LOG = logging.getLogger("trainfold")
 _LINGER_SECS: Final = 0.05

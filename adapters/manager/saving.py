@@ -20,13 +20,13 @@ from trainfold.backends.hold import Hold
 from trainfold.backends.protocols import Store
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
-from trainfold.core.components import validate_components
 from trainfold.core.description import Describer
 from trainfold.core.errors import error_text
 from trainfold.core.inventory import Descent
 from trainfold.core.layout.world import Collectives
 from trainfold.core.replicas import Level, proof_of
-from trainfold.core.state import TrainState
+from trainfold.core.state.components import validate_components
+from trainfold.core.state.state import TrainState
 
 
 @final

@@ -11,9 +11,9 @@ from trainfold.adapters.live.view import Lent
 from trainfold.backends.hold import Hold
 from trainfold.backends.write_watch import LeafName
 from trainfold.core import tree
-from trainfold.core.components import components_of
-from trainfold.core.leaves import leaves_in
-from trainfold.core.state import OwnOptimizerState, TrainState
+from trainfold.core.state.components import components_of
+from trainfold.core.state.leaves import leaves_in
+from trainfold.core.state.state import OwnOptimizerState, TrainState
 
 _ADDRESS: Final = torch.Tensor.data_ptr
 

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainfold.adapters.live.live import Live
 from trainfold.core.layout.world import Collectives
-from trainfold.core.names import NamedTensors
+from trainfold.core.state.fqn import NamedTensors
 
 
 def sent_buffers(run: Live, modules: Mapping[str, NamedTensors], world: Collectives) -> dict[str, str]:

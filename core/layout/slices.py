@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.spec import Box
+from trainfold.core.state.spec import Box
 
 
 @lru_cache(maxsize=4096)

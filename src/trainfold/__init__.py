@@ -69,9 +69,6 @@ if TYPE_CHECKING:
     from trainfold.core.best import is_better as is_better
     from trainfold.core.best import make_best_record as make_best_record
     from trainfold.core.cadence import advise_cadence as advise_cadence
-    from trainfold.core.components import merge as merge
-    from trainfold.core.components import select as select
-    from trainfold.core.components import validate_components as validate_components
     from trainfold.core.data.cursor import DataCursor as DataCursor
     from trainfold.core.data.cursor import make_cursor as make_cursor
     from trainfold.core.data.eval_cursor import DistributedEvalCursor as DistributedEvalCursor
@@ -99,9 +96,7 @@ if TYPE_CHECKING:
     from trainfold.core.layout.world import Collectives as Collectives
     from trainfold.core.layout.world import World as World
     from trainfold.core.layout.world import make_world as make_world
-    from trainfold.core.leaves import Leaves as Leaves
     from trainfold.core.loss import Loss as Loss
-    from trainfold.core.masters import refresh_masters as refresh_masters
     from trainfold.core.optim import Optimizer as Optimizer
     from trainfold.core.optim import optimizer as optimizer
     from trainfold.core.policy import Drift as Drift
@@ -129,18 +124,23 @@ if TYPE_CHECKING:
     from trainfold.core.schedule import horizon as horizon
     from trainfold.core.schedule import linear as linear
     from trainfold.core.schedule import wsd as wsd
-    from trainfold.core.spec import Difference as Difference
-    from trainfold.core.spec import LeafSpec as LeafSpec
-    from trainfold.core.spec import ScalarSpec as ScalarSpec
-    from trainfold.core.spec import diff_specs as diff_specs
-    from trainfold.core.spec import spec_of as spec_of
-    from trainfold.core.state import ModelState as ModelState
-    from trainfold.core.state import Opaque as Opaque
-    from trainfold.core.state import OptimizerState as OptimizerState
-    from trainfold.core.state import ParamGroup as ParamGroup
-    from trainfold.core.state import Progress as Progress
-    from trainfold.core.state import TrainState as TrainState
-    from trainfold.core.state import make_progress as make_progress
+    from trainfold.core.state.components import merge as merge
+    from trainfold.core.state.components import select as select
+    from trainfold.core.state.components import validate_components as validate_components
+    from trainfold.core.state.leaves import Leaves as Leaves
+    from trainfold.core.state.masters import refresh_masters as refresh_masters
+    from trainfold.core.state.spec import Difference as Difference
+    from trainfold.core.state.spec import LeafSpec as LeafSpec
+    from trainfold.core.state.spec import ScalarSpec as ScalarSpec
+    from trainfold.core.state.spec import diff_specs as diff_specs
+    from trainfold.core.state.spec import spec_of as spec_of
+    from trainfold.core.state.state import ModelState as ModelState
+    from trainfold.core.state.state import Opaque as Opaque
+    from trainfold.core.state.state import OptimizerState as OptimizerState
+    from trainfold.core.state.state import ParamGroup as ParamGroup
+    from trainfold.core.state.state import Progress as Progress
+    from trainfold.core.state.state import TrainState as TrainState
+    from trainfold.core.state.state import make_progress as make_progress
     from trainfold.core.step import make_step as make_step
     from trainfold.core.suite import Tally as Tally
     from trainfold.core.suite import no_tally as no_tally
@@ -160,28 +160,28 @@ _MODULE_OF = {
     "Collectives": "trainfold.core.layout.world",
     "Combined": "trainfold.adapters.requests.sources",
     "DataCursor": "trainfold.core.data.cursor",
-    "Difference": "trainfold.core.spec",
+    "Difference": "trainfold.core.state.spec",
     "DisabledManager": "trainfold.adapters.manager.disabled",
     "DistributedEvalCursor": "trainfold.core.data.eval_cursor",
     "Drift": "trainfold.core.policy",
     "Evaluation": "trainfold.core.evaluation",
     "Event": "trainfold.core.events",
     "Key": "trainfold.core.rng",
-    "LeafSpec": "trainfold.core.spec",
-    "Leaves": "trainfold.core.leaves",
+    "LeafSpec": "trainfold.core.state.spec",
+    "Leaves": "trainfold.core.state.leaves",
     "Live": "trainfold.adapters.live.live",
     "LoadDecision": "trainfold.adapters.manager.protocol",
     "LocalStore": "trainfold.backends.local",
     "Loss": "trainfold.core.loss",
     "MemoryStore": "trainfold.backends.memory",
-    "ModelState": "trainfold.core.state",
+    "ModelState": "trainfold.core.state.state",
     "NonFinite": "trainfold.core.errors",
-    "Opaque": "trainfold.core.state",
+    "Opaque": "trainfold.core.state.state",
     "Optimizer": "trainfold.core.optim",
-    "OptimizerState": "trainfold.core.state",
-    "ParamGroup": "trainfold.core.state",
+    "OptimizerState": "trainfold.core.state.state",
+    "ParamGroup": "trainfold.core.state.state",
     "Permutation": "trainfold.core.data.permutation",
-    "Progress": "trainfold.core.state",
+    "Progress": "trainfold.core.state.state",
     "QuarantineIgnored": "trainfold.backends.quarantine_file",
     "RankFailed": "trainfold.core.errors",
     "Refusal": "trainfold.core.resume_plan",
@@ -197,7 +197,7 @@ _MODULE_OF = {
     "SaveOutcome": "trainfold.adapters.manager.outcomes",
     "SavePlan": "trainfold.core.save_plan",
     "SaveResult": "trainfold.backends.run_save",
-    "ScalarSpec": "trainfold.core.spec",
+    "ScalarSpec": "trainfold.core.state.spec",
     "Schedule": "trainfold.core.schedule",
     "SignalRequests": "trainfold.adapters.requests.sources",
     "SingleProcess": "trainfold.backends.collectives",
@@ -207,7 +207,7 @@ _MODULE_OF = {
     "Tally": "trainfold.core.suite",
     "TorchCollectives": "trainfold.backends.torch_collectives",
     "TorchMetric": "trainfold.adapters.bridges.torchmetrics",
-    "TrainState": "trainfold.core.state",
+    "TrainState": "trainfold.core.state.state",
     "TrainfoldError": "trainfold.core.errors",
     "Verdict": "trainfold.core.save_due",
     "World": "trainfold.core.layout.world",
@@ -220,7 +220,7 @@ _MODULE_OF = {
     "cosine": "trainfold.core.schedule",
     "create_checkpoint_manager": "trainfold.adapters.manager.config",
     "decide_best": "trainfold.core.best",
-    "diff_specs": "trainfold.core.spec",
+    "diff_specs": "trainfold.core.state.spec",
     "eval_batches": "trainfold.core.data.eval_cursor",
     "evaluate": "trainfold.adapters.evaluation.evaluate",
     "evaluation_of": "trainfold.core.evaluation",
@@ -243,10 +243,10 @@ _MODULE_OF = {
     "make_cursor": "trainfold.core.data.cursor",
     "make_eval_cursor": "trainfold.core.data.eval_cursor",
     "make_key": "trainfold.core.rng",
-    "make_progress": "trainfold.core.state",
+    "make_progress": "trainfold.core.state.state",
     "make_step": "trainfold.core.step",
     "make_world": "trainfold.core.layout.world",
-    "merge": "trainfold.core.components",
+    "merge": "trainfold.core.state.components",
     "metrics": "trainfold",
     "no_tally": "trainfold.core.suite",
     "optimizer": "trainfold.core.optim",
@@ -254,16 +254,16 @@ _MODULE_OF = {
     "plan_resume": "trainfold.core.resume_planner",
     "plan_retention": "trainfold.core.retention",
     "plan_save": "trainfold.core.save_plan",
-    "refresh_masters": "trainfold.core.masters",
+    "refresh_masters": "trainfold.core.state.masters",
     "sample_order": "trainfold.core.data.permutation",
     "save": "trainfold.backends.runs",
     "save_best": "trainfold.backends.best_file",
     "seed_of": "trainfold.core.rng",
-    "select": "trainfold.core.components",
+    "select": "trainfold.core.state.components",
     "shard_of": "trainfold.core.data.shares",
-    "spec_of": "trainfold.core.spec",
+    "spec_of": "trainfold.core.state.spec",
     "time_limit": "trainfold.backends.time_limit",
-    "validate_components": "trainfold.core.components",
+    "validate_components": "trainfold.core.state.components",
     "windows": "trainfold.core.window",
     "wsd": "trainfold.core.schedule",
 }

@@ -30,7 +30,7 @@ from trainfold.core.best import BestRecord, make_best_record, updated
 from trainfold.core.events import Event
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.inventory import lineage
-from trainfold.core.state import TrainState
+from trainfold.core.state.state import TrainState
 
 STEPS: Final = 30
 EVERY: Final = 3

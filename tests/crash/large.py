@@ -13,7 +13,7 @@ from crash.effects import Effect, Recorder
 from crash.scenarios import Scene, record, state_at, two_ranks
 from crash.syscalls import Handler
 from trainfold.backends import direct_io
-from trainfold.core.state import TrainState
+from trainfold.core.state.state import TrainState
 
 MIB: Final = 1 << 20
 O_DIRECT: Final = getattr(os, "O_DIRECT", 0)

@@ -27,10 +27,10 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.quarantine_file import begin_attempt, end_attempt
 from trainfold.core import tree
 from trainfold.core.best import make_best_record, updated
-from trainfold.core.components import components_of
 from trainfold.core.quarantine import LIMIT, Outcome
 from trainfold.core.save_plan import directory_of
-from trainfold.core.state import TrainState
+from trainfold.core.state.components import components_of
+from trainfold.core.state.state import TrainState
 
 Make: TypeAlias = Callable[[int, int], TrainState]  # the state of a step and a variant
 SHM: Final = "/dev/shm" if Path("/dev/shm").is_dir() else None

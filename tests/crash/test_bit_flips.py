@@ -11,8 +11,8 @@ from crash.frozen_store import FrozenStore, files_in, materialise, visible
 from crash.scenarios import digest_of_state
 from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.leaves import Leaves
-from trainfold.core.state import ModelState, Progress, TrainState
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, Progress, TrainState
 
 SMALL = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.tensor([1.5, -2.0])}
 FILES = ("run/step-00000002/model-00000-of-00001.safetensors", "run/step-00000002/manifest.json", "run/run.json")

@@ -22,7 +22,7 @@ sys.path.insert(0, {tests!r})
 import trainfold
 from crash.scenarios import state_at
 from trainfold.core.inventory import Descent
-from trainfold.core.state import Origin
+from trainfold.core.state.state import Origin
 
 def save(run, mode, run_id, *steps):
     origin = Origin({{run_id: Descent(0, 1)}})  # as if loaded, without a load's calls

@@ -40,7 +40,7 @@ from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.backends import inventory
 from trainfold.core.errors import RestoreRefused, TrainfoldError
 from trainfold.core.manifest_reader import check_structures, decode_manifest
-from trainfold.core.state import Opaque, TrainState
+from trainfold.core.state.state import Opaque, TrainState
 
 STEP: Final = "step-00000003"
 CASE_SECS: Final = 10.0  # of the processor, for one case; the usual one takes some thousandths

@@ -15,7 +15,7 @@ from trainfold.core.forward import bind_model
 from trainfold.core.metrics.perplexity import Perplexity
 from trainfold.core.metrics.ratio import Ratio
 from trainfold.core.metrics.topk import TopK
-from trainfold.core.state import TrainState
+from trainfold.core.state.state import TrainState
 from trainfold.core.suite import Suite
 
 BATCH_SIZES = (1, 7, 64)

@@ -26,7 +26,7 @@ from trainfold.core.loss import Loss
 from trainfold.core.optim import optimizer
 from trainfold.core.resume_plan import Refusal
 from trainfold.core.schedule import horizon, wsd
-from trainfold.core.state import TrainState
+from trainfold.core.state.state import TrainState
 from trainfold.core.step import make_step
 
 _LEARNING_RATE = 1e-3

@@ -7,8 +7,8 @@ from typing import Any
 
 from trainfold.core.errors import InvalidArgument, UnknownComponent
 from trainfold.core.given import names_given, nearest
-from trainfold.core.masters import with_fitting_masters
-from trainfold.core.state import OptimizerState, TrainState
+from trainfold.core.state.masters import with_fitting_masters
+from trainfold.core.state.state import OptimizerState, TrainState
 
 BUILTIN_COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng")
 _BUILTIN = attrgetter(*BUILTIN_COMPONENTS)
@@ -18,7 +18,7 @@ def components_of(state: TrainState) -> dict[str, Any]:
     """The components that a state has, by name, built-in ones first.
 
     Examples:
-        >>> from trainfold.core.state import Progress
+        >>> from trainfold.core.state.state import Progress
         >>> list(components_of(TrainState(trainer=Progress(), extra={"ema": {}})))
         ['trainer', 'ema']
     """
@@ -147,7 +147,7 @@ def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
         UnknownComponent: for a name that no state has and this one does not declare.
 
     Examples:
-        >>> from trainfold.core.state import Progress
+        >>> from trainfold.core.state.state import Progress
         >>> s = TrainState(trainer=Progress(step=1), extra={"ema": 2})
         >>> select(s, ["ema"])
         TrainState(model=None, optimizer=None, scheduler=None, trainer=None, dataset=None, rng=None, extra={'ema': 2})
@@ -165,7 +165,7 @@ def merge(base: TrainState, part: TrainState) -> TrainState:
     Weights that replace others make the fp32 masters anew that do not round to them: these would revert them (B08).
 
     Examples:
-        >>> from trainfold.core.state import Progress
+        >>> from trainfold.core.state.state import Progress
         >>> merge(TrainState(trainer=Progress(step=1), rng=7), TrainState(trainer=Progress(step=2))).trainer.step
         2
     """

@@ -8,7 +8,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState
-from trainfold.core.leaves import Leaves
+from trainfold.core.state.leaves import Leaves
 
 if TYPE_CHECKING:
     from trainfold.core.inventory import Descent

@@ -9,7 +9,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.scalars import SCALARS, Json, encode_scalar
-from trainfold.core.state import OptimizerState, TrainState
+from trainfold.core.state.state import OptimizerState, TrainState
 
 STEP_PREFIX = "step."
 _MUTABLE = frozenset({list, dict, torch.Tensor})
@@ -58,8 +58,8 @@ def settings_of(state: TrainState) -> dict[str, Any]:
         Contract key -> value; nothing for a state without an optimizer, or for one that a live run has captured.
 
     Examples:
-        >>> from trainfold.core.leaves import Leaves
-        >>> from trainfold.core.state import ParamGroup
+        >>> from trainfold.core.state.leaves import Leaves
+        >>> from trainfold.core.state.state import ParamGroup
         >>> group = ParamGroup({"lr": 0.1, "step": 3}, ("w",))
         >>> state = TrainState(optimizer=OptimizerState("Lamb", Leaves({}), (group,)), contract={"optimizer.groups['w'].lr": 0.2})
         >>> settings_of(state)

@@ -7,8 +7,8 @@ import attrs
 import torch
 
 from trainfold.core.errors import InvalidState, MastersRebuilt
-from trainfold.core.leaves import Leaves
-from trainfold.core.state import OptimizerState
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import OptimizerState
 
 _FULL_BYTES = 4
 

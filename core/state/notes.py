@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from trainfold.core.audit import UNSAVED
 from trainfold.core.policy import contract_kind
-from trainfold.core.trained import TRAINED
+from trainfold.core.state.audit import UNSAVED
+from trainfold.core.state.trained import TRAINED
 
 _ATTACHED: Final = "attached."
 NOTES: Final = frozenset({UNSAVED, TRAINED})
