@@ -22,11 +22,11 @@ from trainfold.core.manifest import (
     Manifest,
     TensorRecord,
 )
+from trainfold.core.optim.slot_layout import beside_params, laid_out_like
 from trainfold.core.regroup import regrouped
 from trainfold.core.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.rng import KEY_BITS, Key
 from trainfold.core.scalars import shown
-from trainfold.core.slot_homes import beside_params, laid_out_like
 from trainfold.core.state.components import components_of, state_of
 from trainfold.core.state.contract import noted_settings, run_contract
 from trainfold.core.state.masters import refresh_masters

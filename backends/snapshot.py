@@ -27,10 +27,10 @@ from trainfold.core.given import mapping_given
 from trainfold.core.inventory import Descent, next_head
 from trainfold.core.manifest import Head
 from trainfold.core.node_kinds import check_kinds
+from trainfold.core.optim.slot_layout import check_layouts
 from trainfold.core.replicas import Leaves, Proof, summary
 from trainfold.core.save_plan import MANIFEST, directory_of, plan_save
 from trainfold.core.scalars import Json, shown
-from trainfold.core.slot_homes import check_layouts
 from trainfold.core.state.components import components_of, in_order, select
 from trainfold.core.state.contract import checked_contract, contract_of, is_of_live_run
 from trainfold.core.state.state import OptimizerState, TrainState

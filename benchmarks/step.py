@@ -28,7 +28,7 @@ from _targets import Target, finish, machine, make_parser
 
 from trainfold.core.init import init_state
 from trainfold.core.loss import Loss
-from trainfold.core.optim import optimizer
+from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.step import make_step
 
 HYPER = {"lr": 3e-4, "weight_decay": 0.1, "fused": True}

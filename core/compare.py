@@ -9,10 +9,10 @@ import attrs
 
 from trainfold.core.description import Described
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.group_labels import relabelled
 from trainfold.core.inventory import Problem
 from trainfold.core.layout.world import World
 from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
+from trainfold.core.optim.group_labels import relabelled
 from trainfold.core.policy import (
     BASE_RATES,
     ENVIRONMENT,

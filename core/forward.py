@@ -54,7 +54,7 @@ def bind_model(model: torch.nn.Module, state: TrainState) -> BoundModel:
 
     Examples:
         >>> from trainfold.core.init import init_state
-        >>> from trainfold.core.optim import optimizer
+        >>> from trainfold.core.optim.optimizer import optimizer
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.9))
         >>> state = init_state(model, optimizer(torch.optim.SGD, lr=0.1))
         >>> with torch.no_grad():

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.optim import pair_of
+from trainfold.core.optim.optimizer import pair_of
+from trainfold.core.optim.schedule import ScheduleFunction, describe
 from trainfold.core.rng import make_key
-from trainfold.core.schedule import ScheduleFunction, describe
 from trainfold.core.state.aliasing import check_apart
 from trainfold.core.state.fqn import NamedTensors, canonical_name, named_tensors
 from trainfold.core.state.leaves import Leaves
@@ -43,7 +43,7 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
         SharedStorage: if two tensors of the model share storage without being the same tensor.
 
     Examples:
-        >>> from trainfold.core.optim import optimizer
+        >>> from trainfold.core.optim.optimizer import optimizer
         >>> state = init_state(torch.nn.Linear(2, 1), optimizer(torch.optim.SGD, lr=0.1), seed=1)
         >>> list(state.model.params), state.trainer.step
         (['weight', 'bias'], 0)

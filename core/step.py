@@ -18,10 +18,10 @@ from trainfold.core.hooks import check_hooks
 from trainfold.core.layout.world import Collectives
 from trainfold.core.loss import Totals
 from trainfold.core.microbatch import split
-from trainfold.core.optim import Optimizer, pair_of
+from trainfold.core.optim.optimizer import Optimizer, pair_of
+from trainfold.core.optim.schedule import ScheduleFunction, check_same, describe
 from trainfold.core.rng import Key, fold_in, forked_rng, make_key
 from trainfold.core.scalars import Json, shown
-from trainfold.core.schedule import ScheduleFunction, check_same, describe
 from trainfold.core.state.contract import STEP_PREFIX, checked_contract, noted_settings, settings_at_risk
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, Progress, Scalar, TrainState
@@ -327,7 +327,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
     Examples:
         >>> from trainfold.core.init import init_state
         >>> from trainfold.core.loss import Loss
-        >>> from trainfold.core.optim import optimizer
+        >>> from trainfold.core.optim.optimizer import optimizer
         >>> model, sgd = torch.nn.Linear(1, 1, bias=False), optimizer(torch.optim.SGD, lr=0.5)
         >>> def loss_fn(model, batch):
         ...     return Loss(sum=model(batch).sum(), weight=len(batch))

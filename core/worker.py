@@ -11,7 +11,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.norm import Norm
-from trainfold.core.optim import Optimizer
+from trainfold.core.optim.optimizer import Optimizer
 from trainfold.core.state.aliasing import check_apart
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState

@@ -32,9 +32,9 @@ from trainfold.core.fingerprint import fingerprint
 from trainfold.core.init import init_state
 from trainfold.core.manifest import END, TAIL
 from trainfold.core.manifest_reader import decode_manifest
-from trainfold.core.optim import optimizer
+from trainfold.core.optim.optimizer import optimizer
+from trainfold.core.optim.schedule import wsd
 from trainfold.core.quarantine import LIMIT
-from trainfold.core.schedule import wsd
 from trainfold.core.state.state import Progress, TrainState
 
 EXPLAINED = ("expected", "found", "mend")

@@ -14,7 +14,7 @@ from trainfold.core.errors import InvalidState, SharedStorage, StateDonated
 from trainfold.core.forward import bind_model
 from trainfold.core.init import init_state
 from trainfold.core.loss import Loss
-from trainfold.core.optim import optimizer
+from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.state.components import select
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ParamGroup

@@ -6,10 +6,11 @@ import attrs
 import pytest
 import torch
 
-from trainfold.core import bound_optimizer, tree
+from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, MastersRebuilt, UnsupportedOptimizer
-from trainfold.core.optim import optimizer
-from trainfold.core.param_groups import check_cover
+from trainfold.core.optim import bound as bound_optimizer
+from trainfold.core.optim.optimizer import optimizer
+from trainfold.core.optim.param_groups import check_cover
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.state import ParamGroup

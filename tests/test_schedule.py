@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from trainfold.core.errors import HorizonUnknown, InvalidSchedule, ScheduleMismatch
-from trainfold.core.schedule import check_same, constant, cosine, describe, horizon, linear, wsd
+from trainfold.core.optim.schedule import check_same, constant, cosine, describe, horizon, linear, wsd
 
 steps = st.integers(0, 60)
 

@@ -19,7 +19,6 @@ from trainfold.backends.collectives import run_threads
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
-from trainfold.core import schedule as schedules
 from trainfold.core import tree
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.errors import (
@@ -36,7 +35,8 @@ from trainfold.core.fingerprint import fingerprint
 from trainfold.core.init import init_state
 from trainfold.core.loss import Loss
 from trainfold.core.microbatch import split
-from trainfold.core.optim import optimizer
+from trainfold.core.optim import schedule as schedules
+from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.rng import fold_in, forked_rng, make_key
 from trainfold.core.state.fqn import canonical_name
 from trainfold.core.state.leaves import Leaves

@@ -20,7 +20,7 @@ from trainfold.core.fingerprint import fingerprint
 from trainfold.core.init import init_state
 from trainfold.core.layout.world import Collectives
 from trainfold.core.loss import Loss
-from trainfold.core.optim import optimizer
+from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.step import make_step
 from trainfold.properties.contracts import ContractBroken, check_collectives
 

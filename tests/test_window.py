@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainfold.core.errors import BatchNotDivisible, IncompleteWindow, InvalidArgument
 from trainfold.core.init import init_state
 from trainfold.core.loss import Loss
-from trainfold.core.optim import optimizer
+from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.step import make_step
 from trainfold.core.window import accumulation_steps, check_plan, windows
 

@@ -97,8 +97,14 @@ if TYPE_CHECKING:
     from trainfold.core.layout.world import World as World
     from trainfold.core.layout.world import make_world as make_world
     from trainfold.core.loss import Loss as Loss
-    from trainfold.core.optim import Optimizer as Optimizer
-    from trainfold.core.optim import optimizer as optimizer
+    from trainfold.core.optim.optimizer import Optimizer as Optimizer
+    from trainfold.core.optim.optimizer import optimizer as optimizer
+    from trainfold.core.optim.schedule import Schedule as Schedule
+    from trainfold.core.optim.schedule import constant as constant
+    from trainfold.core.optim.schedule import cosine as cosine
+    from trainfold.core.optim.schedule import horizon as horizon
+    from trainfold.core.optim.schedule import linear as linear
+    from trainfold.core.optim.schedule import wsd as wsd
     from trainfold.core.policy import Drift as Drift
     from trainfold.core.resume_plan import Refusal as Refusal
     from trainfold.core.resume_plan import ResumePlan as ResumePlan
@@ -118,12 +124,6 @@ if TYPE_CHECKING:
     from trainfold.core.save_due import Verdict as Verdict
     from trainfold.core.save_plan import SavePlan as SavePlan
     from trainfold.core.save_plan import plan_save as plan_save
-    from trainfold.core.schedule import Schedule as Schedule
-    from trainfold.core.schedule import constant as constant
-    from trainfold.core.schedule import cosine as cosine
-    from trainfold.core.schedule import horizon as horizon
-    from trainfold.core.schedule import linear as linear
-    from trainfold.core.schedule import wsd as wsd
     from trainfold.core.state.components import merge as merge
     from trainfold.core.state.components import select as select
     from trainfold.core.state.components import validate_components as validate_components
@@ -177,7 +177,7 @@ _MODULE_OF = {
     "ModelState": "trainfold.core.state.state",
     "NonFinite": "trainfold.core.errors",
     "Opaque": "trainfold.core.state.state",
-    "Optimizer": "trainfold.core.optim",
+    "Optimizer": "trainfold.core.optim.optimizer",
     "OptimizerState": "trainfold.core.state.state",
     "ParamGroup": "trainfold.core.state.state",
     "Permutation": "trainfold.core.data.permutation",
@@ -198,7 +198,7 @@ _MODULE_OF = {
     "SavePlan": "trainfold.core.save_plan",
     "SaveResult": "trainfold.backends.run_save",
     "ScalarSpec": "trainfold.core.state.spec",
-    "Schedule": "trainfold.core.schedule",
+    "Schedule": "trainfold.core.optim.schedule",
     "SignalRequests": "trainfold.adapters.requests.sources",
     "SingleProcess": "trainfold.backends.collectives",
     "StateDonated": "trainfold.core.errors",
@@ -216,8 +216,8 @@ _MODULE_OF = {
     "attach": "trainfold.adapters.live.live",
     "bind_model": "trainfold.core.forward",
     "check_plan": "trainfold.core.window",
-    "constant": "trainfold.core.schedule",
-    "cosine": "trainfold.core.schedule",
+    "constant": "trainfold.core.optim.schedule",
+    "cosine": "trainfold.core.optim.schedule",
     "create_checkpoint_manager": "trainfold.adapters.manager.config",
     "decide_best": "trainfold.core.best",
     "diff_specs": "trainfold.core.state.spec",
@@ -228,7 +228,7 @@ _MODULE_OF = {
     "fingerprint": "trainfold.core.fingerprint",
     "fold_in": "trainfold.core.rng",
     "forked_rng": "trainfold.core.rng",
-    "horizon": "trainfold.core.schedule",
+    "horizon": "trainfold.core.optim.schedule",
     "init_state": "trainfold.core.init",
     "is_better": "trainfold.core.best",
     "keep_all": "trainfold.core.retention",
@@ -236,7 +236,7 @@ _MODULE_OF = {
     "keep_every": "trainfold.core.retention",
     "keep_last": "trainfold.core.retention",
     "keep_newer": "trainfold.core.retention",
-    "linear": "trainfold.core.schedule",
+    "linear": "trainfold.core.optim.schedule",
     "load": "trainfold.backends.runs",
     "load_best": "trainfold.backends.best_file",
     "make_best_record": "trainfold.core.best",
@@ -249,7 +249,7 @@ _MODULE_OF = {
     "merge": "trainfold.core.state.components",
     "metrics": "trainfold",
     "no_tally": "trainfold.core.suite",
-    "optimizer": "trainfold.core.optim",
+    "optimizer": "trainfold.core.optim.optimizer",
     "plan": "trainfold.backends.runs",
     "plan_resume": "trainfold.core.resume_planner",
     "plan_retention": "trainfold.core.retention",
@@ -265,7 +265,7 @@ _MODULE_OF = {
     "time_limit": "trainfold.backends.time_limit",
     "validate_components": "trainfold.core.state.components",
     "windows": "trainfold.core.window",
-    "wsd": "trainfold.core.schedule",
+    "wsd": "trainfold.core.optim.schedule",
 }
 
 __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604 the table is the list

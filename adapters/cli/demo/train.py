@@ -23,9 +23,9 @@ from trainfold.core.data.cursor import make_cursor
 from trainfold.core.fingerprint import fingerprint
 from trainfold.core.init import init_state
 from trainfold.core.loss import Loss
-from trainfold.core.optim import optimizer
+from trainfold.core.optim.optimizer import optimizer
+from trainfold.core.optim.schedule import horizon, wsd
 from trainfold.core.resume_plan import Refusal
-from trainfold.core.schedule import horizon, wsd
 from trainfold.core.state.state import TrainState
 from trainfold.core.step import make_step
 

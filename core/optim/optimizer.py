@@ -8,9 +8,9 @@ import attrs
 import torch
 
 from trainfold.core import tree
-from trainfold.core.bound_optimizer import BoundOptimizer, group_hyper
 from trainfold.core.errors import InvalidArgument, InvalidState, UnsupportedOptimizer
-from trainfold.core.param_groups import GroupRule, assign, check_hyper
+from trainfold.core.optim.bound import BoundOptimizer, group_hyper
+from trainfold.core.optim.param_groups import GroupRule, assign, check_hyper
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.masters import make_masters, refresh_masters
 from trainfold.core.state.state import OptimizerState, ParamGroup

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from trainfold.core.errors import InvalidState, UnsupportedOptimizer
-from trainfold.core.param_groups import check_cover
+from trainfold.core.optim.param_groups import check_cover
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.masters import checked_masters, is_low_precision
 from trainfold.core.state.state import OptimizerState, ParamGroup
