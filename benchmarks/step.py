@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 from _targets import Target, finish, machine, make_parser
 
-from trainfold.core.init import init_state
-from trainfold.core.loss import Loss
 from trainfold.core.optim.optimizer import optimizer
-from trainfold.core.step import make_step
+from trainfold.core.step.init_state import init_state
+from trainfold.core.step.loss import Loss
+from trainfold.core.step.step import make_step
 
 HYPER = {"lr": 3e-4, "weight_decay": 0.1, "fused": True}
 CLIP_NORM = 1.0

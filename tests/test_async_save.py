@@ -40,11 +40,11 @@ from trainfold.core.errors import (
     UnsupportedLeaf,
 )
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.loss import Loss
 from trainfold.core.retention import Retention, keep_every
 from trainfold.core.state.components import select
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import Progress, TrainState
+from trainfold.core.step.loss import Loss
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),

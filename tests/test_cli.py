@@ -29,13 +29,13 @@ from trainfold.core.codec import digest_of
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.errors import CheckpointDamaged, ResumeRefused
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.init import init_state
 from trainfold.core.manifest import END, TAIL
 from trainfold.core.manifest_reader import decode_manifest
 from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.optim.schedule import wsd
 from trainfold.core.quarantine import LIMIT
 from trainfold.core.state.state import Progress, TrainState
+from trainfold.core.step.init_state import init_state
 
 EXPLAINED = ("expected", "found", "mend")
 

@@ -33,10 +33,10 @@ from trainfold.core import tree
 from trainfold.core.best import make_best_record, updated
 from trainfold.core.errors import CheckpointError, ResumeRefused, SaveFailed
 from trainfold.core.inventory import lineage
-from trainfold.core.loss import Loss
 from trainfold.core.retention import keep_every
 from trainfold.core.save_plan import MANIFEST, directory_of
 from trainfold.core.state.components import components_of
+from trainfold.core.step.loss import Loss
 
 EXAMPLES, STEPS = {"laws": (600, 40), "soak": (20_000, 60)}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), (30, 25))
 COMPONENTS = ("model", "optimizer", "trainer")

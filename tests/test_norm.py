@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from trainfold.core.norm import Norm
+from trainfold.core.step.engine.grad_norm import Norm
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 

@@ -32,16 +32,16 @@ from trainfold.core.errors import (
     SpecMismatch,
 )
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.init import init_state
-from trainfold.core.loss import Loss
-from trainfold.core.microbatch import split
 from trainfold.core.optim import schedule as schedules
 from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.rng import fold_in, forked_rng, make_key
 from trainfold.core.state.fqn import canonical_name
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import OptimizerState
-from trainfold.core.step import make_step
+from trainfold.core.step.init_state import init_state
+from trainfold.core.step.loss import Loss
+from trainfold.core.step.microbatch import split
+from trainfold.core.step.step import make_step
 
 
 class Net(torch.nn.Module):

@@ -17,11 +17,11 @@ from trainfold.backends.torch_collectives import TorchCollectives
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import InvalidArgument, RankFailed
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.init import init_state
 from trainfold.core.layout.world import Collectives
-from trainfold.core.loss import Loss
 from trainfold.core.optim.optimizer import optimizer
-from trainfold.core.step import make_step
+from trainfold.core.step.init_state import init_state
+from trainfold.core.step.loss import Loss
+from trainfold.core.step.step import make_step
 from trainfold.properties.contracts import ContractBroken, check_collectives
 
 PATIENT = {"timeout_secs": 60.0, "grace_secs": 10.0}

@@ -45,7 +45,6 @@ from trainfold.adapters.loaders.feed import Feed, mismatch
 from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.core import tree
 from trainfold.core.errors import CaptureRefused, IncompleteWindow, InvalidArgument, InvalidState, RestoreRefused
-from trainfold.core.init import check_real
 from trainfold.core.inventory import Descent
 from trainfold.core.policy import Verdict, check_policy
 from trainfold.core.state.audit import UNSAVED, unsaved_of
@@ -53,6 +52,7 @@ from trainfold.core.state.components import components_of, state_of, validate_co
 from trainfold.core.state.fqn import NamedTensors, named_tensors
 from trainfold.core.state.state import Origin, Progress, TrainState
 from trainfold.core.state.trained import TRAINED, put_back_text, trained_of
+from trainfold.core.step.init_state import check_real
 
 _LOG = logging.getLogger("trainfold")
 

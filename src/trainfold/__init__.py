@@ -91,12 +91,9 @@ if TYPE_CHECKING:
     from trainfold.core.evaluation import evaluation_of as evaluation_of
     from trainfold.core.events import Event as Event
     from trainfold.core.fingerprint import fingerprint as fingerprint
-    from trainfold.core.forward import bind_model as bind_model
-    from trainfold.core.init import init_state as init_state
     from trainfold.core.layout.world import Collectives as Collectives
     from trainfold.core.layout.world import World as World
     from trainfold.core.layout.world import make_world as make_world
-    from trainfold.core.loss import Loss as Loss
     from trainfold.core.optim.optimizer import Optimizer as Optimizer
     from trainfold.core.optim.optimizer import optimizer as optimizer
     from trainfold.core.optim.schedule import Schedule as Schedule
@@ -141,12 +138,15 @@ if TYPE_CHECKING:
     from trainfold.core.state.state import Progress as Progress
     from trainfold.core.state.state import TrainState as TrainState
     from trainfold.core.state.state import make_progress as make_progress
-    from trainfold.core.step import make_step as make_step
+    from trainfold.core.step.accumulation import accumulation_steps as accumulation_steps
+    from trainfold.core.step.accumulation import check_plan as check_plan
+    from trainfold.core.step.accumulation import windows as windows
+    from trainfold.core.step.bind import bind_model as bind_model
+    from trainfold.core.step.init_state import init_state as init_state
+    from trainfold.core.step.loss import Loss as Loss
+    from trainfold.core.step.step import make_step as make_step
     from trainfold.core.suite import Tally as Tally
     from trainfold.core.suite import no_tally as no_tally
-    from trainfold.core.window import accumulation_steps as accumulation_steps
-    from trainfold.core.window import check_plan as check_plan
-    from trainfold.core.window import windows as windows
 
 
 _MODULE_OF = {
@@ -172,7 +172,7 @@ _MODULE_OF = {
     "Live": "trainfold.adapters.live.live",
     "LoadDecision": "trainfold.adapters.manager.protocol",
     "LocalStore": "trainfold.backends.local",
-    "Loss": "trainfold.core.loss",
+    "Loss": "trainfold.core.step.loss",
     "MemoryStore": "trainfold.backends.memory",
     "ModelState": "trainfold.core.state.state",
     "NonFinite": "trainfold.core.errors",
@@ -211,11 +211,11 @@ _MODULE_OF = {
     "TrainfoldError": "trainfold.core.errors",
     "Verdict": "trainfold.core.save_due",
     "World": "trainfold.core.layout.world",
-    "accumulation_steps": "trainfold.core.window",
+    "accumulation_steps": "trainfold.core.step.accumulation",
     "advise_cadence": "trainfold.core.cadence",
     "attach": "trainfold.adapters.live.live",
-    "bind_model": "trainfold.core.forward",
-    "check_plan": "trainfold.core.window",
+    "bind_model": "trainfold.core.step.bind",
+    "check_plan": "trainfold.core.step.accumulation",
     "constant": "trainfold.core.optim.schedule",
     "cosine": "trainfold.core.optim.schedule",
     "create_checkpoint_manager": "trainfold.adapters.manager.config",
@@ -229,7 +229,7 @@ _MODULE_OF = {
     "fold_in": "trainfold.core.rng",
     "forked_rng": "trainfold.core.rng",
     "horizon": "trainfold.core.optim.schedule",
-    "init_state": "trainfold.core.init",
+    "init_state": "trainfold.core.step.init_state",
     "is_better": "trainfold.core.best",
     "keep_all": "trainfold.core.retention",
     "keep_best": "trainfold.core.retention",
@@ -244,7 +244,7 @@ _MODULE_OF = {
     "make_eval_cursor": "trainfold.core.data.eval_cursor",
     "make_key": "trainfold.core.rng",
     "make_progress": "trainfold.core.state.state",
-    "make_step": "trainfold.core.step",
+    "make_step": "trainfold.core.step.step",
     "make_world": "trainfold.core.layout.world",
     "merge": "trainfold.core.state.components",
     "metrics": "trainfold",
@@ -264,7 +264,7 @@ _MODULE_OF = {
     "spec_of": "trainfold.core.state.spec",
     "time_limit": "trainfold.backends.time_limit",
     "validate_components": "trainfold.core.state.components",
-    "windows": "trainfold.core.window",
+    "windows": "trainfold.core.step.accumulation",
     "wsd": "trainfold.core.optim.schedule",
 }
 

@@ -7,7 +7,7 @@ from typing import final
 import attrs
 
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.window import accumulation_steps, check_plan
+from trainfold.core.step.accumulation import accumulation_steps, check_plan
 
 SETTINGS_FILE = "demo.json"
 MADE_BY = "trainfold demo"

@@ -21,13 +21,13 @@ from trainfold.backends.record_file import RecordFile
 from trainfold.backends.runs import load, plan, save
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.fingerprint import fingerprint
-from trainfold.core.init import init_state
-from trainfold.core.loss import Loss
 from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.optim.schedule import horizon, wsd
 from trainfold.core.resume_plan import Refusal
 from trainfold.core.state.state import TrainState
-from trainfold.core.step import make_step
+from trainfold.core.step.init_state import init_state
+from trainfold.core.step.loss import Loss
+from trainfold.core.step.step import make_step
 
 _LEARNING_RATE = 1e-3
 

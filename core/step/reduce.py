@@ -7,7 +7,7 @@ import torch
 
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.layout.world import Collectives
-from trainfold.core.loss import Number, Totals, read
+from trainfold.core.step.loss import Number, Totals, read
 
 _DIGEST_BYTES = 4  # its sum over two million ranks is still exact in float64
 

@@ -6,7 +6,7 @@ import torch
 
 from trainfold.core.errors import InvalidState
 from trainfold.core.state.state import ModelState, TrainState
-from trainfold.core.template import Mould, Template
+from trainfold.core.step.engine.module_template import Mould, Template
 
 
 @final
@@ -53,7 +53,7 @@ def bind_model(model: torch.nn.Module, state: TrainState) -> BoundModel:
         SpecMismatch: if the state is of another model.
 
     Examples:
-        >>> from trainfold.core.init import init_state
+        >>> from trainfold.core.step.init_state import init_state
         >>> from trainfold.core.optim.optimizer import optimizer
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.9))
         >>> state = init_state(model, optimizer(torch.optim.SGD, lr=0.1))

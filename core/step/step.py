@@ -11,13 +11,8 @@ import torch
 from trainfold.core import tree
 from trainfold.core.data.cursor import DataCursor
 from trainfold.core.errors import ContractMismatch, InvalidArgument, InvalidState, NonFinite
-from trainfold.core.exchange import exchange
 from trainfold.core.given import real_given
-from trainfold.core.gradients import LossFunction, Verdict, judge, run_window
-from trainfold.core.hooks import check_hooks
 from trainfold.core.layout.world import Collectives
-from trainfold.core.loss import Totals
-from trainfold.core.microbatch import split
 from trainfold.core.optim.optimizer import Optimizer, pair_of
 from trainfold.core.optim.schedule import ScheduleFunction, check_same, describe
 from trainfold.core.rng import Key, fold_in, forked_rng, make_key
@@ -25,8 +20,13 @@ from trainfold.core.scalars import Json, shown
 from trainfold.core.state.contract import STEP_PREFIX, checked_contract, noted_settings, settings_at_risk
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, Progress, Scalar, TrainState
-from trainfold.core.template import Mould, check_silent
-from trainfold.core.worker import Pool, Worker
+from trainfold.core.step.engine.module_template import Mould, check_silent
+from trainfold.core.step.engine.param_hooks import check_hooks
+from trainfold.core.step.engine.workspace import Pool, Worker
+from trainfold.core.step.gradients import LossFunction, Verdict, judge, run_window
+from trainfold.core.step.loss import Totals
+from trainfold.core.step.microbatch import split
+from trainfold.core.step.reduce import exchange
 
 Metrics = dict[str, float]
 _ALONE = contextlib.nullcontext()
@@ -325,8 +325,8 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         InvalidState: if the model is on the meta device or not initialised.
 
     Examples:
-        >>> from trainfold.core.init import init_state
-        >>> from trainfold.core.loss import Loss
+        >>> from trainfold.core.step.init_state import init_state
+        >>> from trainfold.core.step.loss import Loss
         >>> from trainfold.core.optim.optimizer import optimizer
         >>> model, sgd = torch.nn.Linear(1, 1, bias=False), optimizer(torch.optim.SGD, lr=0.5)
         >>> def loss_fn(model, batch):

@@ -8,9 +8,9 @@ import attrs
 import torch
 
 from trainfold.core.errors import InvalidArgument, InvalidBatch, NonFinite
-from trainfold.core.loss import Loss, Totals, check_loss, normaliser, read
-from trainfold.core.norm import Norm
 from trainfold.core.rng import Key, fold_in, forked_rng
+from trainfold.core.step.engine.grad_norm import Norm
+from trainfold.core.step.loss import Loss, Totals, check_loss, normaliser, read
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss]
 
