@@ -24,8 +24,8 @@ from trainfold.adapters.cli.demo.model import make_model
 from trainfold.adapters.cli.demo.settings import make_settings
 from trainfold.adapters.evaluation.evaluate import evaluate
 from trainfold.backends.collectives import run_threads
+from trainfold.core.evaluate.suite import merge_tallies, no_tally, observe, results_of
 from trainfold.core.exact.sum import exact_add, exact_value, exact_zero, rounded
-from trainfold.core.suite import merge_tallies, no_tally, observe, results_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -17,13 +17,13 @@ from trainfold.core import tree
 from trainfold.core.data.cursor import DataCursor
 from trainfold.core.data.eval_cursor import DistributedEvalCursor
 from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
+from trainfold.core.evaluate.suite import Tally
 from trainfold.core.metrics.nodes import ACCUMULATORS
 from trainfold.core.printable import printable
 from trainfold.core.rng import Key
 from trainfold.core.scalars import SCALAR_TAGS, Json, decode_scalar, shown
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import TrainState
-from trainfold.core.suite import Tally
 
 MAX_DEPTH = 64
 KEYS = frozenset({tuple, str, int, bool, float, bytes, type(None)})  # what keys of a dict may be

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.evaluate.suite import arguments_of
 from trainfold.core.metrics.metric import Metric
-from trainfold.core.suite import arguments_of
 from trainfold.properties.accumulators import difference_of, shown
 from trainfold.properties.batches import OutputsOf, fresh, need_rows, row_count, taken
 from trainfold.properties.differences import LawBroken

@@ -9,8 +9,8 @@ import attrs
 import torch
 
 from trainfold.core import tree
+from trainfold.core.evaluate.suite import arguments_of
 from trainfold.core.metrics.metric import Metric
-from trainfold.core.suite import arguments_of
 from trainfold.properties.accumulators import difference_of, leafwise_sum, shown
 from trainfold.properties.batches import OutputsOf, cuts_of, fresh, row_count, taken
 from trainfold.properties.differences import ContractBroken

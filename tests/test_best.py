@@ -25,11 +25,11 @@ from trainfold.core.errors import (
     InvalidArgument,
     RankFailed,
 )
-from trainfold.core.evaluation import Evaluation
+from trainfold.core.evaluate.evaluation import Evaluation
+from trainfold.core.evaluate.suite import Tally
 from trainfold.core.manifest import END, TAIL
 from trainfold.core.retention import Saved, keep_last, plan_retention
 from trainfold.core.save_plan import directory_of
-from trainfold.core.suite import Tally
 
 directions = st.sampled_from(["min", "max"])
 few = st.sampled_from([-1.0, -0.0, 0.0, 0.1, 0.2, 0.3, 1.0, 1.0 + 2**-52, 5e-324])  # ties and neighbours are likely

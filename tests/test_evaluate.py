@@ -32,7 +32,7 @@ from trainfold import metrics as M
 from trainfold.backends.collectives import run_threads, thread_outcomes
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, RankFailed, RanksDisagree
-from trainfold.core.evaluation import Evaluation
+from trainfold.core.evaluate.evaluation import Evaluation
 from trainfold.core.exact.sum import exact_add, exact_zero
 from trainfold.core.metrics.text import text_of
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from trainfold import metrics as M
 from trainfold.core import tree
+from trainfold.core.evaluate.combine import check_layouts, layout_of, pack, unpack
+from trainfold.core.evaluate.suite import Tally, merge_tallies, no_tally, observe, results_of
 from trainfold.core.exact import cpu_sum, terms
-from trainfold.core.suite import Tally, merge_tallies, no_tally, observe, results_of
-from trainfold.core.tally_wire import check_layouts, layout_of, pack, unpack
 
 RANDOM_CASES = int(os.environ.get("TRAINFOLD_RANDOM_CASES", "1600"))
 EXAMPLES = int(os.environ.get("TRAINFOLD_EXAMPLES", "300"))

@@ -26,7 +26,7 @@ from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, UnsupportedLeaf
-from trainfold.core.int64_form import pack, unpack
+from trainfold.core.evaluate.tensor_packing import pack, unpack
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import contracts, laws
 

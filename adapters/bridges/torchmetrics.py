@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.int64_form import pack, unpack
+from trainfold.core.evaluate.tensor_packing import pack, unpack
 from trainfold.core.scalars import shown
 
 _REDUCTIONS = {f"dim_zero_{name}": name for name in ("sum", "min", "max", "cat")}

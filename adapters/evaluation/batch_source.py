@@ -10,8 +10,8 @@ from trainfold.adapters.evaluation.reachability import reachable
 from trainfold.backends.time_limit import TimeLimit
 from trainfold.core.data.eval_cursor import EvalBatches
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.evaluate.suite import Tally
 from trainfold.core.layout.world import Collectives
-from trainfold.core.suite import Tally
 
 _MEND = "keep samples in arrays, or in lists of more than 5,000, which are not looked into"
 

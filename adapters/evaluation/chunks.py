@@ -7,8 +7,8 @@ from typing import Any, Final, final
 from trainfold.adapters.evaluation.batch_source import Source
 from trainfold.core.data.chunks import Columns, columns_of, joined
 from trainfold.core.errors import InvalidArgument, InvalidBatch
+from trainfold.core.evaluate.suite import Tally
 from trainfold.core.scalars import shown
-from trainfold.core.suite import Tally
 
 _END: Final[Any] = object()
 

@@ -28,12 +28,12 @@ from trainfold.backends.rank_environment import world_given
 from trainfold.core import tree
 from trainfold.core.codec import digest_of, leaf_digest
 from trainfold.core.errors import InvalidArgument, RanksDisagree
-from trainfold.core.evaluation import Evaluation, evaluation_of
+from trainfold.core.evaluate.combine import Layout, check_layouts, layout_of, pack, unpack
+from trainfold.core.evaluate.evaluation import Evaluation, evaluation_of
+from trainfold.core.evaluate.suite import Suite, Tally, check_suite, check_tally, merge_tallies, no_tally
 from trainfold.core.layout.world import Collectives
 from trainfold.core.metrics.metric import Metric
 from trainfold.core.scalars import shown
-from trainfold.core.suite import Suite, Tally, check_suite, check_tally, merge_tallies, no_tally
-from trainfold.core.tally_wire import Layout, check_layouts, layout_of, pack, unpack
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, RankFailed, error_text
+from trainfold.core.evaluate.suite import Suite, Tally, no_tally, observe
 from trainfold.core.layout.world import Collectives
-from trainfold.core.suite import Suite, Tally, no_tally, observe
 
 Forward = Callable[[Any], Mapping[str, Any]]
 L = TypeVar("L")  # what a rank keeps

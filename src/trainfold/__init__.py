@@ -87,8 +87,10 @@ if TYPE_CHECKING:
     from trainfold.core.errors import SaveFailed as SaveFailed
     from trainfold.core.errors import StateDonated as StateDonated
     from trainfold.core.errors import TrainfoldError as TrainfoldError
-    from trainfold.core.evaluation import Evaluation as Evaluation
-    from trainfold.core.evaluation import evaluation_of as evaluation_of
+    from trainfold.core.evaluate.evaluation import Evaluation as Evaluation
+    from trainfold.core.evaluate.evaluation import evaluation_of as evaluation_of
+    from trainfold.core.evaluate.suite import Tally as Tally
+    from trainfold.core.evaluate.suite import no_tally as no_tally
     from trainfold.core.events import Event as Event
     from trainfold.core.fingerprint import fingerprint as fingerprint
     from trainfold.core.layout.world import Collectives as Collectives
@@ -145,8 +147,6 @@ if TYPE_CHECKING:
     from trainfold.core.step.init_state import init_state as init_state
     from trainfold.core.step.loss import Loss as Loss
     from trainfold.core.step.step import make_step as make_step
-    from trainfold.core.suite import Tally as Tally
-    from trainfold.core.suite import no_tally as no_tally
 
 
 _MODULE_OF = {
@@ -164,7 +164,7 @@ _MODULE_OF = {
     "DisabledManager": "trainfold.adapters.manager.disabled",
     "DistributedEvalCursor": "trainfold.core.data.eval_cursor",
     "Drift": "trainfold.core.policy",
-    "Evaluation": "trainfold.core.evaluation",
+    "Evaluation": "trainfold.core.evaluate.evaluation",
     "Event": "trainfold.core.events",
     "Key": "trainfold.core.rng",
     "LeafSpec": "trainfold.core.state.spec",
@@ -204,7 +204,7 @@ _MODULE_OF = {
     "StateDonated": "trainfold.core.errors",
     "StopFile": "trainfold.adapters.requests.stop_file",
     "Store": "trainfold.backends.protocols",
-    "Tally": "trainfold.core.suite",
+    "Tally": "trainfold.core.evaluate.suite",
     "TorchCollectives": "trainfold.backends.torch_collectives",
     "TorchMetric": "trainfold.adapters.bridges.torchmetrics",
     "TrainState": "trainfold.core.state.state",
@@ -223,7 +223,7 @@ _MODULE_OF = {
     "diff_specs": "trainfold.core.state.spec",
     "eval_batches": "trainfold.core.data.eval_cursor",
     "evaluate": "trainfold.adapters.evaluation.evaluate",
-    "evaluation_of": "trainfold.core.evaluation",
+    "evaluation_of": "trainfold.core.evaluate.evaluation",
     "even_split": "trainfold.core.data.shares",
     "fingerprint": "trainfold.core.fingerprint",
     "fold_in": "trainfold.core.rng",
@@ -248,7 +248,7 @@ _MODULE_OF = {
     "make_world": "trainfold.core.layout.world",
     "merge": "trainfold.core.state.components",
     "metrics": "trainfold",
-    "no_tally": "trainfold.core.suite",
+    "no_tally": "trainfold.core.evaluate.suite",
     "optimizer": "trainfold.core.optim.optimizer",
     "plan": "trainfold.backends.runs",
     "plan_resume": "trainfold.core.resume_planner",

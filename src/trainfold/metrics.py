@@ -13,6 +13,7 @@ names to metrics::
 The names are re-exports, each documented where it lives.
 """
 
+from trainfold.core.evaluate.suite import Suite
 from trainfold.core.metrics.acceptance import AcceptanceRate
 from trainfold.core.metrics.confusion import Confusion
 from trainfold.core.metrics.extremes import Max, Min
@@ -25,7 +26,6 @@ from trainfold.core.metrics.ratio import Ratio
 from trainfold.core.metrics.topk import TopK
 from trainfold.core.metrics.total import Mean, Sum
 from trainfold.core.metrics.variance import Variance
-from trainfold.core.suite import Suite
 
 __all__ = [
     "F1",

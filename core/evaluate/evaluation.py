@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, final
 
-from trainfold.core.suite import Suite, Tally, check_tally, nonfinite_of, results_of
+from trainfold.core.evaluate.suite import Suite, Tally, check_tally, nonfinite_of, results_of
 
 
 @final
@@ -20,7 +20,7 @@ class Evaluation(dict[str, Any]):
 
     Examples:
         >>> from trainfold import metrics as M
-        >>> from trainfold.core.suite import no_tally
+        >>> from trainfold.core.evaluate.suite import no_tally
         >>> suite = {"loss": M.Ratio()}
         >>> evaluation_of(suite, no_tally(suite)) == {}
         True

@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, RanksDisagree
+from trainfold.core.evaluate.suite import Suite, Tally
 from trainfold.core.metrics.metric import Metric
-from trainfold.core.suite import Suite, Tally
 
 Shape = tuple[int, ...]
 

@@ -1,0 +1,1 @@
+"""Tallies, their sum over ranks, and results: pure aggregation. May import `metrics`, `exact` and what lies below them."""
