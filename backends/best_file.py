@@ -32,8 +32,8 @@ from trainfold.backends.together import on_rank_zero
 from trainfold.core.best import BestRecord
 from trainfold.core.best_json import BEST_FILE, BestFile, best_to_json
 from trainfold.core.best_n import BestEntry, ranked
-from trainfold.core.codec import digest_of
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, RunLocked
+from trainfold.core.format.codec import digest_of
 from trainfold.core.save_plan import MANIFEST, directory_of
 from trainfold.core.scalars import shown
 from trainfold.core.score import beats

@@ -9,8 +9,8 @@ from trainfold.core.best import BestRecord, carried_best
 from trainfold.core.best_json import BEST_FILE, BEST_LIMIT_BYTES, BestFile, best_file_from_json
 from trainfold.core.best_n import BestEntry
 from trainfold.core.errors import InvalidState
+from trainfold.core.format.manifest import Head
 from trainfold.core.inventory import lineage
-from trainfold.core.manifest import Head
 from trainfold.core.save_plan import directory_of
 
 BEST_POINTER: Final = "best"

@@ -6,11 +6,11 @@ from typing import Final, final
 import xxhash
 
 from trainfold.backends.protocols import Store
-from trainfold.core.codec import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointDamaged, TrainfoldError
-from trainfold.core.manifest import Manifest
+from trainfold.core.format.codec import DIGEST_PREFIX
+from trainfold.core.format.manifest import Manifest
+from trainfold.core.format.strict_json import strict_json
 from trainfold.core.save_plan import header_of
-from trainfold.core.strict import strict_json
 
 _CHUNK_BYTES: Final = 16 << 20
 _LENGTH_BYTES: Final = 8

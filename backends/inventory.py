@@ -16,12 +16,12 @@ from trainfold.core.errors import (
     InvalidArgument,
     TrainfoldError,
 )
+from trainfold.core.format.manifest import HEAD_BYTES, HEAD_LIMIT_BYTES, MANIFEST_LIMIT_BYTES, Manifest
+from trainfold.core.format.manifest_reader import check_structures, decode_head, decode_manifest
+from trainfold.core.format.strict_json import hostile, single_name, strict_json
 from trainfold.core.inventory import OLDER, Entry, Inventory, Problem, problem_of
-from trainfold.core.manifest import HEAD_BYTES, HEAD_LIMIT_BYTES, MANIFEST_LIMIT_BYTES, Manifest
-from trainfold.core.manifest_reader import check_structures, decode_head, decode_manifest
 from trainfold.core.save_plan import MANIFEST, step_of
 from trainfold.core.scalars import canonical_json, shown
-from trainfold.core.strict import hostile, single_name, strict_json
 
 RUN_FILE = "run.json"
 RUN_VERSION = 1

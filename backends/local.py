@@ -29,8 +29,8 @@ from trainfold.backends.local_files import (
 from trainfold.backends.names import MANIFEST, directory_of, is_component, split_name
 from trainfold.backends.place import local_path
 from trainfold.backends.protocols import Buffer
-from trainfold.core.codec import digest_of
 from trainfold.core.errors import CommitConflict
+from trainfold.core.format.codec import digest_of
 
 _LOG = logging.getLogger("trainfold")
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}

@@ -10,8 +10,8 @@ from trainfold.backends.failures import missing, no_space, save_failure, torn, w
 from trainfold.backends.faults import CrashAt, Disk, Effect, ErrorAt, Fault, SimulatedCrash, read_only
 from trainfold.backends.names import MANIFEST, directory_of, split_name
 from trainfold.backends.protocols import Buffer
-from trainfold.core.codec import digest_of
 from trainfold.core.errors import CommitConflict, RunLocked, SaveFailed
+from trainfold.core.format.codec import digest_of
 
 __all__ = ["CrashAt", "Effect", "ErrorAt", "Fault", "MemoryStore", "SimulatedCrash", "read_only"]
 

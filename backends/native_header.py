@@ -9,7 +9,7 @@ import attrs
 from trainfold.backends.failures import missing
 from trainfold.backends.protocols import Store
 from trainfold.core.errors import CheckpointTorn
-from trainfold.core.strict import count, fields, hostile, list_of, strict_json, text_of
+from trainfold.core.format.strict_json import count, fields, hostile, list_of, strict_json, text_of
 
 HEADER_LIMIT_BYTES: Final = 100_000_000  # that of the safetensors library
 _LENGTH_BYTES: Final = 8

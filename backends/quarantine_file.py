@@ -12,15 +12,15 @@ from typing import final
 import attrs
 
 from trainfold.backends.protocols import Store
-from trainfold.core.codec import digest_of
 from trainfold.core.errors import (
     CheckpointError,
     CheckpointHostile,
     CommitConflict,
     FutureVersion,
 )
+from trainfold.core.format.codec import digest_of
+from trainfold.core.format.manifest import MANIFEST_LIMIT_BYTES
 from trainfold.core.inventory import Problem
-from trainfold.core.manifest import MANIFEST_LIMIT_BYTES
 from trainfold.core.quarantine import (
     LIMIT,
     Attempts,

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from trainfold.backends.protocols import Collectives
-from trainfold.core.codec import digest_of, leaf_digest, tensor_bytes
-from trainfold.core.description import Described
+from trainfold.core.format.codec import digest_of, leaf_digest, tensor_bytes
+from trainfold.core.format.describe import Described
 from trainfold.core.replicas import (
     SMALL_BYTES,
     TURNS,

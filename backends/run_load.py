@@ -14,7 +14,6 @@ from trainfold.backends.run_resume import run_resume
 from trainfold.backends.run_save import library_versions
 from trainfold.backends.snapshot import full_contract
 from trainfold.backends.together import on_rank_zero
-from trainfold.core.description import describe
 from trainfold.core.errors import (
     CheckpointError,
     CheckpointUnreadable,
@@ -25,6 +24,7 @@ from trainfold.core.errors import (
     TrainfoldError,
     place,
 )
+from trainfold.core.format.describe import describe
 from trainfold.core.inventory import Descent, Inventory, Problem, problem_of
 from trainfold.core.printable import printable
 from trainfold.core.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome

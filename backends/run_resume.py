@@ -12,16 +12,17 @@ from trainfold.backends.header_check import HeaderCheck
 from trainfold.backends.native_reader import ReadRequest, fresh_tensor, read_tensors
 from trainfold.backends.protocols import Store
 from trainfold.core import tree
-from trainfold.core.codec import STORED, torch_dtype
 from trainfold.core.data.cursor import DataCursor, check_cursor
 from trainfold.core.errors import CheckpointHostile, InvalidState
-from trainfold.core.inventory import Descent
-from trainfold.core.layout.shard import Shard
-from trainfold.core.layout.slices import intersect
-from trainfold.core.manifest import (
+from trainfold.core.format.codec import STORED, torch_dtype
+from trainfold.core.format.manifest import (
     Manifest,
     TensorRecord,
 )
+from trainfold.core.format.rebuild import places, rebuild
+from trainfold.core.inventory import Descent
+from trainfold.core.layout.shard import Shard
+from trainfold.core.layout.slices import intersect
 from trainfold.core.optim.slot_layout import beside_params, laid_out_like
 from trainfold.core.regroup import regrouped
 from trainfold.core.resume_plan import ComponentAction, ResumePlan
@@ -34,7 +35,6 @@ from trainfold.core.state.notes import notes_of, settings_of_later, without_note
 from trainfold.core.state.rates import RATES
 from trainfold.core.state.spec import Box
 from trainfold.core.state.state import ModelState, OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState
-from trainfold.core.structure import places, rebuild
 
 
 def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainState:

@@ -15,11 +15,10 @@ from trainfold.backends.hold import HeldLeaf, Hold
 from trainfold.backends.native_writer import WrittenFile, write_file
 from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.together import on_all_ranks, on_rank_zero
-from trainfold.core.codec import as_tensor, digest_of
 from trainfold.core.errors import SaveFailed, TrainfoldError
-from trainfold.core.fingerprint import component_fingerprint
-from trainfold.core.inventory import Descent
-from trainfold.core.manifest import (
+from trainfold.core.format.codec import as_tensor, digest_of
+from trainfold.core.format.fingerprint import component_fingerprint
+from trainfold.core.format.manifest import (
     HEAD_LIMIT_BYTES,
     ComponentRecord,
     FileRecord,
@@ -29,7 +28,8 @@ from trainfold.core.manifest import (
     TensorRecord,
     encode_manifest,
 )
-from trainfold.core.manifest_reader import decode_head, decode_manifest
+from trainfold.core.format.manifest_reader import decode_head, decode_manifest
+from trainfold.core.inventory import Descent
 from trainfold.core.save_plan import MANIFEST, ComponentPlan, SavePlan
 from trainfold.core.scalars import Json
 

@@ -20,13 +20,13 @@ from trainfold.backends.replicas import check_copies, copies_of
 from trainfold.backends.run_save import SaveResult, run_save
 from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.backends.write_watch import LeafName
-from trainfold.core.codec import DENSE, as_tensor
-from trainfold.core.description import Describe, Described, describe
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, place
+from trainfold.core.format.codec import DENSE, as_tensor
+from trainfold.core.format.describe import Describe, Described, describe
+from trainfold.core.format.manifest import Head
+from trainfold.core.format.validate import check_kinds
 from trainfold.core.given import mapping_given
 from trainfold.core.inventory import Descent, next_head
-from trainfold.core.manifest import Head
-from trainfold.core.node_kinds import check_kinds
 from trainfold.core.optim.slot_layout import check_layouts
 from trainfold.core.replicas import Leaves, Proof, summary
 from trainfold.core.save_plan import MANIFEST, directory_of, plan_save

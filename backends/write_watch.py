@@ -8,8 +8,8 @@ import torch
 
 from trainfold.backends.held import is_gone, steadily
 from trainfold.backends.owner_thread import OwnerThread
-from trainfold.core.codec import leaf_digest
 from trainfold.core.errors import SaveFailed
+from trainfold.core.format.codec import leaf_digest
 
 LeafName: TypeAlias = tuple[str, str]
 """A component and a leaf path in it."""

@@ -26,8 +26,8 @@ from trainfold.backends.collectives import SingleProcess
 from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.run_save import run_save
-from trainfold.core.description import Described, describe
-from trainfold.core.manifest import Head
+from trainfold.core.format.describe import Described, describe
+from trainfold.core.format.manifest import Head
 from trainfold.core.request import Request, make_request
 from trainfold.core.request import Target as Resumer
 from trainfold.core.resume_plan import ResumePlan

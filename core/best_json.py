@@ -12,9 +12,9 @@ from trainfold.core.errors import (
     CheckpointError,
     InvalidArgument,
 )
+from trainfold.core.format.sealed_json import SealedJson
+from trainfold.core.format.strict_json import count, fields, hostile, list_of, single_name, sized
 from trainfold.core.scalars import shown
-from trainfold.core.sealed_json import SealedJson
-from trainfold.core.strict import count, fields, hostile, list_of, single_name, sized
 
 BEST_FILE = "best.json"
 BEST_FORMAT = "trainfold-best"

@@ -7,11 +7,12 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from trainfold.core.description import Described
 from trainfold.core.errors import TrainfoldError
+from trainfold.core.format.describe import Described
+from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
+from trainfold.core.format.rebuild import places, rebuild
 from trainfold.core.inventory import Problem
 from trainfold.core.layout.world import World
-from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.optim.group_labels import relabelled
 from trainfold.core.policy import (
     BASE_RATES,
@@ -29,7 +30,6 @@ from trainfold.core.state.notes import NOTES
 from trainfold.core.state.rates import RATES
 from trainfold.core.state.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.state.state import TrainState
-from trainfold.core.structure import places, rebuild
 
 _GROUPS = "optimizer.groups["
 _OPTIMIZER = "trainfold.OptimizerState"

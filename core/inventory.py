@@ -6,7 +6,7 @@ from typing import Final, final
 import attrs
 
 from trainfold.core.errors import LISTING, TrainfoldError
-from trainfold.core.manifest import Head, Manifest
+from trainfold.core.format.manifest import Head, Manifest
 from trainfold.core.printable import printable
 
 OLDER: Final = "use an older checkpoint"  # how the fix of a problem begins that an older one does not have

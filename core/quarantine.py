@@ -207,7 +207,7 @@ def with_quarantined(inventory: Inventory, problems: Mapping[str, Problem]) -> I
 
     Examples:
         >>> from trainfold.core.inventory import Entry
-        >>> from trainfold.core.manifest import Head
+        >>> from trainfold.core.format.manifest import Head
         >>> found = Inventory("runs/a", "r", (Entry("step-00000007", Head("r", 7)),))
         >>> with_quarantined(found, {"step-00000007": quarantine_problem(Tried("step-00000007", "d", 3), "runs/a")})\
 .entries[0].is_candidate

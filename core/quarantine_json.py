@@ -4,11 +4,8 @@ from typing import Any, Final
 
 import attrs
 
-from trainfold.core.quarantine import MAX_REASONS, MAX_RECORDS, Attempts, Tried
-from trainfold.core.save_plan import step_of
-from trainfold.core.scalars import shown
-from trainfold.core.sealed_json import SealedJson
-from trainfold.core.strict import (
+from trainfold.core.format.sealed_json import SealedJson
+from trainfold.core.format.strict_json import (
     count,
     digest_text,
     fields,
@@ -18,6 +15,9 @@ from trainfold.core.strict import (
     single_name,
     text_of,
 )
+from trainfold.core.quarantine import MAX_REASONS, MAX_RECORDS, Attempts, Tried
+from trainfold.core.save_plan import step_of
+from trainfold.core.scalars import shown
 
 QUARANTINE_FILE: Final = "quarantine.json"
 QUARANTINE_FORMAT: Final = "trainfold-quarantine"

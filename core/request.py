@@ -5,8 +5,8 @@ from typing import final
 
 import attrs
 
-from trainfold.core.description import Described
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.format.describe import Described
 from trainfold.core.given import mapping_given, names_given
 from trainfold.core.policy import Verdict, check_policy
 from trainfold.core.scalars import Json

@@ -5,9 +5,9 @@ from typing import Final, Literal, TypeAlias, final
 
 import attrs
 
-from trainfold.core.codec import digest_of
+from trainfold.core.format.codec import digest_of
+from trainfold.core.format.manifest import Manifest
 from trainfold.core.inventory import Problem
-from trainfold.core.manifest import Manifest
 from trainfold.core.policy import GROUPS, OF_RANK_ZERO, Drift, recipes_of
 from trainfold.core.printable import printable
 from trainfold.core.scalars import Json

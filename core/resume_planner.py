@@ -13,10 +13,10 @@ import attrs
 from trainfold.core.collecting import without_collecting
 from trainfold.core.compare import Findings, compare_component, compare_contract
 from trainfold.core.errors import UnknownComponent
+from trainfold.core.format.manifest import ComponentRecord, Manifest
 from trainfold.core.given import nearest
 from trainfold.core.inventory import OLDER, Inventory, Problem, lineage
 from trainfold.core.layout.world import World
-from trainfold.core.manifest import ComponentRecord, Manifest
 from trainfold.core.policy import Drift, contract_kind, verdict_of
 from trainfold.core.replicas import is_between_epochs, is_opaque
 from trainfold.core.request import Request, Target
@@ -44,7 +44,7 @@ def next_to_examine(inventory: Inventory, request: Request, wanted: Collection[s
 
     Examples:
         >>> from trainfold.core.inventory import Entry
-        >>> from trainfold.core.manifest import Head
+        >>> from trainfold.core.format.manifest import Head
         >>> next_to_examine(Inventory("r", "r", (Entry("step-00000007", Head("r", 7)),)), Request())
         'step-00000007'
     """

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainfold.core import tree
-from trainfold.core.codec import is_tensor_leaf
+from trainfold.core.format.codec import is_tensor_leaf
 from trainfold.core.metrics.counts import add_counts
 from trainfold.properties.differences import tensor_difference
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, Final
 
 from trainfold.backends.protocols import Buffer, Store
-from trainfold.core.codec import digest_of
 from trainfold.core.errors import (
     CheckpointHostile,
     CheckpointMissing,
@@ -22,6 +21,7 @@ from trainfold.core.errors import (
     SaveFailed,
     TrainfoldError,
 )
+from trainfold.core.format.codec import digest_of
 from trainfold.properties.collectives_contract import check_collectives
 from trainfold.properties.differences import ContractBroken
 from trainfold.properties.metric_contract import check_metric

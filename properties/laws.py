@@ -18,11 +18,11 @@ from trainfold.backends.protocols import Store
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.runs import load, save
 from trainfold.core import tree
-from trainfold.core.codec import is_tensor_leaf, leaf_digest
 from trainfold.core.data.cursor import DataCursor
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import InvalidArgument, ResumeRefused, StateDonated
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.codec import is_tensor_leaf, leaf_digest
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.components import components_of, merge, select
 from trainfold.core.state.fqn import named_tensors
 from trainfold.core.state.state import OptimizerState, Progress, TrainState

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from trainfold.backends.memory import CrashAt, ErrorAt, Fault
-from trainfold.core.codec import STORED, torch_dtype
+from trainfold.core.format.codec import STORED, torch_dtype
 from trainfold.core.optim.slot_layout import laid_out_like
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.spec import AnySpec, LeafSpec, ScalarSpec

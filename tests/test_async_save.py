@@ -39,7 +39,7 @@ from trainfold.core.errors import (
     SaveFailed,
     UnsupportedLeaf,
 )
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.retention import Retention, keep_every
 from trainfold.core.state.components import select
 from trainfold.core.state.leaves import Leaves

@@ -25,10 +25,10 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.native_reader import read_header
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.core import errors
-from trainfold.core.codec import digest_of
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.codec import digest_of
+from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.inventory import Problem
-from trainfold.core.manifest import END, TAIL
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 

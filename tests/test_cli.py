@@ -25,12 +25,12 @@ from trainfold.adapters.cli.output import Answer, OutputFailed, Table, aligned, 
 from trainfold.backends.local import LocalStore
 from trainfold.backends.quarantine_file import begin_attempt
 from trainfold.backends.runs import save
-from trainfold.core.codec import digest_of
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.errors import CheckpointDamaged, ResumeRefused
-from trainfold.core.fingerprint import fingerprint
-from trainfold.core.manifest import END, TAIL
-from trainfold.core.manifest_reader import decode_manifest
+from trainfold.core.format.codec import digest_of
+from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.format.manifest import END, TAIL
+from trainfold.core.format.manifest_reader import decode_manifest
 from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.optim.schedule import wsd
 from trainfold.core.quarantine import LIMIT

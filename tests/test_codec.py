@@ -6,8 +6,16 @@ import torch
 import xxhash
 from hypothesis import given, settings
 
-from trainfold.core.codec import STORED, as_tensor, leaf_digest, size_bytes, stored_shape, tensor_bytes, torch_dtype
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.codec import (
+    STORED,
+    as_tensor,
+    leaf_digest,
+    size_bytes,
+    stored_shape,
+    tensor_bytes,
+    torch_dtype,
+)
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.components import components_of
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import laws, strategies

@@ -13,7 +13,7 @@ import trainfold
 from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.backends.inventory import read_manifest
 from trainfold.backends.local import LocalStore
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.state import Progress, TrainState
 
 COMPAT = Path(__file__).parent / "compat"

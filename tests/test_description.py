@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainfold.core import description
-from trainfold.core.description import Describer, describe
 from trainfold.core.errors import StateDonated, UnsupportedLeaf
+from trainfold.core.format import describe as description
+from trainfold.core.format.describe import Describer, describe
 from trainfold.core.state.leaves import Leaves
 from trainfold.properties import strategies
 

@@ -26,8 +26,8 @@ from trainfold.adapters.cli.output import aligned, deliver
 from trainfold.adapters.cli.rehearse.command import run_rehearsal
 from trainfold.adapters.cli.rehearse.settings import make_settings as make_rehearsal
 from trainfold.backends.collectives import run_threads
-from trainfold.core.codec import digest_of
-from trainfold.core.fingerprint import component_fingerprint
+from trainfold.core.format.codec import digest_of
+from trainfold.core.format.fingerprint import component_fingerprint
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, Progress, TrainState

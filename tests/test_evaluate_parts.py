@@ -11,8 +11,8 @@ import trainfold
 from trainfold import metrics as M
 from trainfold.backends.collectives import run_threads, thread_outcomes
 from trainfold.core import tree
-from trainfold.core.codec import leaf_digest
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree
+from trainfold.core.format.codec import leaf_digest
 
 SUITE = {"sum": M.Sum()}
 

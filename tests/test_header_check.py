@@ -13,10 +13,10 @@ from trainfold.backends.inventory import read_manifest
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
-from trainfold.core.codec import digest_of
-from trainfold.core.description import describe
 from trainfold.core.errors import CheckpointDamaged
-from trainfold.core.manifest import encode_manifest
+from trainfold.core.format.codec import digest_of
+from trainfold.core.format.describe import describe
+from trainfold.core.format.manifest import encode_manifest
 from trainfold.core.save_plan import header_of, plan_save
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import strategies

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from trainfold.backends.arena import Arena
 from trainfold.backends.hold import Hold
 from trainfold.backends.owner_thread import OwnerThread
-from trainfold.core.codec import tensor_bytes
 from trainfold.core.errors import SaveFailed
+from trainfold.core.format.codec import tensor_bytes
 
 PIECE = 64
 W = ("model", "w")

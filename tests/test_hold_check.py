@@ -14,8 +14,8 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.hold import Hold
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load
-from trainfold.core.codec import leaf_digest
 from trainfold.core.errors import InvalidArgument, SaveFailed
+from trainfold.core.format.codec import leaf_digest
 
 
 class StandingStore:

@@ -14,15 +14,15 @@ from trainfold.adapters.cli.diff import diff_checkpoints
 from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.adapters.loaders.feed import position_problems
 from trainfold.core import tree
-from trainfold.core.codec import digest_of
 from trainfold.core.data.cursor import make_cursor
-from trainfold.core.description import describe
 from trainfold.core.errors import CheckpointError, RestoreRefused, TrainfoldError
-from trainfold.core.manifest import END, TAIL
+from trainfold.core.format.codec import digest_of
+from trainfold.core.format.describe import describe
+from trainfold.core.format.manifest import END, TAIL
+from trainfold.core.format.rebuild import places
 from trainfold.core.resume_plan import Refusal
 from trainfold.core.state.components import components_of
 from trainfold.core.state.state import Opaque, TrainState
-from trainfold.core.structure import places
 
 HEAD = ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision")
 STEP = "step-00000001"

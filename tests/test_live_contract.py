@@ -12,7 +12,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends import run_load, runs
 from trainfold.backends.memory import MemoryStore
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused, ResumeRefused
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import fingerprint
 
 
 class Heads(nn.Module):

@@ -26,9 +26,9 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.live import attach
-from trainfold.core.codec import digest_of
-from trainfold.core.description import describe
 from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, InvalidState, RestoreRefused
+from trainfold.core.format.codec import digest_of
+from trainfold.core.format.describe import describe
 from trainfold.core.state.state import Opaque
 
 pytestmark = [

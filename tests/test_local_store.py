@@ -15,7 +15,6 @@ import pytest
 
 from trainfold.backends import direct_io
 from trainfold.backends.local import LocalStore
-from trainfold.core.codec import digest_of
 from trainfold.core.errors import (
     CheckpointForeign,
     CheckpointHostile,
@@ -26,6 +25,7 @@ from trainfold.core.errors import (
     RunLocked,
     SaveFailed,
 )
+from trainfold.core.format.codec import digest_of
 
 MANIFEST = "step-1/manifest.json"
 

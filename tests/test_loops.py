@@ -16,7 +16,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.live import attach
-from trainfold.core.description import describe
 from trainfold.core.errors import (
     CaptureRefused,
     DataPositionMismatch,
@@ -24,6 +23,7 @@ from trainfold.core.errors import (
     InvalidArgument,
     RestoreRefused,
 )
+from trainfold.core.format.describe import describe
 
 N = 10
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13

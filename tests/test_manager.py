@@ -33,7 +33,7 @@ from trainfold.core.errors import (
     UnknownComponent,
     UnsupportedLeaf,
 )
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.resume_plan import ResumePlan
 from trainfold.core.retention import Saved, plan_retention
 from trainfold.core.retention import keep_last as keep_the_last

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.core.codec import digest_of
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointForeign,
@@ -15,7 +14,8 @@ from trainfold.core.errors import (
     FutureVersion,
     TrainfoldError,
 )
-from trainfold.core.manifest import (
+from trainfold.core.format.codec import digest_of
+from trainfold.core.format.manifest import (
     END,
     TAIL,
     ComponentRecord,
@@ -26,8 +26,8 @@ from trainfold.core.manifest import (
     TensorRecord,
     encode_manifest,
 )
-from trainfold.core.manifest_reader import check_structures, decode_head, decode_manifest
-from trainfold.core.upgrade import upgraded
+from trainfold.core.format.manifest_reader import check_structures, decode_head, decode_manifest
+from trainfold.core.format.upgrade import upgraded
 
 DIGEST = digest_of(b"x")
 

@@ -17,8 +17,6 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.native_reader import ReadRequest, read_header, read_tensor, read_tensors
 from trainfold.backends.native_writer import write_file
-from trainfold.core.codec import STORED, leaf_digest, stored_shape, tensor_bytes, torch_dtype
-from trainfold.core.description import describe
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -28,6 +26,8 @@ from trainfold.core.errors import (
     InvalidArgument,
     SaveFailed,
 )
+from trainfold.core.format.codec import STORED, leaf_digest, stored_shape, tensor_bytes, torch_dtype
+from trainfold.core.format.describe import describe
 from trainfold.core.save_plan import plan_save
 
 DIRECTORY = "step-00000001"

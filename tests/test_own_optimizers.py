@@ -18,8 +18,8 @@ from trainfold.adapters.manager.update_hooks import UpdateGate
 from trainfold.adapters.own_state.plain_form import from_plain, to_plain
 from trainfold.adapters.own_state.remembered import remember
 from trainfold.backends.memory import MemoryStore
-from trainfold.core.description import describe
 from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, TrainfoldError, UnsupportedOptimizer
+from trainfold.core.format.describe import describe
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import OptimizerState, OwnOptimizerState
 

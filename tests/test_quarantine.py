@@ -29,7 +29,6 @@ from trainfold.backends.quarantine_file import (
 )
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.runs import load, save
-from trainfold.core.codec import digest_of
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -44,6 +43,7 @@ from trainfold.core.errors import (
     ResumeRefused,
     RunNotRestored,
 )
+from trainfold.core.format.codec import digest_of
 from trainfold.core.inventory import lineage, next_head
 from trainfold.core.quarantine import (
     LIMIT,

@@ -29,7 +29,7 @@ from trainfold.core.errors import (
     RestoreRefused,
     ResumeRefused,
 )
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.metrics.total import Sum
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Opaque, Progress, TrainState

@@ -16,7 +16,7 @@ from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.save_plan import MANIFEST
 from trainfold.core.state.state import Progress, TrainState
 

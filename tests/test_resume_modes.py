@@ -11,11 +11,11 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.core import tree
-from trainfold.core.codec import digest_of
 from trainfold.core.errors import ContractMismatch, InvalidArgument, ResumeRefused
-from trainfold.core.fingerprint import fingerprint
-from trainfold.core.manifest import encode_manifest
-from trainfold.core.manifest_reader import decode_manifest
+from trainfold.core.format.codec import digest_of
+from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.format.manifest import encode_manifest
+from trainfold.core.format.manifest_reader import decode_manifest
 from trainfold.core.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import laws

@@ -18,10 +18,10 @@ from trainfold.adapters.components.rng_streams import (
 )
 from trainfold.adapters.components.stream_states import check_numpy_state
 from trainfold.adapters.live.live import attach
-from trainfold.core.description import describe
 from trainfold.core.errors import RestoreRefused
+from trainfold.core.format.describe import describe
+from trainfold.core.format.rebuild import rebuild
 from trainfold.core.state.state import Opaque
-from trainfold.core.structure import rebuild
 
 
 def draw(n=5):

@@ -22,10 +22,10 @@ from trainfold.core.errors import (
     SaveFailedElsewhere,
     UnknownComponent,
 )
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.format.manifest import encode_manifest
+from trainfold.core.format.manifest_reader import decode_manifest
 from trainfold.core.layout.shard import make_shard
-from trainfold.core.manifest import encode_manifest
-from trainfold.core.manifest_reader import decode_manifest
 from trainfold.core.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import save
-from trainfold.core.description import describe
 from trainfold.core.errors import InvalidArgument, InvalidState, RanksDisagree
+from trainfold.core.format.describe import describe
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.save_plan import directory_of, plan_save, step_of
 from trainfold.core.state.leaves import Leaves

@@ -10,9 +10,9 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.hold import Hold
 from trainfold.backends.memory import MemoryStore
-from trainfold.core.codec import byte_array, leaf_digest, tensor_bytes
 from trainfold.core.errors import CaptureRefused, SaveFailed, UnsupportedLeaf
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.codec import byte_array, leaf_digest, tensor_bytes
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.state import Progress, TrainState
 
 

@@ -11,7 +11,7 @@ import torch
 
 import trainfold
 from trainfold.backends.collectives import run_threads
-from trainfold.core.codec import STORED, tensor_bytes, torch_dtype
+from trainfold.core.format.codec import STORED, tensor_bytes, torch_dtype
 from trainfold.core.layout.shard import Shard
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState

@@ -31,7 +31,7 @@ from trainfold.core.errors import (
     SharedStorage,
     SpecMismatch,
 )
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.optim import schedule as schedules
 from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.rng import fold_in, forked_rng, make_key

@@ -10,7 +10,7 @@ from torch import nn
 import trainfold
 from trainfold import Loss
 from trainfold.core.errors import InvalidArgument, InvalidSchedule, InvalidState, SpecMismatch
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.properties import laws
 
 SGD = trainfold.optimizer(torch.optim.SGD, lr=0.1)

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainfold.core import tree
-from trainfold.core.codec import leaf_digest
-from trainfold.core.description import describe
 from trainfold.core.errors import CheckpointHostile, TrainfoldError, UnsupportedLeaf
+from trainfold.core.format.codec import leaf_digest
+from trainfold.core.format.describe import describe
+from trainfold.core.format.rebuild import places, rebuild
+from trainfold.core.format.strict_json import strict_json
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import Opaque, Progress
-from trainfold.core.strict import strict_json
-from trainfold.core.structure import places, rebuild
 from trainfold.properties import strategies
 
 SLOW = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])

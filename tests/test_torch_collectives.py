@@ -16,7 +16,7 @@ from trainfold.backends.runs import load, save
 from trainfold.backends.torch_collectives import TorchCollectives
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import InvalidArgument, RankFailed
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.layout.world import Collectives
 from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.step.init_state import init_state

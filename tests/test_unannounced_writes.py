@@ -16,7 +16,7 @@ from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load
 from trainfold.backends.snapshot import save_snapshot, take_snapshot
 from trainfold.core.errors import RankFailed, SaveFailed
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import Progress, TrainState
 

@@ -11,9 +11,9 @@ from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.adapters.cli.output import Answer, Table
 from trainfold.backends.run_save import tensor_digest
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.manifest import Manifest
+from trainfold.core.format.manifest import Manifest
+from trainfold.core.format.rebuild import places
 from trainfold.core.policy import ENVIRONMENT
-from trainfold.core.structure import places
 
 _SHOWN_LEAVES = 100
 _ABSENT = "absent"

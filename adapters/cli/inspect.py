@@ -8,10 +8,10 @@ import attrs
 from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.adapters.cli.output import Answer, Table, size_text
 from trainfold.adapters.cli.plan import NOT_SAVED
-from trainfold.core.manifest import ComponentRecord, Manifest, TensorRecord
+from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
+from trainfold.core.format.rebuild import places
 from trainfold.core.state.audit import UNSAVED, unsaved_of
 from trainfold.core.state.rates import RATES
-from trainfold.core.structure import places
 
 _SHOWN_SCALARS = 60
 _WRITTEN_BITS = 4096

@@ -7,9 +7,9 @@ import attrs
 
 from trainfold.adapters.cli.output import Table
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.manifest import Manifest
+from trainfold.core.format.manifest import Manifest
+from trainfold.core.format.rebuild import rebuild
 from trainfold.core.state.state import Opaque
-from trainfold.core.structure import rebuild
 
 _MOST: Final = 1 << 63
 

@@ -12,8 +12,8 @@ from trainfold.backends.local_files import check_path, too_long
 from trainfold.backends.place import local_path
 from trainfold.backends.protocols import Store
 from trainfold.core import errors
+from trainfold.core.format.manifest import Manifest
 from trainfold.core.inventory import Inventory, Problem, current_head
-from trainfold.core.manifest import Manifest
 from trainfold.core.save_plan import step_of
 
 

@@ -14,10 +14,10 @@ from trainfold.backends.protocols import Store
 from trainfold.backends.run_load import examined, passed_over
 from trainfold.backends.run_save import library_versions
 from trainfold.core.cadence import Cadence, advise_cadence
-from trainfold.core.description import Described
 from trainfold.core.errors import CheckpointError, InvalidArgument, ResumeRefused, TrainfoldError
+from trainfold.core.format.describe import Described
+from trainfold.core.format.manifest import Manifest
 from trainfold.core.inventory import Inventory, Problem
-from trainfold.core.manifest import Manifest
 from trainfold.core.quarantine import with_quarantined
 from trainfold.core.request import Request, Target, make_request
 from trainfold.core.resume_plan import Refusal, ResumePlan

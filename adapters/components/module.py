@@ -6,8 +6,8 @@ import attrs
 import torch
 
 from trainfold.adapters.components.component import Undo, nothing, wrong_kind
-from trainfold.core.codec import DENSE
 from trainfold.core.errors import SpecMismatch, TrainfoldError
+from trainfold.core.format.codec import DENSE
 from trainfold.core.state.fqn import NamedTensors, named_tensors
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.spec import diff_specs, spec_of

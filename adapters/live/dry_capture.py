@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from trainfold.adapters.components.component import Part
-from trainfold.core.description import describe
 from trainfold.core.errors import InvalidState, TrainfoldError, error_text
-from trainfold.core.node_kinds import check_kinds
+from trainfold.core.format.describe import describe
+from trainfold.core.format.validate import check_kinds
 from trainfold.core.state.contract import checked_contract
 
 

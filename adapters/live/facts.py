@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainfold.adapters.live.attributes import SEQUENCES, attributes, held_by
 from trainfold.adapters.live.overwritten import makes_anew, use_of
-from trainfold.core.codec import digest_of, tensor_bytes
+from trainfold.core.format.codec import digest_of, tensor_bytes
 from trainfold.core.state.audit import (
     BUFFER,
     CARRIED,

@@ -5,10 +5,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from trainfold.adapters.components.component import Part
-from trainfold.core.description import describe
 from trainfold.core.errors import InvalidArgument, OptionalLeftOut, error_text
+from trainfold.core.format.describe import describe
+from trainfold.core.format.validate import check_kinds
 from trainfold.core.given import names_given
-from trainfold.core.node_kinds import check_kinds
 
 
 def optional_given(names: Collection[str], extra: Collection[str]) -> frozenset[str]:

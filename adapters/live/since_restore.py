@@ -14,8 +14,8 @@ from trainfold.adapters.live.restore import refusals, write_all
 from trainfold.adapters.loaders.batch_digest import batch_digest
 from trainfold.adapters.own_state.read_back import Difference, first_difference
 from trainfold.core import tree
-from trainfold.core.codec import DENSE
 from trainfold.core.errors import RestoreRefused
+from trainfold.core.format.codec import DENSE
 from trainfold.core.state.state import Opaque
 
 _LOG = logging.getLogger("trainfold")

@@ -12,8 +12,8 @@ from trainfold.backends.protocols import Store
 from trainfold.backends.quarantine_file import quarantined
 from trainfold.backends.run_save import SaveResult
 from trainfold.core.best_json import BEST_FILE, BestFile
-from trainfold.core.codec import digest_of
 from trainfold.core.events import Event
+from trainfold.core.format.codec import digest_of
 from trainfold.core.inventory import Entry, Inventory, lineage
 from trainfold.core.quarantine import with_quarantined
 from trainfold.core.retention import Retention, Saved, plan_left_behind, plan_retention

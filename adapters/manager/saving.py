@@ -20,8 +20,8 @@ from trainfold.backends.hold import Hold
 from trainfold.backends.protocols import Store
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
-from trainfold.core.description import Describer
 from trainfold.core.errors import error_text
+from trainfold.core.format.describe import Describer
 from trainfold.core.inventory import Descent
 from trainfold.core.layout.world import Collectives
 from trainfold.core.replicas import Level, proof_of

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from trainfold.core import tree
-from trainfold.core.codec import as_tensor, byte_view, is_tensor_leaf
+from trainfold.core.format.codec import as_tensor, byte_view, is_tensor_leaf
 from trainfold.core.scalars import shown
 
 Difference: TypeAlias = tuple[str, str, str]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainfold.core.codec import leaf_digest
+from trainfold.core.format.codec import leaf_digest
 
 _PLAIN = (str, bytes, int, float, complex, Fraction, type(None), torch.dtype, torch.Size, enum.Enum)
 _DEPTH = 8

@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from trainfold.core.evaluate.suite import Tally as Tally
     from trainfold.core.evaluate.suite import no_tally as no_tally
     from trainfold.core.events import Event as Event
-    from trainfold.core.fingerprint import fingerprint as fingerprint
+    from trainfold.core.format.fingerprint import fingerprint as fingerprint
     from trainfold.core.layout.world import Collectives as Collectives
     from trainfold.core.layout.world import World as World
     from trainfold.core.layout.world import make_world as make_world
@@ -225,7 +225,7 @@ _MODULE_OF = {
     "evaluate": "trainfold.adapters.evaluation.evaluate",
     "evaluation_of": "trainfold.core.evaluate.evaluation",
     "even_split": "trainfold.core.data.shares",
-    "fingerprint": "trainfold.core.fingerprint",
+    "fingerprint": "trainfold.core.format.fingerprint",
     "fold_in": "trainfold.core.rng",
     "forked_rng": "trainfold.core.rng",
     "horizon": "trainfold.core.optim.schedule",

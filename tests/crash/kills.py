@@ -28,7 +28,7 @@ from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.core.best import BestRecord, make_best_record, updated
 from trainfold.core.events import Event
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.inventory import lineage
 from trainfold.core.state.state import TrainState
 

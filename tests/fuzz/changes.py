@@ -13,8 +13,8 @@ from typing import Any, Final, TypeAlias, final
 
 import attrs
 
-from trainfold.core.codec import digest_of
-from trainfold.core.manifest import END, TAIL
+from trainfold.core.format.codec import digest_of
+from trainfold.core.format.manifest import END, TAIL
 
 Json: TypeAlias = Any
 

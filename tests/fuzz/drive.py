@@ -39,7 +39,7 @@ from trainfold.adapters.cli.plan import plan_run
 from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.backends import inventory
 from trainfold.core.errors import RestoreRefused, TrainfoldError
-from trainfold.core.manifest_reader import check_structures, decode_manifest
+from trainfold.core.format.manifest_reader import check_structures, decode_manifest
 from trainfold.core.state.state import Opaque, TrainState
 
 STEP: Final = "step-00000003"

@@ -20,7 +20,7 @@ from trainfold.adapters.cli.demo.settings import Settings, read_settings
 from trainfold.backends.record_file import RecordFile
 from trainfold.backends.runs import load, plan, save
 from trainfold.core.data.cursor import make_cursor
-from trainfold.core.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.optim.schedule import horizon, wsd
 from trainfold.core.resume_plan import Refusal

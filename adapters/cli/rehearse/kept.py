@@ -12,9 +12,10 @@ import torch
 from trainfold.adapters.cli.diff import fingerprints, leaf_texts
 from trainfold.adapters.cli.inspect import labelled
 from trainfold.backends.names import MANIFEST
-from trainfold.core.codec import STORED, torch_dtype
-from trainfold.core.manifest import Manifest, ShardRecord, TensorRecord
-from trainfold.core.manifest_reader import decode_manifest
+from trainfold.core.format.codec import STORED, torch_dtype
+from trainfold.core.format.manifest import Manifest, ShardRecord, TensorRecord
+from trainfold.core.format.manifest_reader import decode_manifest
+from trainfold.core.format.rebuild import places
 from trainfold.core.rehearsal.leaf_size import LeafSize, Piece, size_of
 from trainfold.core.rehearsal.orders import KEPT_NAME
 from trainfold.core.rehearsal.trajectory import (
@@ -27,7 +28,6 @@ from trainfold.core.rehearsal.trajectory import (
     restless_parts,
 )
 from trainfold.core.save_plan import step_of
-from trainfold.core.structure import places
 
 Key: TypeAlias = tuple[str, int]
 Saved: TypeAlias = Mapping[Key, SavedStep]

@@ -18,7 +18,7 @@ from trainfold.adapters.cli.rehearse.moments import Pace, Trigger, arms
 from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.scan import Scan
 from trainfold.adapters.cli.rehearse.settings import Settings
-from trainfold.core.manifest_reader import decode_manifest
+from trainfold.core.format.manifest_reader import decode_manifest
 from trainfold.core.rehearsal.entry import Entry
 from trainfold.core.rehearsal.orders import MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, encode_orders
 from trainfold.core.rehearsal.trajectory import SavedStep, Stretch, stretch_of

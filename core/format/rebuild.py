@@ -1,6 +1,6 @@
 """The structure codec: a JSON node with numbered tensors as a component again, without pickle (U01).
 
-The other way is `trainfold.core.description.describe`.
+The other way is `trainfold.core.format.describe.describe`.
 
 Containers carry a tag, so that tuple and list, int and string keys, and trainfold's own nodes come back as they were.
 A tensor stands as ``{"t": index}`` into the component's tensor table; tied tensors share an index (B19). Decoding

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainfold.core.codec import STORED, digest_of, size_bytes
 from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, InvalidState
-from trainfold.core.layout.slices import check_cover
-from trainfold.core.manifest import (
+from trainfold.core.format.codec import STORED, digest_of, size_bytes
+from trainfold.core.format.manifest import (
     END,
     TAIL,
     ComponentRecord,
@@ -17,10 +16,8 @@ from trainfold.core.manifest import (
     ShardRecord,
     TensorRecord,
 )
-from trainfold.core.node_kinds import misfit_of
-from trainfold.core.scalars import Json, shown
-from trainfold.core.state.components import BUILTIN_COMPONENTS, is_extra_name
-from trainfold.core.strict import (
+from trainfold.core.format.rebuild import MAX_DEPTH, Leaf, places, rebuild
+from trainfold.core.format.strict_json import (
     count,
     digest_text,
     fields,
@@ -32,8 +29,11 @@ from trainfold.core.strict import (
     strict_json,
     text_of,
 )
-from trainfold.core.structure import MAX_DEPTH, Leaf, places, rebuild
-from trainfold.core.upgrade import upgraded
+from trainfold.core.format.upgrade import upgraded
+from trainfold.core.format.validate import misfit_of
+from trainfold.core.layout.slices import check_cover
+from trainfold.core.scalars import Json, shown
+from trainfold.core.state.components import BUILTIN_COMPONENTS, is_extra_name
 
 _MAX_DIMENSIONS = 64
 _OF_NUMPY = frozenset(

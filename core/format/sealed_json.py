@@ -5,11 +5,11 @@ from typing import Any, Final, TypeVar, final
 
 import attrs
 
-from trainfold.core.codec import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, FutureVersion
-from trainfold.core.manifest import END, TAIL
+from trainfold.core.format.codec import digest_of
+from trainfold.core.format.manifest import END, TAIL
+from trainfold.core.format.strict_json import count, strict_json
 from trainfold.core.scalars import Json, canonical_json, shown
-from trainfold.core.strict import count, strict_json
 
 T = TypeVar("T")
 _TAIL_BYTES: Final = len(TAIL) + len(digest_of(b"")) + len(END)

@@ -9,11 +9,11 @@ from typing import final
 
 import attrs
 
-from trainfold.core.codec import digest_of
 from trainfold.core.collecting import without_collecting
+from trainfold.core.format.codec import digest_of
+from trainfold.core.format.upgrade import SCHEMA_VERSION
 from trainfold.core.scalars import Json, canonical_json
 from trainfold.core.state.spec import Box, LeafSpec
-from trainfold.core.upgrade import SCHEMA_VERSION
 
 FORMAT = "trainfold"
 HEAD_BYTES = 4096  # what is read of each manifest to order them; longer heads are read on, up to the limit
@@ -147,7 +147,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     Law: ``decode_manifest(encode_manifest(m), "m") == m``; equal manifests give equal bytes (C10).
 
     Examples:
-        >>> from trainfold.core.manifest_reader import decode_manifest
+        >>> from trainfold.core.format.manifest_reader import decode_manifest
         >>> m = Manifest(Head("run", 7), 1, (), (), {}, {}, ())
         >>> decode_manifest(encode_manifest(m), "m") == m
         True

@@ -1,6 +1,6 @@
 """Describing a component: its structure as a JSON node with numbered tensors, without pickle (U01).
 
-The form is that of `trainfold.core.structure`, which reads it back.
+The form is that of `trainfold.core.format.rebuild`, which reads it back.
 """
 
 from collections import OrderedDict
@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from trainfold.core import tree
-from trainfold.core.codec import DENSE, as_tensor, check_type, is_tensor_leaf
 from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import UnsupportedLeaf
+from trainfold.core.format.codec import DENSE, as_tensor, check_type, is_tensor_leaf
+from trainfold.core.format.rebuild import KEYS, MAX_DEPTH, class_name
 from trainfold.core.scalars import SCALARS, Json, encode_scalar
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.spec import LeafSpec, leaf_spec
-from trainfold.core.structure import KEYS, MAX_DEPTH, class_name
 
 _STR: Final = frozenset({str})
 _DICT: Final = frozenset({dict})

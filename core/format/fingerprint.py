@@ -7,14 +7,14 @@ fingerprints cost no reading. The order of a dict, the device, strides and ties 
 
 from collections.abc import Sequence
 
-from trainfold.core.codec import digest_of, leaf_digest
 from trainfold.core.collecting import without_collecting
-from trainfold.core.description import describe
+from trainfold.core.format.codec import digest_of, leaf_digest
+from trainfold.core.format.describe import describe
+from trainfold.core.format.rebuild import places
 from trainfold.core.scalars import Json
 from trainfold.core.state.components import components_of
 from trainfold.core.state.spec import leaf_spec
 from trainfold.core.state.state import TrainState
-from trainfold.core.structure import places
 
 
 def fingerprint(state: TrainState) -> dict[str, str]:

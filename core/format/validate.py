@@ -13,11 +13,11 @@ import attrs
 import torch
 
 from trainfold.core.errors import CheckpointHostile, InvalidState
+from trainfold.core.format.rebuild import class_name, places, registered_classes
 from trainfold.core.scalars import SCALAR_TAGS, Json, shown
 from trainfold.core.state.components import BUILTIN_COMPONENTS
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import TrainState
-from trainfold.core.structure import class_name, places, registered_classes
 
 _PAIRED = frozenset({"map", "odict"})
 
@@ -69,7 +69,7 @@ def misfit_of(node: Json, name: str) -> Misfit | None:
     """The first place of a component's structure that does not hold what its class says, or None.
 
     Args:
-        node: the structure; well formed, as `trainfold.core.structure.places` proves.
+        node: the structure; well formed, as `trainfold.core.format.rebuild.places` proves.
         name: the component.
 
     Examples:

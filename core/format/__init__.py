@@ -1,0 +1,1 @@
+"""The native format as values and bytes, read strictly. May import `evaluate`, `step` and what lies below them."""
