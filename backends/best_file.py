@@ -29,14 +29,14 @@ from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.rank_environment import world_given
 from trainfold.backends.runs import Run, open_store
 from trainfold.backends.together import on_rank_zero
-from trainfold.core.best import BestRecord
-from trainfold.core.best_json import BEST_FILE, BestFile, best_to_json
-from trainfold.core.best_n import BestEntry, ranked
+from trainfold.core.best.best_json import BEST_FILE, BestFile, best_to_json
+from trainfold.core.best.record import BestRecord
+from trainfold.core.best.score import beats
+from trainfold.core.best.top_n import BestEntry, ranked
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, RunLocked
 from trainfold.core.format.codec import digest_of
 from trainfold.core.save_plan import MANIFEST, directory_of
 from trainfold.core.scalars import shown
-from trainfold.core.score import beats
 
 __all__ = ["BEST_POINTER", "BestIgnored", "best_checkpoint", "best_checkpoints", "best_scores", "load_best", "load_best_n",
            "save_best"]  # fmt: skip
@@ -81,7 +81,7 @@ def save_best(
     Examples:
         >>> from trainfold.backends.memory import MemoryStore
         >>> from trainfold.backends.runs import save
-        >>> from trainfold.core.best import make_best_record, updated
+        >>> from trainfold.core.best.record import make_best_record, updated
         >>> from trainfold.core.state.state import Progress, TrainState
         >>> store = MemoryStore()
         >>> best = make_best_record(metric="loss", direction="min")
@@ -122,7 +122,7 @@ def load_best(run: Run, wanted: BestRecord, *, collectives: Collectives | None =
 
     Examples:
         >>> from trainfold.backends.memory import MemoryStore
-        >>> from trainfold.core.best import make_best_record
+        >>> from trainfold.core.best.record import make_best_record
         >>> load_best(MemoryStore(), make_best_record(metric="loss", direction="min")).score is None
         True
     """
@@ -149,7 +149,7 @@ def load_best_n(run: Run, wanted: BestRecord, *, collectives: Collectives | None
 
     Examples:
         >>> from trainfold.backends.memory import MemoryStore
-        >>> from trainfold.core.best import make_best_record
+        >>> from trainfold.core.best.record import make_best_record
         >>> load_best_n(MemoryStore(), make_best_record(metric="loss", direction="min"))
         ()
     """

@@ -5,9 +5,9 @@ from typing import Final
 
 from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.protocols import Store
-from trainfold.core.best import BestRecord, carried_best
-from trainfold.core.best_json import BEST_FILE, BEST_LIMIT_BYTES, BestFile, best_file_from_json
-from trainfold.core.best_n import BestEntry
+from trainfold.core.best.best_json import BEST_FILE, BEST_LIMIT_BYTES, BestFile, best_file_from_json
+from trainfold.core.best.record import BestRecord, carried_best
+from trainfold.core.best.top_n import BestEntry
 from trainfold.core.errors import InvalidState
 from trainfold.core.format.manifest import Head
 from trainfold.core.inventory import lineage

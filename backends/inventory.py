@@ -5,7 +5,7 @@ import itertools
 import attrs
 
 from trainfold.backends.protocols import Store
-from trainfold.core.best_json import BEST_FILE
+from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointForeign,

@@ -5,7 +5,7 @@ from typing import Protocol, final
 
 import attrs
 
-from trainfold.core.score import Direction
+from trainfold.core.best.score import Direction
 
 
 @final

@@ -12,9 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainfold.backends.collectives import run_threads, thread_outcomes
-from trainfold.core.best import BestRecord, carried_best, decide_best, is_better, make_best_record, updated
-from trainfold.core.best_json import BestFile, best_file_from_json, best_from_json, best_to_json
-from trainfold.core.best_n import BestEntry, decide_best_n, plan_best, ranked, rewound
+from trainfold.core.best.best_json import BestFile, best_file_from_json, best_from_json, best_to_json
+from trainfold.core.best.record import BestRecord, carried_best, decide_best, is_better, make_best_record, updated
+from trainfold.core.best.top_n import BestEntry, decide_best_n, plan_best, ranked, rewound
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointError,

@@ -30,8 +30,8 @@ from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import ErrorAt, MemoryStore
 from trainfold.backends.runs import load, plan, save
-from trainfold.core.best import decide_best, is_better, make_best_record, updated
-from trainfold.core.best_n import BestEntry, plan_best, rewound
+from trainfold.core.best.record import decide_best, is_better, make_best_record, updated
+from trainfold.core.best.top_n import BestEntry, plan_best, rewound
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointHostile,

@@ -9,7 +9,7 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.best_file import save_best
 from trainfold.backends.memory import MemoryStore
-from trainfold.core.best import make_best_record, updated
+from trainfold.core.best.record import make_best_record, updated
 
 EVERY = 2
 # how many steps, and which checkpoint it goes back to; only a save makes what was left behind void, so there is one

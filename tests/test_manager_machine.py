@@ -30,7 +30,7 @@ from trainfold.backends.quarantine_file import quarantined
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.runs import load
 from trainfold.core import tree
-from trainfold.core.best import make_best_record, updated
+from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.errors import CheckpointError, ResumeRefused, SaveFailed
 from trainfold.core.inventory import lineage
 from trainfold.core.retention import keep_every

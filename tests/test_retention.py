@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainfold.core.best_n import BestEntry, plan_best
+from trainfold.core.best.top_n import BestEntry, plan_best
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.inventory import Entry, Inventory, lineage, next_head
 from trainfold.core.retention import (

@@ -13,8 +13,8 @@ from trainfold.backends.best_file import save_best
 from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, plan
-from trainfold.core.best import make_best_record, updated
-from trainfold.core.best_n import BestEntry
+from trainfold.core.best.record import make_best_record, updated
+from trainfold.core.best.top_n import BestEntry
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.retention import Saved, keep_all, keep_every, keep_last, keep_newer, plan_left_behind
 from trainfold.core.state.state import Progress, TrainState

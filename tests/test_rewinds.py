@@ -21,8 +21,8 @@ from trainfold.backends.quarantine_file import begin_attempt, end_attempt, quara
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.runs import load
 from trainfold.backends.snapshot import save_snapshot, take_snapshot
-from trainfold.core.best import make_best_record, updated
-from trainfold.core.best_n import BestEntry
+from trainfold.core.best.record import make_best_record, updated
+from trainfold.core.best.top_n import BestEntry
 from trainfold.core.data.cursor import DataCursor
 from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, SaveFailed
 from trainfold.core.inventory import Descent, lineage

@@ -11,7 +11,7 @@ from trainfold.backends.naming import naming_best
 from trainfold.backends.protocols import Store
 from trainfold.backends.quarantine_file import quarantined
 from trainfold.backends.run_save import SaveResult
-from trainfold.core.best_json import BEST_FILE, BestFile
+from trainfold.core.best.best_json import BEST_FILE, BestFile
 from trainfold.core.events import Event
 from trainfold.core.format.codec import digest_of
 from trainfold.core.inventory import Entry, Inventory, lineage

@@ -64,10 +64,10 @@ if TYPE_CHECKING:
     from trainfold.backends.runs import save as save
     from trainfold.backends.time_limit import time_limit as time_limit
     from trainfold.backends.torch_collectives import TorchCollectives as TorchCollectives
-    from trainfold.core.best import BestRecord as BestRecord
-    from trainfold.core.best import decide_best as decide_best
-    from trainfold.core.best import is_better as is_better
-    from trainfold.core.best import make_best_record as make_best_record
+    from trainfold.core.best.record import BestRecord as BestRecord
+    from trainfold.core.best.record import decide_best as decide_best
+    from trainfold.core.best.record import is_better as is_better
+    from trainfold.core.best.record import make_best_record as make_best_record
     from trainfold.core.cadence import advise_cadence as advise_cadence
     from trainfold.core.data.cursor import DataCursor as DataCursor
     from trainfold.core.data.cursor import make_cursor as make_cursor
@@ -151,7 +151,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "Asked": "trainfold.adapters.requests.sources",
-    "BestRecord": "trainfold.core.best",
+    "BestRecord": "trainfold.core.best.record",
     "CheckpointConfig": "trainfold.adapters.manager.config",
     "CheckpointDamaged": "trainfold.core.errors",
     "CheckpointManager": "trainfold.adapters.manager.manager",
@@ -219,7 +219,7 @@ _MODULE_OF = {
     "constant": "trainfold.core.optim.schedule",
     "cosine": "trainfold.core.optim.schedule",
     "create_checkpoint_manager": "trainfold.adapters.manager.config",
-    "decide_best": "trainfold.core.best",
+    "decide_best": "trainfold.core.best.record",
     "diff_specs": "trainfold.core.state.spec",
     "eval_batches": "trainfold.core.data.eval_cursor",
     "evaluate": "trainfold.adapters.evaluation.evaluate",
@@ -230,7 +230,7 @@ _MODULE_OF = {
     "forked_rng": "trainfold.core.rng",
     "horizon": "trainfold.core.optim.schedule",
     "init_state": "trainfold.core.step.init_state",
-    "is_better": "trainfold.core.best",
+    "is_better": "trainfold.core.best.record",
     "keep_all": "trainfold.core.retention",
     "keep_best": "trainfold.core.retention",
     "keep_every": "trainfold.core.retention",
@@ -239,7 +239,7 @@ _MODULE_OF = {
     "linear": "trainfold.core.optim.schedule",
     "load": "trainfold.backends.runs",
     "load_best": "trainfold.backends.best_file",
-    "make_best_record": "trainfold.core.best",
+    "make_best_record": "trainfold.core.best.record",
     "make_cursor": "trainfold.core.data.cursor",
     "make_eval_cursor": "trainfold.core.data.eval_cursor",
     "make_key": "trainfold.core.rng",

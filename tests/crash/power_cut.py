@@ -186,7 +186,7 @@ def _save_on(mode: str, run: Path) -> Iterator[tuple[str, int, Any]]:
     from crash.scenarios import digest_of_state, state_at
     from trainfold.backends.best_file import save_best
     from trainfold.backends.inventory import read_inventory
-    from trainfold.core.best import make_best_record, updated
+    from trainfold.core.best.record import make_best_record, updated
     from trainfold.core.inventory import lineage
     from trainfold.core.save_plan import directory_of
 

@@ -20,7 +20,7 @@ from trainfold.backends.best_file import load_best
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.protocols import Store
-from trainfold.core.best import make_best_record
+from trainfold.core.best.record import make_best_record
 from trainfold.core.errors import ResumeRefused, TrainfoldError
 from trainfold.core.quarantine_json import QUARANTINE_FILE, quarantine_from_json
 from trainfold.core.save_plan import directory_of

@@ -9,11 +9,11 @@ from typing import Any, TypeVar, final
 
 import attrs
 
+from trainfold.core.best.score import Direction, beats, checked_direction, checked_step, finite_given
 from trainfold.core.errors import InvalidArgument, RankFailed, error_text
 from trainfold.core.given import real_given
 from trainfold.core.layout.world import Collectives
 from trainfold.core.scalars import shown
-from trainfold.core.score import Direction, beats, checked_direction, checked_step, finite_given
 
 _T = TypeVar("_T")
 

@@ -5,11 +5,11 @@ from typing import Any, TypeVar, final
 
 import attrs
 
-from trainfold.core.best import BestRecord, score_of, told_by_rank_zero, updated
+from trainfold.core.best.record import BestRecord, score_of, told_by_rank_zero, updated
+from trainfold.core.best.score import Direction, checked_direction, checked_step, finite_given
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.world import Collectives
 from trainfold.core.scalars import shown
-from trainfold.core.score import Direction, checked_direction, checked_step, finite_given
 
 _Kept = TypeVar("_Kept", BestRecord, "tuple[BestEntry, ...]")
 
@@ -113,7 +113,7 @@ def decide_best_n(  # noqa: PLR0913 - keywords
         RankFailed: on the other ranks, where rank 0 raised.
 
     Examples:
-        >>> from trainfold.core.best import make_best_record
+        >>> from trainfold.core.best.record import make_best_record
         >>> record, kept = make_best_record(metric="loss", direction="min"), ()
         >>> for step, loss in [(10, 0.5), (20, 0.3), (30, 0.4)]:
         ...     record, plan = decide_best_n(record, kept, {"loss": loss}, step=step, n=2)

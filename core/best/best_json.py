@@ -6,8 +6,8 @@ from typing import Any, final
 
 import attrs
 
-from trainfold.core.best import BestRecord, make_best_record
-from trainfold.core.best_n import BestEntry, ranked
+from trainfold.core.best.record import BestRecord, make_best_record
+from trainfold.core.best.top_n import BestEntry, ranked
 from trainfold.core.errors import (
     CheckpointError,
     InvalidArgument,
@@ -60,7 +60,7 @@ def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[tuple[
         InvalidArgument: if it has none of them; or for more than `MOST_KEPT`, or a second entry of one step.
 
     Examples:
-        >>> from trainfold.core.best import updated
+        >>> from trainfold.core.best.record import updated
         >>> record = updated(make_best_record(run_id="a1", metric="loss", direction="min"), {"loss": 0.5}, step=10)
         >>> best_from_json(best_to_json(record)) == (record, 0)
         True
