@@ -11,7 +11,7 @@ from trainfold.core.best.top_n import BestEntry
 from trainfold.core.errors import InvalidState
 from trainfold.core.format.manifest import Head
 from trainfold.core.inventory import lineage
-from trainfold.core.save_plan import directory_of
+from trainfold.core.save.save_plan import directory_of
 
 BEST_POINTER: Final = "best"
 

@@ -11,7 +11,7 @@ import xxhash
 from trainfold.backends.protocols import Buffer, Place, Store
 from trainfold.core.errors import SaveFailed
 from trainfold.core.format.codec import DIGEST_PREFIX, tensor_bytes
-from trainfold.core.save_plan import FilePlan, TensorPlacement
+from trainfold.core.save.save_plan import FilePlan, TensorPlacement
 
 PIECE_BYTES: Final = 1 << 20  # small enough to stay in cache between the copy and the two digests
 

@@ -40,7 +40,7 @@ from trainfold.core.quarantine_json import (
     quarantine_from_json,
     quarantine_to_json,
 )
-from trainfold.core.save_plan import MANIFEST
+from trainfold.core.save.save_plan import MANIFEST
 
 _LOG = logging.getLogger("trainfold")
 _TRIES = 5

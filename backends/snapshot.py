@@ -29,7 +29,7 @@ from trainfold.core.given import mapping_given
 from trainfold.core.inventory import Descent, next_head
 from trainfold.core.optim.slot_layout import check_layouts
 from trainfold.core.replicas import Leaves, Proof, summary
-from trainfold.core.save_plan import MANIFEST, directory_of, plan_save
+from trainfold.core.save.save_plan import MANIFEST, directory_of, plan_save
 from trainfold.core.scalars import Json, shown
 from trainfold.core.state.components import components_of, in_order, select
 from trainfold.core.state.contract import checked_contract, contract_of, is_of_live_run

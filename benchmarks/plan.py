@@ -32,7 +32,7 @@ from trainfold.core.request import Request, make_request
 from trainfold.core.request import Target as Resumer
 from trainfold.core.resume_plan import ResumePlan
 from trainfold.core.resume_planner import next_to_examine, plan_resume
-from trainfold.core.save_plan import plan_save
+from trainfold.core.save.save_plan import plan_save
 from trainfold.core.state.components import components_of
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState

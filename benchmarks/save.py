@@ -43,7 +43,7 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.native_reader import ReadRequest, read_tensors
 from trainfold.backends.native_writer import WrittenFile, write_file
 from trainfold.core.format.describe import describe
-from trainfold.core.save_plan import SavePlan, plan_save
+from trainfold.core.save.save_plan import SavePlan, plan_save
 from trainfold.core.state.components import components_of
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState

@@ -16,7 +16,7 @@ from trainfold.core.format.strict_json import (
     text_of,
 )
 from trainfold.core.quarantine import MAX_REASONS, MAX_RECORDS, Attempts, Tried
-from trainfold.core.save_plan import step_of
+from trainfold.core.save.save_plan import step_of
 from trainfold.core.scalars import shown
 
 QUARANTINE_FILE: Final = "quarantine.json"

@@ -40,7 +40,7 @@ from trainfold.core.errors import (
     UnsupportedLeaf,
 )
 from trainfold.core.format.fingerprint import fingerprint
-from trainfold.core.retention import Retention, keep_every
+from trainfold.core.save.retention import Retention, keep_every
 from trainfold.core.state.components import select
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import Progress, TrainState

@@ -16,7 +16,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked, SignalRequests
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.memory import MemoryStore
-from trainfold.core.requests import REQUESTS
+from trainfold.core.save.requests import REQUESTS
 from trainfold.core.state.state import Progress, TrainState
 
 BOTH = ["CheckpointManager", "DisabledManager"]

@@ -27,7 +27,7 @@ from trainfold.core.errors import (
     UnsupportedLeaf,
 )
 from trainfold.core.inventory import lineage
-from trainfold.core.save_due import make_triggers
+from trainfold.core.save.triggers import make_triggers
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import Progress, TrainState
 

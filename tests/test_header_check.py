@@ -17,7 +17,7 @@ from trainfold.core.errors import CheckpointDamaged
 from trainfold.core.format.codec import digest_of
 from trainfold.core.format.describe import describe
 from trainfold.core.format.manifest import encode_manifest
-from trainfold.core.save_plan import header_of, plan_save
+from trainfold.core.save.save_plan import header_of, plan_save
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import strategies
 

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from trainfold.core.format.manifest import Head
 from trainfold.core.inventory import Descent, Entry, Inventory, Problem, lineage, next_head
-from trainfold.core.save_plan import directory_of
+from trainfold.core.save.save_plan import directory_of
 
 PROBLEM = Problem("CheckpointDamaged", "x", "a", "b", "c")
 

@@ -18,7 +18,7 @@ from trainfold.backends.local import LocalStore
 from trainfold.core.rehearsal.leaf_size import size_of
 from trainfold.core.rehearsal.reasons import likely_reasons
 from trainfold.core.rehearsal.trajectory import NOTHING, Difference, Stretch, differences
-from trainfold.core.retention import keep_all, keep_last
+from trainfold.core.save.retention import keep_all, keep_last
 from trainfold.core.state.state import Progress, TrainState
 
 VALUES = {

@@ -35,9 +35,9 @@ from trainfold.core.errors import (
 )
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.resume_plan import ResumePlan
-from trainfold.core.retention import Saved, plan_retention
-from trainfold.core.retention import keep_last as keep_the_last
-from trainfold.core.save_due import should_save
+from trainfold.core.save.retention import Saved, plan_retention
+from trainfold.core.save.retention import keep_last as keep_the_last
+from trainfold.core.save.triggers import should_save
 from trainfold.core.state.state import Progress, TrainState
 
 

@@ -33,13 +33,13 @@ from trainfold.core.errors import (
     ManagerUnusable,
     RunLocked,
 )
-from trainfold.core.save_plan import directory_of
+from trainfold.core.save.save_plan import directory_of
 from trainfold.core.state.state import Progress, TrainState
 
 LIKE = TrainState(trainer=Progress())
 WHOLE = """
 from trainfold.adapters.manager.protocol import LoadDecision
-from trainfold.core.save_due import Verdict
+from trainfold.core.save.triggers import Verdict
 
 class Whole:
     def __init__(self, config, **extra):

@@ -15,7 +15,7 @@ from trainfold.adapters.manager.retention import Keeper
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load
 from trainfold.core.errors import SaveFailed, UnsupportedLeaf
-from trainfold.core.save_plan import MANIFEST
+from trainfold.core.save.save_plan import MANIFEST
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.core.step.loss import Loss

@@ -28,7 +28,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.format.codec import STORED, leaf_digest, stored_shape, tensor_bytes, torch_dtype
 from trainfold.core.format.describe import describe
-from trainfold.core.save_plan import plan_save
+from trainfold.core.save.save_plan import plan_save
 
 DIRECTORY = "step-00000001"
 

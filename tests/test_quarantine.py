@@ -67,7 +67,7 @@ from trainfold.core.quarantine_json import (
     quarantine_from_json,
     quarantine_to_json,
 )
-from trainfold.core.save_plan import directory_of
+from trainfold.core.save.save_plan import directory_of
 from trainfold.core.state.state import Progress, TrainState
 
 SEVEN, EIGHT = directory_of(7), directory_of(8)

@@ -17,7 +17,7 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
 from trainfold.core.format.fingerprint import fingerprint
-from trainfold.core.save_plan import MANIFEST
+from trainfold.core.save.save_plan import MANIFEST
 from trainfold.core.state.state import Progress, TrainState
 
 HASTY = {"timeout_secs": 30.0, "grace_secs": 0.5}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainfold.core.best.top_n import BestEntry, plan_best
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.inventory import Entry, Inventory, lineage, next_head
-from trainfold.core.retention import (
+from trainfold.core.save.retention import (
     Retention,
     Saved,
     keep_all,
@@ -22,7 +22,7 @@ from trainfold.core.retention import (
     keep_newer,
     plan_retention,
 )
-from trainfold.core.save_plan import directory_of
+from trainfold.core.save.save_plan import directory_of
 
 scores = st.none() | st.sampled_from([0.0, -0.0, 0.1, 0.2, 1.0, math.nan, math.inf, -math.inf])
 ages = st.none() | st.sampled_from([-5.0, 0.0, 10.0, 60.0, 3600.0, math.nan])

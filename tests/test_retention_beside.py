@@ -16,7 +16,7 @@ from trainfold.backends.runs import load, plan
 from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.best.top_n import BestEntry
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.retention import Saved, keep_all, keep_every, keep_last, keep_newer, plan_left_behind
+from trainfold.core.save.retention import Saved, keep_all, keep_every, keep_last, keep_newer, plan_left_behind
 from trainfold.core.state.state import Progress, TrainState
 
 WANTED = make_best_record(metric="loss", direction="min")

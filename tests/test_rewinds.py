@@ -28,9 +28,9 @@ from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, S
 from trainfold.core.inventory import Descent, lineage
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.quarantine import Outcome
-from trainfold.core.retention import keep_best, keep_last
 from trainfold.core.rng import make_key
-from trainfold.core.save_plan import MANIFEST, directory_of
+from trainfold.core.save.retention import keep_best, keep_last
+from trainfold.core.save.save_plan import MANIFEST, directory_of
 from trainfold.core.state.state import Progress, TrainState
 
 WANTED = make_best_record(metric="loss", direction="min")

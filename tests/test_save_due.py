@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from trainfold.backends.collectives import run_threads
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.requests import REQUESTS, checked_request, merge_requests
-from trainfold.core.save_due import Triggers, Verdict, decide, make_triggers, should_save
+from trainfold.core.save.requests import REQUESTS, checked_request, merge_requests
+from trainfold.core.save.triggers import Triggers, Verdict, decide, make_triggers, should_save
 
 requests = st.lists(st.sampled_from(REQUESTS), max_size=4)
 worlds = st.lists(requests, max_size=4)

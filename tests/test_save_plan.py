@@ -14,7 +14,7 @@ from trainfold.backends.runs import save
 from trainfold.core.errors import InvalidArgument, InvalidState, RanksDisagree
 from trainfold.core.format.describe import describe
 from trainfold.core.layout.shard import make_shard
-from trainfold.core.save_plan import directory_of, plan_save, step_of
+from trainfold.core.save.save_plan import directory_of, plan_save, step_of
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Opaque, Progress, TrainState
 from trainfold.properties import strategies

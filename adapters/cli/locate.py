@@ -14,7 +14,7 @@ from trainfold.backends.protocols import Store
 from trainfold.core import errors
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.inventory import Inventory, Problem, current_head
-from trainfold.core.save_plan import step_of
+from trainfold.core.save.save_plan import step_of
 
 
 @final

@@ -13,7 +13,6 @@ from trainfold.backends.collectives import SingleProcess
 from trainfold.backends.protocols import Store
 from trainfold.backends.run_load import examined, passed_over
 from trainfold.backends.run_save import library_versions
-from trainfold.core.cadence import Cadence, advise_cadence
 from trainfold.core.errors import CheckpointError, InvalidArgument, ResumeRefused, TrainfoldError
 from trainfold.core.format.describe import Described
 from trainfold.core.format.manifest import Manifest
@@ -22,6 +21,7 @@ from trainfold.core.quarantine import with_quarantined
 from trainfold.core.request import Request, Target, make_request
 from trainfold.core.resume_plan import Refusal, ResumePlan
 from trainfold.core.resume_planner import chosen_manifest, plan_resume
+from trainfold.core.save.cadence import Cadence, advise_cadence
 
 NOT_SAVED = "Not saved, and changed with training"
 _CAVEAT = (

@@ -16,7 +16,7 @@ from trainfold.backends.run_save import recorded_fingerprint
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
 from trainfold.core.format.manifest import ComponentRecord, FileRecord, ShardRecord
 from trainfold.core.inventory import Problem, problem_of
-from trainfold.core.save_plan import MANIFEST
+from trainfold.core.save.save_plan import MANIFEST
 
 _CHUNK_BYTES = 16 << 20
 _MEND = "use an older checkpoint of the run, and look at the disk; `trainfold plan` says which one a resume takes"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Final, final
 
 from trainfold.adapters.manager.events import Announcer
-from trainfold.core.auto_cadence import choose_cadence, describe_cadence
 from trainfold.core.layout.world import Collectives
+from trainfold.core.save.auto_cadence import choose_cadence, describe_cadence
 
 _REMEMBERED: Final = 64
 

@@ -31,7 +31,7 @@ from trainfold.core.errors import (
     TrainfoldError,
     error_text,
 )
-from trainfold.core.retention import Retention
+from trainfold.core.save.retention import Retention
 from trainfold.core.scalars import shown
 
 _WHERE: Final = "CheckpointConfig.manager"

@@ -16,7 +16,7 @@ from trainfold.adapters.manager.triggers import Boundary, Due
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.rank_environment import world_given
 from trainfold.core.layout.world import Collectives
-from trainfold.core.save_due import Verdict, make_triggers
+from trainfold.core.save.triggers import Verdict, make_triggers
 from trainfold.core.state.state import TrainState
 
 

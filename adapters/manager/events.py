@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
-from trainfold.core.events import Event, EventKind
+from trainfold.core.save.events import Event, EventKind
 
 _LOG = logging.getLogger("trainfold")
 _LEVELS: Final = {"saved": logging.DEBUG, "pruned": logging.DEBUG, "failed": logging.WARNING, "refused": logging.WARNING,

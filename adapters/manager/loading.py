@@ -19,7 +19,7 @@ from trainfold.core.layout.world import Collectives
 from trainfold.core.policy import Drift
 from trainfold.core.request import make_request
 from trainfold.core.resume_plan import Refusal
-from trainfold.core.save_plan import step_of
+from trainfold.core.save.save_plan import step_of
 from trainfold.core.state.audit import component_of
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.state import TrainState

@@ -44,13 +44,13 @@ from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import step_of_state
 from trainfold.backends.together import on_rank_zero
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text
-from trainfold.core.events import Event
 from trainfold.core.given import mapping_given
 from trainfold.core.layout.world import Collectives
 from trainfold.core.policy import check_policy
 from trainfold.core.replicas import LEVELS, level_of
-from trainfold.core.retention import Retention
-from trainfold.core.save_due import Verdict, make_triggers
+from trainfold.core.save.events import Event
+from trainfold.core.save.retention import Retention
+from trainfold.core.save.triggers import Verdict, make_triggers
 from trainfold.core.state.components import check_likely, validate_components
 from trainfold.core.state.contract import checked_contract
 from trainfold.core.state.state import TrainState

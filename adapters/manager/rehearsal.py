@@ -18,13 +18,13 @@ from trainfold.backends.protocols import Store
 from trainfold.backends.record_file import RecordFile
 from trainfold.backends.runs import Run
 from trainfold.backends.snapshot import step_of_state
-from trainfold.core.events import Event
 from trainfold.core.format.codec import digest_of
 from trainfold.core.rehearsal.entry import EntryKind
 from trainfold.core.rehearsal.number import exact_text
 from trainfold.core.rehearsal.orders import KEPT_NAME, MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, orders_of
-from trainfold.core.retention import Retention, keep_all, keep_last
-from trainfold.core.save_plan import directory_of
+from trainfold.core.save.events import Event
+from trainfold.core.save.retention import Retention, keep_all, keep_last
+from trainfold.core.save.save_plan import directory_of
 from trainfold.core.state.state import TrainState
 
 _LOG = logging.getLogger("trainfold")

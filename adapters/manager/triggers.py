@@ -8,11 +8,11 @@ import attrs
 from trainfold.adapters.manager.auto_cadence import AutoCadence
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.together import on_all_ranks
-from trainfold.core.auto_cadence import FIRST_SAVE_SECS
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.layout.world import Collectives
-from trainfold.core.requests import Request, merge_requests
-from trainfold.core.save_due import Triggers, Verdict, decide
+from trainfold.core.save.auto_cadence import FIRST_SAVE_SECS
+from trainfold.core.save.requests import Request, merge_requests
+from trainfold.core.save.triggers import Triggers, Verdict, decide
 
 
 @final
@@ -50,7 +50,7 @@ class Before:
 
 @final
 class Due:
-    """Remembers what decides whether to save and to stop; see `trainfold.core.save_due.decide`.
+    """Remembers what decides whether to save and to stop; see `trainfold.core.save.triggers.decide`.
 
     Args:
         triggers: when to save without being asked to.

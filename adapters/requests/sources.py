@@ -1,7 +1,7 @@
 """Where requests to save or to stop come from beside the program itself: signals, and files put into the run (R01, R02).
 
 A source keeps what has come until `take` is called, so that nothing is lost during an evaluation, a warm-up or a compile,
-however long these are (P29). What is to be done is not decided here: see `trainfold.core.requests`.
+however long these are (P29). What is to be done is not decided here: see `trainfold.core.save.requests`.
 """
 
 import logging
@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar, final, runtime_checkable
 from trainfold.adapters.requests.signal_handlers import Disposition, deliver_again, disposition_of, hand_on, put_back
 from trainfold.adapters.requests.stop_file import FILES, StopFile
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.requests import Request, checked_request
+from trainfold.core.save.requests import Request, checked_request
 from trainfold.core.scalars import shown
 
 __all__ = ["FILES", "SIGNALS", "Asked", "Combined", "RequestSource", "SignalRequests", "StopFile"]

@@ -11,7 +11,7 @@ from typing import final
 
 from trainfold.backends.place import local_path
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.requests import Request, checked_request
+from trainfold.core.save.requests import Request, checked_request
 from trainfold.core.scalars import shown
 
 _LOG = logging.getLogger("trainfold")

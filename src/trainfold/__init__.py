@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from trainfold.core.best.record import decide_best as decide_best
     from trainfold.core.best.record import is_better as is_better
     from trainfold.core.best.record import make_best_record as make_best_record
-    from trainfold.core.cadence import advise_cadence as advise_cadence
     from trainfold.core.data.cursor import DataCursor as DataCursor
     from trainfold.core.data.cursor import make_cursor as make_cursor
     from trainfold.core.data.eval_cursor import DistributedEvalCursor as DistributedEvalCursor
@@ -91,7 +90,6 @@ if TYPE_CHECKING:
     from trainfold.core.evaluate.evaluation import evaluation_of as evaluation_of
     from trainfold.core.evaluate.suite import Tally as Tally
     from trainfold.core.evaluate.suite import no_tally as no_tally
-    from trainfold.core.events import Event as Event
     from trainfold.core.format.fingerprint import fingerprint as fingerprint
     from trainfold.core.layout.world import Collectives as Collectives
     from trainfold.core.layout.world import World as World
@@ -108,21 +106,23 @@ if TYPE_CHECKING:
     from trainfold.core.resume_plan import Refusal as Refusal
     from trainfold.core.resume_plan import ResumePlan as ResumePlan
     from trainfold.core.resume_planner import plan_resume as plan_resume
-    from trainfold.core.retention import Retention as Retention
-    from trainfold.core.retention import keep_all as keep_all
-    from trainfold.core.retention import keep_best as keep_best
-    from trainfold.core.retention import keep_every as keep_every
-    from trainfold.core.retention import keep_last as keep_last
-    from trainfold.core.retention import keep_newer as keep_newer
-    from trainfold.core.retention import plan_retention as plan_retention
     from trainfold.core.rng import Key as Key
     from trainfold.core.rng import fold_in as fold_in
     from trainfold.core.rng import forked_rng as forked_rng
     from trainfold.core.rng import make_key as make_key
     from trainfold.core.rng import seed_of as seed_of
-    from trainfold.core.save_due import Verdict as Verdict
-    from trainfold.core.save_plan import SavePlan as SavePlan
-    from trainfold.core.save_plan import plan_save as plan_save
+    from trainfold.core.save.cadence import advise_cadence as advise_cadence
+    from trainfold.core.save.events import Event as Event
+    from trainfold.core.save.retention import Retention as Retention
+    from trainfold.core.save.retention import keep_all as keep_all
+    from trainfold.core.save.retention import keep_best as keep_best
+    from trainfold.core.save.retention import keep_every as keep_every
+    from trainfold.core.save.retention import keep_last as keep_last
+    from trainfold.core.save.retention import keep_newer as keep_newer
+    from trainfold.core.save.retention import plan_retention as plan_retention
+    from trainfold.core.save.save_plan import SavePlan as SavePlan
+    from trainfold.core.save.save_plan import plan_save as plan_save
+    from trainfold.core.save.triggers import Verdict as Verdict
     from trainfold.core.state.components import merge as merge
     from trainfold.core.state.components import select as select
     from trainfold.core.state.components import validate_components as validate_components
@@ -165,7 +165,7 @@ _MODULE_OF = {
     "DistributedEvalCursor": "trainfold.core.data.eval_cursor",
     "Drift": "trainfold.core.policy",
     "Evaluation": "trainfold.core.evaluate.evaluation",
-    "Event": "trainfold.core.events",
+    "Event": "trainfold.core.save.events",
     "Key": "trainfold.core.rng",
     "LeafSpec": "trainfold.core.state.spec",
     "Leaves": "trainfold.core.state.leaves",
@@ -191,11 +191,11 @@ _MODULE_OF = {
     "ResumeDrift": "trainfold.backends.run_load",
     "ResumePlan": "trainfold.core.resume_plan",
     "ResumeRefused": "trainfold.core.errors",
-    "Retention": "trainfold.core.retention",
+    "Retention": "trainfold.core.save.retention",
     "RunLocked": "trainfold.core.errors",
     "SaveFailed": "trainfold.core.errors",
     "SaveOutcome": "trainfold.adapters.manager.outcomes",
-    "SavePlan": "trainfold.core.save_plan",
+    "SavePlan": "trainfold.core.save.save_plan",
     "SaveResult": "trainfold.backends.run_save",
     "ScalarSpec": "trainfold.core.state.spec",
     "Schedule": "trainfold.core.optim.schedule",
@@ -209,10 +209,10 @@ _MODULE_OF = {
     "TorchMetric": "trainfold.adapters.bridges.torchmetrics",
     "TrainState": "trainfold.core.state.state",
     "TrainfoldError": "trainfold.core.errors",
-    "Verdict": "trainfold.core.save_due",
+    "Verdict": "trainfold.core.save.triggers",
     "World": "trainfold.core.layout.world",
     "accumulation_steps": "trainfold.core.step.accumulation",
-    "advise_cadence": "trainfold.core.cadence",
+    "advise_cadence": "trainfold.core.save.cadence",
     "attach": "trainfold.adapters.live.live",
     "bind_model": "trainfold.core.step.bind",
     "check_plan": "trainfold.core.step.accumulation",
@@ -231,11 +231,11 @@ _MODULE_OF = {
     "horizon": "trainfold.core.optim.schedule",
     "init_state": "trainfold.core.step.init_state",
     "is_better": "trainfold.core.best.record",
-    "keep_all": "trainfold.core.retention",
-    "keep_best": "trainfold.core.retention",
-    "keep_every": "trainfold.core.retention",
-    "keep_last": "trainfold.core.retention",
-    "keep_newer": "trainfold.core.retention",
+    "keep_all": "trainfold.core.save.retention",
+    "keep_best": "trainfold.core.save.retention",
+    "keep_every": "trainfold.core.save.retention",
+    "keep_last": "trainfold.core.save.retention",
+    "keep_newer": "trainfold.core.save.retention",
     "linear": "trainfold.core.optim.schedule",
     "load": "trainfold.backends.runs",
     "load_best": "trainfold.backends.best_file",
@@ -252,8 +252,8 @@ _MODULE_OF = {
     "optimizer": "trainfold.core.optim.optimizer",
     "plan": "trainfold.backends.runs",
     "plan_resume": "trainfold.core.resume_planner",
-    "plan_retention": "trainfold.core.retention",
-    "plan_save": "trainfold.core.save_plan",
+    "plan_retention": "trainfold.core.save.retention",
+    "plan_save": "trainfold.core.save.save_plan",
     "refresh_masters": "trainfold.core.state.masters",
     "sample_order": "trainfold.core.data.permutation",
     "save": "trainfold.backends.runs",

@@ -27,7 +27,7 @@ from trainfold.core.rehearsal.trajectory import (
     differences,
     restless_parts,
 )
-from trainfold.core.save_plan import step_of
+from trainfold.core.save.save_plan import step_of
 
 Key: TypeAlias = tuple[str, int]
 Saved: TypeAlias = Mapping[Key, SavedStep]

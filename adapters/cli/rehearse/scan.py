@@ -10,7 +10,7 @@ from trainfold.backends.kept_checkpoint import keep_checkpoint
 from trainfold.backends.names import MANIFEST
 from trainfold.core.rehearsal.entry import Entry
 from trainfold.core.rehearsal.orders import KEPT_NAME, MANIFESTS_NAME
-from trainfold.core.save_plan import step_of
+from trainfold.core.save.save_plan import step_of
 
 _DEPTH: Final = 3
 

@@ -3,7 +3,7 @@
 import math
 from typing import Final
 
-from trainfold.core.cadence import advise_cadence
+from trainfold.core.save.cadence import advise_cadence
 
 ASSUMED_MTBF_SECS: Final = 12 * 3600.0
 """How long a job is assumed to run between two failures; `advise_cadence` takes your own figure."""

@@ -9,7 +9,7 @@ import attrs
 from trainfold.core.best.score import Direction, checked_direction
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.given import real_given
-from trainfold.core.retention_rules import All, Best, Every, Last, Newer, Rule, Saved
+from trainfold.core.save.retention_rules import All, Best, Every, Last, Newer, Rule, Saved
 from trainfold.core.scalars import shown
 
 __all__ = ["Retention", "RetentionPlan", "Rule", "Saved", "check_keep_last", "keep_all", "keep_best", "keep_every", "keep_last",

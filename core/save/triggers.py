@@ -11,7 +11,7 @@ import attrs
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.given import real_given
-from trainfold.core.requests import Request, merge_requests
+from trainfold.core.save.requests import Request, merge_requests
 from trainfold.core.scalars import shown
 
 _MEANING: Final = {
