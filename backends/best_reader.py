@@ -10,7 +10,7 @@ from trainfold.core.best.record import BestRecord, carried_best
 from trainfold.core.best.top_n import BestEntry
 from trainfold.core.errors import InvalidState
 from trainfold.core.format.manifest import Head
-from trainfold.core.inventory import lineage
+from trainfold.core.resume.inventory import lineage
 from trainfold.core.save.save_plan import directory_of
 
 BEST_POINTER: Final = "best"

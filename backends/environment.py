@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from trainfold.core.policy import ENVIRONMENT
+from trainfold.core.resume.drift import ENVIRONMENT
 from trainfold.core.state.state import ModelState, TrainState
 
 _UNKNOWN: Final = "unknown"

@@ -20,8 +20,8 @@ from trainfold.core.errors import (
 )
 from trainfold.core.format.codec import digest_of
 from trainfold.core.format.manifest import MANIFEST_LIMIT_BYTES
-from trainfold.core.inventory import Problem
-from trainfold.core.quarantine import (
+from trainfold.core.resume.inventory import Problem
+from trainfold.core.resume.quarantine import (
     LIMIT,
     Attempts,
     Outcome,
@@ -33,7 +33,7 @@ from trainfold.core.quarantine import (
     outcome_of,
     quarantine_problem,
 )
-from trainfold.core.quarantine_json import (
+from trainfold.core.resume.quarantine_json import (
     QUARANTINE_FILE,
     QUARANTINE_LIMIT_BYTES,
     QUARANTINE_MEND,

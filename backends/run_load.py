@@ -25,12 +25,12 @@ from trainfold.core.errors import (
     place,
 )
 from trainfold.core.format.describe import describe
-from trainfold.core.inventory import Descent, Inventory, Problem, problem_of
 from trainfold.core.printable import printable
-from trainfold.core.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
-from trainfold.core.request import Request, Target
-from trainfold.core.resume_plan import Refusal, ResumePlan
-from trainfold.core.resume_planner import next_to_examine, plan_resume
+from trainfold.core.resume.inventory import Descent, Inventory, Problem, problem_of
+from trainfold.core.resume.planner import next_to_examine, plan_resume
+from trainfold.core.resume.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
+from trainfold.core.resume.request import Request, Target
+from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.audit import not_restored_text
 from trainfold.core.state.components import components_of
 from trainfold.core.state.state import TrainState

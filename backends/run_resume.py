@@ -20,12 +20,12 @@ from trainfold.core.format.manifest import (
     TensorRecord,
 )
 from trainfold.core.format.rebuild import places, rebuild
-from trainfold.core.inventory import Descent
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import intersect
 from trainfold.core.optim.slot_layout import beside_params, laid_out_like
-from trainfold.core.regroup import regrouped
-from trainfold.core.resume_plan import ComponentAction, ResumePlan
+from trainfold.core.resume.inventory import Descent
+from trainfold.core.resume.regroup import regrouped
+from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.rng import KEY_BITS, Key
 from trainfold.core.scalars import shown
 from trainfold.core.state.components import components_of, state_of

@@ -29,7 +29,7 @@ from trainfold.core.format.manifest import (
     encode_manifest,
 )
 from trainfold.core.format.manifest_reader import decode_head, decode_manifest
-from trainfold.core.inventory import Descent
+from trainfold.core.resume.inventory import Descent
 from trainfold.core.save.save_plan import MANIFEST, ComponentPlan, SavePlan
 from trainfold.core.scalars import Json
 

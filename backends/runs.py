@@ -13,8 +13,8 @@ from trainfold.backends.run_load import load_run, plan_run
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import check_state, save_snapshot, take_snapshot
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.request import make_request
-from trainfold.core.resume_plan import Refusal, ResumePlan
+from trainfold.core.resume.request import make_request
+from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.scalars import shown
 from trainfold.core.state.state import TrainState
 

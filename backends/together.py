@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from trainfold.backends.protocols import Collectives
 from trainfold.core.errors import RankFailed, TrainfoldError, place
-from trainfold.core.inventory import Problem, problem_of
+from trainfold.core.resume.inventory import Problem, problem_of
 
 T = TypeVar("T")
 

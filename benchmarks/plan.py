@@ -28,10 +28,10 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.run_save import run_save
 from trainfold.core.format.describe import Described, describe
 from trainfold.core.format.manifest import Head
-from trainfold.core.request import Request, make_request
-from trainfold.core.request import Target as Resumer
-from trainfold.core.resume_plan import ResumePlan
-from trainfold.core.resume_planner import next_to_examine, plan_resume
+from trainfold.core.resume.planner import next_to_examine, plan_resume
+from trainfold.core.resume.request import Request, make_request
+from trainfold.core.resume.request import Target as Resumer
+from trainfold.core.resume.resume_plan import ResumePlan
 from trainfold.core.save.save_plan import plan_save
 from trainfold.core.state.components import components_of
 from trainfold.core.state.leaves import Leaves

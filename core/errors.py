@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from trainfold.core.printable import printable
 
 if TYPE_CHECKING:
-    from trainfold.core.resume_plan import Refusal
+    from trainfold.core.resume.resume_plan import Refusal
     from trainfold.core.state.spec import Difference
 
 

@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.format.codec import digest_of
-from trainfold.core.policy import is_of_rank_zero
+from trainfold.core.resume.drift import is_of_rank_zero
 from trainfold.core.scalars import Json, canonical_json
 from trainfold.core.state.audit import UNSAVED
 from trainfold.core.state.rates import RATES

@@ -13,7 +13,7 @@ from sphinx.application import Sphinx
 import trainfold
 from trainfold.adapters.cli.output import exit_code
 from trainfold.core import errors
-from trainfold.core.policy import KINDS
+from trainfold.core.resume.drift import KINDS
 
 project = "trainfold"
 author = "the trainfold authors"

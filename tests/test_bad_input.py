@@ -28,7 +28,7 @@ from trainfold.core import errors
 from trainfold.core.format.codec import digest_of
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.format.manifest import END, TAIL
-from trainfold.core.inventory import Problem
+from trainfold.core.resume.inventory import Problem
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 

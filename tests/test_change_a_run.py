@@ -14,9 +14,9 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, plan, save
 from trainfold.core.errors import RestoreRefused, ResumeRefused
-from trainfold.core.inventory import Problem
-from trainfold.core.policy import KINDS, RATE, RECIPES, UNFREEZE, check_policy, make_drift
-from trainfold.core.resume_plan import Refusal
+from trainfold.core.resume.drift import KINDS, RATE, RECIPES, UNFREEZE, check_policy, make_drift
+from trainfold.core.resume.inventory import Problem
+from trainfold.core.resume.resume_plan import Refusal
 
 PAGE = "docs/how-to/change-a-run.md"
 

@@ -33,7 +33,7 @@ from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.format.manifest_reader import decode_manifest
 from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.optim.schedule import wsd
-from trainfold.core.quarantine import LIMIT
+from trainfold.core.resume.quarantine import LIMIT
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.core.step.init_state import init_state
 

@@ -20,7 +20,7 @@ from trainfold.core.format.codec import digest_of
 from trainfold.core.format.describe import describe
 from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.format.rebuild import places
-from trainfold.core.resume_plan import Refusal
+from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.state.components import components_of
 from trainfold.core.state.state import Opaque, TrainState
 

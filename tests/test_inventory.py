@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trainfold.core.format.manifest import Head
-from trainfold.core.inventory import Descent, Entry, Inventory, Problem, lineage, next_head
+from trainfold.core.resume.inventory import Descent, Entry, Inventory, Problem, lineage, next_head
 from trainfold.core.save.save_plan import directory_of
 
 PROBLEM = Problem("CheckpointDamaged", "x", "a", "b", "c")

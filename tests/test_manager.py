@@ -34,7 +34,7 @@ from trainfold.core.errors import (
     UnsupportedLeaf,
 )
 from trainfold.core.format.fingerprint import fingerprint
-from trainfold.core.resume_plan import ResumePlan
+from trainfold.core.resume.resume_plan import ResumePlan
 from trainfold.core.save.retention import Saved, plan_retention
 from trainfold.core.save.retention import keep_last as keep_the_last
 from trainfold.core.save.triggers import should_save

@@ -18,7 +18,7 @@ from trainfold.backends.memory import MemoryStore
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.core.best.record import decide_best, make_best_record
 from trainfold.core.errors import CheckpointDamaged, InvalidArgument, InvalidState, ResumeRefused
-from trainfold.core.resume_plan import Refusal
+from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.state.state import Progress, TrainState
 
 

@@ -32,7 +32,7 @@ from trainfold.backends.runs import load
 from trainfold.core import tree
 from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.errors import CheckpointError, ResumeRefused, SaveFailed
-from trainfold.core.inventory import lineage
+from trainfold.core.resume.inventory import lineage
 from trainfold.core.save.retention import keep_every
 from trainfold.core.save.save_plan import MANIFEST, directory_of
 from trainfold.core.state.components import components_of

@@ -44,8 +44,8 @@ from trainfold.core.errors import (
     RunNotRestored,
 )
 from trainfold.core.format.codec import digest_of
-from trainfold.core.inventory import lineage, next_head
-from trainfold.core.quarantine import (
+from trainfold.core.resume.inventory import lineage, next_head
+from trainfold.core.resume.quarantine import (
     LIMIT,
     MAX_REASONS,
     MAX_RECORDS,
@@ -61,7 +61,7 @@ from trainfold.core.quarantine import (
     with_quarantined,
     worst_outcome,
 )
-from trainfold.core.quarantine_json import (
+from trainfold.core.resume.quarantine_json import (
     QUARANTINE_FILE,
     QUARANTINE_LIMIT_BYTES,
     quarantine_from_json,

@@ -16,7 +16,7 @@ from trainfold.core.format.codec import digest_of
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.format.manifest import encode_manifest
 from trainfold.core.format.manifest_reader import decode_manifest
-from trainfold.core.resume_plan import Refusal, ResumePlan
+from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import laws
 

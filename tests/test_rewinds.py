@@ -25,9 +25,9 @@ from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.best.top_n import BestEntry
 from trainfold.core.data.cursor import DataCursor
 from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, SaveFailed
-from trainfold.core.inventory import Descent, lineage
 from trainfold.core.layout.shard import make_shard
-from trainfold.core.quarantine import Outcome
+from trainfold.core.resume.inventory import Descent, lineage
+from trainfold.core.resume.quarantine import Outcome
 from trainfold.core.rng import make_key
 from trainfold.core.save.retention import keep_best, keep_last
 from trainfold.core.save.save_plan import MANIFEST, directory_of

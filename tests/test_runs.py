@@ -26,7 +26,7 @@ from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.format.manifest import encode_manifest
 from trainfold.core.format.manifest_reader import decode_manifest
 from trainfold.core.layout.shard import make_shard
-from trainfold.core.resume_plan import Refusal, ResumePlan
+from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 from trainfold.properties import laws, strategies

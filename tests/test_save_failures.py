@@ -11,7 +11,7 @@ from trainfold.backends.collectives import run_threads
 from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
 from trainfold.core.errors import NoSpace, NotWritable, RankFailed, SaveFailed, SaveFailedElsewhere
-from trainfold.core.inventory import problem_of
+from trainfold.core.resume.inventory import problem_of
 from trainfold.core.state.state import Progress, TrainState
 
 FULL = NoSpace("disk", expected="room", found="none", mend="make room")

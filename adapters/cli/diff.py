@@ -13,7 +13,7 @@ from trainfold.backends.run_save import tensor_digest
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.rebuild import places
-from trainfold.core.policy import ENVIRONMENT
+from trainfold.core.resume.drift import ENVIRONMENT
 
 _SHOWN_LEAVES = 100
 _ABSENT = "absent"

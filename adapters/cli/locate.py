@@ -13,7 +13,7 @@ from trainfold.backends.place import local_path
 from trainfold.backends.protocols import Store
 from trainfold.core import errors
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.inventory import Inventory, Problem, current_head
+from trainfold.core.resume.inventory import Inventory, Problem, current_head
 from trainfold.core.save.save_plan import step_of
 
 
@@ -105,7 +105,7 @@ def error_of(problem: Problem) -> errors.TrainfoldError:
     """The error that a problem was made from.
 
     Examples:
-        >>> from trainfold.core.inventory import problem_of
+        >>> from trainfold.core.resume.inventory import problem_of
         >>> torn = errors.CheckpointTorn("step-7", expected="a manifest", found="none", mend="use an older one")
         >>> type(error_of(problem_of(torn))).__name__, error_of(problem_of(torn)).exit_code
         ('CheckpointTorn', 13)

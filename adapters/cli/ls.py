@@ -9,8 +9,8 @@ from trainfold.adapters.cli.output import Answer, Table, size_text
 from trainfold.backends.inventory import examine
 from trainfold.backends.quarantine_file import quarantined
 from trainfold.core.errors import RunEmpty
-from trainfold.core.inventory import Entry, lineage
-from trainfold.core.quarantine import with_quarantined
+from trainfold.core.resume.inventory import Entry, lineage
+from trainfold.core.resume.quarantine import with_quarantined
 
 
 def list_run(run: Path) -> Answer:

@@ -16,11 +16,11 @@ from trainfold.backends.run_save import library_versions
 from trainfold.core.errors import CheckpointError, InvalidArgument, ResumeRefused, TrainfoldError
 from trainfold.core.format.describe import Described
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.inventory import Inventory, Problem
-from trainfold.core.quarantine import with_quarantined
-from trainfold.core.request import Request, Target, make_request
-from trainfold.core.resume_plan import Refusal, ResumePlan
-from trainfold.core.resume_planner import chosen_manifest, plan_resume
+from trainfold.core.resume.inventory import Inventory, Problem
+from trainfold.core.resume.planner import chosen_manifest, plan_resume
+from trainfold.core.resume.quarantine import with_quarantined
+from trainfold.core.resume.request import Request, Target, make_request
+from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.save.cadence import Cadence, advise_cadence
 
 NOT_SAVED = "Not saved, and changed with training"

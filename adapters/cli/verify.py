@@ -15,7 +15,7 @@ from trainfold.adapters.cli.output import Answer, Table, size_text
 from trainfold.backends.run_save import recorded_fingerprint
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
 from trainfold.core.format.manifest import ComponentRecord, FileRecord, ShardRecord
-from trainfold.core.inventory import Problem, problem_of
+from trainfold.core.resume.inventory import Problem, problem_of
 from trainfold.core.save.save_plan import MANIFEST
 
 _CHUNK_BYTES = 16 << 20

@@ -19,7 +19,7 @@ from trainfold.adapters.loaders.choose import loaders_by_path
 from trainfold.adapters.loaders.feed import length_of
 from trainfold.backends.run_load import ResumeDrift
 from trainfold.core.format.codec import digest_of
-from trainfold.core.policy import Drift, Verdict, make_drift
+from trainfold.core.resume.drift import Drift, Verdict, make_drift
 from trainfold.core.scalars import Json
 from trainfold.core.state.contract import checked_contract
 

@@ -45,8 +45,8 @@ from trainfold.adapters.loaders.feed import Feed, mismatch
 from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.core import tree
 from trainfold.core.errors import CaptureRefused, IncompleteWindow, InvalidArgument, InvalidState, RestoreRefused
-from trainfold.core.inventory import Descent
-from trainfold.core.policy import Verdict, check_policy
+from trainfold.core.resume.drift import Verdict, check_policy
+from trainfold.core.resume.inventory import Descent
 from trainfold.core.state.audit import UNSAVED, unsaved_of
 from trainfold.core.state.components import components_of, state_of, validate_components
 from trainfold.core.state.fqn import NamedTensors, named_tensors

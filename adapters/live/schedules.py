@@ -19,7 +19,7 @@ from trainfold.adapters.components.scheduler import SchedulerPart, opaques
 from trainfold.adapters.live.script_contract import SCHEDULED, bare
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
-from trainfold.core.policy import BASE_RATES
+from trainfold.core.resume.drift import BASE_RATES
 from trainfold.core.scalars import Json
 from trainfold.core.state.state import Opaque, OptimizerState, OwnOptimizerState
 

@@ -8,7 +8,7 @@ from trainfold.adapters.loaders.batch_digest import PREFIX
 from trainfold.adapters.loaders.draws import Drawn, Last
 from trainfold.adapters.loaders.feed import mismatch
 from trainfold.core.errors import DataPositionMismatch
-from trainfold.core.policy import Verdict, verdict_of
+from trainfold.core.resume.drift import Verdict, verdict_of
 from trainfold.core.scalars import shown
 
 _LOG = logging.getLogger("trainfold")

@@ -15,7 +15,7 @@ from trainfold.adapters.loaders.feed import OTHER, mismatch
 from trainfold.adapters.loaders.sampler_tap import order_problems
 from trainfold.adapters.loaders.worker_trace import Report
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.policy import Verdict, verdict_of
+from trainfold.core.resume.drift import Verdict, verdict_of
 from trainfold.core.state.state import Opaque
 
 

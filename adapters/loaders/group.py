@@ -6,7 +6,7 @@ from typing import Any, TypeAlias, final
 from trainfold.adapters.components.component import Part, Undo
 from trainfold.adapters.loaders.feed import OTHER, Feed, mismatch, position_problems
 from trainfold.core.errors import InvalidArgument, TrainfoldError
-from trainfold.core.policy import Verdict
+from trainfold.core.resume.drift import Verdict
 from trainfold.core.state.state import Opaque
 
 Samples: TypeAlias = int | Mapping[str, int] | None

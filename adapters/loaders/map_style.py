@@ -41,7 +41,7 @@ from trainfold.adapters.loaders.sampler_tap import (
 )
 from trainfold.adapters.loaders.worker_trace import WorkerTrace
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
-from trainfold.core.policy import Verdict
+from trainfold.core.resume.drift import Verdict
 from trainfold.core.state.state import Opaque
 
 

@@ -7,7 +7,7 @@ from trainfold.adapters.components.component import Part, Undo
 from trainfold.adapters.loaders.feed import END, OPENED, OTHER, mismatch
 from trainfold.adapters.loaders.map_style import MapFeed
 from trainfold.core.errors import InvalidArgument, TrainfoldError
-from trainfold.core.policy import Verdict
+from trainfold.core.resume.drift import Verdict
 from trainfold.core.state.state import Opaque
 
 

@@ -39,7 +39,7 @@ from trainfold.adapters.loaders.pull_watch import PullWatch, is_foreign, late_pr
 from trainfold.adapters.loaders.sampler_tap import capture_order, order_problems, restore_order
 from trainfold.adapters.loaders.worker_trace import WorkerTrace
 from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, TrainfoldError
-from trainfold.core.policy import Verdict
+from trainfold.core.resume.drift import Verdict
 from trainfold.core.state.state import Opaque
 
 

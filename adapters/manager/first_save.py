@@ -11,8 +11,8 @@ from trainfold.backends.inventory import read_inventory, read_manifest
 from trainfold.backends.protocols import Store
 from trainfold.backends.together import on_all_ranks
 from trainfold.core.errors import RunNotRestored
-from trainfold.core.inventory import BEGINNING, Descent
 from trainfold.core.layout.world import Collectives
+from trainfold.core.resume.inventory import BEGINNING, Descent
 from trainfold.core.state.state import TrainState
 
 

@@ -14,11 +14,11 @@ from trainfold.backends.run_load import Loaded, Quarantine, load_run, plan_run
 from trainfold.backends.snapshot import prove_alike, take_snapshot
 from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.core.errors import InvalidState, ResumeRefused
-from trainfold.core.inventory import Descent
 from trainfold.core.layout.world import Collectives
-from trainfold.core.policy import Drift
-from trainfold.core.request import make_request
-from trainfold.core.resume_plan import Refusal
+from trainfold.core.resume.drift import Drift
+from trainfold.core.resume.inventory import Descent
+from trainfold.core.resume.request import make_request
+from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.save.save_plan import step_of
 from trainfold.core.state.audit import component_of
 from trainfold.core.state.components import validate_components

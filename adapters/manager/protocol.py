@@ -7,7 +7,7 @@ import attrs
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.outcomes import Restored, SaveOutcome
 from trainfold.backends.run_save import SaveResult
-from trainfold.core.resume_plan import Refusal, ResumePlan
+from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.save.triggers import Verdict
 from trainfold.core.state.state import TrainState
 

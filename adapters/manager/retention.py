@@ -13,8 +13,8 @@ from trainfold.backends.quarantine_file import quarantined
 from trainfold.backends.run_save import SaveResult
 from trainfold.core.best.best_json import BEST_FILE, BestFile
 from trainfold.core.format.codec import digest_of
-from trainfold.core.inventory import Entry, Inventory, lineage
-from trainfold.core.quarantine import with_quarantined
+from trainfold.core.resume.inventory import Entry, Inventory, lineage
+from trainfold.core.resume.quarantine import with_quarantined
 from trainfold.core.save.events import Event
 from trainfold.core.save.retention import Retention, Saved, plan_left_behind, plan_retention
 from trainfold.core.save.save_plan import MANIFEST, directory_of, is_data_file, step_of

@@ -12,7 +12,7 @@ from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import Snapshot, save_snapshot
 from trainfold.core.errors import error_text
-from trainfold.core.inventory import Descent
+from trainfold.core.resume.inventory import Descent
 
 _LOG = logging.getLogger("trainfold")
 

@@ -22,9 +22,9 @@ from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
 from trainfold.core.errors import error_text
 from trainfold.core.format.describe import Describer
-from trainfold.core.inventory import Descent
 from trainfold.core.layout.world import Collectives
 from trainfold.core.replicas import Level, proof_of
+from trainfold.core.resume.inventory import Descent
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.state import TrainState
 

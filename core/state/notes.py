@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from trainfold.core.policy import contract_kind
+from trainfold.core.resume.drift import contract_kind
 from trainfold.core.state.audit import UNSAVED
 from trainfold.core.state.trained import TRAINED
 

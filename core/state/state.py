@@ -11,7 +11,7 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.state.leaves import Leaves
 
 if TYPE_CHECKING:
-    from trainfold.core.inventory import Descent
+    from trainfold.core.resume.inventory import Descent
 
 Scalar: TypeAlias = int | float | bool | str | bytes | None
 _STATIC = {"pytree_node": False}

@@ -102,10 +102,10 @@ if TYPE_CHECKING:
     from trainfold.core.optim.schedule import horizon as horizon
     from trainfold.core.optim.schedule import linear as linear
     from trainfold.core.optim.schedule import wsd as wsd
-    from trainfold.core.policy import Drift as Drift
-    from trainfold.core.resume_plan import Refusal as Refusal
-    from trainfold.core.resume_plan import ResumePlan as ResumePlan
-    from trainfold.core.resume_planner import plan_resume as plan_resume
+    from trainfold.core.resume.drift import Drift as Drift
+    from trainfold.core.resume.planner import plan_resume as plan_resume
+    from trainfold.core.resume.resume_plan import Refusal as Refusal
+    from trainfold.core.resume.resume_plan import ResumePlan as ResumePlan
     from trainfold.core.rng import Key as Key
     from trainfold.core.rng import fold_in as fold_in
     from trainfold.core.rng import forked_rng as forked_rng
@@ -163,7 +163,7 @@ _MODULE_OF = {
     "Difference": "trainfold.core.state.spec",
     "DisabledManager": "trainfold.adapters.manager.disabled",
     "DistributedEvalCursor": "trainfold.core.data.eval_cursor",
-    "Drift": "trainfold.core.policy",
+    "Drift": "trainfold.core.resume.drift",
     "Evaluation": "trainfold.core.evaluate.evaluation",
     "Event": "trainfold.core.save.events",
     "Key": "trainfold.core.rng",
@@ -184,12 +184,12 @@ _MODULE_OF = {
     "Progress": "trainfold.core.state.state",
     "QuarantineIgnored": "trainfold.backends.quarantine_file",
     "RankFailed": "trainfold.core.errors",
-    "Refusal": "trainfold.core.resume_plan",
+    "Refusal": "trainfold.core.resume.resume_plan",
     "RequestSource": "trainfold.adapters.requests.sources",
     "RestoreRefused": "trainfold.core.errors",
     "Restored": "trainfold.adapters.manager.outcomes",
     "ResumeDrift": "trainfold.backends.run_load",
-    "ResumePlan": "trainfold.core.resume_plan",
+    "ResumePlan": "trainfold.core.resume.resume_plan",
     "ResumeRefused": "trainfold.core.errors",
     "Retention": "trainfold.core.save.retention",
     "RunLocked": "trainfold.core.errors",
@@ -251,7 +251,7 @@ _MODULE_OF = {
     "no_tally": "trainfold.core.evaluate.suite",
     "optimizer": "trainfold.core.optim.optimizer",
     "plan": "trainfold.backends.runs",
-    "plan_resume": "trainfold.core.resume_planner",
+    "plan_resume": "trainfold.core.resume.planner",
     "plan_retention": "trainfold.core.save.retention",
     "plan_save": "trainfold.core.save.save_plan",
     "refresh_masters": "trainfold.core.state.masters",

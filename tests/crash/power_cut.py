@@ -187,7 +187,7 @@ def _save_on(mode: str, run: Path) -> Iterator[tuple[str, int, Any]]:
     from trainfold.backends.best_file import save_best
     from trainfold.backends.inventory import read_inventory
     from trainfold.core.best.record import make_best_record, updated
-    from trainfold.core.inventory import lineage
+    from trainfold.core.resume.inventory import lineage
     from trainfold.core.save.save_plan import directory_of
 
     step, store, best = 0, trainfold.LocalStore(run), ""

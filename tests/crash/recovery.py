@@ -22,7 +22,7 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.protocols import Store
 from trainfold.core.best.record import make_best_record
 from trainfold.core.errors import ResumeRefused, TrainfoldError
-from trainfold.core.quarantine_json import QUARANTINE_FILE, quarantine_from_json
+from trainfold.core.resume.quarantine_json import QUARANTINE_FILE, quarantine_from_json
 from trainfold.core.save.save_plan import directory_of
 
 _FURTHER = 90  # a step beyond all that the scenarios save

@@ -27,7 +27,7 @@ from trainfold.backends.local import LocalStore
 from trainfold.backends.quarantine_file import begin_attempt, end_attempt
 from trainfold.core import tree
 from trainfold.core.best.record import make_best_record, updated
-from trainfold.core.quarantine import LIMIT, Outcome
+from trainfold.core.resume.quarantine import LIMIT, Outcome
 from trainfold.core.save.save_plan import directory_of
 from trainfold.core.state.components import components_of
 from trainfold.core.state.state import TrainState

@@ -13,7 +13,7 @@ from trainfold.backends.best_file import load_best
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.local import LocalStore
 from trainfold.backends.runs import load
-from trainfold.core.inventory import lineage
+from trainfold.core.resume.inventory import lineage
 from trainfold.core.save.save_plan import MANIFEST
 
 KILLS = 250 if IS_SOAK else 15  # of each mode

@@ -23,7 +23,7 @@ from trainfold.core.data.cursor import make_cursor
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.optim.schedule import horizon, wsd
-from trainfold.core.resume_plan import Refusal
+from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.state.state import TrainState
 from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss

@@ -7,9 +7,9 @@ import attrs
 
 from trainfold.core.format.codec import digest_of
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.inventory import Problem
-from trainfold.core.policy import GROUPS, OF_RANK_ZERO, Drift, recipes_of
 from trainfold.core.printable import printable
+from trainfold.core.resume.drift import GROUPS, OF_RANK_ZERO, Drift, recipes_of
+from trainfold.core.resume.inventory import Problem
 from trainfold.core.scalars import Json
 from trainfold.core.state.audit import not_restored, not_restored_text
 
@@ -167,7 +167,7 @@ class Refusal:
         """The next move: the policy to type where one helps; where none does, what to put back, and no word of policies.
 
         Examples:
-            >>> from trainfold.core.policy import make_drift
+            >>> from trainfold.core.resume.drift import make_drift
             >>> Refusal("r", None, (make_drift("batch_size", "batch_size", saved=8, wanted=16, policy={}),)).fix
             'put it back, or pass policy={"batch_size": "adapt"} if it is meant: "Change the batch size" in docs/how-to/change-a-run.md'
         """

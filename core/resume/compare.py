@@ -11,10 +11,9 @@ from trainfold.core.errors import TrainfoldError
 from trainfold.core.format.describe import Described
 from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.format.rebuild import places, rebuild
-from trainfold.core.inventory import Problem
 from trainfold.core.layout.world import World
 from trainfold.core.optim.group_labels import relabelled
-from trainfold.core.policy import (
+from trainfold.core.resume.drift import (
     BASE_RATES,
     ENVIRONMENT,
     Drift,
@@ -24,6 +23,7 @@ from trainfold.core.policy import (
     make_drift,
     verdict_of,
 )
+from trainfold.core.resume.inventory import Problem
 from trainfold.core.scalars import Json
 from trainfold.core.state.contract import contract_of
 from trainfold.core.state.notes import NOTES

@@ -15,7 +15,7 @@ from trainfold.core.format.strict_json import (
     single_name,
     text_of,
 )
-from trainfold.core.quarantine import MAX_REASONS, MAX_RECORDS, Attempts, Tried
+from trainfold.core.resume.quarantine import MAX_REASONS, MAX_RECORDS, Attempts, Tried
 from trainfold.core.save.save_plan import step_of
 from trainfold.core.scalars import shown
 

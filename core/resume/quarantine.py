@@ -20,7 +20,7 @@ from trainfold.core.errors import (
     TrainfoldError,
     error_text,
 )
-from trainfold.core.inventory import Inventory, Problem, problem_of
+from trainfold.core.resume.inventory import Inventory, Problem, problem_of
 from trainfold.core.scalars import shown
 
 LIMIT: Final = 3
@@ -206,7 +206,7 @@ def with_quarantined(inventory: Inventory, problems: Mapping[str, Problem]) -> I
         problems: name -> why, as `quarantine_problem` says.
 
     Examples:
-        >>> from trainfold.core.inventory import Entry
+        >>> from trainfold.core.resume.inventory import Entry
         >>> from trainfold.core.format.manifest import Head
         >>> found = Inventory("runs/a", "r", (Entry("step-00000007", Head("r", 7)),))
         >>> with_quarantined(found, {"step-00000007": quarantine_problem(Tried("step-00000007", "d", 3), "runs/a")})\

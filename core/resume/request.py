@@ -8,7 +8,7 @@ import attrs
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.describe import Described
 from trainfold.core.given import mapping_given, names_given
-from trainfold.core.policy import Verdict, check_policy
+from trainfold.core.resume.drift import Verdict, check_policy
 from trainfold.core.scalars import Json
 
 

@@ -11,16 +11,16 @@ from typing import Final
 import attrs
 
 from trainfold.core.collecting import without_collecting
-from trainfold.core.compare import Findings, compare_component, compare_contract
 from trainfold.core.errors import UnknownComponent
 from trainfold.core.format.manifest import ComponentRecord, Manifest
 from trainfold.core.given import nearest
-from trainfold.core.inventory import OLDER, Inventory, Problem, lineage
 from trainfold.core.layout.world import World
-from trainfold.core.policy import Drift, contract_kind, verdict_of
 from trainfold.core.replicas import is_between_epochs, is_opaque
-from trainfold.core.request import Request, Target
-from trainfold.core.resume_plan import ComponentAction, Refusal, ResumePlan
+from trainfold.core.resume.compare import Findings, compare_component, compare_contract
+from trainfold.core.resume.drift import Drift, contract_kind, verdict_of
+from trainfold.core.resume.inventory import OLDER, Inventory, Problem, lineage
+from trainfold.core.resume.request import Request, Target
+from trainfold.core.resume.resume_plan import ComponentAction, Refusal, ResumePlan
 from trainfold.core.scalars import Json
 from trainfold.core.state.components import BUILTIN_COMPONENTS
 from trainfold.core.state.contract import step_contract
@@ -43,7 +43,7 @@ def next_to_examine(inventory: Inventory, request: Request, wanted: Collection[s
         wanted: the components of what wants to resume; a checkpoint that left some of them out is passed over for an older one.
 
     Examples:
-        >>> from trainfold.core.inventory import Entry
+        >>> from trainfold.core.resume.inventory import Entry
         >>> from trainfold.core.format.manifest import Head
         >>> next_to_examine(Inventory("r", "r", (Entry("step-00000007", Head("r", 7)),)), Request())
         'step-00000007'
