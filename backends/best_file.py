@@ -25,9 +25,9 @@ from trainfold.backends.best_reader import (
 )
 from trainfold.backends.inventory import read_run_id
 from trainfold.backends.naming import naming_best
-from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.rank_environment import world_given
 from trainfold.backends.runs import Run, open_store
+from trainfold.backends.stores.protocol import Collectives, Store
 from trainfold.backends.together import on_rank_zero
 from trainfold.core.best.best_json import BEST_FILE, BestFile, best_to_json
 from trainfold.core.best.record import BestRecord
@@ -79,7 +79,7 @@ def save_best(
         SaveFailed: if it could not be written; what was there is untouched.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> from trainfold.backends.runs import save
         >>> from trainfold.core.best.record import make_best_record, updated
         >>> from trainfold.core.state.state import Progress, TrainState
@@ -121,7 +121,7 @@ def load_best(run: Run, wanted: BestRecord, *, collectives: Collectives | None =
         FutureVersion: if a newer trainfold wrote it.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> from trainfold.core.best.record import make_best_record
         >>> load_best(MemoryStore(), make_best_record(metric="loss", direction="min")).score is None
         True
@@ -148,7 +148,7 @@ def load_best_n(run: Run, wanted: BestRecord, *, collectives: Collectives | None
         CheckpointError: as `load_best`.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> from trainfold.core.best.record import make_best_record
         >>> load_best_n(MemoryStore(), make_best_record(metric="loss", direction="min"))
         ()

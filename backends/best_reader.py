@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from trainfold.backends.inventory import examine, read_inventory
-from trainfold.backends.protocols import Store
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BEST_LIMIT_BYTES, BestFile, best_file_from_json
 from trainfold.core.best.record import BestRecord, carried_best
 from trainfold.core.best.top_n import BestEntry
@@ -28,7 +28,7 @@ def best_checkpoint(store: Store) -> str | None:
         CheckpointError: if there is a best that cannot be read.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> best_checkpoint(MemoryStore()) is None
         True
     """
@@ -67,7 +67,7 @@ def best_checkpoints(store: Store) -> dict[str, str]:
         CheckpointError: if there is a best that cannot be read.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> best_checkpoints(MemoryStore())
         {}
     """
@@ -90,7 +90,7 @@ def best_scores(store: Store) -> dict[tuple[str, int], float]:
         CheckpointError: if there is a best that cannot be read.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> best_scores(MemoryStore())
         {}
     """

@@ -5,7 +5,7 @@ from typing import Final, final
 
 import xxhash
 
-from trainfold.backends.protocols import Store
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointDamaged, TrainfoldError
 from trainfold.core.format.codec import DIGEST_PREFIX
 from trainfold.core.format.manifest import Manifest

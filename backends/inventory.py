@@ -4,7 +4,7 @@ import itertools
 
 import attrs
 
-from trainfold.backends.protocols import Store
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.errors import (
     CheckpointDamaged,
@@ -45,7 +45,7 @@ def read_inventory(store: Store) -> Inventory:
         InvalidArgument: if the filesystem cannot have a run of that name.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> read_inventory(MemoryStore()).problem.error
         'CheckpointMissing'
     """

@@ -6,8 +6,8 @@ from typing import Any, Final, final
 
 import attrs
 
-from trainfold.backends.failures import missing
-from trainfold.backends.protocols import Store
+from trainfold.backends.stores.os_errors import missing
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointTorn
 from trainfold.core.format.strict_json import count, fields, hostile, list_of, strict_json, text_of
 
@@ -64,7 +64,7 @@ def read_header(store: Store, name: str) -> FileHeader:
             have another size than dtype and shape.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> store = MemoryStore()
         >>> store.write("a", [(2).to_bytes(8, "little"), b"{}"], size_bytes=10)
         >>> read_header(store, "a")

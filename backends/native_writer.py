@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import xxhash
 
-from trainfold.backends.protocols import Buffer, Place, Store
+from trainfold.backends.stores.protocol import Buffer, Place, Store
 from trainfold.core.errors import SaveFailed
 from trainfold.core.format.codec import DIGEST_PREFIX, tensor_bytes
 from trainfold.core.save.save_plan import FilePlan, TensorPlacement
@@ -68,7 +68,7 @@ def write_file(
         SaveFailed: when a tensor is not as planned, or the store fails; nothing of the file is left.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> store, plan = MemoryStore(), FilePlan("a", "model", 0, b"head", 4, ())
         >>> write_file(plan, {}, store=store, directory="step-1").size_bytes, store.read("step-1/a")
         (4, b'head')

@@ -11,7 +11,7 @@ from typing import final
 
 import attrs
 
-from trainfold.backends.protocols import Store
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import (
     CheckpointError,
     CheckpointHostile,
@@ -64,7 +64,7 @@ def quarantined(store: Store, *, limit: int = LIMIT) -> dict[str, Problem]:
         InvalidArgument: for a limit that is none.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> from trainfold.backends.runs import save
         >>> from trainfold.core.state.state import Progress, TrainState
         >>> store = MemoryStore()
@@ -120,7 +120,7 @@ def attempting(store: Store, name: str) -> Iterator[None]:
     """An attempt as a block, for a single process: what is raised in it is noted, and raised.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> with attempting(MemoryStore(), "step-00000120"):
         ...     pass
     """

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from trainfold.backends.protocols import Collectives
+from trainfold.backends.stores.protocol import Collectives
 from trainfold.core.format.codec import digest_of, leaf_digest, tensor_bytes
 from trainfold.core.format.describe import Described
 from trainfold.core.replicas import (

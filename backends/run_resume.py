@@ -10,7 +10,7 @@ import torch
 
 from trainfold.backends.header_check import HeaderCheck
 from trainfold.backends.native_reader import ReadRequest, fresh_tensor, read_tensors
-from trainfold.backends.protocols import Store
+from trainfold.backends.stores.protocol import Store
 from trainfold.core import tree
 from trainfold.core.data.cursor import DataCursor, check_cursor
 from trainfold.core.errors import CheckpointHostile, InvalidState

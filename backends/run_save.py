@@ -10,10 +10,10 @@ import attrs
 import numpy as np
 import torch
 
-from trainfold.backends.failures import named_failures
 from trainfold.backends.hold import HeldLeaf, Hold
 from trainfold.backends.native_writer import WrittenFile, write_file
-from trainfold.backends.protocols import Collectives, Store
+from trainfold.backends.stores.os_errors import named_failures
+from trainfold.backends.stores.protocol import Collectives, Store
 from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.core.errors import SaveFailed, TrainfoldError
 from trainfold.core.format.codec import as_tensor, digest_of

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from trainfold.backends.collectives import SingleProcess
-from trainfold.backends.local import LocalStore
-from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.rank_environment import world_given
 from trainfold.backends.run_load import load_run, plan_run
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import check_state, save_snapshot, take_snapshot
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.protocol import Collectives, Store
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.resume.request import make_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
@@ -71,7 +71,7 @@ def save(  # noqa: PLR0913 - keywords
             failed, SaveFailedElsewhere.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> from trainfold.core.state.state import Progress
         >>> save(TrainState(trainer=Progress(step=3)), MemoryStore()).checkpoint
         'step-00000003'
@@ -110,7 +110,7 @@ def plan(  # noqa: PLR0913 - keywords
         A `ResumePlan`, or a `Refusal` with every reason; both print.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> from trainfold.core.state.state import Progress
         >>> store = MemoryStore()
         >>> _ = save(TrainState(trainer=Progress(step=3)), store)
@@ -163,7 +163,7 @@ def load(  # noqa: PLR0913 - keywords
         RankFailed: if another rank could not load its part.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> from trainfold.core.state.state import Progress
         >>> store = MemoryStore()
         >>> _ = save(TrainState(trainer=Progress(step=3, samples=96)), store)

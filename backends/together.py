@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from trainfold.backends.protocols import Collectives
+from trainfold.backends.stores.protocol import Collectives
 from trainfold.core.errors import RankFailed, TrainfoldError, place
 from trainfold.core.resume.inventory import Problem, problem_of
 

@@ -24,8 +24,8 @@ from _targets import Target, finish, machine, make_parser
 import trainfold
 from trainfold.backends.collectives import SingleProcess
 from trainfold.backends.inventory import examine, read_inventory
-from trainfold.backends.local import LocalStore
 from trainfold.backends.run_save import run_save
+from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.describe import Described, describe
 from trainfold.core.format.manifest import Head
 from trainfold.core.resume.planner import next_to_examine, plan_resume

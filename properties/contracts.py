@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from trainfold.backends.protocols import Buffer, Store
+from trainfold.backends.stores.protocol import Buffer, Store
 from trainfold.core.errors import (
     CheckpointHostile,
     CheckpointMissing,
@@ -50,7 +50,7 @@ def check_store(factory: Callable[[], Store]) -> None:
         ContractBroken: naming every broken rule.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> check_store(MemoryStore)
     """
     broken = []

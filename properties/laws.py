@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from trainfold.backends.memory import MemoryStore
-from trainfold.backends.protocols import Store
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.runs import load, save
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.backends.stores.protocol import Store
 from trainfold.core import tree
 from trainfold.core.data.cursor import DataCursor
 from trainfold.core.data.shares import shard_of

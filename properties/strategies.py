@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from trainfold.backends.memory import CrashAt, ErrorAt, Fault
+from trainfold.backends.stores.memory import CrashAt, ErrorAt, Fault
 from trainfold.core.format.codec import STORED, torch_dtype
 from trainfold.core.optim.slot_layout import laid_out_like
 from trainfold.core.state.leaves import Leaves

@@ -28,8 +28,8 @@ from trainfold.backends.arena import Arena
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.hold import Hold
 from trainfold.backends.inventory import RUN_FILE, read_inventory, run_document
-from trainfold.backends.memory import ErrorAt, MemoryStore
 from trainfold.backends.runs import load
+from trainfold.backends.stores.memory import ErrorAt, MemoryStore
 from trainfold.core.errors import (
     IncompleteWindow,
     InvalidArgument,

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainfold import CheckpointManager
 from trainfold.adapters.live.live import attach
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import HiddenState, HiddenStateRefused, InvalidArgument
 from trainfold.core.state import audit
 

@@ -16,7 +16,7 @@ from trainfold.adapters.manager.config import CheckpointConfig, create_checkpoin
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.inventory import read_inventory
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.save.auto_cadence import ASSUMED_MTBF_SECS, FIRST_SAVE_SECS, choose_cadence
 from trainfold.core.save.cadence import advise_cadence, lost_fraction

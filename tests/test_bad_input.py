@@ -21,9 +21,9 @@ from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.backends import run_load
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.inventory import RUN_FILE
-from trainfold.backends.local import LocalStore
 from trainfold.backends.native_reader import read_header
 from trainfold.backends.run_load import CheckpointPassedOver
+from trainfold.backends.stores.local import LocalStore
 from trainfold.core import errors
 from trainfold.core.format.codec import digest_of
 from trainfold.core.format.fingerprint import fingerprint
@@ -524,7 +524,7 @@ def test_a_state_without_a_step_cannot_be_saved(run):
 def test_two_processes_saving_into_one_run_do_not_mix(run):
     """One of them gets RunLocked with the other's process id, and what is there stays whole."""
     code = (
-        "import sys, time\nfrom trainfold.backends.local import LocalStore\n"
+        "import sys, time\nfrom trainfold.backends.stores.local import LocalStore\n"
         "with LocalStore(sys.argv[1]).lock():\n    print('held', flush=True)\n    sys.stdin.read()\n"
     )
     with subprocess.Popen(

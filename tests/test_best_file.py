@@ -27,9 +27,9 @@ from trainfold.backends.best_file import (
 )
 from trainfold.backends.collectives import run_threads, thread_outcomes
 from trainfold.backends.inventory import read_inventory
-from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import ErrorAt, MemoryStore
 from trainfold.backends.runs import load, plan, save
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import ErrorAt, MemoryStore
 from trainfold.core.best.record import decide_best, is_better, make_best_record, updated
 from trainfold.core.best.top_n import BestEntry, plan_best, rewound
 from trainfold.core.errors import (

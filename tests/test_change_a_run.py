@@ -11,8 +11,8 @@ from torch.ao.quantization import PerChannelMinMaxObserver
 
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, plan, save
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RestoreRefused, ResumeRefused
 from trainfold.core.resume.drift import KINDS, RATE, RECIPES, UNFREEZE, check_policy, make_drift
 from trainfold.core.resume.inventory import Problem

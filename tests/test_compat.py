@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import trainfold
 from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.backends.inventory import read_manifest
-from trainfold.backends.local import LocalStore
+from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.state import Progress, TrainState
 

@@ -17,7 +17,7 @@ from trainfold.adapters.cli.demo.losses import Losses, losses_of
 from trainfold.adapters.cli.demo.report import EvaluationDiffers, KillsMissing, NotIdentical, RunRecord, compare, tables
 from trainfold.adapters.cli.demo.settings import make_settings
 from trainfold.adapters.cli.rehearse.moments import arms
-from trainfold.backends.record_file import RecordFile, read_entries
+from trainfold.backends.stores.record_file import RecordFile, read_entries
 from trainfold.core.errors import CheckpointForeign, InvalidArgument, NotWritable, RunLocked
 from trainfold.core.rehearsal.entry import Entry
 

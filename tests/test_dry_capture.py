@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfold import CheckpointManager
 from trainfold.adapters.live.live import attach
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CaptureRefused, InvalidState, UnsupportedLeaf
 
 

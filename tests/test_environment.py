@@ -13,9 +13,9 @@ from trainfold.adapters.live.live import attach
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.environment import environment_of
 from trainfold.backends.inventory import examine, read_inventory
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.run_load import ResumeDrift
 from trainfold.backends.runs import load, plan, save
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import ResumeRefused
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from trainfold.backends.collectives import run_threads, thread_outcomes
-from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CheckpointDamaged, RankFailed, SaveFailedElsewhere, UnsupportedLeaf, place
 from trainfold.core.state.state import Progress, TrainState
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.backends.collectives import run_threads
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.data.eval_cursor import DistributedEvalCursor, check_eval_cursor, eval_batches, make_eval_cursor
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState

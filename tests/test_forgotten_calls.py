@@ -15,8 +15,8 @@ from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.inventory import read_inventory
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import save
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.errors import (
     IncompleteWindow,

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainfold.backends.inventory import read_manifest
-from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CheckpointDamaged
 from trainfold.core.format.codec import digest_of
 from trainfold.core.format.describe import describe

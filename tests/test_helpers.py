@@ -9,8 +9,9 @@ from queue import SimpleQueue
 
 import pytest
 
-from trainfold.backends import direct_io, helpers
+from trainfold.backends import helpers
 from trainfold.backends.helpers import Helpers, Task
+from trainfold.backends.stores import direct_io
 
 
 def never(*_):

@@ -12,9 +12,9 @@ import torch
 
 import trainfold
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends import run_lock
 from trainfold.backends.inventory import read_inventory
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores import run_lock
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RunLocked, SaveFailed
 
 OURS = str(Path(trainfold.__file__).parent)

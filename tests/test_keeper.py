@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.state.state import Progress, TrainState
 
 

@@ -13,8 +13,8 @@ from trainfold.adapters.cli.rehearse import kept
 from trainfold.adapters.cli.rehearse.kept import Kept, measure, saved_of
 from trainfold.adapters.manager.rehearsal import Rehearsal
 from trainfold.backends.inventory import read_manifest
-from trainfold.backends.kept_checkpoint import keep_checkpoint
-from trainfold.backends.local import LocalStore
+from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
+from trainfold.backends.stores.local import LocalStore
 from trainfold.core.rehearsal.leaf_size import size_of
 from trainfold.core.rehearsal.reasons import likely_reasons
 from trainfold.core.rehearsal.trajectory import NOTHING, Difference, Stretch, differences

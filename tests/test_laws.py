@@ -14,9 +14,9 @@ import trainfold
 from trainfold import Loss
 from trainfold.backends import run_resume
 from trainfold.backends.collectives import run_threads
-from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import MemoryStore, SimulatedCrash
 from trainfold.backends.run_load import CheckpointPassedOver
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore, SimulatedCrash
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.data.permutation import sample_order
 from trainfold.core.data.shares import shard_of

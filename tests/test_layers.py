@@ -35,7 +35,7 @@ VIOLATIONS = (  # folder, line, what the tool says
     ("core", "import pathlib", "trainfold.core is not allowed to import pathlib"),
     ("backends", "import optree", "trainfold is not allowed to import optree"),
     ("adapters", "import rich", "trainfold is not allowed to import rich"),
-    ("properties", "from trainfold.backends.local import LocalStore", "trainfold.properties is not allowed to import trainfold.backends.local"),
+    ("properties", "from trainfold.backends.stores.local import LocalStore", "trainfold.properties is not allowed to import trainfold.backends.stores.local"),
     ("core", "import trainfold", "{module} is not allowed to import trainfold"),
     ("adapters", "from trainfold import save", "{module} is not allowed to import trainfold"),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from trainfold.adapters.components.component import copied
 from trainfold.adapters.components.optimizer import _device_of
 from trainfold.adapters.live.live import Live, attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.errors import (
     IncompleteWindow,

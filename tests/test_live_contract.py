@@ -10,7 +10,7 @@ from torch import nn
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends import run_load, runs
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused, ResumeRefused
 from trainfold.core.format.fingerprint import fingerprint
 

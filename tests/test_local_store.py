@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from trainfold.backends import direct_io
-from trainfold.backends.local import LocalStore
+from trainfold.backends.stores import direct_io
+from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import (
     CheckpointForeign,
     CheckpointHostile,
@@ -428,7 +428,7 @@ def test_a_file_larger_than_the_process_may_write_fails_by_name(store):
 
 HOLDER = """
 import sys, time
-from trainfold.backends.local import LocalStore
+from trainfold.backends.stores.local import LocalStore
 store = LocalStore(sys.argv[1])
 with store.lock():
     def parts():

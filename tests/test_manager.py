@@ -17,10 +17,10 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.inventory import read_inventory
-from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.run_load import ResumeDrift
 from trainfold.backends.runs import load, plan, save
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (
     CheckpointError,
     CheckpointForeign,

@@ -13,9 +13,9 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.best_file import save_best
 from trainfold.backends.collectives import run_threads
-from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.run_load import CheckpointPassedOver
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.best.record import decide_best, make_best_record
 from trainfold.core.errors import CheckpointDamaged, InvalidArgument, InvalidState, ResumeRefused
 from trainfold.core.resume.resume_plan import Refusal

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfold.backends.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash, read_only
+from trainfold.backends.stores.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash, read_only
 from trainfold.core.errors import NoSpace, NotWritable, RunLocked, SaveFailed
 from trainfold.core.format.codec import digest_of
 

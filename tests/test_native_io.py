@@ -13,10 +13,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.native_reader import ReadRequest, read_header, read_tensor, read_tensors
 from trainfold.backends.native_writer import write_file
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointError,

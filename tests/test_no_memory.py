@@ -12,8 +12,8 @@ import torch
 
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends import helpers
-from trainfold.backends.local import LocalStore
 from trainfold.backends.runs import load
+from trainfold.backends.stores.local import LocalStore
 from trainfold.core.state.state import Progress, TrainState
 
 REAL = threading.Thread.start

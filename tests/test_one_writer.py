@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.local import LocalStore
 from trainfold.backends.runs import save
+from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import RunLocked, RunReplaced
 from trainfold.core.state.state import Progress, TrainState
 
@@ -30,7 +30,7 @@ def told(script, *arguments):
         import os, sys
         from pathlib import Path
         from trainfold.adapters.manager.manager import CheckpointManager
-        from trainfold.backends.local import LocalStore
+        from trainfold.backends.stores.local import LocalStore
         from trainfold.backends.runs import save
         from trainfold.core.errors import TrainfoldError
         from trainfold.core.state.state import Progress, TrainState

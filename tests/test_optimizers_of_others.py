@@ -13,7 +13,7 @@ from torch import nn
 import trainfold
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import TrainfoldError
 
 with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():

@@ -6,7 +6,7 @@ import torch
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.collectives import run_threads, thread_outcomes
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (
     CaptureRefused,
     InvalidArgument,

@@ -12,7 +12,7 @@ import trainfold
 from trainfold.adapters.components.component import ObjectPart, copied
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CaptureRefused, RestoreRefused, ResumeRefused
 from trainfold.core.state.state import Opaque
 

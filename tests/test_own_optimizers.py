@@ -17,7 +17,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.manager.update_hooks import UpdateGate
 from trainfold.adapters.own_state.plain_form import from_plain, to_plain
 from trainfold.adapters.own_state.remembered import remember
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, TrainfoldError, UnsupportedOptimizer
 from trainfold.core.format.describe import describe
 from trainfold.core.state.leaves import Leaves

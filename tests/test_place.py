@@ -6,7 +6,7 @@ import pytest
 
 import trainfold
 from trainfold.adapters.cli import main
-from trainfold.backends.place import local_path
+from trainfold.backends.stores.place import local_path
 from trainfold.core.errors import InvalidArgument
 
 STATE = trainfold.TrainState(trainer=trainfold.Progress(step=3))

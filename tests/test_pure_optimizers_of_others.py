@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import trainfold
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import ResumeRefused, TrainfoldError, UnsupportedLeaf
 
 with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():

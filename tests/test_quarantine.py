@@ -18,8 +18,6 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.inventory import read_inventory
-from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash, read_only
 from trainfold.backends.quarantine_file import (
     QuarantineIgnored,
     attempting,
@@ -29,6 +27,8 @@ from trainfold.backends.quarantine_file import (
 )
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.runs import load, save
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash, read_only
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -333,7 +333,7 @@ def test_processes_that_are_killed_in_loading_are_counted(tmp_path):
     save_at(LocalStore(run), 7, 8)
     program = f"""
 import os, signal
-from trainfold.backends.local import LocalStore
+from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.quarantine_file import begin_attempt, quarantined
 for _ in range({LIMIT}):
     assert not quarantined(LocalStore({str(run)!r}))

@@ -18,9 +18,9 @@ import trainfold
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.collectives import SingleProcess, run_threads, thread_outcomes
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.rank_environment import ranks_around
 from trainfold.backends.runs import load, plan, save
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (
     DataPositionMismatch,
     InvalidArgument,

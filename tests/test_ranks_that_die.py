@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.collectives import thread_outcomes
-from trainfold.backends.faults import SimulatedCrash
 from trainfold.backends.inventory import examine, read_inventory
-from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
+from trainfold.backends.stores.faults import SimulatedCrash
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.save.save_plan import MANIFEST
 from trainfold.core.state.state import Progress, TrainState

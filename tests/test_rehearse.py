@@ -33,7 +33,7 @@ from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.room import most_kept
 from trainfold.adapters.cli.rehearse.settings import make_settings
 from trainfold.adapters.live.live import attach
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CheckpointForeign, InvalidArgument
 from trainfold.core.rehearsal.orders import VARIABLE
 

@@ -7,9 +7,9 @@ from torch import nn
 
 import trainfold
 from trainfold import Loss
-from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.run_load import CheckpointPassedOver
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.errors import ContractMismatch, InvalidArgument, ResumeRefused
 from trainfold.core.format.codec import digest_of

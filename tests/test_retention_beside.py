@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from trainfold.adapters.manager.config import CheckpointConfig, create_checkpoint_manager
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.best_file import save_best
-from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, plan
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.best.top_n import BestEntry
 from trainfold.core.errors import InvalidArgument
@@ -71,7 +71,7 @@ def test_a_sidecar_that_cannot_be_removed_leaves_its_checkpoint_whole(tmp_path, 
             raise OSError(16, "Device or resource busy")
 
         with monkeypatch.context() as patch:
-            patch.setattr("trainfold.backends.local.shutil.rmtree", busy)
+            patch.setattr("trainfold.backends.stores.local.shutil.rmtree", busy)
             manager.save(state_at(2))
         assert "could not be deleted, and will be tried again" in caplog.text
         assert load(run, like=state_at(0), step=1).trainer.step == 1

@@ -15,12 +15,12 @@ from trainfold.adapters.manager.retention import Keeper
 from trainfold.backends.best_file import BestIgnored, best_scores, load_best, load_best_n, save_best
 from trainfold.backends.collectives import SingleProcess, run_threads
 from trainfold.backends.inventory import read_inventory, read_manifest
-from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash
 from trainfold.backends.quarantine_file import begin_attempt, end_attempt, quarantined
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.runs import load
 from trainfold.backends.snapshot import save_snapshot, take_snapshot
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash
 from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.best.top_n import BestEntry
 from trainfold.core.data.cursor import DataCursor

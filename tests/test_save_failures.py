@@ -8,8 +8,8 @@ import torch
 
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.collectives import run_threads
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import NoSpace, NotWritable, RankFailed, SaveFailed, SaveFailedElsewhere
 from trainfold.core.resume.inventory import problem_of
 from trainfold.core.state.state import Progress, TrainState

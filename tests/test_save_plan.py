@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import save
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidArgument, InvalidState, RanksDisagree
 from trainfold.core.format.describe import describe
 from trainfold.core.layout.shard import make_shard

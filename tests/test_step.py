@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.inventory import read_inventory
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.errors import (

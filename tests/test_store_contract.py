@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainfold.backends.local import LocalStore
-from trainfold.backends.memory import MemoryStore
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import SaveFailed
 from trainfold.properties import contracts
 

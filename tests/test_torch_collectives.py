@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from trainfold.backends.collectives import SingleProcess, run_threads
-from trainfold.backends.local import LocalStore
 from trainfold.backends.runs import load, save
+from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.torch_collectives import TorchCollectives
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import InvalidArgument, RankFailed

@@ -22,8 +22,8 @@ from trainfold import metrics as M
 from trainfold.adapters.bridges.torchmetrics import TorchMetric
 from trainfold.adapters.evaluation.evaluate import evaluate
 from trainfold.backends.collectives import run_threads, thread_outcomes
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load, save
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, UnsupportedLeaf
 from trainfold.core.evaluate.tensor_packing import pack, unpack

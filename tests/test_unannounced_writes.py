@@ -12,9 +12,9 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.collectives import run_threads
 from trainfold.backends.hold import Hold
-from trainfold.backends.memory import MemoryStore
 from trainfold.backends.runs import load
 from trainfold.backends.snapshot import save_snapshot, take_snapshot
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RankFailed, SaveFailed
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.leaves import Leaves

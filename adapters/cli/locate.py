@@ -7,10 +7,10 @@ from typing import final
 import attrs
 
 from trainfold.backends.inventory import examine, read_inventory
-from trainfold.backends.local import LocalStore
-from trainfold.backends.local_files import check_path, too_long
-from trainfold.backends.place import local_path
-from trainfold.backends.protocols import Store
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.local_files import check_path, too_long
+from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.protocol import Store
 from trainfold.core import errors
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.resume.inventory import Inventory, Problem, current_head

@@ -6,7 +6,7 @@ from typing import Final
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.protocol import LoadDecision
 from trainfold.adapters.requests.sources import RequestSource
-from trainfold.backends.direct_io import BUFFER_BYTES, BUFFERS
+from trainfold.backends.stores.direct_io import BUFFER_BYTES, BUFFERS
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.save.retention import Retention, check_keep_last, keep_last
 from trainfold.core.scalars import shown

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Literal
 import attrs
 
 from trainfold.adapters.manager.protocol import CheckpointManagerLike
-from trainfold.backends.protocols import Store
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import (
     InvalidArgument,
     ManagerIncomplete,

@@ -8,7 +8,7 @@ import attrs
 
 from trainfold.adapters.live.live import Live
 from trainfold.backends.inventory import read_inventory, read_manifest
-from trainfold.backends.protocols import Store
+from trainfold.backends.stores.protocol import Store
 from trainfold.backends.together import on_all_ranks
 from trainfold.core.errors import RunNotRestored
 from trainfold.core.layout.world import Collectives
@@ -29,7 +29,7 @@ def look(store: Store) -> HeldRun:
     """What a run holds now.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> look(MemoryStore())
         HeldRun(run_id='', checkpoints=())
     """

@@ -37,11 +37,11 @@ from trainfold.adapters.manager.triggers import Due
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends import runs
 from trainfold.backends.bell import End
-from trainfold.backends.failures import named_failures
 from trainfold.backends.inventory import check_place
 from trainfold.backends.rank_environment import world_given
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import step_of_state
+from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.together import on_rank_zero
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text
 from trainfold.core.given import mapping_given
@@ -121,7 +121,7 @@ class CheckpointManager:
     Examples:
         >>> import torch, trainfold
         >>> from trainfold.adapters.live.live import attach
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> store = MemoryStore()
         >>> with CheckpointManager(store, every=2, keep_last=1) as manager:
         ...     live = attach(torch.nn.Linear(1, 1))

@@ -56,7 +56,7 @@ def load_decision(outcome: ResumePlan | Refusal, *, step: int | None = None) -> 
         step: the step that was asked for; None for the newest.
 
     Examples:
-        >>> from trainfold.backends.memory import MemoryStore
+        >>> from trainfold.backends.stores.memory import MemoryStore
         >>> from trainfold.backends.runs import plan
         >>> load_decision(plan(MemoryStore(), like=TrainState())).can_load
         False

@@ -12,12 +12,12 @@ from typing import Any, Final, final
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.recorder import plain_number
-from trainfold.backends.kept_checkpoint import keep_checkpoint
-from trainfold.backends.local import LocalStore
-from trainfold.backends.protocols import Store
-from trainfold.backends.record_file import RecordFile
 from trainfold.backends.runs import Run
 from trainfold.backends.snapshot import step_of_state
+from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.record_file import RecordFile
 from trainfold.core.format.codec import digest_of
 from trainfold.core.rehearsal.entry import EntryKind
 from trainfold.core.rehearsal.number import exact_text

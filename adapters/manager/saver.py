@@ -6,11 +6,11 @@ from functools import partial
 from typing import final
 
 from trainfold.adapters.manager.worker import Job, Worker
-from trainfold.backends.direct_io import release_buffers
 from trainfold.backends.hold import Hold
-from trainfold.backends.protocols import Collectives, Store
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import Snapshot, save_snapshot
+from trainfold.backends.stores.direct_io import release_buffers
+from trainfold.backends.stores.protocol import Collectives, Store
 from trainfold.core.errors import error_text
 from trainfold.core.resume.inventory import Descent
 

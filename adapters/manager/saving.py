@@ -15,11 +15,11 @@ from trainfold.adapters.manager.saver import Saver
 from trainfold.adapters.manager.triggers import Before, Due
 from trainfold.adapters.manager.update_hooks import UpdateGate
 from trainfold.adapters.parallel.ddp import sent_buffers
-from trainfold.backends.failures import named_failures
 from trainfold.backends.hold import Hold
-from trainfold.backends.protocols import Store
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
+from trainfold.backends.stores.os_errors import named_failures
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import error_text
 from trainfold.core.format.describe import Describer
 from trainfold.core.layout.world import Collectives

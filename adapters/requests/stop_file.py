@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import final
 
-from trainfold.backends.place import local_path
+from trainfold.backends.stores.place import local_path
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.save.requests import Request, checked_request
 from trainfold.core.scalars import shown

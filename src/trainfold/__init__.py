@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from trainfold.backends.best_file import load_best as load_best
     from trainfold.backends.best_file import save_best as save_best
     from trainfold.backends.collectives import SingleProcess as SingleProcess
-    from trainfold.backends.local import LocalStore as LocalStore
-    from trainfold.backends.memory import MemoryStore as MemoryStore
-    from trainfold.backends.protocols import Store as Store
     from trainfold.backends.quarantine_file import QuarantineIgnored as QuarantineIgnored
     from trainfold.backends.run_load import CheckpointPassedOver as CheckpointPassedOver
     from trainfold.backends.run_load import ResumeDrift as ResumeDrift
@@ -62,6 +59,9 @@ if TYPE_CHECKING:
     from trainfold.backends.runs import load as load
     from trainfold.backends.runs import plan as plan
     from trainfold.backends.runs import save as save
+    from trainfold.backends.stores.local import LocalStore as LocalStore
+    from trainfold.backends.stores.memory import MemoryStore as MemoryStore
+    from trainfold.backends.stores.protocol import Store as Store
     from trainfold.backends.time_limit import time_limit as time_limit
     from trainfold.backends.torch_collectives import TorchCollectives as TorchCollectives
     from trainfold.core.best.record import BestRecord as BestRecord
@@ -171,9 +171,9 @@ _MODULE_OF = {
     "Leaves": "trainfold.core.state.leaves",
     "Live": "trainfold.adapters.live.live",
     "LoadDecision": "trainfold.adapters.manager.protocol",
-    "LocalStore": "trainfold.backends.local",
+    "LocalStore": "trainfold.backends.stores.local",
     "Loss": "trainfold.core.step.loss",
-    "MemoryStore": "trainfold.backends.memory",
+    "MemoryStore": "trainfold.backends.stores.memory",
     "ModelState": "trainfold.core.state.state",
     "NonFinite": "trainfold.core.errors",
     "Opaque": "trainfold.core.state.state",
@@ -203,7 +203,7 @@ _MODULE_OF = {
     "SingleProcess": "trainfold.backends.collectives",
     "StateDonated": "trainfold.core.errors",
     "StopFile": "trainfold.adapters.requests.stop_file",
-    "Store": "trainfold.backends.protocols",
+    "Store": "trainfold.backends.stores.protocol",
     "Tally": "trainfold.core.evaluate.suite",
     "TorchCollectives": "trainfold.backends.torch_collectives",
     "TorchMetric": "trainfold.adapters.bridges.torchmetrics",

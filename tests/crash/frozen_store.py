@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from crash.extents import FILE, Data
-from trainfold.backends.failures import missing, not_a_directory, torn
-from trainfold.backends.names import directory_of, is_component, split_name
+from trainfold.backends.stores.names import directory_of, is_component, split_name
+from trainfold.backends.stores.os_errors import missing, not_a_directory, torn
 from trainfold.core.errors import CheckpointHostile
 
 Files = Mapping[str, Data | str | None]

@@ -12,7 +12,7 @@ import torch
 from crash.effects import Effect, Recorder
 from crash.scenarios import Scene, record, state_at, two_ranks
 from crash.syscalls import Handler
-from trainfold.backends import direct_io
+from trainfold.backends.stores import direct_io
 from trainfold.core.state.state import TrainState
 
 MIB: Final = 1 << 20

@@ -18,8 +18,8 @@ from crash.scenarios import SHM, Doing, Make, digest_of_state, record, state_at
 from crash.states import Budget, CrashState, crash_states, digest_of_files
 from trainfold.backends.best_file import load_best
 from trainfold.backends.inventory import read_inventory
-from trainfold.backends.local import LocalStore
-from trainfold.backends.protocols import Store
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.record import make_best_record
 from trainfold.core.errors import ResumeRefused, TrainfoldError
 from trainfold.core.resume.quarantine_json import QUARANTINE_FILE, quarantine_from_json

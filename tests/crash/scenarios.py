@@ -20,11 +20,11 @@ from crash.extents import Extents, in_extents
 from crash.frozen_store import files_in, materialise
 from crash.states import after_all, live
 from crash.syscalls import Handler, watched
-from trainfold.backends import direct_io
 from trainfold.backends.best_file import save_best
 from trainfold.backends.collectives import run_threads
-from trainfold.backends.local import LocalStore
 from trainfold.backends.quarantine_file import begin_attempt, end_attempt
+from trainfold.backends.stores import direct_io
+from trainfold.backends.stores.local import LocalStore
 from trainfold.core import tree
 from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.resume.quarantine import LIMIT, Outcome

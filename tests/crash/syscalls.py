@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
 
-from trainfold.backends import direct_io
+from trainfold.backends.stores import direct_io
 
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Gets the name of a call, the real function, and its arguments; does it, or not, and returns what it returns."""

@@ -9,7 +9,7 @@ from crash.frozen_store import FrozenStore, materialise, visible
 from crash.recovery import Examiner, Promised, crash_again, kill_then_crash, look, promises
 from crash.scenarios import SCENARIOS, SHM, record
 from crash.states import Budget, crash_states
-from trainfold.backends.local import LocalStore
+from trainfold.backends.stores.local import LocalStore
 
 # Distinct states at least, in the usual run and in the soak; all of the soak's are more than a hundred thousand.
 FEWEST = {

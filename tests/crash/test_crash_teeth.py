@@ -15,7 +15,7 @@ from crash.recovery import Examiner, promises
 from crash.rivals import RIVALS, failures
 from crash.scenarios import SCENARIOS, record
 from crash.states import Budget, crash_states
-from trainfold.backends.local import LocalStore
+from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import CommitConflict, SaveFailed
 
 SMALL = Budget(32, 4)
@@ -131,7 +131,7 @@ def test_a_lock_that_leaves_staged_files_behind_is_caught(effects, monkeypatch):
     """Somebody would have to clean up by hand."""
     done = effects("first_save")
     promised, examiner = promises(done), Examiner(go_on_share=1)
-    monkeypatch.setattr("trainfold.backends.local.collect", lambda _: [])
+    monkeypatch.setattr("trainfold.backends.stores.local.collect", lambda _: [])
     wrong = (examiner.wrong(state, promised[state.done]) for state in crash_states(done, Budget(4, 1)))
     assert any("left after the lock was taken" in each for found in wrong for each in found)
 

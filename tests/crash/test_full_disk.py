@@ -11,7 +11,7 @@ import torch
 import trainfold
 from crash.recovery import staged
 from crash.scenarios import digest_of_state, state_at
-from trainfold.backends.local import LocalStore
+from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import NoSpace, SaveFailed
 
 SIZE_BYTES = 4 << 20

@@ -16,7 +16,7 @@ from crash.power_cut import KEPT, NoLoopDevice, Writer, powered_disk
 from crash.recovery import Promised, broken, look, staged
 from crash.rivals import RIVALS
 from crash.scenarios import Doing, digest_of_state, state_at
-from trainfold.backends.local import LocalStore
+from trainfold.backends.stores.local import LocalStore
 
 LATEST_CUT_SECS = 0.03
 

@@ -19,7 +19,7 @@ from crash.recovery import Examiner, Promised, broken, look, promises, staged
 from crash.scenarios import SHM, Doing, digest_of_state, state_at
 from crash.states import Budget, crash_states, live
 from crash.syscalls import watched
-from trainfold.backends.local import LocalStore
+from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import NoSpace, NotWritable, SaveFailed, TrainfoldError
 from trainfold.core.save.save_plan import directory_of
 

@@ -23,8 +23,8 @@ from trainfold.adapters.cli.output import Answer
 from trainfold.adapters.cli.progress import Display, display
 from trainfold.adapters.cli.rehearse.moments import Pace
 from trainfold.adapters.cli.workplace import Workplace
-from trainfold.backends.place import local_path
-from trainfold.backends.record_file import read_entries
+from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.record_file import read_entries
 from trainfold.core.rehearsal.entry import Entry
 
 UNINTERRUPTED, KILLED = "uninterrupted", "killed"

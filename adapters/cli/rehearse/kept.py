@@ -11,7 +11,7 @@ import torch
 
 from trainfold.adapters.cli.diff import fingerprints, leaf_texts
 from trainfold.adapters.cli.inspect import labelled
-from trainfold.backends.names import MANIFEST
+from trainfold.backends.stores.names import MANIFEST
 from trainfold.core.format.codec import STORED, torch_dtype
 from trainfold.core.format.manifest import Manifest, ShardRecord, TensorRecord
 from trainfold.core.format.manifest_reader import decode_manifest

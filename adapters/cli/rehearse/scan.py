@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Final, final
 
-from trainfold.backends.kept_checkpoint import keep_checkpoint
-from trainfold.backends.names import MANIFEST
+from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
+from trainfold.backends.stores.names import MANIFEST
 from trainfold.core.rehearsal.entry import Entry
 from trainfold.core.rehearsal.orders import KEPT_NAME, MANIFESTS_NAME
 from trainfold.core.save.save_plan import step_of

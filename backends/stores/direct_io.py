@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainfold.backends.helpers import Helpers, Task
-from trainfold.backends.protocols import Buffer, Placeable
+from trainfold.backends.stores.protocol import Buffer, Placeable
 
 BUFFER_BYTES: Final = 2 << 20  # four of them stay in the third-level cache, where the device reads them
 BUFFERS: Final = 4

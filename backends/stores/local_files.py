@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from trainfold.backends import run_lock
-from trainfold.backends.failures import missing, not_a_directory
+from trainfold.backends.stores import run_lock
+from trainfold.backends.stores.os_errors import missing, not_a_directory
 from trainfold.core.errors import CheckpointHostile, InvalidArgument
 from trainfold.core.scalars import shown
 

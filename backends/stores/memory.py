@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, final
 
-from trainfold.backends.failures import missing, no_space, save_failure, torn, wrong_size
-from trainfold.backends.faults import CrashAt, Disk, Effect, ErrorAt, Fault, SimulatedCrash, read_only
-from trainfold.backends.names import MANIFEST, directory_of, split_name
-from trainfold.backends.protocols import Buffer
+from trainfold.backends.stores.faults import CrashAt, Disk, Effect, ErrorAt, Fault, SimulatedCrash, read_only
+from trainfold.backends.stores.names import MANIFEST, directory_of, split_name
+from trainfold.backends.stores.os_errors import missing, no_space, save_failure, torn, wrong_size
+from trainfold.backends.stores.protocol import Buffer
 from trainfold.core.errors import CommitConflict, RunLocked, SaveFailed
 from trainfold.core.format.codec import digest_of
 

@@ -6,7 +6,7 @@ from typing import TypeAlias, final
 
 import attrs
 
-from trainfold.backends.names import split_name
+from trainfold.backends.stores.names import split_name
 
 
 @final

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Final, final
 
-from trainfold.backends import run_lock
-from trainfold.backends.direct_io import write_stream
-from trainfold.backends.failures import named_failures, no_space, torn, wrong_size
-from trainfold.backends.local_files import (
+from trainfold.backends.stores import run_lock
+from trainfold.backends.stores.direct_io import write_stream
+from trainfold.backends.stores.local_files import (
     STAGED_PREFIX,
     check_path,
     collect,
@@ -26,9 +25,10 @@ from trainfold.backends.local_files import (
     staged,
     sync_above,
 )
-from trainfold.backends.names import MANIFEST, directory_of, is_component, split_name
-from trainfold.backends.place import local_path
-from trainfold.backends.protocols import Buffer
+from trainfold.backends.stores.names import MANIFEST, directory_of, is_component, split_name
+from trainfold.backends.stores.os_errors import named_failures, no_space, torn, wrong_size
+from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.protocol import Buffer
 from trainfold.core.errors import CommitConflict
 from trainfold.core.format.codec import digest_of
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainfold.backends.inventory import RUN_FILE
-from trainfold.backends.names import MANIFEST
+from trainfold.backends.stores.names import MANIFEST
 
 
 def keep_checkpoint(checkpoint: Path, into: Path) -> Path | None:
