@@ -25,10 +25,10 @@ from trainfold.backends.best_reader import (
 )
 from trainfold.backends.inventory import read_run_id
 from trainfold.backends.naming import naming_best
-from trainfold.backends.rank_environment import world_given
+from trainfold.backends.ranks.all_ranks import on_rank_zero
+from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.runs import Run, open_store
 from trainfold.backends.stores.protocol import Collectives, Store
-from trainfold.backends.together import on_rank_zero
 from trainfold.core.best.best_json import BEST_FILE, BestFile, best_to_json
 from trainfold.core.best.record import BestRecord
 from trainfold.core.best.score import beats

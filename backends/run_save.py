@@ -12,9 +12,9 @@ import torch
 
 from trainfold.backends.hold import HeldLeaf, Hold
 from trainfold.backends.native_writer import WrittenFile, write_file
+from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.stores.protocol import Collectives, Store
-from trainfold.backends.together import on_all_ranks, on_rank_zero
 from trainfold.core.errors import SaveFailed, TrainfoldError
 from trainfold.core.format.codec import as_tensor, digest_of
 from trainfold.core.format.fingerprint import component_fingerprint

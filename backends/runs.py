@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from trainfold.backends.collectives import SingleProcess
-from trainfold.backends.rank_environment import world_given
+from trainfold.backends.ranks.in_process import SingleProcess
+from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.run_load import load_run, plan_run
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import check_state, save_snapshot, take_snapshot

@@ -23,7 +23,7 @@ from trainfold.adapters.cli.demo.evaluation import SUITE
 from trainfold.adapters.cli.demo.model import make_model
 from trainfold.adapters.cli.demo.settings import make_settings
 from trainfold.adapters.evaluation.evaluate import evaluate
-from trainfold.backends.collectives import run_threads
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.core.evaluate.suite import merge_tallies, no_tally, observe, results_of
 from trainfold.core.exact.sum import exact_add, exact_value, exact_zero, rounded
 

@@ -22,8 +22,8 @@ import torch
 from _targets import Target, finish, machine, make_parser
 
 import trainfold
-from trainfold.backends.collectives import SingleProcess
 from trainfold.backends.inventory import examine, read_inventory
+from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.run_save import run_save
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.describe import Described, describe

@@ -134,7 +134,7 @@ class Processes:
 
 
 def _ended(folder: Path, rank: int, code: int, secs: float) -> Ended:
-    from trainfold.backends.wire import from_wire
+    from trainfold.backends.ranks.wire import from_wire
 
     told = folder / f"told-{rank}"
     value, error, text, cause = from_wire(told.read_bytes()) if told.exists() else (None, None, "", "")
@@ -151,7 +151,7 @@ def serve() -> None:
     import pytest  # noqa: F401
     import torch.distributed  # noqa: F401
 
-    import trainfold.backends.torch_collectives  # noqa: F401
+    import trainfold.backends.ranks.torch_distributed  # noqa: F401
 
     gc.collect()
     gc.freeze()
@@ -202,7 +202,7 @@ def start_rank(request: dict[str, Any], rank: int) -> int:
 
 
 def be_rank(request: dict[str, Any], rank: int, folder: Path) -> int:
-    from trainfold.backends.wire import to_wire
+    from trainfold.backends.ranks.wire import to_wire
 
     told, code = (None, None, "", ""), 0
     try:
@@ -218,7 +218,7 @@ def be_rank(request: dict[str, Any], rank: int, folder: Path) -> int:
 def work(request: dict[str, Any], rank: int, folder: Path) -> Any:
     import torch.distributed as dist
 
-    from trainfold.backends.torch_collectives import TorchCollectives
+    from trainfold.backends.ranks.torch_distributed import TorchCollectives
 
     dist.init_process_group(
         "gloo",

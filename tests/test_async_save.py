@@ -25,9 +25,9 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.manager.worker import Worker
 from trainfold.adapters.requests.sources import Asked
 from trainfold.backends.arena import Arena
-from trainfold.backends.collectives import run_threads
 from trainfold.backends.hold import Hold
 from trainfold.backends.inventory import RUN_FILE, read_inventory, run_document
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs import load
 from trainfold.backends.stores.memory import ErrorAt, MemoryStore
 from trainfold.core.errors import (

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.core.best.best_json import BestFile, best_file_from_json, best_from_json, best_to_json
 from trainfold.core.best.record import BestRecord, carried_best, decide_best, is_better, make_best_record, updated
 from trainfold.core.best.top_n import BestEntry, decide_best_n, plan_best, ranked, rewound

@@ -25,8 +25,8 @@ from trainfold.backends.best_file import (
     load_best_n,
     save_best,
 )
-from trainfold.backends.collectives import run_threads, thread_outcomes
 from trainfold.backends.inventory import read_inventory
+from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.runs import load, plan, save
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import ErrorAt, MemoryStore

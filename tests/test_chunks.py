@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import trainfold
 from trainfold import metrics as M
 from trainfold.adapters.evaluation.evaluate import evaluate
-from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.runs import load, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.data.chunks import columns_of, joined

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.collectives import (
+from trainfold.backends.ranks.in_process import (
     Call,
     InjectedFailure,
     RankFault,

@@ -14,7 +14,7 @@ from trainfold.adapters.manager.config import CheckpointConfig, create_checkpoin
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked, SignalRequests
-from trainfold.backends.collectives import run_threads
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.save.requests import REQUESTS
 from trainfold.core.state.state import Progress, TrainState

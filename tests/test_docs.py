@@ -25,7 +25,7 @@ from trainfold.adapters.cli.demo.settings import make_settings
 from trainfold.adapters.cli.output import aligned, deliver
 from trainfold.adapters.cli.rehearse.command import run_rehearsal
 from trainfold.adapters.cli.rehearse.settings import make_settings as make_rehearsal
-from trainfold.backends.collectives import run_threads
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.core.format.codec import digest_of
 from trainfold.core.format.fingerprint import component_fingerprint
 from trainfold.core.layout.shard import make_shard

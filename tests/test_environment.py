@@ -10,9 +10,9 @@ import torch
 
 import trainfold
 from trainfold.adapters.live.live import attach
-from trainfold.backends.collectives import run_threads
 from trainfold.backends.environment import environment_of
 from trainfold.backends.inventory import examine, read_inventory
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.run_load import ResumeDrift
 from trainfold.backends.runs import load, plan, save
 from trainfold.backends.stores.memory import MemoryStore
@@ -158,7 +158,7 @@ def test_settings_of_both_interfaces_of_torch_are_read_without_an_error():
     script = """
 import torch
 torch.backends.cuda.matmul.fp32_precision = "tf32"
-from trainfold.backends.collectives import run_threads
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.environment import environment_of
 from trainfold.core.state.state import TrainState
 print(environment_of(TrainState())["environment.matmul_precision"])

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.runs import load, save
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore

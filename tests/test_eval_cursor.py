@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfold.backends.collectives import run_threads
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs import load, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 import trainfold
 from trainfold import metrics as M
-from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, RankFailed, RanksDisagree
 from trainfold.core.evaluate.evaluation import Evaluation

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import trainfold
 from trainfold import metrics as M
-from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree
 from trainfold.core.format.codec import leaf_digest

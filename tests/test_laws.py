@@ -13,7 +13,7 @@ from torch import nn
 import trainfold
 from trainfold import Loss
 from trainfold.backends import run_resume
-from trainfold.backends.collectives import run_threads
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore, SimulatedCrash

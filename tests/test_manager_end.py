@@ -13,8 +13,8 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked, Combined, SignalRequests
 from trainfold.adapters.requests.stop_file import StopFile
-from trainfold.backends.collectives import run_threads
 from trainfold.backends.inventory import read_inventory
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import IncompleteWindow

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import trainfold
 from trainfold import metrics as M
-from trainfold.backends.collectives import run_threads
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact.sum import exact_value, rounded

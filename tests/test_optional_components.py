@@ -5,7 +5,7 @@ import torch
 
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (
     CaptureRefused,

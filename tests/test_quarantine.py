@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.collectives import run_threads
 from trainfold.backends.inventory import read_inventory
 from trainfold.backends.quarantine_file import (
     QuarantineIgnored,
@@ -25,6 +24,7 @@ from trainfold.backends.quarantine_file import (
     end_attempt,
     quarantined,
 )
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.runs import load, save
 from trainfold.backends.stores.local import LocalStore

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.collectives import thread_outcomes
 from trainfold.backends.inventory import examine, read_inventory
+from trainfold.backends.ranks.in_process import thread_outcomes
 from trainfold.backends.runs import load, save
 from trainfold.backends.stores.faults import SimulatedCrash
 from trainfold.backends.stores.local import LocalStore

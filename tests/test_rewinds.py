@@ -13,9 +13,9 @@ from trainfold.adapters.live.live import Live, attach
 from trainfold.adapters.manager.loading import Resumer
 from trainfold.adapters.manager.retention import Keeper
 from trainfold.backends.best_file import BestIgnored, best_scores, load_best, load_best_n, save_best
-from trainfold.backends.collectives import SingleProcess, run_threads
 from trainfold.backends.inventory import read_inventory, read_manifest
 from trainfold.backends.quarantine_file import begin_attempt, end_attempt, quarantined
+from trainfold.backends.ranks.in_process import SingleProcess, run_threads
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.runs import load
 from trainfold.backends.snapshot import save_snapshot, take_snapshot

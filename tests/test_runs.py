@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.collectives import RankFault, run_threads, thread_outcomes
+from trainfold.backends.ranks.in_process import RankFault, run_threads, thread_outcomes
 from trainfold.backends.run_load import CheckpointPassedOver, ResumeDrift
 from trainfold.backends.runs import load, plan, save
 from trainfold.backends.stores.memory import ErrorAt, MemoryStore

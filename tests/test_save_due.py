@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.collectives import run_threads
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.save.requests import REQUESTS, checked_request, merge_requests
 from trainfold.core.save.triggers import Triggers, Verdict, decide, make_triggers, should_save

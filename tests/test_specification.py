@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import trainfold
-from trainfold.backends.collectives import run_threads
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.core.format.codec import STORED, tensor_bytes, torch_dtype
 from trainfold.core.layout.shard import Shard
 from trainfold.core.state.leaves import Leaves

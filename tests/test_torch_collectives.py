@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainfold.backends.collectives import SingleProcess, run_threads
+from trainfold.backends.ranks.in_process import SingleProcess, run_threads
+from trainfold.backends.ranks.torch_distributed import TorchCollectives
 from trainfold.backends.runs import load, save
 from trainfold.backends.stores.local import LocalStore
-from trainfold.backends.torch_collectives import TorchCollectives
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import InvalidArgument, RankFailed
 from trainfold.core.format.fingerprint import fingerprint

@@ -21,7 +21,7 @@ from torchmetrics.classification import (
 from trainfold import metrics as M
 from trainfold.adapters.bridges.torchmetrics import TorchMetric
 from trainfold.adapters.evaluation.evaluate import evaluate
-from trainfold.backends.collectives import run_threads, thread_outcomes
+from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.runs import load, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfold.backends.ordered_sum import sum_plan
-from trainfold.backends.wire import from_wire, to_wire
+from trainfold.backends.ranks.ordered_sum import sum_plan
+from trainfold.backends.ranks.wire import from_wire, to_wire
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.resume.inventory import Problem
 from trainfold.core.state.spec import LeafSpec, leaf_spec

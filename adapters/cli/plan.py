@@ -9,7 +9,7 @@ from trainfold.adapters.cli.duration import duration_text
 from trainfold.adapters.cli.loaders import loader_places, loaders_table
 from trainfold.adapters.cli.locate import error_of, open_run
 from trainfold.adapters.cli.output import Answer, Table, UsageError, size_text
-from trainfold.backends.collectives import SingleProcess
+from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.run_load import examined, passed_over
 from trainfold.backends.run_save import library_versions
 from trainfold.backends.stores.protocol import Store

@@ -24,7 +24,7 @@ from trainfold.adapters.evaluation.lockstep import (
     see_in_step,
 )
 from trainfold.backends.closing import close_generators
-from trainfold.backends.rank_environment import world_given
+from trainfold.backends.ranks.launcher import world_given
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.evaluate.combine import Layout, check_layouts, layout_of, pack, unpack

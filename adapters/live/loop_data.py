@@ -22,7 +22,7 @@ from trainfold.adapters.live.since_restore import (
 from trainfold.adapters.loaders.data_probe import is_wanted
 from trainfold.adapters.loaders.feed import OTHER, Feed, mismatch
 from trainfold.adapters.loaders.group import FeedGroup, Samples
-from trainfold.backends.rank_environment import ranks_around
+from trainfold.backends.ranks.launcher import ranks_around
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
 from trainfold.core.state.state import Opaque
 

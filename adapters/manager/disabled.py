@@ -14,7 +14,7 @@ from trainfold.adapters.manager.outcomes import Restored
 from trainfold.adapters.manager.protocol import LoadDecision
 from trainfold.adapters.manager.triggers import Boundary, Due
 from trainfold.adapters.requests.sources import RequestSource
-from trainfold.backends.rank_environment import world_given
+from trainfold.backends.ranks.launcher import world_given
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.triggers import Verdict, make_triggers
 from trainfold.core.state.state import TrainState

@@ -38,11 +38,11 @@ from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends import runs
 from trainfold.backends.bell import End
 from trainfold.backends.inventory import check_place
-from trainfold.backends.rank_environment import world_given
+from trainfold.backends.ranks.all_ranks import on_rank_zero
+from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import step_of_state
 from trainfold.backends.stores.os_errors import named_failures
-from trainfold.backends.together import on_rank_zero
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text
 from trainfold.core.given import mapping_given
 from trainfold.core.layout.world import Collectives

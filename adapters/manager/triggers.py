@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.adapters.manager.auto_cadence import AutoCadence
 from trainfold.adapters.requests.sources import RequestSource
-from trainfold.backends.together import on_all_ranks
+from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.auto_cadence import FIRST_SAVE_SECS

@@ -51,8 +51,9 @@ if TYPE_CHECKING:
     from trainfold.adapters.requests.stop_file import StopFile as StopFile
     from trainfold.backends.best_file import load_best as load_best
     from trainfold.backends.best_file import save_best as save_best
-    from trainfold.backends.collectives import SingleProcess as SingleProcess
     from trainfold.backends.quarantine_file import QuarantineIgnored as QuarantineIgnored
+    from trainfold.backends.ranks.in_process import SingleProcess as SingleProcess
+    from trainfold.backends.ranks.torch_distributed import TorchCollectives as TorchCollectives
     from trainfold.backends.run_load import CheckpointPassedOver as CheckpointPassedOver
     from trainfold.backends.run_load import ResumeDrift as ResumeDrift
     from trainfold.backends.run_save import SaveResult as SaveResult
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from trainfold.backends.stores.memory import MemoryStore as MemoryStore
     from trainfold.backends.stores.protocol import Store as Store
     from trainfold.backends.time_limit import time_limit as time_limit
-    from trainfold.backends.torch_collectives import TorchCollectives as TorchCollectives
     from trainfold.core.best.record import BestRecord as BestRecord
     from trainfold.core.best.record import decide_best as decide_best
     from trainfold.core.best.record import is_better as is_better
@@ -200,12 +200,12 @@ _MODULE_OF = {
     "ScalarSpec": "trainfold.core.state.spec",
     "Schedule": "trainfold.core.optim.schedule",
     "SignalRequests": "trainfold.adapters.requests.sources",
-    "SingleProcess": "trainfold.backends.collectives",
+    "SingleProcess": "trainfold.backends.ranks.in_process",
     "StateDonated": "trainfold.core.errors",
     "StopFile": "trainfold.adapters.requests.stop_file",
     "Store": "trainfold.backends.stores.protocol",
     "Tally": "trainfold.core.evaluate.suite",
-    "TorchCollectives": "trainfold.backends.torch_collectives",
+    "TorchCollectives": "trainfold.backends.ranks.torch_distributed",
     "TorchMetric": "trainfold.adapters.bridges.torchmetrics",
     "TrainState": "trainfold.core.state.state",
     "TrainfoldError": "trainfold.core.errors",

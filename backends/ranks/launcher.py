@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from trainfold.backends.collectives import SingleProcess
+from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.world import Collectives
 

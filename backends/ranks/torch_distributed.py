@@ -12,10 +12,10 @@ from typing import Any, Final, NoReturn, TypeVar, final
 
 import torch
 
-from trainfold.backends.collectives import Call, check_source
-from trainfold.backends.notice_board import Fault, NoticeBoard
-from trainfold.backends.ordered_sum import sum_plan
-from trainfold.backends.wire import from_wire, to_wire
+from trainfold.backends.ranks.failure_board import Fault, NoticeBoard
+from trainfold.backends.ranks.in_process import Call, check_source
+from trainfold.backends.ranks.ordered_sum import sum_plan
+from trainfold.backends.ranks.wire import from_wire, to_wire
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, error_text
 from trainfold.core.state.spec import dtype_name
 
@@ -47,7 +47,7 @@ class TorchCollectives:
     through the CPU and come back. It is the path for evaluations and saves, and for gradients where the same bits matter more
     than speed.
 
-    Values travel as JSON (``trainfold.backends.wire``), not as pickle.
+    Values travel as JSON (``trainfold.backends.ranks.wire``), not as pickle.
 
     Args:
         group: a process group with a CPU backend, which also says who is which rank; by default a gloo group of all ranks, so

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, final
 import attrs
 import torch
 
-from trainfold.backends.ordered_sum import added
+from trainfold.backends.ranks.ordered_sum import added
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, TrainfoldError, error_text
 from trainfold.core.state.spec import dtype_name
 
