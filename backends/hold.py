@@ -30,7 +30,7 @@ _IS_CUDA, _IS_INFERENCE = attrgetter("is_cuda"), torch.Tensor.is_inference
 @final
 @attrs.frozen(eq=False)
 class HeldLeaf:
-    """One leaf of a hold, as something to write: see `trainfold.backends.native_writer.Source`."""
+    """One leaf of a hold, as something to write: see `trainfold.backends.formats.native.writer.Source`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -8,8 +8,8 @@ import attrs
 import numpy as np
 import torch
 
-from trainfold.backends.header_check import HeaderCheck
-from trainfold.backends.native_reader import ReadRequest, fresh_tensor, read_tensors
+from trainfold.backends.formats.native.header_check import HeaderCheck
+from trainfold.backends.formats.native.reader import ReadRequest, fresh_tensor, read_tensors
 from trainfold.backends.stores.protocol import Store
 from trainfold.core import tree
 from trainfold.core.data.cursor import DataCursor, check_cursor

@@ -39,8 +39,8 @@ import torch.distributed.checkpoint as dcp
 from _targets import Target, finish, machine, make_parser
 
 import trainfold
-from trainfold.backends.native_reader import ReadRequest, read_tensors
-from trainfold.backends.native_writer import WrittenFile, write_file
+from trainfold.backends.formats.native.reader import ReadRequest, read_tensors
+from trainfold.backends.formats.native.writer import WrittenFile, write_file
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.describe import describe
 from trainfold.core.save.save_plan import SavePlan, plan_save

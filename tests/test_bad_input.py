@@ -19,8 +19,8 @@ import torch
 import trainfold
 from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.backends import run_load
+from trainfold.backends.formats.native.reader import read_header
 from trainfold.backends.inventory import RUN_FILE
-from trainfold.backends.native_reader import read_header
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.stores.local import LocalStore

@@ -13,8 +13,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.native_reader import ReadRequest, read_header, read_tensor, read_tensors
-from trainfold.backends.native_writer import write_file
+from trainfold.backends.formats.native.reader import ReadRequest, read_header, read_tensor, read_tensors
+from trainfold.backends.formats.native.writer import write_file
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (

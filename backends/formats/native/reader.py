@@ -10,8 +10,8 @@ import attrs
 import torch
 import xxhash
 
+from trainfold.backends.formats.native.header import FileHeader, HeaderEntry, read_header
 from trainfold.backends.helpers import Helpers, Task
-from trainfold.backends.native_header import FileHeader, HeaderEntry, read_header
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, InvalidArgument
 from trainfold.core.format.codec import DIGEST_PREFIX, STORED, size_bytes, tensor_bytes, torch_dtype

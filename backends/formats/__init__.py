@@ -1,0 +1,1 @@
+"""Formats of checkpoints, one room each."""

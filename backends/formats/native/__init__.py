@@ -1,0 +1,1 @@
+"""The native format on a store: headers, tensors read, tensors written. May import `stores`."""
