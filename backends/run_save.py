@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trainfold.backends.formats.native.writer import WrittenFile, write_file
-from trainfold.backends.hold import HeldLeaf, Hold
+from trainfold.backends.hold.hold import HeldLeaf, Hold
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.stores.protocol import Collectives, Store

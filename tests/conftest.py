@@ -69,7 +69,7 @@ def hold_check(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     from trainfold.adapters.manager.manager import CheckpointManager
-    from trainfold.backends.hold import Hold
+    from trainfold.backends.hold.hold import Hold
 
     with pytest.MonkeyPatch.context() as patch:
         for made, name in ((CheckpointManager, "hold_check"), (Hold, "check")):

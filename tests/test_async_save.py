@@ -24,8 +24,8 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.manager.worker import Worker
 from trainfold.adapters.requests.sources import Asked
-from trainfold.backends.arena import Arena
-from trainfold.backends.hold import Hold
+from trainfold.backends.hold.copy_arena import Arena
+from trainfold.backends.hold.hold import Hold
 from trainfold.backends.inventory import RUN_FILE, read_inventory, run_document
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs import load

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.arena import Arena
-from trainfold.backends.hold import Hold
-from trainfold.backends.owner_thread import OwnerThread
+from trainfold.backends.hold.copy_arena import Arena
+from trainfold.backends.hold.hold import Hold
+from trainfold.backends.hold.owner_thread import OwnerThread
 from trainfold.core.errors import SaveFailed
 from trainfold.core.format.codec import tensor_bytes
 
@@ -516,7 +516,7 @@ def test_memory_for_copies_is_there_once_however_late_it_is_made_ready(monkeypat
         while not hold.copied_bytes:
             time.sleep(0.001)
 
-    monkeypatch.setattr("trainfold.backends.hold.Arena", Counted)
+    monkeypatch.setattr("trainfold.backends.hold.hold.Arena", Counted)
     if when == "after":
         protect()
     hold.prepare(ready_bytes)
@@ -579,7 +579,7 @@ def test_a_leaf_that_is_copied_to_be_read_counts_among_the_extra_bytes(begun):
 def test_a_machine_without_memory_for_copies_waits(monkeypatch):
     leaf = torch.zeros(1024)
     hold = Hold({W: leaf})
-    monkeypatch.setattr("trainfold.backends.hold.Arena", _no_memory)
+    monkeypatch.setattr("trainfold.backends.hold.hold.Arena", _no_memory)
     waiter = threading.Thread(target=hold.protect)
     waiter.start()
     assert sum(len(piece) for piece in hold.pieces(W, PIECE)) == 4096
@@ -596,7 +596,7 @@ def test_an_interrupted_protect_can_be_called_again(monkeypatch):
     leaf = torch.zeros(1024)
     hold = Hold({W: leaf})
     with monkeypatch.context() as patched:
-        patched.setattr("trainfold.backends.hold.Arena", _interrupt)
+        patched.setattr("trainfold.backends.hold.hold.Arena", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             hold.protect()
     hold.protect()
@@ -665,7 +665,7 @@ def test_a_preparation_that_gets_no_memory_fails_nothing(monkeypatch):
     def full(self, size_bytes):
         raise MemoryError
 
-    monkeypatch.setattr("trainfold.backends.arena.Arena.make_present", full)
+    monkeypatch.setattr("trainfold.backends.hold.copy_arena.Arena.make_present", full)
     hold = Hold({W: torch.zeros(1024)})
     hold.prepare(4096)
     hold.protect()

@@ -8,7 +8,7 @@ from torch import nn
 import trainfold
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.hold import Hold
+from trainfold.backends.hold.hold import Hold
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CaptureRefused, SaveFailed, UnsupportedLeaf
 from trainfold.core.format.codec import byte_array, leaf_digest, tensor_bytes

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.hold import Hold
+from trainfold.backends.hold.hold import Hold
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs import load
 from trainfold.backends.snapshot import save_snapshot, take_snapshot

@@ -6,7 +6,7 @@ from functools import partial
 from typing import final
 
 from trainfold.adapters.manager.worker import Job, Worker
-from trainfold.backends.hold import Hold
+from trainfold.backends.hold.hold import Hold
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import Snapshot, save_snapshot
 from trainfold.backends.stores.direct_io import release_buffers

@@ -15,7 +15,7 @@ from trainfold.adapters.manager.saver import Saver
 from trainfold.adapters.manager.triggers import Before, Due
 from trainfold.adapters.manager.update_hooks import UpdateGate
 from trainfold.adapters.parallel.ddp import sent_buffers
-from trainfold.backends.hold import Hold
+from trainfold.backends.hold.hold import Hold
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
 from trainfold.backends.stores.os_errors import named_failures

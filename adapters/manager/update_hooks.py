@@ -8,8 +8,8 @@ import torch
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.view import Lent
-from trainfold.backends.hold import Hold
-from trainfold.backends.write_watch import LeafName
+from trainfold.backends.hold.hold import Hold
+from trainfold.backends.hold.write_watch import LeafName
 from trainfold.core import tree
 from trainfold.core.state.components import components_of
 from trainfold.core.state.leaves import leaves_in

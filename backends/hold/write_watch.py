@@ -6,8 +6,8 @@ from typing import Final, TypeAlias, final
 
 import torch
 
-from trainfold.backends.held import is_gone, steadily
-from trainfold.backends.owner_thread import OwnerThread
+from trainfold.backends.hold.held_leaf import is_gone, steadily
+from trainfold.backends.hold.owner_thread import OwnerThread
 from trainfold.core.errors import SaveFailed
 from trainfold.core.format.codec import leaf_digest
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainfold.backends.pinned_ring import PinnedRing
+from trainfold.backends.hold.pinned_ring import PinnedRing
 from trainfold.core.format.codec import byte_array, byte_view
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
