@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Final, Generic, TypeAlias, TypeVar, final
 
-from trainfold.backends.bell import End
+from trainfold.backends.wakeup import End
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.bell import Bell
 from trainfold.backends.hold.copy_arena import Arena
 from trainfold.backends.runs import load
 from trainfold.backends.stores import direct_io
+from trainfold.backends.wakeup import Bell
 from trainfold.core.state.state import Progress, TrainState
 
 PAGE = direct_io.ALIGNMENT_BYTES

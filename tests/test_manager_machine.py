@@ -21,7 +21,6 @@ from torch import nn
 import trainfold
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.manager.worker import Job
 from trainfold.adapters.requests.sources import Asked
 from trainfold.backends.best_file import BestIgnored, best_checkpoint, load_best, save_best
 from trainfold.backends.inventory import read_inventory
@@ -29,6 +28,7 @@ from trainfold.backends.quarantine_file import quarantined
 from trainfold.backends.run_load import CheckpointPassedOver
 from trainfold.backends.runs import load
 from trainfold.backends.stores.memory import CrashAt, Effect, ErrorAt, MemoryStore, SimulatedCrash
+from trainfold.backends.worker_thread import Job
 from trainfold.core import tree
 from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.errors import CheckpointError, ResumeRefused, SaveFailed

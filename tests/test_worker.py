@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 import torch
 
-from trainfold.adapters.manager.worker import Job, Worker
-from trainfold.backends.bell import Bell
 from trainfold.backends.runs import load
+from trainfold.backends.wakeup import Bell
+from trainfold.backends.worker_thread import Job, Worker
 from trainfold.core.state.state import Progress, TrainState
 
 

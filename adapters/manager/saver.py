@@ -5,12 +5,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
-from trainfold.adapters.manager.worker import Job, Worker
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.run_save import SaveResult
 from trainfold.backends.snapshot import Snapshot, save_snapshot
 from trainfold.backends.stores.direct_io import release_buffers
 from trainfold.backends.stores.protocol import Collectives, Store
+from trainfold.backends.worker_thread import Job, Worker
 from trainfold.core.errors import error_text
 from trainfold.core.resume.inventory import Descent
 

@@ -12,12 +12,12 @@ import attrs
 import numpy as np
 import torch
 
-from trainfold.backends.bell import Bell
 from trainfold.backends.hold.copy_arena import Arena, padded
 from trainfold.backends.hold.held_leaf import Held, Move, is_gone, steadily
 from trainfold.backends.hold.pinned_ring import Begun, PinnedRing
 from trainfold.backends.hold.write_watch import LeafName, WriteWatch
 from trainfold.backends.stores.protocol import Place
+from trainfold.backends.wakeup import Bell
 from trainfold.core.errors import SaveFailed
 from trainfold.core.format.codec import byte_view
 

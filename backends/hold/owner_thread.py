@@ -6,7 +6,7 @@ import time
 from types import FrameType
 from typing import Final, final
 
-from trainfold.backends import bell
+from trainfold.backends import wakeup as bell
 
 LONGEST_SECS: Final = 0.5
 _WAITING: Final = (vars(threading), vars(bell))

@@ -14,8 +14,8 @@ from queue import Empty, SimpleQueue
 from traceback import walk_tb
 from typing import Any, Final, Generic, TypeVar, final
 
-from trainfold.backends.bell import End
 from trainfold.backends.helpers import start_in_time
+from trainfold.backends.wakeup import End
 
 T = TypeVar("T")
 _SUSPENDABLE: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
