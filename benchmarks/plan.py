@@ -22,9 +22,9 @@ import torch
 from _targets import Target, finish, machine, make_parser
 
 import trainfold
-from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.ranks.in_process import SingleProcess
-from trainfold.backends.run_save import run_save
+from trainfold.backends.runs.save import run_save
+from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.describe import Described, describe
 from trainfold.core.format.manifest import Head

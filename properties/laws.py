@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from trainfold.backends.run_load import CheckpointPassedOver
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
+from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.stores.protocol import Store
 from trainfold.core import tree

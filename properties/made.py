@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, final
 import attrs
 import torch
 
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.state.state import TrainState
 from trainfold.properties.differences import LawBroken

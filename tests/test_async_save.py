@@ -25,9 +25,9 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked
 from trainfold.backends.hold.copy_arena import Arena
 from trainfold.backends.hold.hold import Hold
-from trainfold.backends.inventory import RUN_FILE, read_inventory, run_document
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.runs import load
+from trainfold.backends.runs.api import load
+from trainfold.backends.runs.scan import RUN_FILE, read_inventory, run_document
 from trainfold.backends.stores.memory import ErrorAt, MemoryStore
 from trainfold.backends.worker_thread import Worker
 from trainfold.core.errors import (

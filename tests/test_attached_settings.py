@@ -23,7 +23,7 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.live.pace import Pace
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.run_load import ResumeDrift
+from trainfold.backends.runs.load import ResumeDrift
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RestoreRefused, ResumeRefused
 

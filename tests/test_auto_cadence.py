@@ -14,8 +14,8 @@ from trainfold.adapters.manager import manager as manager_module
 from trainfold.adapters.manager.auto_cadence import AutoCadence
 from trainfold.adapters.manager.config import CheckpointConfig, create_checkpoint_manager
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.inventory import read_inventory
 from trainfold.backends.ranks.in_process import run_threads
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.save.auto_cadence import ASSUMED_MTBF_SECS, FIRST_SAVE_SECS, choose_cadence

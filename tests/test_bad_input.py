@@ -18,11 +18,11 @@ import torch
 
 import trainfold
 from trainfold.adapters.cli.verify import verify_checkpoint
-from trainfold.backends import run_load
 from trainfold.backends.formats.native.reader import read_header
-from trainfold.backends.inventory import RUN_FILE
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.run_load import CheckpointPassedOver
+from trainfold.backends.runs import load as run_load
+from trainfold.backends.runs.load import CheckpointPassedOver
+from trainfold.backends.runs.scan import RUN_FILE
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core import errors
 from trainfold.core.format.codec import digest_of

@@ -16,7 +16,9 @@ from trainfold.adapters.cli import main
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.manager.retention import Keeper
-from trainfold.backends.best_file import (
+from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
+from trainfold.backends.runs.api import load, plan, save
+from trainfold.backends.runs.best_file import (
     BestIgnored,
     best_checkpoint,
     best_checkpoints,
@@ -25,9 +27,7 @@ from trainfold.backends.best_file import (
     load_best_n,
     save_best,
 )
-from trainfold.backends.inventory import read_inventory
-from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
-from trainfold.backends.runs import load, plan, save
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import ErrorAt, MemoryStore
 from trainfold.core.best.record import decide_best, is_better, make_best_record, updated

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.duration import duration_text, seconds_of
-from trainfold.backends.runs import save
+from trainfold.backends.runs.api import save
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.save.cadence import advise_cadence, daly_interval_secs, lost_fraction, young_interval_secs
 from trainfold.core.state.state import Progress, TrainState

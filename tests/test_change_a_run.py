@@ -11,7 +11,7 @@ from torch.ao.quantization import PerChannelMinMaxObserver
 
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.runs import load, plan, save
+from trainfold.backends.runs.api import load, plan, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RestoreRefused, ResumeRefused
 from trainfold.core.resume.drift import KINDS, RATE, RECIPES, UNFREEZE, check_policy, make_drift

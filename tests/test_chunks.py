@@ -15,7 +15,7 @@ import trainfold
 from trainfold import metrics as M
 from trainfold.adapters.evaluation.evaluate import evaluate
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.data.chunks import columns_of, joined
 from trainfold.core.data.eval_cursor import eval_batches, make_eval_cursor

@@ -22,8 +22,8 @@ from trainfold import __version__
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.ls import list_run
 from trainfold.adapters.cli.output import Answer, OutputFailed, Table, aligned, deliver
-from trainfold.backends.quarantine_file import begin_attempt
-from trainfold.backends.runs import save
+from trainfold.backends.runs.api import save
+from trainfold.backends.runs.quarantine_file import begin_attempt
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.errors import CheckpointDamaged, ResumeRefused

@@ -11,7 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import trainfold
 from trainfold.adapters.cli.verify import verify_checkpoint
-from trainfold.backends.inventory import read_manifest
+from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.state import Progress, TrainState
@@ -21,7 +21,7 @@ VERSIONS = sorted(path.name for path in COMPAT.glob("v*"))
 POSITIONS = sorted(f"{path.parent.name}/{path.name}" for path in COMPAT.glob("positions/v*/*"))
 
 
-@pytest.mark.filterwarnings("ignore::trainfold.backends.run_load.ResumeDrift")
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.ResumeDrift")
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_checkpoint_of_every_schema_version_loads_with_the_bits_it_had(version, step, tmp_path):
@@ -35,7 +35,7 @@ def test_a_checkpoint_of_every_schema_version_loads_with_the_bits_it_had(version
     assert verify_checkpoint(tmp_path / "run" / f"step-{step:08d}").error is None
 
 
-@pytest.mark.filterwarnings("ignore::trainfold.backends.run_load.ResumeDrift")
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.ResumeDrift")
 def test_training_goes_on_from_an_old_checkpoint(tmp_path):
     """R10, V13: the first version's state is one that today's step can take further."""
     shutil.copytree(COMPAT / "v1" / "run", tmp_path / "run", symlinks=True)
@@ -51,7 +51,7 @@ def test_training_goes_on_from_an_old_checkpoint(tmp_path):
     assert after.trainer.step == 3
 
 
-@pytest.mark.filterwarnings("ignore::trainfold.backends.run_load.ResumeDrift")
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.ResumeDrift")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
 @pytest.mark.parametrize("name", POSITIONS)
 @pytest.mark.parametrize("step", [2, 4])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.data.cursor import DataCursor, check_cursor, make_cursor, sample_order

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainfold.backends.hold.copy_arena import Arena
-from trainfold.backends.runs import load
+from trainfold.backends.runs.api import load
 from trainfold.backends.stores import direct_io
 from trainfold.backends.wakeup import Bell
 from trainfold.core.state.state import Progress, TrainState

@@ -14,9 +14,9 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.manager.told_afterwards import told_afterwards
 from trainfold.adapters.manager.triggers import Boundary, Due
 from trainfold.adapters.requests.sources import Asked, SignalRequests
-from trainfold.backends.inventory import read_inventory
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads, thread_outcomes
-from trainfold.backends.runs import load
+from trainfold.backends.runs.api import load
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.memory import ErrorAt, MemoryStore
 from trainfold.core.errors import (
     InvalidArgument,

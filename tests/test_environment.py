@@ -11,10 +11,10 @@ import torch
 import trainfold
 from trainfold.adapters.live.live import attach
 from trainfold.backends.environment import environment_of
-from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.run_load import ResumeDrift
-from trainfold.backends.runs import load, plan, save
+from trainfold.backends.runs.api import load, plan, save
+from trainfold.backends.runs.load import ResumeDrift
+from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import ResumeRefused
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_without_an_environment_is_resumed_without_a_word(make, mon
     """V09: those of earlier versions have none, and nobody can know what it was."""
     store = MemoryStore()
     with monkeypatch.context() as patched:
-        patched.setattr("trainfold.backends.snapshot.environment_of", lambda state: {})
+        patched.setattr("trainfold.backends.runs.snapshot.environment_of", lambda state: {})
         save(make(), store)
     assert plan(store, like=make()).drifts == ()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CheckpointDamaged, RankFailed, SaveFailedElsewhere, UnsupportedLeaf, place

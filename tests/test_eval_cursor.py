@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.data.eval_cursor import DistributedEvalCursor, check_eval_cursor, eval_batches, make_eval_cursor

@@ -13,9 +13,9 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.config import CheckpointConfig, create_checkpoint_manager
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.inventory import read_inventory
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.runs import save
+from trainfold.backends.runs.api import save
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.errors import (

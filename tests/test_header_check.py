@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.inventory import read_manifest
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
+from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CheckpointDamaged

@@ -12,7 +12,7 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.config import CheckpointConfig, create_checkpoint_manager
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.hold.hold import Hold
-from trainfold.backends.runs import load
+from trainfold.backends.runs.api import load
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidArgument, SaveFailed
 from trainfold.core.format.codec import leaf_digest

@@ -12,7 +12,7 @@ import torch
 
 import trainfold
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.inventory import read_inventory
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores import run_lock
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RunLocked, SaveFailed

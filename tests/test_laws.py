@@ -12,9 +12,9 @@ from torch import nn
 
 import trainfold
 from trainfold import Loss
-from trainfold.backends import run_resume
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.run_load import CheckpointPassedOver
+from trainfold.backends.runs import restore as run_resume
+from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore, SimulatedCrash
 from trainfold.core.data.cursor import make_cursor

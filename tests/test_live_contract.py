@@ -9,7 +9,8 @@ from torch import nn
 
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends import run_load, runs
+from trainfold.backends.runs import api as runs
+from trainfold.backends.runs import load as run_load
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, RestoreRefused, ResumeRefused
 from trainfold.core.format.fingerprint import fingerprint

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.inventory import read_inventory
-from trainfold.backends.run_load import ResumeDrift
-from trainfold.backends.runs import load, plan, save
+from trainfold.backends.runs.api import load, plan, save
+from trainfold.backends.runs.load import ResumeDrift
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (

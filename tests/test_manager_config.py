@@ -18,7 +18,7 @@ from trainfold.adapters.manager.config import (
 )
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.manager.protocol import CheckpointManagerLike, LoadDecision, load_decision
-from trainfold.backends.runs import plan, save
+from trainfold.backends.runs.api import plan, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import errors
 from trainfold.core.errors import (

@@ -13,9 +13,9 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked, Combined, SignalRequests
 from trainfold.adapters.requests.stop_file import StopFile
-from trainfold.backends.inventory import read_inventory
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.run_load import CheckpointPassedOver
+from trainfold.backends.runs.load import CheckpointPassedOver
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import IncompleteWindow
 from trainfold.core.state.state import Progress, TrainState

@@ -11,9 +11,9 @@ from torch import nn
 import trainfold
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.best_file import save_best
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.run_load import CheckpointPassedOver
+from trainfold.backends.runs.best_file import save_best
+from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.best.record import decide_best, make_best_record
@@ -173,7 +173,7 @@ def die_in_loading(run):
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
         manager = CheckpointManager(run)
-        trainfold.backends.run_load.run_resume = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        trainfold.backends.runs.load.run_resume = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         manager.load(state_at(0))
     finally:
         os._exit(3)
@@ -208,7 +208,7 @@ def test_an_interrupted_load_is_no_death(run, monkeypatch):
 
     for _ in range(4):
         with CheckpointManager(run) as manager, monkeypatch.context() as patched:
-            patched.setattr("trainfold.backends.run_load.run_resume", interrupt)
+            patched.setattr("trainfold.backends.runs.load.run_resume", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 manager.load(state_at(0))
     with CheckpointManager(run) as manager:

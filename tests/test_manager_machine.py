@@ -22,11 +22,11 @@ import trainfold
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked
-from trainfold.backends.best_file import BestIgnored, best_checkpoint, load_best, save_best
-from trainfold.backends.inventory import read_inventory
-from trainfold.backends.quarantine_file import quarantined
-from trainfold.backends.run_load import CheckpointPassedOver
-from trainfold.backends.runs import load
+from trainfold.backends.runs.api import load
+from trainfold.backends.runs.best_file import BestIgnored, best_checkpoint, load_best, save_best
+from trainfold.backends.runs.load import CheckpointPassedOver
+from trainfold.backends.runs.quarantine_file import quarantined
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.memory import CrashAt, Effect, ErrorAt, MemoryStore, SimulatedCrash
 from trainfold.backends.worker_thread import Job
 from trainfold.core import tree

@@ -12,7 +12,7 @@ import trainfold
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.manager.retention import Keeper
-from trainfold.backends.runs import load
+from trainfold.backends.runs.api import load
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import SaveFailed, UnsupportedLeaf
 from trainfold.core.save.save_plan import MANIFEST

@@ -12,7 +12,7 @@ import torch
 
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends import helpers
-from trainfold.backends.runs import load
+from trainfold.backends.runs.api import load
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.state.state import Progress, TrainState
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.runs import save
+from trainfold.backends.runs.api import save
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import RunLocked, RunReplaced
 from trainfold.core.state.state import Progress, TrainState
@@ -31,7 +31,7 @@ def told(script, *arguments):
         from pathlib import Path
         from trainfold.adapters.manager.manager import CheckpointManager
         from trainfold.backends.stores.local import LocalStore
-        from trainfold.backends.runs import save
+        from trainfold.backends.runs.api import save
         from trainfold.core.errors import TrainfoldError
         from trainfold.core.state.state import Progress, TrainState
 

@@ -10,7 +10,7 @@ import trainfold
 from trainfold.adapters.cli import main
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.run_load import CheckpointPassedOver
+from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import ResumeRefused
 

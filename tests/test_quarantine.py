@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.inventory import read_inventory
-from trainfold.backends.quarantine_file import (
+from trainfold.backends.ranks.in_process import run_threads
+from trainfold.backends.runs.api import load, save
+from trainfold.backends.runs.load import CheckpointPassedOver
+from trainfold.backends.runs.quarantine_file import (
     QuarantineIgnored,
     attempting,
     begin_attempt,
     end_attempt,
     quarantined,
 )
-from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.run_load import CheckpointPassedOver
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash, read_only
 from trainfold.core.errors import (
@@ -334,7 +334,7 @@ def test_processes_that_are_killed_in_loading_are_counted(tmp_path):
     program = f"""
 import os, signal
 from trainfold.backends.stores.local import LocalStore
-from trainfold.backends.quarantine_file import begin_attempt, quarantined
+from trainfold.backends.runs.quarantine_file import begin_attempt, quarantined
 for _ in range({LIMIT}):
     assert not quarantined(LocalStore({str(run)!r}))
     if (pid := os.fork()) == 0:

@@ -19,7 +19,7 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads, thread_outcomes
 from trainfold.backends.ranks.launcher import ranks_around
-from trainfold.backends.runs import load, plan, save
+from trainfold.backends.runs.api import load, plan, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (
     DataPositionMismatch,

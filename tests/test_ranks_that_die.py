@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.inventory import examine, read_inventory
 from trainfold.backends.ranks.in_process import thread_outcomes
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
+from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.faults import SimulatedCrash
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore

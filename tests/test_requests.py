@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from trainfold.adapters.requests.signal_handlers import disposition_of
 from trainfold.adapters.requests.sources import FILES, Asked, Combined, RequestSource, SignalRequests, StopFile
-from trainfold.backends.inventory import read_inventory
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import CheckpointForeign, InvalidArgument
 from trainfold.core.state.state import Progress, TrainState

@@ -7,7 +7,7 @@ from torch import nn
 
 import trainfold
 from trainfold import Loss
-from trainfold.backends.run_load import CheckpointPassedOver
+from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree

@@ -12,13 +12,13 @@ import torch
 from trainfold.adapters.live.live import Live, attach
 from trainfold.adapters.manager.loading import Resumer
 from trainfold.adapters.manager.retention import Keeper
-from trainfold.backends.best_file import BestIgnored, best_scores, load_best, load_best_n, save_best
-from trainfold.backends.inventory import read_inventory, read_manifest
-from trainfold.backends.quarantine_file import begin_attempt, end_attempt, quarantined
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads
-from trainfold.backends.run_load import CheckpointPassedOver
-from trainfold.backends.runs import load
-from trainfold.backends.snapshot import save_snapshot, take_snapshot
+from trainfold.backends.runs.api import load
+from trainfold.backends.runs.best_file import BestIgnored, best_scores, load_best, load_best_n, save_best
+from trainfold.backends.runs.load import CheckpointPassedOver
+from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt, quarantined
+from trainfold.backends.runs.scan import read_inventory, read_manifest
+from trainfold.backends.runs.snapshot import save_snapshot, take_snapshot
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash
 from trainfold.core.best.record import make_best_record, updated

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainfold.backends.ranks.in_process import RankFault, run_threads, thread_outcomes
-from trainfold.backends.run_load import CheckpointPassedOver, ResumeDrift
-from trainfold.backends.runs import load, plan, save
+from trainfold.backends.runs.api import load, plan, save
+from trainfold.backends.runs.load import CheckpointPassedOver, ResumeDrift
 from trainfold.backends.stores.memory import ErrorAt, MemoryStore
 from trainfold.core.errors import (
     CheckpointDamaged,
@@ -331,7 +331,7 @@ def fails_once(index, code):
     return lambda at, effect: None if fired or at != index else fired.append(effect) or fault(at, effect)
 
 
-@pytest.mark.filterwarnings("ignore::trainfold.backends.run_load.CheckpointPassedOver")
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.CheckpointPassedOver")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
 def test_a_save_that_fails_at_any_effect_changes_nothing_that_was_there(code):
     """C15: save accepts disk-full and permission errors by failing the save, cleaning up, keeping what was there."""

@@ -8,7 +8,7 @@ import torch
 
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import NoSpace, NotWritable, RankFailed, SaveFailed, SaveFailedElsewhere
 from trainfold.core.resume.inventory import problem_of

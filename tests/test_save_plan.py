@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.runs import save
+from trainfold.backends.runs.api import save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidArgument, InvalidState, RanksDisagree
 from trainfold.core.format.describe import describe

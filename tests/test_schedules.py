@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler as S
 
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.run_load import ResumeDrift
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
+from trainfold.backends.runs.load import ResumeDrift
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RestoreRefused, ResumeRefused
 

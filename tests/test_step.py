@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from trainfold.backends.inventory import read_inventory
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.data.cursor import make_cursor

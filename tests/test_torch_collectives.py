@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads
 from trainfold.backends.ranks.torch_distributed import TorchCollectives
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import InvalidArgument, RankFailed

@@ -22,7 +22,7 @@ from trainfold import metrics as M
 from trainfold.adapters.bridges.torchmetrics import TorchMetric
 from trainfold.adapters.evaluation.evaluate import evaluate
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
-from trainfold.backends.runs import load, save
+from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, UnsupportedLeaf

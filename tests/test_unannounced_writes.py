@@ -12,8 +12,8 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.runs import load
-from trainfold.backends.snapshot import save_snapshot, take_snapshot
+from trainfold.backends.runs.api import load
+from trainfold.backends.runs.snapshot import save_snapshot, take_snapshot
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RankFailed, SaveFailed
 from trainfold.core.format.fingerprint import fingerprint

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from trainfold.backends.runs import load
+from trainfold.backends.runs.api import load
 from trainfold.backends.wakeup import Bell
 from trainfold.backends.worker_thread import Job, Worker
 from trainfold.core.state.state import Progress, TrainState

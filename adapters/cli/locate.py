@@ -6,7 +6,7 @@ from typing import final
 
 import attrs
 
-from trainfold.backends.inventory import examine, read_inventory
+from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.local_files import check_path, too_long
 from trainfold.backends.stores.place import local_path

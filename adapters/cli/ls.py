@@ -6,8 +6,8 @@ import attrs
 
 from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.output import Answer, Table, size_text
-from trainfold.backends.inventory import examine
-from trainfold.backends.quarantine_file import quarantined
+from trainfold.backends.runs.quarantine_file import quarantined
+from trainfold.backends.runs.scan import examine
 from trainfold.core.errors import RunEmpty
 from trainfold.core.resume.inventory import Entry, lineage
 from trainfold.core.resume.quarantine import with_quarantined

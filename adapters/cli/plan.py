@@ -10,8 +10,8 @@ from trainfold.adapters.cli.loaders import loader_places, loaders_table
 from trainfold.adapters.cli.locate import error_of, open_run
 from trainfold.adapters.cli.output import Answer, Table, UsageError, size_text
 from trainfold.backends.ranks.in_process import SingleProcess
-from trainfold.backends.run_load import examined, passed_over
-from trainfold.backends.run_save import library_versions
+from trainfold.backends.runs.load import examined, passed_over
+from trainfold.backends.runs.save import library_versions
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointError, InvalidArgument, ResumeRefused, TrainfoldError
 from trainfold.core.format.describe import Described

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from trainfold.adapters.cli.locate import Checkpoint, error_of, open_checkpoint
 from trainfold.adapters.cli.output import Answer, Table, size_text
-from trainfold.backends.run_save import recorded_fingerprint
+from trainfold.backends.runs.save import recorded_fingerprint
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
 from trainfold.core.format.manifest import ComponentRecord, FileRecord, ShardRecord
 from trainfold.core.resume.inventory import Problem, problem_of

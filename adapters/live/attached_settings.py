@@ -17,7 +17,7 @@ from trainfold.adapters.components.schedule_settings import settings_of_object
 from trainfold.adapters.live.script_contract import bare
 from trainfold.adapters.loaders.choose import loaders_by_path
 from trainfold.adapters.loaders.feed import length_of
-from trainfold.backends.run_load import ResumeDrift
+from trainfold.backends.runs.load import ResumeDrift
 from trainfold.core.format.codec import digest_of
 from trainfold.core.resume.drift import Drift, Verdict, make_drift
 from trainfold.core.scalars import Json

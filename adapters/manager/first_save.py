@@ -7,8 +7,8 @@ from typing import final
 import attrs
 
 from trainfold.adapters.live.live import Live
-from trainfold.backends.inventory import read_inventory, read_manifest
 from trainfold.backends.ranks.all_ranks import on_all_ranks
+from trainfold.backends.runs.scan import read_inventory, read_manifest
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import RunNotRestored
 from trainfold.core.layout.world import Collectives

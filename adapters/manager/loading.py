@@ -8,10 +8,10 @@ import attrs
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.optional import left_out
 from trainfold.adapters.manager.protocol import LoadDecision, load_decision
-from trainfold.backends.best_reader import measured_best
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
-from trainfold.backends.run_load import Loaded, Quarantine, load_run, plan_run
-from trainfold.backends.snapshot import prove_alike, take_snapshot
+from trainfold.backends.runs.best_reader import measured_best
+from trainfold.backends.runs.load import Loaded, Quarantine, load_run, plan_run
+from trainfold.backends.runs.snapshot import prove_alike, take_snapshot
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import InvalidState, ResumeRefused
 from trainfold.core.layout.world import Collectives

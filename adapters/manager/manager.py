@@ -35,12 +35,12 @@ from trainfold.adapters.manager.saving import Saves
 from trainfold.adapters.manager.told_afterwards import told_afterwards
 from trainfold.adapters.manager.triggers import Due
 from trainfold.adapters.requests.sources import RequestSource
-from trainfold.backends import runs
-from trainfold.backends.inventory import check_place
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.launcher import world_given
-from trainfold.backends.run_save import SaveResult
-from trainfold.backends.snapshot import step_of_state
+from trainfold.backends.runs import api as runs
+from trainfold.backends.runs.save import SaveResult
+from trainfold.backends.runs.scan import check_place
+from trainfold.backends.runs.snapshot import step_of_state
 from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.wakeup import End
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text

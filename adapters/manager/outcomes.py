@@ -4,7 +4,7 @@ from typing import Literal, TypeAlias, final
 
 import attrs
 
-from trainfold.backends.run_save import SaveResult
+from trainfold.backends.runs.save import SaveResult
 
 SaveStatus: TypeAlias = Literal["written", "staged", "skipped"]
 

@@ -6,7 +6,7 @@ import attrs
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.outcomes import Restored, SaveOutcome
-from trainfold.backends.run_save import SaveResult
+from trainfold.backends.runs.save import SaveResult
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.save.triggers import Verdict
 from trainfold.core.state.state import TrainState
@@ -57,7 +57,7 @@ def load_decision(outcome: ResumePlan | Refusal, *, step: int | None = None) -> 
 
     Examples:
         >>> from trainfold.backends.stores.memory import MemoryStore
-        >>> from trainfold.backends.runs import plan
+        >>> from trainfold.backends.runs.api import plan
         >>> load_decision(plan(MemoryStore(), like=TrainState())).can_load
         False
     """

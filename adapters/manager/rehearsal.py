@@ -12,8 +12,8 @@ from typing import Any, Final, final
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.recorder import plain_number
-from trainfold.backends.runs import Run
-from trainfold.backends.snapshot import step_of_state
+from trainfold.backends.runs.api import Run
+from trainfold.backends.runs.snapshot import step_of_state
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Store

@@ -5,11 +5,11 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import final
 
-from trainfold.backends.best_reader import BEST_POINTER, best_bytes, best_name, named_by, parsed_best, scores_in
-from trainfold.backends.inventory import examine, read_inventory
-from trainfold.backends.naming import naming_best
-from trainfold.backends.quarantine_file import quarantined
-from trainfold.backends.run_save import SaveResult
+from trainfold.backends.runs.best_lock import naming_best
+from trainfold.backends.runs.best_reader import BEST_POINTER, best_bytes, best_name, named_by, parsed_best, scores_in
+from trainfold.backends.runs.quarantine_file import quarantined
+from trainfold.backends.runs.save import SaveResult
+from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BestFile
 from trainfold.core.format.codec import digest_of

@@ -11,13 +11,13 @@ from trainfold.adapters.manager.events import Announcer
 from trainfold.adapters.manager.first_save import FirstSave
 from trainfold.adapters.manager.outcomes import SaveOutcome
 from trainfold.adapters.manager.retention import Keeper
-from trainfold.adapters.manager.saver import Saver
 from trainfold.adapters.manager.triggers import Before, Due
 from trainfold.adapters.manager.update_hooks import UpdateGate
 from trainfold.adapters.parallel.ddp import sent_buffers
 from trainfold.backends.hold.hold import Hold
-from trainfold.backends.run_save import SaveResult
-from trainfold.backends.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
+from trainfold.backends.runs.background import Saver
+from trainfold.backends.runs.save import SaveResult
+from trainfold.backends.runs.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
 from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import error_text

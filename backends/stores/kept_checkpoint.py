@@ -5,7 +5,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from trainfold.backends.inventory import RUN_FILE
+from trainfold.backends.runs.scan import RUN_FILE
 from trainfold.backends.stores.names import MANIFEST
 
 

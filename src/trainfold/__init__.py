@@ -49,17 +49,17 @@ if TYPE_CHECKING:
     from trainfold.adapters.requests.sources import RequestSource as RequestSource
     from trainfold.adapters.requests.sources import SignalRequests as SignalRequests
     from trainfold.adapters.requests.stop_file import StopFile as StopFile
-    from trainfold.backends.best_file import load_best as load_best
-    from trainfold.backends.best_file import save_best as save_best
-    from trainfold.backends.quarantine_file import QuarantineIgnored as QuarantineIgnored
     from trainfold.backends.ranks.in_process import SingleProcess as SingleProcess
     from trainfold.backends.ranks.torch_distributed import TorchCollectives as TorchCollectives
-    from trainfold.backends.run_load import CheckpointPassedOver as CheckpointPassedOver
-    from trainfold.backends.run_load import ResumeDrift as ResumeDrift
-    from trainfold.backends.run_save import SaveResult as SaveResult
-    from trainfold.backends.runs import load as load
-    from trainfold.backends.runs import plan as plan
-    from trainfold.backends.runs import save as save
+    from trainfold.backends.runs.api import load as load
+    from trainfold.backends.runs.api import plan as plan
+    from trainfold.backends.runs.api import save as save
+    from trainfold.backends.runs.best_file import load_best as load_best
+    from trainfold.backends.runs.best_file import save_best as save_best
+    from trainfold.backends.runs.load import CheckpointPassedOver as CheckpointPassedOver
+    from trainfold.backends.runs.load import ResumeDrift as ResumeDrift
+    from trainfold.backends.runs.quarantine_file import QuarantineIgnored as QuarantineIgnored
+    from trainfold.backends.runs.save import SaveResult as SaveResult
     from trainfold.backends.stores.local import LocalStore as LocalStore
     from trainfold.backends.stores.memory import MemoryStore as MemoryStore
     from trainfold.backends.stores.protocol import Store as Store
@@ -156,7 +156,7 @@ _MODULE_OF = {
     "CheckpointDamaged": "trainfold.core.errors",
     "CheckpointManager": "trainfold.adapters.manager.manager",
     "CheckpointManagerLike": "trainfold.adapters.manager.protocol",
-    "CheckpointPassedOver": "trainfold.backends.run_load",
+    "CheckpointPassedOver": "trainfold.backends.runs.load",
     "Collectives": "trainfold.core.layout.world",
     "Combined": "trainfold.adapters.requests.sources",
     "DataCursor": "trainfold.core.data.cursor",
@@ -182,13 +182,13 @@ _MODULE_OF = {
     "ParamGroup": "trainfold.core.state.state",
     "Permutation": "trainfold.core.data.permutation",
     "Progress": "trainfold.core.state.state",
-    "QuarantineIgnored": "trainfold.backends.quarantine_file",
+    "QuarantineIgnored": "trainfold.backends.runs.quarantine_file",
     "RankFailed": "trainfold.core.errors",
     "Refusal": "trainfold.core.resume.resume_plan",
     "RequestSource": "trainfold.adapters.requests.sources",
     "RestoreRefused": "trainfold.core.errors",
     "Restored": "trainfold.adapters.manager.outcomes",
-    "ResumeDrift": "trainfold.backends.run_load",
+    "ResumeDrift": "trainfold.backends.runs.load",
     "ResumePlan": "trainfold.core.resume.resume_plan",
     "ResumeRefused": "trainfold.core.errors",
     "Retention": "trainfold.core.save.retention",
@@ -196,7 +196,7 @@ _MODULE_OF = {
     "SaveFailed": "trainfold.core.errors",
     "SaveOutcome": "trainfold.adapters.manager.outcomes",
     "SavePlan": "trainfold.core.save.save_plan",
-    "SaveResult": "trainfold.backends.run_save",
+    "SaveResult": "trainfold.backends.runs.save",
     "ScalarSpec": "trainfold.core.state.spec",
     "Schedule": "trainfold.core.optim.schedule",
     "SignalRequests": "trainfold.adapters.requests.sources",
@@ -237,8 +237,8 @@ _MODULE_OF = {
     "keep_last": "trainfold.core.save.retention",
     "keep_newer": "trainfold.core.save.retention",
     "linear": "trainfold.core.optim.schedule",
-    "load": "trainfold.backends.runs",
-    "load_best": "trainfold.backends.best_file",
+    "load": "trainfold.backends.runs.api",
+    "load_best": "trainfold.backends.runs.best_file",
     "make_best_record": "trainfold.core.best.record",
     "make_cursor": "trainfold.core.data.cursor",
     "make_eval_cursor": "trainfold.core.data.eval_cursor",
@@ -250,14 +250,14 @@ _MODULE_OF = {
     "metrics": "trainfold",
     "no_tally": "trainfold.core.evaluate.suite",
     "optimizer": "trainfold.core.optim.optimizer",
-    "plan": "trainfold.backends.runs",
+    "plan": "trainfold.backends.runs.api",
     "plan_resume": "trainfold.core.resume.planner",
     "plan_retention": "trainfold.core.save.retention",
     "plan_save": "trainfold.core.save.save_plan",
     "refresh_masters": "trainfold.core.state.masters",
     "sample_order": "trainfold.core.data.permutation",
-    "save": "trainfold.backends.runs",
-    "save_best": "trainfold.backends.best_file",
+    "save": "trainfold.backends.runs.api",
+    "save_best": "trainfold.backends.runs.best_file",
     "seed_of": "trainfold.core.rng",
     "select": "trainfold.core.state.components",
     "shard_of": "trainfold.core.data.shares",

@@ -23,8 +23,8 @@ from torch import nn
 
 from trainfold.adapters.live.live import Live, attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.best_file import load_best, save_best
-from trainfold.backends.inventory import read_inventory
+from trainfold.backends.runs.best_file import load_best, save_best
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.best.record import BestRecord, make_best_record, updated
 from trainfold.core.format.fingerprint import fingerprint

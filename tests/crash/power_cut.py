@@ -184,8 +184,8 @@ def _save_on(mode: str, run: Path) -> Iterator[tuple[str, int, Any]]:
     """
     import trainfold
     from crash.scenarios import digest_of_state, state_at
-    from trainfold.backends.best_file import save_best
-    from trainfold.backends.inventory import read_inventory
+    from trainfold.backends.runs.best_file import save_best
+    from trainfold.backends.runs.scan import read_inventory
     from trainfold.core.best.record import make_best_record, updated
     from trainfold.core.resume.inventory import lineage
     from trainfold.core.save.save_plan import directory_of

@@ -16,8 +16,8 @@ from crash.effects import Effect, Mark
 from crash.frozen_store import Files, FrozenStore, materialise, visible
 from crash.scenarios import SHM, Doing, Make, digest_of_state, record, state_at
 from crash.states import Budget, CrashState, crash_states, digest_of_files
-from trainfold.backends.best_file import load_best
-from trainfold.backends.inventory import read_inventory
+from trainfold.backends.runs.best_file import load_best
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.record import make_best_record

@@ -20,9 +20,9 @@ from crash.extents import Extents, in_extents
 from crash.frozen_store import files_in, materialise
 from crash.states import after_all, live
 from crash.syscalls import Handler, watched
-from trainfold.backends.best_file import save_best
-from trainfold.backends.quarantine_file import begin_attempt, end_attempt
 from trainfold.backends.ranks.in_process import run_threads
+from trainfold.backends.runs.best_file import save_best
+from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt
 from trainfold.backends.stores import direct_io
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core import tree

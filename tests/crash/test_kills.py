@@ -9,9 +9,9 @@ import pytest
 
 from crash.effort import IS_SOAK
 from crash.kills import STEPS, WANTED, Job, Kill, Life, Lives, best_of_all, digest, litter
-from trainfold.backends.best_file import load_best
-from trainfold.backends.inventory import read_inventory
-from trainfold.backends.runs import load
+from trainfold.backends.runs.api import load
+from trainfold.backends.runs.best_file import load_best
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.resume.inventory import lineage
 from trainfold.core.save.save_plan import MANIFEST

@@ -37,7 +37,7 @@ from trainfold.adapters.cli.ls import list_run
 from trainfold.adapters.cli.output import Answer, deliver
 from trainfold.adapters.cli.plan import plan_run
 from trainfold.adapters.cli.verify import verify_checkpoint
-from trainfold.backends import inventory
+from trainfold.backends.runs import scan as inventory
 from trainfold.core.errors import RestoreRefused, TrainfoldError
 from trainfold.core.format.manifest_reader import check_structures, decode_manifest
 from trainfold.core.state.state import Opaque, TrainState

@@ -17,7 +17,7 @@ from trainfold.adapters.cli.demo.corpus import as_batch, help_text, make_corpus
 from trainfold.adapters.cli.demo.evaluation import measure
 from trainfold.adapters.cli.demo.model import make_model
 from trainfold.adapters.cli.demo.settings import Settings, read_settings
-from trainfold.backends.runs import load, plan, save
+from trainfold.backends.runs.api import load, plan, save
 from trainfold.backends.stores.record_file import RecordFile
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.format.fingerprint import fingerprint

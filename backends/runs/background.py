@@ -6,8 +6,8 @@ from functools import partial
 from typing import final
 
 from trainfold.backends.hold.hold import Hold
-from trainfold.backends.run_save import SaveResult
-from trainfold.backends.snapshot import Snapshot, save_snapshot
+from trainfold.backends.runs.save import SaveResult
+from trainfold.backends.runs.snapshot import Snapshot, save_snapshot
 from trainfold.backends.stores.direct_io import release_buffers
 from trainfold.backends.stores.protocol import Collectives, Store
 from trainfold.backends.worker_thread import Job, Worker

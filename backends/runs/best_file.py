@@ -9,7 +9,11 @@ from typing import TypeVar
 
 import attrs
 
-from trainfold.backends.best_reader import (
+from trainfold.backends.ranks.all_ranks import on_rank_zero
+from trainfold.backends.ranks.launcher import world_given
+from trainfold.backends.runs.api import Run, open_store
+from trainfold.backends.runs.best_lock import naming_best
+from trainfold.backends.runs.best_reader import (
     BEST_POINTER,
     best_bytes,
     best_checkpoint,
@@ -23,11 +27,7 @@ from trainfold.backends.best_reader import (
     read_best,
     step_of_best,
 )
-from trainfold.backends.inventory import read_run_id
-from trainfold.backends.naming import naming_best
-from trainfold.backends.ranks.all_ranks import on_rank_zero
-from trainfold.backends.ranks.launcher import world_given
-from trainfold.backends.runs import Run, open_store
+from trainfold.backends.runs.scan import read_run_id
 from trainfold.backends.stores.protocol import Collectives, Store
 from trainfold.core.best.best_json import BEST_FILE, BestFile, best_to_json
 from trainfold.core.best.record import BestRecord
@@ -80,7 +80,7 @@ def save_best(
 
     Examples:
         >>> from trainfold.backends.stores.memory import MemoryStore
-        >>> from trainfold.backends.runs import save
+        >>> from trainfold.backends.runs.api import save
         >>> from trainfold.core.best.record import make_best_record, updated
         >>> from trainfold.core.state.state import Progress, TrainState
         >>> store = MemoryStore()

@@ -7,12 +7,12 @@ from typing import Any, Final, TypeAlias, final
 
 import attrs
 
-from trainfold.backends.inventory import examine, read_inventory
-from trainfold.backends.quarantine_file import begin_attempt, end_attempt, quarantined
 from trainfold.backends.ranks.all_ranks import on_rank_zero
-from trainfold.backends.run_resume import run_resume
-from trainfold.backends.run_save import library_versions
-from trainfold.backends.snapshot import full_contract
+from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt, quarantined
+from trainfold.backends.runs.restore import run_resume
+from trainfold.backends.runs.save import library_versions
+from trainfold.backends.runs.scan import examine, read_inventory
+from trainfold.backends.runs.snapshot import full_contract
 from trainfold.backends.stores.protocol import Collectives, Store
 from trainfold.core.errors import (
     CheckpointError,

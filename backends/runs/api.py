@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.ranks.launcher import world_given
-from trainfold.backends.run_load import load_run, plan_run
-from trainfold.backends.run_save import SaveResult
-from trainfold.backends.snapshot import check_state, save_snapshot, take_snapshot
+from trainfold.backends.runs.load import load_run, plan_run
+from trainfold.backends.runs.save import SaveResult
+from trainfold.backends.runs.snapshot import check_state, save_snapshot, take_snapshot
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Collectives, Store
 from trainfold.core.errors import InvalidArgument

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Final
 
-from trainfold.backends.inventory import examine, read_inventory
+from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BEST_LIMIT_BYTES, BestFile, best_file_from_json
 from trainfold.core.best.record import BestRecord, carried_best

@@ -65,7 +65,7 @@ def quarantined(store: Store, *, limit: int = LIMIT) -> dict[str, Problem]:
 
     Examples:
         >>> from trainfold.backends.stores.memory import MemoryStore
-        >>> from trainfold.backends.runs import save
+        >>> from trainfold.backends.runs.api import save
         >>> from trainfold.core.state.state import Progress, TrainState
         >>> store = MemoryStore()
         >>> name = save(TrainState(trainer=Progress(step=3)), store).checkpoint

@@ -14,10 +14,10 @@ import torch
 from trainfold.backends.environment import environment_of
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.hold.write_watch import LeafName
-from trainfold.backends.inventory import RUN_FILE, check_place, examine, read_inventory, read_run_id, run_document
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
-from trainfold.backends.replicas import check_copies, copies_of
-from trainfold.backends.run_save import SaveResult, run_save
+from trainfold.backends.runs.replicas import check_copies, copies_of
+from trainfold.backends.runs.save import SaveResult, run_save
+from trainfold.backends.runs.scan import RUN_FILE, check_place, examine, read_inventory, read_run_id, run_document
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
 from trainfold.backends.stores.protocol import Collectives, Store
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, place
