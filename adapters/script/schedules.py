@@ -16,7 +16,7 @@ from trainfold.adapters.components.component import copied
 from trainfold.adapters.components.optimizer import OptimizerPart, base_of
 from trainfold.adapters.components.schedule_settings import settings_of
 from trainfold.adapters.components.scheduler import SchedulerPart, opaques
-from trainfold.adapters.live.script_contract import SCHEDULED, bare
+from trainfold.adapters.script.script_contract import SCHEDULED, bare
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.resume.drift import BASE_RATES
