@@ -177,7 +177,7 @@ def test_everything_is_named_at_once_and_what_comes_later_later():
 
 
 def test_a_steady_run_is_looked_at_less_and_less(monkeypatch):
-    from trainfold.adapters.live import audit as adapter
+    from trainfold.adapters.watch import audit as adapter
 
     looks = []
     look = adapter.Look
@@ -848,7 +848,7 @@ def test_what_is_odd_does_not_fail_a_save(tmp_path):
 
 
 def test_a_look_is_bounded():
-    from trainfold.adapters.live import facts
+    from trainfold.adapters.watch import facts
 
     class Link:
         def __init__(self, depth):

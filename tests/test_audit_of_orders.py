@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.live.overwritten import makes_anew, use_of
+from trainfold.adapters.watch.overwritten import makes_anew, use_of
 from trainfold.core.errors import HiddenState, HiddenStateRefused
 
 LENGTH, BATCH = 12, 4

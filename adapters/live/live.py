@@ -18,16 +18,12 @@ from trainfold.adapters.components.own_modules import OwnModulePart, late_proble
 from trainfold.adapters.components.rng_streams import RngPart, bound_device, preserved_rng
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
 from trainfold.adapters.components.sharded import check_whole, wheres
-from trainfold.adapters.live.audit import Audit
 from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.loop_data import LoopData, no_names, total_of
-from trainfold.adapters.live.open_window import Boundary
 from trainfold.adapters.live.optional import captured, fitting, optional_given
 from trainfold.adapters.live.recorder import Recorder, check_values
 from trainfold.adapters.live.restore import CountersPart, refusals, write_all
 from trainfold.adapters.live.since_restore import SinceRestore
-from trainfold.adapters.live.swapped import SwapProbe
-from trainfold.adapters.live.unattached import StepWatch
 from trainfold.adapters.live.view import Lent
 from trainfold.adapters.loaders.beside import is_beside
 from trainfold.adapters.loaders.choose import feeds_of
@@ -43,6 +39,10 @@ from trainfold.adapters.script.rates import Rates
 from trainfold.adapters.script.schedules import Schedules
 from trainfold.adapters.script.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
 from trainfold.adapters.script.trained import Trained
+from trainfold.adapters.watch.audit import Audit
+from trainfold.adapters.watch.open_window import Boundary
+from trainfold.adapters.watch.swapped import SwapProbe
+from trainfold.adapters.watch.unattached import StepWatch
 from trainfold.core import tree
 from trainfold.core.errors import CaptureRefused, IncompleteWindow, InvalidArgument, InvalidState, RestoreRefused
 from trainfold.core.resume.drift import Verdict, check_policy
