@@ -12,8 +12,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import trainfold
 from trainfold.adapters.components.component import copied
+from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.loaders.batch_digest import batch_digest, batch_kind
 from trainfold.core.errors import DataPositionMismatch
 from trainfold.core.state.state import Opaque
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import trainfold
 from trainfold.adapters.cli.diff import diff_checkpoints
 from trainfold.adapters.cli.verify import verify_checkpoint
-from trainfold.adapters.loaders.feed import position_problems
+from trainfold.adapters.draws.feed import position_problems
 from trainfold.core import tree
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.errors import CheckpointError, RestoreRefused, TrainfoldError

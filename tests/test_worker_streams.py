@@ -208,7 +208,7 @@ def test_pinned_batches_keep_their_report():
     """W01: pinning makes a list of a tuple, and looks into mappings."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
-    from trainfold.adapters.loaders.worker_trace import Report
+    from trainfold.adapters.draws.worker_trace import Report
 
     report = Report(1, {"torch": np.zeros(3, np.uint8)}, "xxh3:0")
     batch, kept = pin_memory(("text", report))

@@ -18,6 +18,8 @@ from trainfold.adapters.components.own_modules import OwnModulePart, late_proble
 from trainfold.adapters.components.rng_streams import RngPart, bound_device, preserved_rng
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
 from trainfold.adapters.components.sharded import check_whole, wheres
+from trainfold.adapters.draws.beside import is_beside
+from trainfold.adapters.draws.feed import Feed, mismatch
 from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.loop_data import LoopData, no_names, total_of
 from trainfold.adapters.live.optional import captured, fitting, optional_given
@@ -25,9 +27,7 @@ from trainfold.adapters.live.recorder import Recorder, check_values
 from trainfold.adapters.live.restore import CountersPart, refusals, write_all
 from trainfold.adapters.live.since_restore import SinceRestore
 from trainfold.adapters.live.view import Lent
-from trainfold.adapters.loaders.beside import is_beside
 from trainfold.adapters.loaders.choose import feeds_of
-from trainfold.adapters.loaders.feed import Feed, mismatch
 from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.adapters.script.attached_settings import (
     attached_settings,

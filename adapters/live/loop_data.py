@@ -8,6 +8,8 @@ from threading import get_ident
 from typing import Any, Final, final
 
 from trainfold.adapters.components.component import Part, Undo
+from trainfold.adapters.draws.data_probe import is_wanted
+from trainfold.adapters.draws.feed import OTHER, Feed, mismatch
 from trainfold.adapters.live.batch_stream import BatchStream, Reading
 from trainfold.adapters.live.pace import Pace, is_pace
 from trainfold.adapters.live.since_restore import (
@@ -19,8 +21,6 @@ from trainfold.adapters.live.since_restore import (
     small_state,
     streams_of,
 )
-from trainfold.adapters.loaders.data_probe import is_wanted
-from trainfold.adapters.loaders.feed import OTHER, Feed, mismatch
 from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.backends.ranks.launcher import ranks_around
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError

@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data.distributed import DistributedSampler
 
 from trainfold.adapters.components.component import Stateful, kind_of
-from trainfold.adapters.loaders.feed import Feed, samplers_of
+from trainfold.adapters.draws.feed import Feed, samplers_of
 from trainfold.adapters.loaders.group import FeedGroup
 from trainfold.adapters.loaders.iterable import iterates, torchdatas
 from trainfold.adapters.loaders.map_style import MapFeed

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, final
 
 from trainfold.adapters.components.component import Part, Undo
-from trainfold.adapters.loaders.feed import OTHER, Feed, mismatch, position_problems
+from trainfold.adapters.draws.feed import OTHER, Feed, mismatch, position_problems
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.resume.drift import Verdict
 from trainfold.core.state.state import Opaque

@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader
 from trainfold.adapters.components.component import Part, Undo, copied, kind_of
 from trainfold.adapters.components.rng_streams import moved_stream_problems, preserved_rng
 from trainfold.adapters.components.stream_reader import Streams
-from trainfold.adapters.loaders.beside import KEY, Beside, Kept, streams_only
-from trainfold.adapters.loaders.data_probe import compared, is_wanted
-from trainfold.adapters.loaders.draw_batches import Drawer
-from trainfold.adapters.loaders.draws import Drawn, Draws, Last, plain
-from trainfold.adapters.loaders.feed import (
+from trainfold.adapters.draws.beside import KEY, Beside, Kept, streams_only
+from trainfold.adapters.draws.data_probe import compared, is_wanted
+from trainfold.adapters.draws.draw_batches import Drawer
+from trainfold.adapters.draws.draws import Drawn, Draws, Last, plain
+from trainfold.adapters.draws.feed import (
     END,
     OPENED,
     OTHER,
@@ -30,8 +30,8 @@ from trainfold.adapters.loaders.feed import (
     stale,
     tell_epoch,
 )
-from trainfold.adapters.loaders.pull_watch import PullWatch, is_foreign, late_problems
-from trainfold.adapters.loaders.sampler_tap import (
+from trainfold.adapters.draws.pull_watch import PullWatch, is_foreign, late_problems
+from trainfold.adapters.draws.sampler_tap import (
     Tap,
     capture_order,
     not_between,
@@ -39,7 +39,7 @@ from trainfold.adapters.loaders.sampler_tap import (
     restore_order,
     unfollowed,
 )
-from trainfold.adapters.loaders.worker_trace import WorkerTrace
+from trainfold.adapters.draws.worker_trace import WorkerTrace
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
 from trainfold.core.resume.drift import Verdict
 from trainfold.core.state.state import Opaque

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 from trainfold.adapters.components.component import Part, Undo
-from trainfold.adapters.loaders.feed import END, OPENED, OTHER, mismatch
+from trainfold.adapters.draws.feed import END, OPENED, OTHER, mismatch
 from trainfold.adapters.loaders.map_style import MapFeed
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.resume.drift import Verdict

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 from trainfold.adapters.components.component import Part, Stateful, Undo, copied, copied_containers, kind_of
 from trainfold.adapters.components.rng_streams import preserved_rng
 from trainfold.adapters.components.stream_reader import StreamReader, set_streams
-from trainfold.adapters.loaders.batch_digest import batch_digest, batch_kind
-from trainfold.adapters.loaders.beside import KEY, Beside, Kept
-from trainfold.adapters.loaders.data_probe import compared, is_wanted, say_uncompared
-from trainfold.adapters.loaders.draw_batches import replaced, undisturbed, unpaired
-from trainfold.adapters.loaders.draws import Drawn, Draws, Last
-from trainfold.adapters.loaders.feed import (
+from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
+from trainfold.adapters.draws.beside import KEY, Beside, Kept
+from trainfold.adapters.draws.data_probe import compared, is_wanted, say_uncompared
+from trainfold.adapters.draws.draw_batches import replaced, undisturbed, unpaired
+from trainfold.adapters.draws.draws import Drawn, Draws, Last
+from trainfold.adapters.draws.feed import (
     END,
     OPENED,
     OTHER,
@@ -33,11 +33,11 @@ from trainfold.adapters.loaders.feed import (
     stale,
     tell_epoch,
 )
-from trainfold.adapters.loaders.hand_out import Counted, HandedOut, Mark, Unreported, is_large
+from trainfold.adapters.draws.hand_out import Counted, HandedOut, Mark, Unreported, is_large
+from trainfold.adapters.draws.pull_watch import PullWatch, is_foreign, late_problems
+from trainfold.adapters.draws.sampler_tap import capture_order, order_problems, restore_order
+from trainfold.adapters.draws.worker_trace import WorkerTrace
 from trainfold.adapters.loaders.iterable import Replay, ended_in_part, iterates, keeps_nothing, torchdatas
-from trainfold.adapters.loaders.pull_watch import PullWatch, is_foreign, late_problems
-from trainfold.adapters.loaders.sampler_tap import capture_order, order_problems, restore_order
-from trainfold.adapters.loaders.worker_trace import WorkerTrace
 from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, TrainfoldError
 from trainfold.core.resume.drift import Verdict
 from trainfold.core.state.state import Opaque

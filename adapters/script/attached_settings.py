@@ -14,8 +14,8 @@ from trainfold.adapters.components.generator import is_generator
 from trainfold.adapters.components.module_settings import settings_of_modules
 from trainfold.adapters.components.rng_streams import preserved_rng
 from trainfold.adapters.components.schedule_settings import settings_of_object
+from trainfold.adapters.draws.feed import length_of
 from trainfold.adapters.loaders.choose import loaders_by_path
-from trainfold.adapters.loaders.feed import length_of
 from trainfold.adapters.script.script_contract import bare
 from trainfold.backends.runs.load import ResumeDrift
 from trainfold.core.format.codec import digest_of

@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 
 from trainfold.adapters.components.component import Stateful
+from trainfold.adapters.draws.feed import generators_of
 from trainfold.adapters.loaders.choose import loaders_by_path
-from trainfold.adapters.loaders.feed import generators_of
 from trainfold.adapters.watch.facts import Look, lists_in, path_of, text_of, token_of_rows, token_of_value, values_in
 from trainfold.core.errors import HiddenState, HiddenStateRefused, InvalidArgument
 from trainfold.core.scalars import shown

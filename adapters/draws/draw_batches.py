@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader
 
 from trainfold.adapters.components.rng_streams import preserved_rng
 from trainfold.adapters.components.stream_reader import StreamReader, Streams, set_streams
-from trainfold.adapters.loaders.batch_digest import batch_digest, batch_kind
-from trainfold.adapters.loaders.beside import KEY, Beside
-from trainfold.adapters.loaders.draws import Drawn
-from trainfold.adapters.loaders.feed import END
-from trainfold.adapters.loaders.worker_trace import WorkerTrace, skipping
+from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
+from trainfold.adapters.draws.beside import KEY, Beside
+from trainfold.adapters.draws.draws import Drawn
+from trainfold.adapters.draws.feed import END
+from trainfold.adapters.draws.worker_trace import WorkerTrace, skipping
 from trainfold.core.errors import InvalidArgument
 
 

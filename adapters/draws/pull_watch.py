@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from trainfold.adapters.components.stream_reader import StreamReader
-from trainfold.adapters.loaders.feed import mismatch
+from trainfold.adapters.draws.feed import mismatch
 from trainfold.core.errors import TrainfoldError
 
 _LOG = logging.getLogger("trainfold")

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from trainfold.adapters.loaders.batch_digest import PREFIX
-from trainfold.adapters.loaders.draws import Drawn, Last
-from trainfold.adapters.loaders.feed import mismatch
+from trainfold.adapters.draws.batch_digest import PREFIX
+from trainfold.adapters.draws.draws import Drawn, Last
+from trainfold.adapters.draws.feed import mismatch
 from trainfold.core.errors import DataPositionMismatch
 from trainfold.core.resume.drift import Verdict, verdict_of
 from trainfold.core.scalars import shown

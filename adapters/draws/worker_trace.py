@@ -11,7 +11,7 @@ import attrs
 from torch.utils.data import get_worker_info
 
 from trainfold.adapters.components.stream_reader import StreamReader, Streams, set_streams
-from trainfold.adapters.loaders.batch_digest import batch_digest, batch_kind
+from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
 
 
 @final
