@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.adapters.components.rng_streams import (
+from trainfold.adapters.live.live import attach
+from trainfold.adapters.streams.rng_streams import (
     RngPart,
     capture_streams,
     derive_streams,
@@ -16,8 +17,7 @@ from trainfold.adapters.components.rng_streams import (
     restore_streams,
     stream_problems,
 )
-from trainfold.adapters.components.stream_states import check_numpy_state
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.streams.stream_states import check_numpy_state
 from trainfold.core.errors import RestoreRefused
 from trainfold.core.format.describe import describe
 from trainfold.core.format.rebuild import rebuild

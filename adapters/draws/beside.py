@@ -10,12 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainfold.adapters.components.component import ObjectPart, Part, TreePart, copied
-from trainfold.adapters.components.generator import GeneratorPart
-from trainfold.adapters.components.rng_streams import preserved_rng
-from trainfold.adapters.components.stream_reader import StreamReader, set_streams
 from trainfold.adapters.draws.feed import OTHER, generators_of, mismatch
 from trainfold.adapters.live.attributes import held_by
 from trainfold.adapters.own_state.read_back import first_difference
+from trainfold.adapters.streams.generator import GeneratorPart
+from trainfold.adapters.streams.rng_streams import preserved_rng
+from trainfold.adapters.streams.stream_reader import StreamReader, set_streams
 from trainfold.core import tree
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.scalars import SCALARS

@@ -8,12 +8,12 @@ import attrs
 import numpy as np
 import torch
 
-from trainfold.adapters.components.rng_streams import moved_stream_problems
-from trainfold.adapters.components.stream_reader import Streams
 from trainfold.adapters.draws.beside import KEY, Beside, streams_only
 from trainfold.adapters.draws.feed import OTHER, mismatch
 from trainfold.adapters.draws.sampler_tap import order_problems
 from trainfold.adapters.draws.worker_trace import Report
+from trainfold.adapters.streams.rng_streams import moved_stream_problems
+from trainfold.adapters.streams.stream_reader import Streams
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.resume.drift import Verdict, verdict_of
 from trainfold.core.state.state import Opaque

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from trainfold.adapters.components.component import Part, Stateful, Undo
-from trainfold.adapters.components.stream_states import check_torch_state
+from trainfold.adapters.streams.stream_states import check_torch_state
 from trainfold.core.errors import DataPositionMismatch, InvalidState, TrainfoldError
 from trainfold.core.resume.drift import Verdict
 from trainfold.core.state.state import Opaque

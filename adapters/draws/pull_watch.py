@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, final
 
-from trainfold.adapters.components.stream_reader import StreamReader
 from trainfold.adapters.draws.feed import mismatch
+from trainfold.adapters.streams.stream_reader import StreamReader
 from trainfold.core.errors import TrainfoldError
 
 _LOG = logging.getLogger("trainfold")

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from trainfold.adapters.components.rng_streams import bound_device, preserved_rng
 from trainfold.adapters.evaluation.reachability import reachable
+from trainfold.adapters.streams.rng_streams import bound_device, preserved_rng
 
 _LOCK = threading.RLock()
 _MODES: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, bool]] = weakref.WeakKeyDictionary()

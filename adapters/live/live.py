@@ -9,13 +9,11 @@ import attrs
 import torch
 
 from trainfold.adapters.components.component import ObjectPart, Part, Stateful, TreePart, copied, copied_containers
-from trainfold.adapters.components.generator import GeneratorPart, is_generator
 from trainfold.adapters.components.held_optimizers import Attached
 from trainfold.adapters.components.module import ModulePart, lent_module
 from trainfold.adapters.components.module_settings import settings_of_modules, settings_of_root
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.own_modules import OwnModulePart, late_problems, own_module_parts
-from trainfold.adapters.components.rng_streams import RngPart, bound_device, preserved_rng
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
 from trainfold.adapters.components.sharded import check_whole, wheres
 from trainfold.adapters.draws.beside import is_beside
@@ -39,6 +37,8 @@ from trainfold.adapters.script.rates import Rates
 from trainfold.adapters.script.schedules import Schedules
 from trainfold.adapters.script.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
 from trainfold.adapters.script.trained import Trained
+from trainfold.adapters.streams.generator import GeneratorPart, is_generator
+from trainfold.adapters.streams.rng_streams import RngPart, bound_device, preserved_rng
 from trainfold.adapters.watch.audit import Audit
 from trainfold.adapters.watch.open_window import Boundary
 from trainfold.adapters.watch.swapped import SwapProbe

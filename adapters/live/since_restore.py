@@ -8,11 +8,11 @@ import torch
 
 from trainfold.adapters.components.component import Part, copied_containers
 from trainfold.adapters.components.optimizer import OptimizerPart, groups_of
-from trainfold.adapters.components.rng_streams import RngPart, preserved_rng
 from trainfold.adapters.components.scheduler import SchedulerPart
 from trainfold.adapters.draws.batch_digest import batch_digest
 from trainfold.adapters.live.restore import refusals, write_all
 from trainfold.adapters.own_state.read_back import Difference, first_difference
+from trainfold.adapters.streams.rng_streams import RngPart, preserved_rng
 from trainfold.core import tree
 from trainfold.core.errors import RestoreRefused
 from trainfold.core.format.codec import DENSE

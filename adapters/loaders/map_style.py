@@ -8,8 +8,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainfold.adapters.components.component import Part, Undo, copied, kind_of
-from trainfold.adapters.components.rng_streams import moved_stream_problems, preserved_rng
-from trainfold.adapters.components.stream_reader import Streams
 from trainfold.adapters.draws.beside import KEY, Beside, Kept, streams_only
 from trainfold.adapters.draws.data_probe import compared, is_wanted
 from trainfold.adapters.draws.draw_batches import Drawer
@@ -40,6 +38,8 @@ from trainfold.adapters.draws.sampler_tap import (
     unfollowed,
 )
 from trainfold.adapters.draws.worker_trace import WorkerTrace
+from trainfold.adapters.streams.rng_streams import moved_stream_problems, preserved_rng
+from trainfold.adapters.streams.stream_reader import Streams
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
 from trainfold.core.resume.drift import Verdict
 from trainfold.core.state.state import Opaque

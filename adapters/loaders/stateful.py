@@ -9,8 +9,6 @@ import attrs
 from torch.utils.data import DataLoader
 
 from trainfold.adapters.components.component import Part, Stateful, Undo, copied, copied_containers, kind_of
-from trainfold.adapters.components.rng_streams import preserved_rng
-from trainfold.adapters.components.stream_reader import StreamReader, set_streams
 from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
 from trainfold.adapters.draws.beside import KEY, Beside, Kept
 from trainfold.adapters.draws.data_probe import compared, is_wanted, say_uncompared
@@ -38,6 +36,8 @@ from trainfold.adapters.draws.pull_watch import PullWatch, is_foreign, late_prob
 from trainfold.adapters.draws.sampler_tap import capture_order, order_problems, restore_order
 from trainfold.adapters.draws.worker_trace import WorkerTrace
 from trainfold.adapters.loaders.iterable import Replay, ended_in_part, iterates, keeps_nothing, torchdatas
+from trainfold.adapters.streams.rng_streams import preserved_rng
+from trainfold.adapters.streams.stream_reader import StreamReader, set_streams
 from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, TrainfoldError
 from trainfold.core.resume.drift import Verdict
 from trainfold.core.state.state import Opaque

@@ -10,13 +10,13 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
 
 from trainfold.adapters.components.component import Stateful
-from trainfold.adapters.components.generator import is_generator
 from trainfold.adapters.components.module_settings import settings_of_modules
-from trainfold.adapters.components.rng_streams import preserved_rng
 from trainfold.adapters.components.schedule_settings import settings_of_object
 from trainfold.adapters.draws.feed import length_of
 from trainfold.adapters.loaders.choose import loaders_by_path
 from trainfold.adapters.script.script_contract import bare
+from trainfold.adapters.streams.generator import is_generator
+from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.backends.runs.load import ResumeDrift
 from trainfold.core.format.codec import digest_of
 from trainfold.core.resume.drift import Drift, Verdict, make_drift

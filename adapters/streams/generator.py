@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trainfold.adapters.components.component import Undo, copied, kind_of, wrong_kind
-from trainfold.adapters.components.stream_states import check_numpy_state, check_python_state, check_torch_state
+from trainfold.adapters.streams.stream_states import check_numpy_state, check_python_state, check_torch_state
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.state.state import Opaque
 

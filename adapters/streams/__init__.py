@@ -1,0 +1,1 @@
+"""Random streams and generators of a mutable loop. May import `components`."""
