@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import trainfold
 from trainfold.adapters.cli.rehearse import kept
 from trainfold.adapters.cli.rehearse.kept import Kept, measure, saved_of
-from trainfold.adapters.manager.rehearsal import Rehearsal
+from trainfold.adapters.guards.rehearsal import Rehearsal
 from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
 from trainfold.backends.stores.local import LocalStore

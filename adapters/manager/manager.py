@@ -9,6 +9,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final, Literal, final
 
+from trainfold.adapters.guards.first_save import FirstSave, HeldRun, look
+from trainfold.adapters.guards.never_asked import NeverAsked
+from trainfold.adapters.guards.rehearsal import rehearsal_of
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.arguments import (
     check_decision,
@@ -24,12 +27,9 @@ from trainfold.adapters.manager.arguments import (
 from trainfold.adapters.manager.auto_cadence import AutoCadence, teller_of
 from trainfold.adapters.manager.config import CheckpointConfig, manager_arguments
 from trainfold.adapters.manager.events import Announcer
-from trainfold.adapters.manager.first_save import FirstSave, HeldRun, look
 from trainfold.adapters.manager.loading import Resumer
-from trainfold.adapters.manager.never_asked import NeverAsked
 from trainfold.adapters.manager.outcomes import Restored, SaveOutcome
 from trainfold.adapters.manager.protocol import LoadDecision
-from trainfold.adapters.manager.rehearsal import rehearsal_of
 from trainfold.adapters.manager.retention import Keeper
 from trainfold.adapters.manager.saving import Saves
 from trainfold.adapters.manager.told_afterwards import told_afterwards

@@ -5,10 +5,10 @@ from typing import Any, final
 
 import attrs
 
+from trainfold.adapters.guards.first_save import FirstSave
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.view import Lent
 from trainfold.adapters.manager.events import Announcer
-from trainfold.adapters.manager.first_save import FirstSave
 from trainfold.adapters.manager.outcomes import SaveOutcome
 from trainfold.adapters.manager.retention import Keeper
 from trainfold.adapters.manager.triggers import Before, Due
