@@ -11,7 +11,7 @@ from typing import Any
 from sphinx.application import Sphinx
 
 import trainfold
-from trainfold.adapters.cli.output import exit_code
+from trainfold.adapters.cli.terminal.output import exit_code
 from trainfold.core import errors
 from trainfold.core.resume.drift import KINDS
 

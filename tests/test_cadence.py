@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainfold.adapters.cli import main
-from trainfold.adapters.cli.duration import duration_text, seconds_of
+from trainfold.adapters.cli.terminal.duration import duration_text, seconds_of
 from trainfold.backends.runs.api import save
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.save.cadence import advise_cadence, daly_interval_secs, lost_fraction, young_interval_secs

@@ -21,7 +21,7 @@ import trainfold
 from trainfold import __version__
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.ls import list_run
-from trainfold.adapters.cli.output import Answer, OutputFailed, Table, aligned, deliver
+from trainfold.adapters.cli.terminal.output import Answer, OutputFailed, Table, aligned, deliver
 from trainfold.backends.runs.api import save
 from trainfold.backends.runs.quarantine_file import begin_attempt
 from trainfold.backends.stores.local import LocalStore

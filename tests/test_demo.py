@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from trainfold.adapters.cli import main, plot
+from trainfold.adapters.cli import main
 from trainfold.adapters.cli.demo.command import KILLED, PICTURE, REPORT, run_demo
 from trainfold.adapters.cli.demo.corpus import help_text, make_corpus
 from trainfold.adapters.cli.demo.kill import Attempt, DemoFailed, Kill, plan_kills
@@ -17,6 +17,7 @@ from trainfold.adapters.cli.demo.losses import Losses, losses_of
 from trainfold.adapters.cli.demo.report import EvaluationDiffers, KillsMissing, NotIdentical, RunRecord, compare, tables
 from trainfold.adapters.cli.demo.settings import make_settings
 from trainfold.adapters.cli.rehearse.moments import arms
+from trainfold.adapters.cli.terminal import plot
 from trainfold.backends.stores.record_file import RecordFile, read_entries
 from trainfold.core.errors import CheckpointForeign, InvalidArgument, NotWritable, RunLocked
 from trainfold.core.rehearsal.entry import Entry

@@ -22,9 +22,9 @@ from trainfold.adapters.cli.demo.command import run_demo
 from trainfold.adapters.cli.demo.kill import Attempt, Kill
 from trainfold.adapters.cli.demo.report import Check, Comparison, tables
 from trainfold.adapters.cli.demo.settings import make_settings
-from trainfold.adapters.cli.output import aligned, deliver
 from trainfold.adapters.cli.rehearse.command import run_rehearsal
 from trainfold.adapters.cli.rehearse.settings import make_settings as make_rehearsal
+from trainfold.adapters.cli.terminal.output import aligned, deliver
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.core.format.codec import digest_of
 from trainfold.core.format.fingerprint import component_fingerprint

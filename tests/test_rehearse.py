@@ -17,7 +17,6 @@ import torch
 import trainfold
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.diff import Different
-from trainfold.adapters.cli.output import Answer
 from trainfold.adapters.cli.rehearse import room
 from trainfold.adapters.cli.rehearse.command import PICTURE, REPORT, run_rehearsal
 from trainfold.adapters.cli.rehearse.errors import (
@@ -32,6 +31,7 @@ from trainfold.adapters.cli.rehearse.moments import Trigger
 from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.room import most_kept
 from trainfold.adapters.cli.rehearse.settings import make_settings
+from trainfold.adapters.cli.terminal.output import Answer
 from trainfold.adapters.live.live import attach
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CheckpointForeign, InvalidArgument

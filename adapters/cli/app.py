@@ -10,8 +10,16 @@ from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
 from cyclopts.validators import Number
 
 from trainfold import __version__
-from trainfold.adapters.cli.duration import seconds_of
-from trainfold.adapters.cli.output import INTERRUPTED, Answer, OutputFailed, Screen, UsageError, deliver, give_up
+from trainfold.adapters.cli.terminal.duration import seconds_of
+from trainfold.adapters.cli.terminal.output import (
+    INTERRUPTED,
+    Answer,
+    OutputFailed,
+    Screen,
+    UsageError,
+    deliver,
+    give_up,
+)
 
 
 def _whole(_type: object, tokens: Sequence[Token]) -> int:

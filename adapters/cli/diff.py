@@ -8,7 +8,7 @@ import attrs
 
 from trainfold.adapters.cli.inspect import labelled
 from trainfold.adapters.cli.locate import open_checkpoint
-from trainfold.adapters.cli.output import Answer, Table
+from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.backends.runs.save import tensor_digest
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.format.manifest import Manifest

@@ -6,8 +6,8 @@ from typing import Any
 import attrs
 
 from trainfold.adapters.cli.locate import open_checkpoint
-from trainfold.adapters.cli.output import Answer, Table, size_text
 from trainfold.adapters.cli.plan import NOT_SAVED
+from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.format.rebuild import places
 from trainfold.core.state.audit import UNSAVED, unsaved_of

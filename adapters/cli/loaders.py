@@ -5,7 +5,7 @@ from typing import Any, Final, final
 
 import attrs
 
-from trainfold.adapters.cli.output import Table
+from trainfold.adapters.cli.terminal.output import Table
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.rebuild import rebuild

@@ -5,7 +5,7 @@ from pathlib import Path
 import attrs
 
 from trainfold.adapters.cli.locate import open_run
-from trainfold.adapters.cli.output import Answer, Table, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine
 from trainfold.core.errors import RunEmpty

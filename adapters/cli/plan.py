@@ -5,10 +5,10 @@ from pathlib import Path
 
 import attrs
 
-from trainfold.adapters.cli.duration import duration_text
 from trainfold.adapters.cli.loaders import loader_places, loaders_table
 from trainfold.adapters.cli.locate import error_of, open_run
-from trainfold.adapters.cli.output import Answer, Table, UsageError, size_text
+from trainfold.adapters.cli.terminal.duration import duration_text
+from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError, size_text
 from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.runs.load import examined, passed_over
 from trainfold.backends.runs.save import library_versions

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from trainfold.adapters.cli.locate import Checkpoint, error_of, open_checkpoint
-from trainfold.adapters.cli.output import Answer, Table, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.backends.runs.save import recorded_fingerprint
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
 from trainfold.core.format.manifest import ComponentRecord, FileRecord, ShardRecord

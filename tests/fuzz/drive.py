@@ -34,8 +34,8 @@ from fuzz.changes import Checkpoint, changed
 from trainfold.adapters.cli.diff import diff_checkpoints
 from trainfold.adapters.cli.inspect import inspect_checkpoint
 from trainfold.adapters.cli.ls import list_run
-from trainfold.adapters.cli.output import Answer, deliver
 from trainfold.adapters.cli.plan import plan_run
+from trainfold.adapters.cli.terminal.output import Answer, deliver
 from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.backends.runs import scan as inventory
 from trainfold.core.errors import RestoreRefused, TrainfoldError

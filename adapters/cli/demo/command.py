@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trainfold.adapters.cli import plot
 from trainfold.adapters.cli.demo import report
 from trainfold.adapters.cli.demo.kill import (
     Attempt,
@@ -19,10 +18,11 @@ from trainfold.adapters.cli.demo.kill import (
     train_command,
 )
 from trainfold.adapters.cli.demo.settings import MADE_BY, SETTINGS_FILE, Settings, write_settings
-from trainfold.adapters.cli.output import Answer
-from trainfold.adapters.cli.progress import Display, display
 from trainfold.adapters.cli.rehearse.moments import Pace
-from trainfold.adapters.cli.workplace import Workplace
+from trainfold.adapters.cli.terminal import plot
+from trainfold.adapters.cli.terminal.output import Answer
+from trainfold.adapters.cli.terminal.progress import Display, display
+from trainfold.adapters.cli.terminal.workplace import Workplace
 from trainfold.backends.stores.place import local_path
 from trainfold.backends.stores.record_file import read_entries
 from trainfold.core.rehearsal.entry import Entry

@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.adapters.cli.demo.kill import Attempt, Kill
 from trainfold.adapters.cli.demo.losses import Losses, losses_of
-from trainfold.adapters.cli.output import Table, size_text
+from trainfold.adapters.cli.terminal.output import Table, size_text
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.rehearsal.entry import Entry
 

@@ -10,9 +10,6 @@ from typing import Any, Final
 import attrs
 from rich.console import Console
 
-from trainfold.adapters.cli import plot
-from trainfold.adapters.cli.output import Answer
-from trainfold.adapters.cli.progress import Display, display
 from trainfold.adapters.cli.rehearse import report
 from trainfold.adapters.cli.rehearse.document import as_json
 from trainfold.adapters.cli.rehearse.errors import ProgramFailed
@@ -22,7 +19,10 @@ from trainfold.adapters.cli.rehearse.report import Rehearsed, error_of, hit_text
 from trainfold.adapters.cli.rehearse.room import Room
 from trainfold.adapters.cli.rehearse.settings import Settings
 from trainfold.adapters.cli.rehearse.starts import Run, Start, environment_of_programs, pace_of
-from trainfold.adapters.cli.workplace import Workplace
+from trainfold.adapters.cli.terminal import plot
+from trainfold.adapters.cli.terminal.output import Answer
+from trainfold.adapters.cli.terminal.progress import Display, display
+from trainfold.adapters.cli.terminal.workplace import Workplace
 from trainfold.core.rehearsal.conclusion import conclude
 from trainfold.core.rehearsal.entry import Entry
 from trainfold.core.rehearsal.number import float_of

@@ -6,12 +6,12 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.adapters.cli.output import Table
 from trainfold.adapters.cli.rehearse.errors import NeverResumed, NeverSaved, NotRepeatable, ProgramFailed, ResumeDiffers
 from trainfold.adapters.cli.rehearse.kept import Measured
 from trainfold.adapters.cli.rehearse.moments import saves_between
 from trainfold.adapters.cli.rehearse.settings import Settings
 from trainfold.adapters.cli.rehearse.starts import Start
+from trainfold.adapters.cli.terminal.output import Table
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.rehearsal.conclusion import Conclusion
 from trainfold.core.rehearsal.number import float_of

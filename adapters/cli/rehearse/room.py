@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from trainfold.adapters.cli.output import size_text
 from trainfold.adapters.cli.rehearse.errors import NoRoom
 from trainfold.adapters.cli.rehearse.kept import Kept
 from trainfold.adapters.cli.rehearse.settings import Settings
+from trainfold.adapters.cli.terminal.output import size_text
 
 
 def most_kept(settings: Settings) -> int:
