@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainfold.adapters.live.attributes import attributes as attributes_of
+from trainfold.adapters.own_state.attributes import attributes as attributes_of
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.format.codec import digest_of
 from trainfold.core.scalars import Json, canonical_json, encode_scalar

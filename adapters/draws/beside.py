@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from trainfold.adapters.components.component import ObjectPart, Part, TreePart, copied
 from trainfold.adapters.draws.feed import OTHER, generators_of, mismatch
-from trainfold.adapters.live.attributes import held_by
+from trainfold.adapters.own_state.attributes import held_by
 from trainfold.adapters.own_state.read_back import first_difference
 from trainfold.adapters.streams.generator import GeneratorPart
 from trainfold.adapters.streams.rng_streams import preserved_rng

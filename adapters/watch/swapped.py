@@ -6,7 +6,7 @@ from typing import Any, Final, final
 import attrs
 import torch
 
-from trainfold.adapters.live.attributes import SEQUENCES, attributes
+from trainfold.adapters.own_state.attributes import SEQUENCES, attributes
 from trainfold.core.errors import SwappedWeights
 from trainfold.core.state.fqn import named_tensors
 

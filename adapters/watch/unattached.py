@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainfold.adapters.components.component import kind_of
-from trainfold.adapters.live.attributes import held_by
+from trainfold.adapters.own_state.attributes import held_by
 from trainfold.core.errors import UnattachedOptimizer
 
 _LOOKED_AT: Final = 20_000
