@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.adapters.evaluation.evaluate import evaluate
+from trainfold.adapters.evaluation.time_limit import time_limit
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.time_limit import time_limit
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.metrics.total import Sum
 

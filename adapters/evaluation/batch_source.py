@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from trainfold.adapters.evaluation.reachability import reachable
-from trainfold.backends.time_limit import TimeLimit
+from trainfold.adapters.evaluation.time_limit import TimeLimit
 from trainfold.core.data.eval_cursor import EvalBatches
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.evaluate.suite import Tally

@@ -12,6 +12,7 @@ import torch
 from trainfold.adapters.evaluation.batch_source import Source, Span, begin_of, source_of, span_of, together
 from trainfold.adapters.evaluation.chunks import Chunks, check_chunk
 from trainfold.adapters.evaluation.eval_mode import communicate, modules_of, undisturbed
+from trainfold.adapters.evaluation.generators import close_generators
 from trainfold.adapters.evaluation.lockstep import (
     NOTHING,
     Agreed,
@@ -23,7 +24,6 @@ from trainfold.adapters.evaluation.lockstep import (
     see_alone,
     see_in_step,
 )
-from trainfold.backends.closing import close_generators
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, RanksDisagree

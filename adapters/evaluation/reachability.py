@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainfold.backends.closing import LAZY
+from trainfold.adapters.evaluation.generators import LAZY
 
 T = TypeVar("T")
 _BUDGET = 100_000  # things looked into

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainfold import metrics as metrics
     from trainfold.adapters.bridges.torchmetrics import TorchMetric as TorchMetric
     from trainfold.adapters.evaluation.evaluate import evaluate as evaluate
+    from trainfold.adapters.evaluation.time_limit import time_limit as time_limit
     from trainfold.adapters.live.live import Live as Live
     from trainfold.adapters.live.live import attach as attach
     from trainfold.adapters.manager.config import CheckpointConfig as CheckpointConfig
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from trainfold.backends.stores.local import LocalStore as LocalStore
     from trainfold.backends.stores.memory import MemoryStore as MemoryStore
     from trainfold.backends.stores.protocol import Store as Store
-    from trainfold.backends.time_limit import time_limit as time_limit
     from trainfold.core.best.record import BestRecord as BestRecord
     from trainfold.core.best.record import decide_best as decide_best
     from trainfold.core.best.record import is_better as is_better
@@ -262,7 +262,7 @@ _MODULE_OF = {
     "select": "trainfold.core.state.components",
     "shard_of": "trainfold.core.data.shares",
     "spec_of": "trainfold.core.state.spec",
-    "time_limit": "trainfold.backends.time_limit",
+    "time_limit": "trainfold.adapters.evaluation.time_limit",
     "validate_components": "trainfold.core.state.components",
     "windows": "trainfold.core.step.accumulation",
     "wsd": "trainfold.core.optim.schedule",

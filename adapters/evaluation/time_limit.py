@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar, final
 
-from trainfold.backends.closing import close_generators
+from trainfold.adapters.evaluation.generators import close_generators
 from trainfold.core.errors import InvalidArgument
 
 T = TypeVar("T")
