@@ -22,8 +22,8 @@ from trainfold.adapters.cli.demo.command import run_demo
 from trainfold.adapters.cli.demo.kill import Attempt, Kill
 from trainfold.adapters.cli.demo.report import Check, Comparison, tables
 from trainfold.adapters.cli.demo.settings import make_settings
-from trainfold.adapters.cli.rehearse.command import run_rehearsal
-from trainfold.adapters.cli.rehearse.settings import make_settings as make_rehearsal
+from trainfold.adapters.cli.rehearse.options import make_settings as make_rehearsal
+from trainfold.adapters.cli.rehearse.rehearse import run_rehearsal
 from trainfold.adapters.cli.terminal.output import aligned, deliver
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.core.format.codec import digest_of

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from trainfold.adapters.cli.rehearse.command import run_rehearsal
 from trainfold.adapters.cli.rehearse.errors import ResumeDiffers
-from trainfold.adapters.cli.rehearse.settings import make_settings
+from trainfold.adapters.cli.rehearse.options import make_settings
+from trainfold.adapters.cli.rehearse.rehearse import run_rehearsal
 
 IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak")
 KILLS, SEEDS = (4, range(6)) if IS_DEEP else (2, range(1))

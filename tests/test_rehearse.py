@@ -18,7 +18,6 @@ import trainfold
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.diff import Different
 from trainfold.adapters.cli.rehearse import room
-from trainfold.adapters.cli.rehearse.command import PICTURE, REPORT, run_rehearsal
 from trainfold.adapters.cli.rehearse.errors import (
     NeverResumed,
     NeverSaved,
@@ -28,9 +27,10 @@ from trainfold.adapters.cli.rehearse.errors import (
     ResumeDiffers,
 )
 from trainfold.adapters.cli.rehearse.moments import Trigger
+from trainfold.adapters.cli.rehearse.options import make_settings
 from trainfold.adapters.cli.rehearse.process import Program
+from trainfold.adapters.cli.rehearse.rehearse import PICTURE, REPORT, run_rehearsal
 from trainfold.adapters.cli.rehearse.room import most_kept
-from trainfold.adapters.cli.rehearse.settings import make_settings
 from trainfold.adapters.cli.terminal.output import Answer
 from trainfold.adapters.live.live import attach
 from trainfold.backends.stores.memory import MemoryStore
@@ -261,7 +261,7 @@ def test_what_a_rehearsal_of_epochs_did_not_try_is_said(rehearse, steps, every, 
 def test_a_kill_that_comes_after_the_last_save_is_not_blamed_on_the_program(rehearse, monkeypatch):
     """W15: the run is over, and nothing can be compared: it is said, and not that the program does not save."""
     monkeypatch.setattr(
-        "trainfold.adapters.cli.rehearse.command.plan_moments", lambda **_: [Trigger(12, in_save=False, fraction=0.0)]
+        "trainfold.adapters.cli.rehearse.rehearse.plan_moments", lambda **_: [Trigger(12, in_save=False, fraction=0.0)]
     )
     monkeypatch.setattr(
         "trainfold.adapters.cli.rehearse.starts.arms",
@@ -547,7 +547,8 @@ def test_what_is_after_the_dashes_is_the_programs_own(tmp_path, monkeypatch):
     """Also what the rehearsal would understand."""
     seen = []
     monkeypatch.setattr(
-        "trainfold.adapters.cli.rehearse.command.run_rehearsal", lambda _, settings: seen.append(settings) or Answer({})
+        "trainfold.adapters.cli.rehearse.rehearse.run_rehearsal",
+        lambda _, settings: seen.append(settings) or Answer({}),
     )
     words = [sys.executable, "train.py", "--seed", "7", "--json", "--out={run}", "-h", "--", "x"]
     assert main(["rehearse", "--steps", "8", "--dir", str(tmp_path), "--", *words]) == 0

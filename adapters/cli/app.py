@@ -129,8 +129,8 @@ def rehearse(  # noqa: PLR0913 - one for each option
 
     Example: trainfold rehearse --steps 40 --kills 3 -- python train.py --out {run}
     """
-    from trainfold.adapters.cli.rehearse.command import run_rehearsal
-    from trainfold.adapters.cli.rehearse.settings import make_settings
+    from trainfold.adapters.cli.rehearse.options import make_settings
+    from trainfold.adapters.cli.rehearse.rehearse import run_rehearsal
 
     def answer() -> Answer:
         settings = make_settings(

@@ -4,8 +4,8 @@ from typing import Any
 
 import attrs
 
+from trainfold.adapters.cli.rehearse.findings import Rehearsed, error_of, hit_text
 from trainfold.adapters.cli.rehearse.kept import Measured
-from trainfold.adapters.cli.rehearse.report import Rehearsed, error_of, hit_text
 from trainfold.adapters.cli.rehearse.starts import Start
 
 

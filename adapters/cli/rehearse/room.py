@@ -7,7 +7,7 @@ from typing import final
 
 from trainfold.adapters.cli.rehearse.errors import NoRoom
 from trainfold.adapters.cli.rehearse.kept import Kept
-from trainfold.adapters.cli.rehearse.settings import Settings
+from trainfold.adapters.cli.rehearse.options import Settings
 from trainfold.adapters.cli.terminal.output import size_text
 
 
@@ -18,7 +18,7 @@ def most_kept(settings: Settings) -> int:
     manager, or that tells its manager to keep more, has more.
 
     Examples:
-        >>> from trainfold.adapters.cli.rehearse.settings import make_settings
+        >>> from trainfold.adapters.cli.rehearse.options import make_settings
         >>> most_kept(make_settings(["python", "train.py"], steps=40))
         12
     """

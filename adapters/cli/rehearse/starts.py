@@ -15,9 +15,9 @@ import attrs
 from trainfold.adapters.cli.rehearse.errors import ProgramFailed
 from trainfold.adapters.cli.rehearse.kept import saved_of
 from trainfold.adapters.cli.rehearse.moments import Pace, Trigger, arms
+from trainfold.adapters.cli.rehearse.options import Settings
 from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.scan import Scan
-from trainfold.adapters.cli.rehearse.settings import Settings
 from trainfold.core.format.manifest_reader import decode_manifest
 from trainfold.core.rehearsal.entry import Entry
 from trainfold.core.rehearsal.orders import MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, encode_orders

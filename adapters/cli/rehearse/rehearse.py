@@ -10,14 +10,14 @@ from typing import Any, Final
 import attrs
 from rich.console import Console
 
-from trainfold.adapters.cli.rehearse import report
+from trainfold.adapters.cli.rehearse import findings as report
 from trainfold.adapters.cli.rehearse.document import as_json
 from trainfold.adapters.cli.rehearse.errors import ProgramFailed
+from trainfold.adapters.cli.rehearse.findings import Rehearsed, error_of, hit_text, tables
 from trainfold.adapters.cli.rehearse.kept import Kept, measure
 from trainfold.adapters.cli.rehearse.moments import Trigger, plan_moments
-from trainfold.adapters.cli.rehearse.report import Rehearsed, error_of, hit_text, tables
+from trainfold.adapters.cli.rehearse.options import Settings
 from trainfold.adapters.cli.rehearse.room import Room
-from trainfold.adapters.cli.rehearse.settings import Settings
 from trainfold.adapters.cli.rehearse.starts import Run, Start, environment_of_programs, pace_of
 from trainfold.adapters.cli.terminal import plot
 from trainfold.adapters.cli.terminal.output import Answer

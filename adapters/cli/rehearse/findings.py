@@ -9,7 +9,7 @@ import attrs
 from trainfold.adapters.cli.rehearse.errors import NeverResumed, NeverSaved, NotRepeatable, ProgramFailed, ResumeDiffers
 from trainfold.adapters.cli.rehearse.kept import Measured
 from trainfold.adapters.cli.rehearse.moments import saves_between
-from trainfold.adapters.cli.rehearse.settings import Settings
+from trainfold.adapters.cli.rehearse.options import Settings
 from trainfold.adapters.cli.rehearse.starts import Start
 from trainfold.adapters.cli.terminal.output import Table
 from trainfold.core.errors import TrainfoldError
