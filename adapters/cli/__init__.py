@@ -1,4 +1,7 @@
-"""The command line: `main`. Nothing heavy is imported before a command needs it, so that ``--help`` is quick."""
+"""The command line: `main`. Nothing heavy is imported before a command needs it, so that ``--help`` is quick.
+
+May import every other room, inside of its functions.
+"""
 
 from collections.abc import Sequence
 

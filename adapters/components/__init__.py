@@ -1,1 +1,1 @@
-"""One mutable object behind one component of a state: modules, optimizers, schedulers, random streams. May import core, backends."""
+"""One mutable object behind one component of a state: modules, optimizers, schedulers. May import `own_state`."""

@@ -1,1 +1,1 @@
-"""Evaluate a model of a mutable loop without disturbing it. May import `components`."""
+"""Evaluate a model of a mutable loop without disturbing it. May import `streams`, `components`."""

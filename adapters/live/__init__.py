@@ -1,1 +1,1 @@
-"""A mutable run as one value: attach, count, capture, restore. May import `loaders` and `components`."""
+"""A mutable run as one value: attach, count, capture, restore. May import `script`, `watch`, `loaders` and what lies below them."""

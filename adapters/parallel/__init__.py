@@ -1,1 +1,1 @@
-"""Parallel training as the manager sees it: what wrappers such as DistributedDataParallel keep alike. May import live, components, backends and core."""
+"""Parallel training as the manager sees it: what wrappers such as DistributedDataParallel keep alike. May import `live` and what lies below it."""

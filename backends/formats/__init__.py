@@ -1,1 +1,1 @@
-"""Formats of checkpoints, one room each."""
+"""Formats of checkpoints, one room each. May import `stores`."""
