@@ -12,8 +12,9 @@ import attrs
 from trainfold.core.collecting import without_collecting
 from trainfold.core.format.codec import digest_of
 from trainfold.core.format.upgrade import SCHEMA_VERSION
+from trainfold.core.layout.slices import Box
 from trainfold.core.scalars import Json, canonical_json
-from trainfold.core.state.spec import Box, LeafSpec
+from trainfold.core.state.spec import LeafSpec
 
 FORMAT = "trainfold"
 HEAD_BYTES = 4096  # what is read of each manifest to order them; longer heads are read on, up to the limit

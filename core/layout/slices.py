@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.state.spec import Box
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=4096)

@@ -6,7 +6,7 @@ from typing import Final, TypeAlias, final
 import attrs
 import torch
 
-from trainfold.core.state.spec import Box
+from trainfold.core.layout.slices import Box
 
 _DOUBLE_BYTES: Final = 8
 Piece: TypeAlias = tuple[Box, int, torch.Tensor, torch.Tensor]

@@ -16,10 +16,10 @@ from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.format.codec import STORED, size_bytes, stored_shape
 from trainfold.core.format.describe import Described
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.layout.slices import check_cover, volume, whole_box
+from trainfold.core.layout.slices import Box, check_cover, volume, whole_box
 from trainfold.core.replicas import belongs_to_rank
 from trainfold.core.scalars import Json, canonical_json
-from trainfold.core.state.spec import Box, LeafSpec
+from trainfold.core.state.spec import LeafSpec
 
 ALIGNMENT_BYTES = 4096
 _LENGTH_BYTES = 8  # before the header's text

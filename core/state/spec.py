@@ -12,8 +12,8 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.layout.shard import Shard
+from trainfold.core.layout.slices import Box
 
-Box: TypeAlias = tuple[tuple[int, int], ...]
 DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
 
 
