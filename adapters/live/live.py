@@ -49,10 +49,9 @@ from trainfold.core.resume.drift import Verdict, check_policy
 from trainfold.core.resume.inventory import Descent
 from trainfold.core.state.audit import UNSAVED, unsaved_of
 from trainfold.core.state.components import components_of, state_of, validate_components
-from trainfold.core.state.fqn import NamedTensors, named_tensors
+from trainfold.core.state.fqn import NamedTensors, check_real, named_tensors
 from trainfold.core.state.state import Origin, Progress, TrainState
 from trainfold.core.state.trained import TRAINED, put_back_text, trained_of
-from trainfold.core.step.init_state import check_real
 
 _LOG = logging.getLogger("trainfold")
 

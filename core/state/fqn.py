@@ -184,3 +184,29 @@ def _clash(name: str) -> InvalidState:
         found="two whose names are equal without the wrappers' prefixes",
         mend="rename one of the submodules",
     )
+
+
+def check_real(model: torch.nn.Module) -> NamedTensors:
+    """The named tensors of a model, if it has values.
+
+    Raises:
+        InvalidState: naming the parameters or buffers on the meta device, or not initialised.
+    """
+    named = named_tensors(model)
+    lazy = [name for name, value in named.params.items() if torch.nn.parameter.is_lazy(value)]
+    if lazy:
+        raise InvalidState(
+            "model",
+            expected="initialised parameters",
+            found=f"lazy ones: {lazy}",
+            mend="run the model once on a batch, so that their shapes are known",
+        )
+    meta = [name for name, value in {**named.params, **named.buffers}.items() if value.is_meta]
+    if meta:
+        raise InvalidState(
+            "model",
+            expected="parameters with values",
+            found=f"{len(meta)} on the meta device, such as {meta[0]!r}",
+            mend="model.to_empty(device=...) and initialise it, or build it outside of torch.device('meta')",
+        )
+    return named

@@ -10,7 +10,7 @@ from trainfold.core.optim.optimizer import pair_of
 from trainfold.core.optim.schedule import ScheduleFunction, describe
 from trainfold.core.rng import make_key
 from trainfold.core.state.aliasing import check_apart
-from trainfold.core.state.fqn import NamedTensors, canonical_name, named_tensors
+from trainfold.core.state.fqn import NamedTensors, canonical_name, check_real
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState
 
@@ -87,29 +87,3 @@ def _check_says_no_more(model: torch.nn.Module, named: NamedTensors) -> None:
             found=f"{len(more)} more: {', '.join(map(repr, more[:4]))}",
             mend="register what changes as a buffer; or use the model in a loop of your own, with trainfold.attach(model, optimizer), which saves it",
         )
-
-
-def check_real(model: torch.nn.Module) -> NamedTensors:
-    """The named tensors of a model, if it has values.
-
-    Raises:
-        InvalidState: naming the parameters or buffers on the meta device, or not initialised.
-    """
-    named = named_tensors(model)
-    lazy = [name for name, value in named.params.items() if torch.nn.parameter.is_lazy(value)]
-    if lazy:
-        raise InvalidState(
-            "model",
-            expected="initialised parameters",
-            found=f"lazy ones: {lazy}",
-            mend="run the model once on a batch, so that their shapes are known",
-        )
-    meta = [name for name, value in {**named.params, **named.buffers}.items() if value.is_meta]
-    if meta:
-        raise InvalidState(
-            "model",
-            expected="parameters with values",
-            found=f"{len(meta)} on the meta device, such as {meta[0]!r}",
-            mend="model.to_empty(device=...) and initialise it, or build it outside of torch.device('meta')",
-        )
-    return named

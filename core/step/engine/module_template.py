@@ -7,11 +7,10 @@ from typing import Any, final
 import torch
 
 from trainfold.core.errors import InvalidArgument, InvalidState, SpecMismatch
-from trainfold.core.state.fqn import BufferSlot, named_tensors
+from trainfold.core.state.fqn import BufferSlot, check_real, named_tensors
 from trainfold.core.state.spec import AnySpec, diff_specs, leaf_spec
 from trainfold.core.state.state import ModelState
 from trainfold.core.step.engine.param_hooks import hooks_of
-from trainfold.core.step.init_state import check_real
 
 _COMMUNICATE = ("torch.nn.parallel", "torch.distributed")
 _SILENT = "torch.distributed.algorithms._checkpoint"  # activation checkpointing, which lives there all the same
