@@ -1,12 +1,31 @@
 """Every error of trainfold: what it concerns, what was expected, what was found and the next move."""
 
-from typing import TYPE_CHECKING, ClassVar, Final
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final, Protocol, final
+
+import attrs
 
 from trainfold.core.printable import printable
 
-if TYPE_CHECKING:
-    from trainfold.core.resume.resume_plan import Refusal
-    from trainfold.core.state.spec import Difference
+
+class Refused(Protocol):
+    """What a `ResumeRefused` carries: a `Refusal`. Its class is not imported here, because every module imports the errors."""
+
+    @property
+    def reasons(self) -> Sequence[Any]:
+        """Each reason as a value: drifts, and `Problem`."""
+
+    @property
+    def finds_nothing(self) -> bool:
+        """Whether the run holds no checkpoint at all."""
+
+    @property
+    def listed(self) -> str:
+        """Every reason, a line each."""
+
+    @property
+    def fix(self) -> str:
+        """The next move."""
 
 
 class TrainfoldError(Exception):
@@ -210,7 +229,7 @@ class SpecMismatch(TrainfoldError):
 
     has_lines = True
 
-    def __init__(self, where: str, differences: "tuple[Difference, ...]") -> None:
+    def __init__(self, where: str, differences: Sequence[object]) -> None:
         shown = "\n".join(f"  {printable(str(difference))}" for difference in differences)
         super().__init__(
             where,
@@ -348,7 +367,7 @@ class ResumeRefused(CheckpointError):
     exit_code = 20
     has_lines = True
 
-    def __init__(self, where: str, refusal: "Refusal") -> None:
+    def __init__(self, where: str, refusal: Refused) -> None:
         super().__init__(
             where,
             expected="a checkpoint that continues this run exactly",
@@ -473,3 +492,32 @@ LISTING: Final = frozenset(
         SaveFailedElsewhere,
     )
 )
+
+
+@final
+@attrs.frozen
+class Problem:
+    """Why something cannot be used: the name of the error and its four parts."""
+
+    error: str
+    where: str
+    expected: str
+    found: str
+    mend: str
+    exit_code: int = attrs.field(default=1, eq=False)
+
+    def __str__(self) -> str:
+        text = f"{self.error}: {self.where}: expected {self.expected}, found {self.found}; {self.mend}"
+        return printable(text, keep="\n" if self.error in LISTING else "")
+
+
+def problem_of(error: TrainfoldError) -> Problem:
+    """The problem that an error describes.
+
+    Examples:
+        >>> from trainfold.core.errors import CheckpointTorn
+        >>> print(problem_of(CheckpointTorn("step-7", expected="a manifest", found="none", mend="use an older one")))
+        CheckpointTorn: step-7: expected a manifest, found none; use an older one
+    """
+    name = type(error).__name__
+    return Problem(name, error.where, str(error.expected), str(error.found), error.mend, type(error).exit_code)

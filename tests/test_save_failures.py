@@ -10,8 +10,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import NoSpace, NotWritable, RankFailed, SaveFailed, SaveFailedElsewhere
-from trainfold.core.resume.inventory import problem_of
+from trainfold.core.errors import NoSpace, NotWritable, RankFailed, SaveFailed, SaveFailedElsewhere, problem_of
 from trainfold.core.state.state import Progress, TrainState
 
 FULL = NoSpace("disk", expected="room", found="none", mend="make room")

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from trainfold.backends.ranks.ordered_sum import sum_plan
 from trainfold.backends.ranks.wire import from_wire, to_wire
-from trainfold.core.errors import InvalidArgument
-from trainfold.core.resume.inventory import Problem
+from trainfold.core.errors import InvalidArgument, Problem
 from trainfold.core.state.spec import LeafSpec, leaf_spec
 
 

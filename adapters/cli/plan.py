@@ -13,10 +13,10 @@ from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.runs.load import examined, passed_over
 from trainfold.backends.runs.save import library_versions
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import CheckpointError, InvalidArgument, ResumeRefused, TrainfoldError
+from trainfold.core.errors import CheckpointError, InvalidArgument, Problem, ResumeRefused, TrainfoldError
 from trainfold.core.format.describe import Described
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.resume.inventory import Inventory, Problem
+from trainfold.core.resume.inventory import Inventory
 from trainfold.core.resume.planner import chosen_manifest, plan_resume
 from trainfold.core.resume.quarantine import with_quarantined
 from trainfold.core.resume.request import Request, Target, make_request

@@ -13,9 +13,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from trainfold.adapters.cli.locate import Checkpoint, error_of, open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.backends.runs.save import recorded_fingerprint
-from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
+from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, Problem, TrainfoldError, problem_of
 from trainfold.core.format.manifest import ComponentRecord, FileRecord, ShardRecord
-from trainfold.core.resume.inventory import Problem, problem_of
 from trainfold.core.save.save_plan import MANIFEST
 
 _CHUNK_BYTES = 16 << 20

@@ -13,12 +13,11 @@ from trainfold.backends.runs.best_reader import measured_best
 from trainfold.backends.runs.load import Loaded, Quarantine, load_run, plan_run
 from trainfold.backends.runs.snapshot import prove_alike, take_snapshot
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import InvalidState, ResumeRefused
+from trainfold.core.errors import InvalidState, Refused, ResumeRefused
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import Drift
 from trainfold.core.resume.inventory import Descent
 from trainfold.core.resume.request import make_request
-from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.save.save_plan import step_of
 from trainfold.core.state.audit import component_of
 from trainfold.core.state.components import validate_components
@@ -124,7 +123,7 @@ class Resumer:
         return validate_components(self.components, declared=run.names), captured.evolve(extra=extra, contract=contract)
 
 
-def _optional_alone(refusal: Refusal, optional: frozenset[str]) -> list[str]:
+def _optional_alone(refusal: Refused, optional: frozenset[str]) -> list[str]:
     """The optional components that a refusal is about; empty where there is another reason as well (B07)."""
     names = [component_of(each.where) if isinstance(each, Drift) else "" for each in refusal.reasons]
     return sorted(set(names)) if set(names) <= optional else []

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from trainfold.backends.stores.protocol import Collectives
-from trainfold.core.errors import RankFailed, TrainfoldError, place
-from trainfold.core.resume.inventory import Problem, problem_of
+from trainfold.core.errors import Problem, RankFailed, TrainfoldError, place, problem_of
 
 T = TypeVar("T")
 

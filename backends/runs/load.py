@@ -18,15 +18,17 @@ from trainfold.core.errors import (
     CheckpointError,
     CheckpointUnreadable,
     HiddenState,
+    Problem,
     RankFailed,
     RanksDisagree,
     ResumeRefused,
     TrainfoldError,
     place,
+    problem_of,
 )
 from trainfold.core.format.describe import describe
 from trainfold.core.printable import printable
-from trainfold.core.resume.inventory import Descent, Inventory, Problem, problem_of
+from trainfold.core.resume.inventory import Descent, Inventory
 from trainfold.core.resume.planner import next_to_examine, plan_resume
 from trainfold.core.resume.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
 from trainfold.core.resume.request import Request, Target

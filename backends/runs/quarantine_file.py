@@ -17,10 +17,10 @@ from trainfold.core.errors import (
     CheckpointHostile,
     CommitConflict,
     FutureVersion,
+    Problem,
 )
 from trainfold.core.format.codec import digest_of
 from trainfold.core.format.manifest import MANIFEST_LIMIT_BYTES
-from trainfold.core.resume.inventory import Problem
 from trainfold.core.resume.quarantine import (
     LIMIT,
     Attempts,

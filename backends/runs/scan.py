@@ -14,12 +14,14 @@ from trainfold.core.errors import (
     CheckpointTorn,
     FutureVersion,
     InvalidArgument,
+    Problem,
     TrainfoldError,
+    problem_of,
 )
 from trainfold.core.format.manifest import HEAD_BYTES, HEAD_LIMIT_BYTES, MANIFEST_LIMIT_BYTES, Manifest
 from trainfold.core.format.manifest_reader import check_structures, decode_head, decode_manifest
 from trainfold.core.format.strict_json import hostile, single_name, strict_json
-from trainfold.core.resume.inventory import OLDER, Entry, Inventory, Problem, problem_of
+from trainfold.core.resume.inventory import OLDER, Entry, Inventory
 from trainfold.core.save.save_plan import MANIFEST, step_of
 from trainfold.core.scalars import canonical_json, shown
 

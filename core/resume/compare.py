@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from trainfold.core.errors import TrainfoldError
+from trainfold.core.errors import Problem, TrainfoldError
 from trainfold.core.format.describe import Described
 from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.format.rebuild import places, rebuild
@@ -23,7 +23,6 @@ from trainfold.core.resume.drift import (
     make_drift,
     verdict_of,
 )
-from trainfold.core.resume.inventory import Problem
 from trainfold.core.scalars import Json
 from trainfold.core.state.contract import contract_of
 from trainfold.core.state.notes import NOTES

@@ -5,40 +5,10 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.core.errors import LISTING, TrainfoldError
+from trainfold.core.errors import Problem
 from trainfold.core.format.manifest import Head, Manifest
-from trainfold.core.printable import printable
 
 OLDER: Final = "use an older checkpoint"  # how the fix of a problem begins that an older one does not have
-
-
-@final
-@attrs.frozen
-class Problem:
-    """Why something cannot be used: the name of the error and its four parts."""
-
-    error: str
-    where: str
-    expected: str
-    found: str
-    mend: str
-    exit_code: int = attrs.field(default=1, eq=False)
-
-    def __str__(self) -> str:
-        text = f"{self.error}: {self.where}: expected {self.expected}, found {self.found}; {self.mend}"
-        return printable(text, keep="\n" if self.error in LISTING else "")
-
-
-def problem_of(error: TrainfoldError) -> Problem:
-    """The problem that an error describes.
-
-    Examples:
-        >>> from trainfold.core.errors import CheckpointTorn
-        >>> print(problem_of(CheckpointTorn("step-7", expected="a manifest", found="none", mend="use an older one")))
-        CheckpointTorn: step-7: expected a manifest, found none; use an older one
-    """
-    name = type(error).__name__
-    return Problem(name, error.where, str(error.expected), str(error.found), error.mend, type(error).exit_code)
 
 
 @final

@@ -11,14 +11,14 @@ from typing import Final
 import attrs
 
 from trainfold.core.collecting import without_collecting
-from trainfold.core.errors import UnknownComponent
+from trainfold.core.errors import Problem, UnknownComponent
 from trainfold.core.format.manifest import ComponentRecord, Manifest
 from trainfold.core.given import nearest
 from trainfold.core.layout.world import World
 from trainfold.core.replicas import is_between_epochs, is_opaque
 from trainfold.core.resume.compare import Findings, compare_component, compare_contract
 from trainfold.core.resume.drift import Drift, contract_kind, verdict_of
-from trainfold.core.resume.inventory import OLDER, Inventory, Problem, lineage
+from trainfold.core.resume.inventory import OLDER, Inventory, lineage
 from trainfold.core.resume.request import Request, Target
 from trainfold.core.resume.resume_plan import ComponentAction, Refusal, ResumePlan
 from trainfold.core.scalars import Json

@@ -17,10 +17,12 @@ from trainfold.core.errors import (
     CheckpointTorn,
     CheckpointUnreadable,
     InvalidArgument,
+    Problem,
     TrainfoldError,
     error_text,
+    problem_of,
 )
-from trainfold.core.resume.inventory import Inventory, Problem, problem_of
+from trainfold.core.resume.inventory import Inventory
 from trainfold.core.scalars import shown
 
 LIMIT: Final = 3

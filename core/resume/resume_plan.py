@@ -5,11 +5,11 @@ from typing import Final, Literal, TypeAlias, final
 
 import attrs
 
+from trainfold.core.errors import Problem
 from trainfold.core.format.codec import digest_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.printable import printable
 from trainfold.core.resume.drift import GROUPS, OF_RANK_ZERO, Drift, recipes_of
-from trainfold.core.resume.inventory import Problem
 from trainfold.core.scalars import Json
 from trainfold.core.state.audit import not_restored, not_restored_text
 
