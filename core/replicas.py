@@ -5,8 +5,8 @@ from typing import Any, Final, Literal, final
 
 import attrs
 
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import RanksDisagree
-from trainfold.core.format.codec import digest_of
 from trainfold.core.resume.drift import is_of_rank_zero
 from trainfold.core.scalars import Json, canonical_json
 from trainfold.core.state.audit import UNSAVED

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from trainfold.backends.stores.protocol import Buffer, Store
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
     CheckpointHostile,
     CheckpointMissing,
@@ -21,7 +22,6 @@ from trainfold.core.errors import (
     SaveFailed,
     TrainfoldError,
 )
-from trainfold.core.format.codec import digest_of
 from trainfold.properties.collectives_contract import check_collectives
 from trainfold.properties.differences import ContractBroken
 from trainfold.properties.metric_contract import check_metric

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from trainfold.core import tree
-from trainfold.core.format.codec import byte_view, is_tensor_leaf, leaf_digest
+from trainfold.core.digest import byte_view
+from trainfold.core.format.codec import is_tensor_leaf, leaf_digest
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.components import components_of
 from trainfold.core.state.spec import leaf_spec

@@ -25,8 +25,8 @@ from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.scan import RUN_FILE
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core import errors
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import Problem
-from trainfold.core.format.codec import digest_of
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.state.leaves import Leaves

@@ -15,6 +15,7 @@ from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.core.best.best_json import BestFile, best_file_from_json, best_from_json, best_to_json
 from trainfold.core.best.record import BestRecord, carried_best, decide_best, is_better, make_best_record, updated
 from trainfold.core.best.top_n import BestEntry, decide_best_n, plan_best, ranked, rewound
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -26,7 +27,6 @@ from trainfold.core.errors import (
 )
 from trainfold.core.evaluate.evaluation import Evaluation
 from trainfold.core.evaluate.suite import Tally
-from trainfold.core.format.codec import digest_of
 from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.save.retention import Saved, keep_last, plan_retention
 from trainfold.core.save.save_plan import directory_of

@@ -26,8 +26,8 @@ from trainfold.backends.runs.api import save
 from trainfold.backends.runs.quarantine_file import begin_attempt
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.data.cursor import make_cursor
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, ResumeRefused
-from trainfold.core.format.codec import digest_of
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.format.manifest_reader import decode_manifest

@@ -6,15 +6,8 @@ import torch
 import xxhash
 from hypothesis import given, settings
 
-from trainfold.core.format.codec import (
-    STORED,
-    as_tensor,
-    leaf_digest,
-    size_bytes,
-    stored_shape,
-    tensor_bytes,
-    torch_dtype,
-)
+from trainfold.core.digest import tensor_bytes
+from trainfold.core.format.codec import STORED, as_tensor, leaf_digest, size_bytes, stored_shape, torch_dtype
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.components import components_of
 from trainfold.core.state.state import Progress, TrainState

@@ -26,7 +26,7 @@ from trainfold.adapters.cli.rehearse.options import make_settings as make_rehear
 from trainfold.adapters.cli.rehearse.rehearse import run_rehearsal
 from trainfold.adapters.cli.terminal.output import aligned, deliver
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.core.format.codec import digest_of
+from trainfold.core.digest import digest_of
 from trainfold.core.format.fingerprint import component_fingerprint
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.state.leaves import Leaves

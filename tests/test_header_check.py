@@ -13,8 +13,8 @@ from trainfold.backends.runs.api import load, save
 from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged
-from trainfold.core.format.codec import digest_of
 from trainfold.core.format.describe import describe
 from trainfold.core.format.manifest import encode_manifest
 from trainfold.core.save.save_plan import header_of, plan_save

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from trainfold.backends.hold.copy_arena import Arena
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.hold.owner_thread import OwnerThread
+from trainfold.core.digest import tensor_bytes
 from trainfold.core.errors import SaveFailed
-from trainfold.core.format.codec import tensor_bytes
 
 PIECE = 64
 W = ("model", "w")

@@ -15,8 +15,8 @@ from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.adapters.draws.feed import position_problems
 from trainfold.core import tree
 from trainfold.core.data.cursor import make_cursor
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointError, RestoreRefused, TrainfoldError
-from trainfold.core.format.codec import digest_of
 from trainfold.core.format.describe import describe
 from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.format.rebuild import places

@@ -26,8 +26,8 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.live import attach
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, InvalidState, RestoreRefused
-from trainfold.core.format.codec import digest_of
 from trainfold.core.format.describe import describe
 from trainfold.core.state.state import Opaque
 

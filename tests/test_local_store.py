@@ -15,6 +15,7 @@ import pytest
 
 from trainfold.backends.stores import direct_io
 from trainfold.backends.stores.local import LocalStore
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
     CheckpointForeign,
     CheckpointHostile,
@@ -25,7 +26,6 @@ from trainfold.core.errors import (
     RunLocked,
     SaveFailed,
 )
-from trainfold.core.format.codec import digest_of
 
 MANIFEST = "step-1/manifest.json"
 

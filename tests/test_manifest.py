@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointForeign,
@@ -14,7 +15,6 @@ from trainfold.core.errors import (
     FutureVersion,
     TrainfoldError,
 )
-from trainfold.core.format.codec import digest_of
 from trainfold.core.format.manifest import (
     END,
     TAIL,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.backends.stores.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash, read_only
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import NoSpace, NotWritable, RunLocked, SaveFailed
-from trainfold.core.format.codec import digest_of
 
 MANIFEST = "step-1/manifest.json"
 

@@ -17,6 +17,7 @@ from trainfold.backends.formats.native.reader import ReadRequest, read_header, r
 from trainfold.backends.formats.native.writer import write_file
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.digest import tensor_bytes
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -26,7 +27,7 @@ from trainfold.core.errors import (
     InvalidArgument,
     SaveFailed,
 )
-from trainfold.core.format.codec import STORED, leaf_digest, stored_shape, tensor_bytes, torch_dtype
+from trainfold.core.format.codec import STORED, leaf_digest, stored_shape, torch_dtype
 from trainfold.core.format.describe import describe
 from trainfold.core.save.save_plan import plan_save
 

@@ -29,6 +29,7 @@ from trainfold.backends.runs.quarantine_file import (
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash, read_only
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -43,7 +44,6 @@ from trainfold.core.errors import (
     ResumeRefused,
     RunNotRestored,
 )
-from trainfold.core.format.codec import digest_of
 from trainfold.core.resume.inventory import lineage, next_head
 from trainfold.core.resume.quarantine import (
     LIMIT,

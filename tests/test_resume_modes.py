@@ -11,8 +11,8 @@ from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import ContractMismatch, InvalidArgument, ResumeRefused
-from trainfold.core.format.codec import digest_of
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.format.manifest import encode_manifest
 from trainfold.core.format.manifest_reader import decode_manifest

@@ -11,7 +11,8 @@ import torch
 
 import trainfold
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.core.format.codec import STORED, tensor_bytes, torch_dtype
+from trainfold.core.digest import tensor_bytes
+from trainfold.core.format.codec import STORED, torch_dtype
 from trainfold.core.layout.shard import Shard
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from trainfold.adapters.own_state.attributes import attributes
-from trainfold.core.format.codec import digest_of
+from trainfold.core.digest import digest_of
 from trainfold.core.scalars import Json, canonical_json, encode_scalar
 from trainfold.core.state.fqn import canonical_name
 

@@ -11,8 +11,9 @@ import torch
 import xxhash
 
 from trainfold.core import tree
+from trainfold.core.digest import tensor_bytes
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.format.codec import leaf_digest, tensor_bytes
+from trainfold.core.format.codec import leaf_digest
 
 _DEPTH: Final = 4
 _COPIED: Final = 1 << 16  # a copy of so many bytes costs less than an array over them; of more bytes, blocks are read

@@ -26,11 +26,12 @@ from trainfold.adapters.evaluation.lockstep import (
 )
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.core import tree
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.evaluate.combine import Layout, check_layouts, layout_of, pack, unpack
 from trainfold.core.evaluate.evaluation import Evaluation, evaluation_of
 from trainfold.core.evaluate.suite import Suite, Tally, check_suite, check_tally, merge_tallies, no_tally
-from trainfold.core.format.codec import digest_of, leaf_digest
+from trainfold.core.format.codec import leaf_digest
 from trainfold.core.layout.world import Collectives
 from trainfold.core.metrics.metric import Metric
 from trainfold.core.scalars import shown

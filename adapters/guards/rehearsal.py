@@ -18,7 +18,7 @@ from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.stores.record_file import RecordFile
-from trainfold.core.format.codec import digest_of
+from trainfold.core.digest import digest_of
 from trainfold.core.rehearsal.entry import EntryKind
 from trainfold.core.rehearsal.number import exact_text
 from trainfold.core.rehearsal.orders import KEPT_NAME, MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, orders_of

@@ -12,7 +12,7 @@ from trainfold.backends.runs.save import SaveResult
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BestFile
-from trainfold.core.format.codec import digest_of
+from trainfold.core.digest import digest_of
 from trainfold.core.resume.inventory import Entry, Inventory, lineage
 from trainfold.core.resume.quarantine import with_quarantined
 from trainfold.core.save.events import Event

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from trainfold.core import tree
-from trainfold.core.format.codec import as_tensor, byte_view, is_tensor_leaf
+from trainfold.core.digest import byte_view
+from trainfold.core.format.codec import as_tensor, is_tensor_leaf
 from trainfold.core.scalars import shown
 
 Difference: TypeAlias = tuple[str, str, str]

@@ -18,7 +18,7 @@ from trainfold.adapters.script.script_contract import bare
 from trainfold.adapters.streams.generator import is_generator
 from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.backends.runs.load import ResumeDrift
-from trainfold.core.format.codec import digest_of
+from trainfold.core.digest import digest_of
 from trainfold.core.resume.drift import Drift, Verdict, make_drift
 from trainfold.core.scalars import Json
 from trainfold.core.state.contract import checked_contract

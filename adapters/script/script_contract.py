@@ -10,8 +10,9 @@ import torch
 
 from trainfold.adapters.components.component import kind_of
 from trainfold.adapters.components.optimizer import OptimizerPart, groups_of
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.format.codec import digest_of, leaf_digest
+from trainfold.core.format.codec import leaf_digest
 from trainfold.core.state.contract import checked_contract
 from trainfold.core.state.fqn import named_tensors
 

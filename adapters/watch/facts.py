@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainfold.adapters.own_state.attributes import SEQUENCES, attributes, held_by
 from trainfold.adapters.watch.overwritten import makes_anew, use_of
-from trainfold.core.format.codec import digest_of, tensor_bytes
+from trainfold.core.digest import digest_of, tensor_bytes
 from trainfold.core.state.audit import (
     BUFFER,
     CARRIED,

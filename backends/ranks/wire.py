@@ -18,8 +18,8 @@ import attrs
 import numpy as np
 import torch
 
+from trainfold.core.digest import tensor_bytes
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.format.codec import tensor_bytes
 from trainfold.core.scalars import Json
 from trainfold.core.state.spec import dtype_name
 

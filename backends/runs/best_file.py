@@ -33,8 +33,8 @@ from trainfold.core.best.best_json import BEST_FILE, BestFile, best_to_json
 from trainfold.core.best.record import BestRecord
 from trainfold.core.best.score import beats
 from trainfold.core.best.top_n import BestEntry, ranked
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, RunLocked
-from trainfold.core.format.codec import digest_of
 from trainfold.core.save.save_plan import MANIFEST, directory_of
 from trainfold.core.scalars import shown
 

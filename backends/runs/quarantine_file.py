@@ -12,6 +12,7 @@ from typing import final
 import attrs
 
 from trainfold.backends.stores.protocol import Store
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
     CheckpointError,
     CheckpointHostile,
@@ -19,7 +20,6 @@ from trainfold.core.errors import (
     FutureVersion,
     Problem,
 )
-from trainfold.core.format.codec import digest_of
 from trainfold.core.format.manifest import MANIFEST_LIMIT_BYTES
 from trainfold.core.resume.quarantine import (
     LIMIT,

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from trainfold.backends.stores.protocol import Collectives
-from trainfold.core.format.codec import digest_of, leaf_digest, tensor_bytes
+from trainfold.core.digest import digest_of, tensor_bytes
+from trainfold.core.format.codec import leaf_digest
 from trainfold.core.format.describe import Described
 from trainfold.core.replicas import (
     SMALL_BYTES,

@@ -15,8 +15,9 @@ from trainfold.backends.hold.hold import HeldLeaf, Hold
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.stores.protocol import Collectives, Store
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import SaveFailed, TrainfoldError
-from trainfold.core.format.codec import as_tensor, digest_of
+from trainfold.core.format.codec import as_tensor
 from trainfold.core.format.fingerprint import component_fingerprint
 from trainfold.core.format.manifest import (
     HEAD_LIMIT_BYTES,

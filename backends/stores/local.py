@@ -29,8 +29,8 @@ from trainfold.backends.stores.names import MANIFEST, directory_of, is_component
 from trainfold.backends.stores.os_errors import named_failures, no_space, torn, wrong_size
 from trainfold.backends.stores.place import local_path
 from trainfold.backends.stores.protocol import Buffer
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import CommitConflict
-from trainfold.core.format.codec import digest_of
 
 _LOG = logging.getLogger("trainfold")
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}

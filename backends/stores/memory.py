@@ -10,8 +10,8 @@ from trainfold.backends.stores.faults import CrashAt, Disk, Effect, ErrorAt, Fau
 from trainfold.backends.stores.names import MANIFEST, directory_of, split_name
 from trainfold.backends.stores.os_errors import missing, no_space, save_failure, torn, wrong_size
 from trainfold.backends.stores.protocol import Buffer
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import CommitConflict, RunLocked, SaveFailed
-from trainfold.core.format.codec import digest_of
 
 __all__ = ["CrashAt", "Effect", "ErrorAt", "Fault", "MemoryStore", "SimulatedCrash", "read_only"]
 

@@ -104,7 +104,7 @@ class Store(Protocol):
         Args:
             name: the commit record, such as ``step-00000120/manifest.json``.
             data: its contents.
-            replaces: None: the name must be absent. A digest (`trainfold.core.format.codec.digest_of`) of the contents that must be there now:
+            replaces: None: the name must be absent. A digest (`trainfold.core.digest.digest_of`) of the contents that must be there now:
                 they are replaced, and a crash at any point leaves either the old or the new contents.
 
         Raises:

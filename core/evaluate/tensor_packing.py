@@ -2,8 +2,8 @@
 
 import torch
 
+from trainfold.core.digest import byte_view
 from trainfold.core.errors import UnsupportedLeaf
-from trainfold.core.format.codec import byte_view
 from trainfold.core.state.spec import dtype_name
 
 _DTYPES = (

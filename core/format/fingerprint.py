@@ -8,7 +8,8 @@ fingerprints cost no reading. The order of a dict, the device, strides and ties 
 from collections.abc import Sequence
 
 from trainfold.core.collecting import without_collecting
-from trainfold.core.format.codec import digest_of, leaf_digest
+from trainfold.core.digest import digest_of
+from trainfold.core.format.codec import leaf_digest
 from trainfold.core.format.describe import describe
 from trainfold.core.format.rebuild import places
 from trainfold.core.scalars import Json

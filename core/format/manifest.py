@@ -10,7 +10,7 @@ from typing import final
 import attrs
 
 from trainfold.core.collecting import without_collecting
-from trainfold.core.format.codec import digest_of
+from trainfold.core.digest import digest_of
 from trainfold.core.format.upgrade import SCHEMA_VERSION
 from trainfold.core.layout.slices import Box
 from trainfold.core.scalars import Json, canonical_json

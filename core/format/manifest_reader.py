@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainfold.core.collecting import without_collecting
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, InvalidState
-from trainfold.core.format.codec import STORED, digest_of, size_bytes
+from trainfold.core.format.codec import STORED, size_bytes
 from trainfold.core.format.manifest import (
     END,
     TAIL,

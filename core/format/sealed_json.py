@@ -5,8 +5,8 @@ from typing import Any, Final, TypeVar, final
 
 import attrs
 
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, FutureVersion
-from trainfold.core.format.codec import digest_of
 from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.format.strict_json import count, strict_json
 from trainfold.core.scalars import Json, canonical_json, shown

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointHostile
-from trainfold.core.format.codec import DIGEST_PREFIX
 from trainfold.core.printable import printable
 from trainfold.core.scalars import Json, shown
 

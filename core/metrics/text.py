@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainfold.core.format.codec import leaf_digest
+from trainfold.core.digest import digest_of, tensor_bytes
 
 _PLAIN = (str, bytes, int, float, complex, Fraction, type(None), torch.dtype, torch.Size, enum.Enum)
 _DEPTH = 8
@@ -60,7 +60,7 @@ def _of_array(value: Any, inner: Any) -> str:
     tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
     if not isinstance(tensor, torch.Tensor):
         return f"array{inner(value.tolist())}"
-    return f"{tensor.dtype}{list(tensor.shape)} {leaf_digest(tensor.detach().cpu().contiguous())}"
+    return f"{tensor.dtype}{list(tensor.shape)} {digest_of(tensor_bytes(tensor.detach()))}"
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from typing import Final, Literal, TypeAlias, final
 
 import attrs
 
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import Problem
-from trainfold.core.format.codec import digest_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.printable import printable
 from trainfold.core.resume.drift import GROUPS, OF_RANK_ZERO, Drift, recipes_of

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias, final
 
 import attrs
 
-from trainfold.core.format.codec import digest_of
+from trainfold.core.digest import digest_of
 from trainfold.core.format.manifest import END, TAIL
 
 Json: TypeAlias = Any

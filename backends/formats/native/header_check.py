@@ -6,8 +6,8 @@ from typing import Final, final
 import xxhash
 
 from trainfold.backends.stores.protocol import Store
+from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointDamaged, TrainfoldError
-from trainfold.core.format.codec import DIGEST_PREFIX
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.strict_json import strict_json
 from trainfold.core.save.save_plan import header_of

@@ -13,8 +13,9 @@ import xxhash
 from trainfold.backends.formats.native.header import FileHeader, HeaderEntry, read_header
 from trainfold.backends.helpers import Helpers, Task
 from trainfold.backends.stores.protocol import Store
+from trainfold.core.digest import DIGEST_PREFIX, tensor_bytes
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, InvalidArgument
-from trainfold.core.format.codec import DIGEST_PREFIX, STORED, size_bytes, tensor_bytes, torch_dtype
+from trainfold.core.format.codec import STORED, size_bytes, torch_dtype
 
 __all__ = [
     "FileHeader", "HeaderEntry", "OpensFiles", "ReadRequest", "fresh_tensor", "read_header", "read_tensor", "read_tensors",

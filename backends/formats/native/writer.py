@@ -9,8 +9,8 @@ import torch
 import xxhash
 
 from trainfold.backends.stores.protocol import Buffer, Place, Store
+from trainfold.core.digest import DIGEST_PREFIX, tensor_bytes
 from trainfold.core.errors import SaveFailed
-from trainfold.core.format.codec import DIGEST_PREFIX, tensor_bytes
 from trainfold.core.save.save_plan import FilePlan, TensorPlacement
 
 PIECE_BYTES: Final = 1 << 20  # small enough to stay in cache between the copy and the two digests
