@@ -27,7 +27,7 @@ from trainfold.backends.hold.copy_arena import Arena
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load
-from trainfold.backends.runs.scan import RUN_FILE, read_inventory, run_document
+from trainfold.backends.runs.scan import read_inventory, run_document
 from trainfold.backends.stores.memory import ErrorAt, MemoryStore
 from trainfold.backends.worker_thread import Worker
 from trainfold.core.errors import (
@@ -39,6 +39,7 @@ from trainfold.core.errors import (
     SaveFailed,
     UnsupportedLeaf,
 )
+from trainfold.core.format.file_names import RUN_FILE
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.save.retention import Retention, keep_every
 from trainfold.core.state.components import select

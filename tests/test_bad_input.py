@@ -22,11 +22,11 @@ from trainfold.backends.formats.native.reader import read_header
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs import load as run_load
 from trainfold.backends.runs.load import CheckpointPassedOver
-from trainfold.backends.runs.scan import RUN_FILE
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core import errors
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import Problem
+from trainfold.core.format.file_names import RUN_FILE
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.state.leaves import Leaves

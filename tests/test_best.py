@@ -27,9 +27,9 @@ from trainfold.core.errors import (
 )
 from trainfold.core.evaluate.evaluation import Evaluation
 from trainfold.core.evaluate.suite import Tally
+from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.save.retention import Saved, keep_last, plan_retention
-from trainfold.core.save.save_plan import directory_of
 
 directions = st.sampled_from(["min", "max"])
 few = st.sampled_from([-1.0, -0.0, 0.0, 0.1, 0.2, 0.3, 1.0, 1.0 + 2**-52, 5e-324])  # ties and neighbours are likely

@@ -41,8 +41,8 @@ from trainfold.core.errors import (
     RunLocked,
     SaveFailed,
 )
+from trainfold.core.format.file_names import directory_of
 from trainfold.core.save.retention import Saved, keep_last, plan_retention
-from trainfold.core.save.save_plan import directory_of
 from trainfold.core.state.state import Progress, TrainState
 
 WANTED = make_best_record(metric="loss", direction="min")

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trainfold.core.errors import Problem
+from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.resume.inventory import Descent, Entry, Inventory, lineage, next_head
-from trainfold.core.save.save_plan import directory_of
 
 PROBLEM = Problem("CheckpointDamaged", "x", "a", "b", "c")
 

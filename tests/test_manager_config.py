@@ -33,7 +33,7 @@ from trainfold.core.errors import (
     ManagerUnusable,
     RunLocked,
 )
-from trainfold.core.save.save_plan import directory_of
+from trainfold.core.format.file_names import directory_of
 from trainfold.core.state.state import Progress, TrainState
 
 LIKE = TrainState(trainer=Progress())

@@ -32,9 +32,9 @@ from trainfold.backends.worker_thread import Job
 from trainfold.core import tree
 from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.errors import CheckpointError, ResumeRefused, SaveFailed
+from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.resume.inventory import lineage
 from trainfold.core.save.retention import keep_every
-from trainfold.core.save.save_plan import MANIFEST, directory_of
 from trainfold.core.state.components import components_of
 from trainfold.core.step.loss import Loss
 

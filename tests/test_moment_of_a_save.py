@@ -15,7 +15,7 @@ from trainfold.adapters.manager.retention import Keeper
 from trainfold.backends.runs.api import load
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import SaveFailed, UnsupportedLeaf
-from trainfold.core.save.save_plan import MANIFEST
+from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.core.step.loss import Loss

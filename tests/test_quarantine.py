@@ -44,6 +44,7 @@ from trainfold.core.errors import (
     ResumeRefused,
     RunNotRestored,
 )
+from trainfold.core.format.file_names import directory_of
 from trainfold.core.resume.inventory import lineage, next_head
 from trainfold.core.resume.quarantine import (
     LIMIT,
@@ -67,7 +68,6 @@ from trainfold.core.resume.quarantine_json import (
     quarantine_from_json,
     quarantine_to_json,
 )
-from trainfold.core.save.save_plan import directory_of
 from trainfold.core.state.state import Progress, TrainState
 
 SEVEN, EIGHT = directory_of(7), directory_of(8)

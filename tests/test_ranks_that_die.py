@@ -16,8 +16,8 @@ from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.faults import SimulatedCrash
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import fingerprint
-from trainfold.core.save.save_plan import MANIFEST
 from trainfold.core.state.state import Progress, TrainState
 
 HASTY = {"timeout_secs": 30.0, "grace_secs": 0.5}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trainfold.core.best.top_n import BestEntry, plan_best
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.format.file_names import directory_of
 from trainfold.core.resume.inventory import Entry, Inventory, lineage, next_head
 from trainfold.core.save.retention import (
     Retention,
@@ -22,7 +23,6 @@ from trainfold.core.save.retention import (
     keep_newer,
     plan_retention,
 )
-from trainfold.core.save.save_plan import directory_of
 
 scores = st.none() | st.sampled_from([0.0, -0.0, 0.1, 0.2, 1.0, math.nan, math.inf, -math.inf])
 ages = st.none() | st.sampled_from([-5.0, 0.0, 10.0, 60.0, 3600.0, math.nan])

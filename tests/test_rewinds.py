@@ -25,12 +25,12 @@ from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.best.top_n import BestEntry
 from trainfold.core.data.cursor import DataCursor
 from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, SaveFailed
+from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.resume.inventory import Descent, lineage
 from trainfold.core.resume.quarantine import Outcome
 from trainfold.core.rng import make_key
 from trainfold.core.save.retention import keep_best, keep_last
-from trainfold.core.save.save_plan import MANIFEST, directory_of
 from trainfold.core.state.state import Progress, TrainState
 
 WANTED = make_best_record(metric="loss", direction="min")

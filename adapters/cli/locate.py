@@ -13,9 +13,9 @@ from trainfold.backends.stores.place import local_path
 from trainfold.backends.stores.protocol import Store
 from trainfold.core import errors
 from trainfold.core.errors import Problem
+from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.resume.inventory import Inventory, current_head
-from trainfold.core.save.save_plan import step_of
 
 
 @final

@@ -14,8 +14,8 @@ from trainfold.adapters.cli.locate import Checkpoint, error_of, open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.backends.runs.save import recorded_fingerprint
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, Problem, TrainfoldError, problem_of
+from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.manifest import ComponentRecord, FileRecord, ShardRecord
-from trainfold.core.save.save_plan import MANIFEST
 
 _CHUNK_BYTES = 16 << 20
 _MEND = "use an older checkpoint of the run, and look at the disk; `trainfold plan` says which one a resume takes"

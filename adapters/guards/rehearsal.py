@@ -19,12 +19,12 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.stores.record_file import RecordFile
 from trainfold.core.digest import digest_of
+from trainfold.core.format.file_names import directory_of
 from trainfold.core.rehearsal.entry import EntryKind
 from trainfold.core.rehearsal.number import exact_text
 from trainfold.core.rehearsal.orders import KEPT_NAME, MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, orders_of
 from trainfold.core.save.events import Event
 from trainfold.core.save.retention import Retention, keep_all, keep_last
-from trainfold.core.save.save_plan import directory_of
 from trainfold.core.state.state import TrainState
 
 _LOG = logging.getLogger("trainfold")

@@ -14,11 +14,11 @@ from trainfold.backends.runs.load import Loaded, Quarantine, load_run, plan_run
 from trainfold.backends.runs.snapshot import prove_alike, take_snapshot
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import InvalidState, Refused, ResumeRefused
+from trainfold.core.format.file_names import step_of
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import Drift
 from trainfold.core.resume.inventory import Descent
 from trainfold.core.resume.request import make_request
-from trainfold.core.save.save_plan import step_of
 from trainfold.core.state.audit import component_of
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.state import TrainState

@@ -9,9 +9,9 @@ from trainfold.core.best.best_json import BEST_FILE, BEST_LIMIT_BYTES, BestFile,
 from trainfold.core.best.record import BestRecord, carried_best
 from trainfold.core.best.top_n import BestEntry
 from trainfold.core.errors import InvalidState
+from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.resume.inventory import lineage
-from trainfold.core.save.save_plan import directory_of
 
 BEST_POINTER: Final = "best"
 

@@ -20,6 +20,7 @@ from trainfold.core.errors import (
     FutureVersion,
     Problem,
 )
+from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.manifest import MANIFEST_LIMIT_BYTES
 from trainfold.core.resume.quarantine import (
     LIMIT,
@@ -40,7 +41,6 @@ from trainfold.core.resume.quarantine_json import (
     quarantine_from_json,
     quarantine_to_json,
 )
-from trainfold.core.save.save_plan import MANIFEST
 
 _LOG = logging.getLogger("trainfold")
 _TRIES = 5

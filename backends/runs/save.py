@@ -18,6 +18,7 @@ from trainfold.backends.stores.protocol import Collectives, Store
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import SaveFailed, TrainfoldError
 from trainfold.core.format.codec import as_tensor
+from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import component_fingerprint
 from trainfold.core.format.manifest import (
     HEAD_LIMIT_BYTES,
@@ -31,7 +32,7 @@ from trainfold.core.format.manifest import (
 )
 from trainfold.core.format.manifest_reader import decode_head, decode_manifest
 from trainfold.core.resume.inventory import Descent
-from trainfold.core.save.save_plan import MANIFEST, ComponentPlan, SavePlan
+from trainfold.core.save.save_plan import ComponentPlan, SavePlan
 from trainfold.core.scalars import Json
 
 

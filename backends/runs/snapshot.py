@@ -17,19 +17,20 @@ from trainfold.backends.hold.write_watch import LeafName
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.runs.replicas import check_copies, copies_of
 from trainfold.backends.runs.save import SaveResult, run_save
-from trainfold.backends.runs.scan import RUN_FILE, check_place, examine, read_inventory, read_run_id, run_document
+from trainfold.backends.runs.scan import check_place, examine, read_inventory, read_run_id, run_document
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
 from trainfold.backends.stores.protocol import Collectives, Store
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, place
 from trainfold.core.format.codec import DENSE, as_tensor
 from trainfold.core.format.describe import Describe, Described, describe
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.format.validate import check_kinds
 from trainfold.core.given import mapping_given
 from trainfold.core.optim.slot_layout import check_layouts
 from trainfold.core.replicas import Leaves, Proof, summary
 from trainfold.core.resume.inventory import Descent, next_head
-from trainfold.core.save.save_plan import MANIFEST, directory_of, plan_save
+from trainfold.core.save.save_plan import plan_save
 from trainfold.core.scalars import Json, shown
 from trainfold.core.state.components import components_of, in_order, select
 from trainfold.core.state.contract import checked_contract, contract_of, is_of_live_run

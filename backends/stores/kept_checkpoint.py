@@ -5,8 +5,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from trainfold.backends.runs.scan import RUN_FILE
-from trainfold.backends.stores.names import MANIFEST
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE
 
 
 def keep_checkpoint(checkpoint: Path, into: Path) -> Path | None:

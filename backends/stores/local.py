@@ -25,12 +25,13 @@ from trainfold.backends.stores.local_files import (
     staged,
     sync_above,
 )
-from trainfold.backends.stores.names import MANIFEST, directory_of, is_component, split_name
+from trainfold.backends.stores.names import is_component, prefix_directory, split_name
 from trainfold.backends.stores.os_errors import named_failures, no_space, torn, wrong_size
 from trainfold.backends.stores.place import local_path
 from trainfold.backends.stores.protocol import Buffer
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CommitConflict
+from trainfold.core.format.file_names import MANIFEST
 
 _LOG = logging.getLogger("trainfold")
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
@@ -125,7 +126,7 @@ class LocalStore:
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`. Links to a sibling, as `point` makes them, are hints and left out."""
         try:
-            with open_directory(self._root, directory_of(prefix)) as parent, os.scandir(parent) as entries:
+            with open_directory(self._root, prefix_directory(prefix)) as parent, os.scandir(parent) as entries:
                 return sorted(
                     entry.name
                     for entry in entries
@@ -182,7 +183,7 @@ class LocalStore:
                     with suppress(OSError):  # a directory is there while a name below it is
                         os.rmdir(path_of(self._root, directory))  # noqa: PTH106
                 return
-            directory = directory_of(name)
+            directory = prefix_directory(name)
             with open_directory(self._root, directory) as parent:
                 # sidecars first: where one cannot be removed, the checkpoint is whole and is tried again (E05)
                 with os.scandir(parent) as entries:

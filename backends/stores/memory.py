@@ -7,11 +7,12 @@ from contextlib import contextmanager, suppress
 from typing import Final, final
 
 from trainfold.backends.stores.faults import CrashAt, Disk, Effect, ErrorAt, Fault, SimulatedCrash, read_only
-from trainfold.backends.stores.names import MANIFEST, directory_of, split_name
+from trainfold.backends.stores.names import prefix_directory, split_name
 from trainfold.backends.stores.os_errors import missing, no_space, save_failure, torn, wrong_size
 from trainfold.backends.stores.protocol import Buffer
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CommitConflict, RunLocked, SaveFailed
+from trainfold.core.format.file_names import MANIFEST
 
 __all__ = ["CrashAt", "Effect", "ErrorAt", "Fault", "MemoryStore", "SimulatedCrash", "read_only"]
 
@@ -110,7 +111,7 @@ class MemoryStore:
 
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
-        directory = directory_of(prefix)
+        directory = prefix_directory(prefix)
         with self._mutex:
             self._check_alive()
             return self._disk.names_below(directory)
@@ -135,7 +136,7 @@ class MemoryStore:
                 split_name(name)
                 names = [name] if name in self._disk.files or name in self._disk.hints else []
             else:
-                directory = directory_of(name)
+                directory = prefix_directory(name)
                 found = self._disk.names_below(directory)
                 names = [f"{directory}/{below}" for below in sorted(found, key=lambda below: below != MANIFEST)]
             for victim in names:

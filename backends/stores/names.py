@@ -5,7 +5,6 @@ from typing import Final
 
 from trainfold.core.errors import CheckpointHostile
 
-MANIFEST: Final = "manifest.json"
 _COMPONENT: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")  # 255 bytes: what filesystems hold
 _DEPTH_LIMIT: Final = 2
 
@@ -36,14 +35,14 @@ def split_name(name: str) -> tuple[str, str]:
     return ("", name) if len(components) == 1 else (components[0], components[1])
 
 
-def directory_of(prefix: str) -> str:
+def prefix_directory(prefix: str) -> str:
     """The directory that a prefix names: "" for the top, ``step-00000120`` or ``step-00000120/`` for one below.
 
     Raises:
         CheckpointHostile: for anything else.
 
     Examples:
-        >>> directory_of("step-00000120/"), directory_of("")
+        >>> prefix_directory("step-00000120/"), prefix_directory("")
         ('step-00000120', '')
     """
     directory = prefix.removesuffix("/")

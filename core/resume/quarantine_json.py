@@ -4,6 +4,7 @@ from typing import Any, Final
 
 import attrs
 
+from trainfold.core.format.file_names import step_of
 from trainfold.core.format.sealed_json import SealedJson
 from trainfold.core.format.strict_json import (
     count,
@@ -16,7 +17,6 @@ from trainfold.core.format.strict_json import (
     text_of,
 )
 from trainfold.core.resume.quarantine import MAX_REASONS, MAX_RECORDS, Attempts, Tried
-from trainfold.core.save.save_plan import step_of
 from trainfold.core.scalars import shown
 
 QUARANTINE_FILE: Final = "quarantine.json"

@@ -3,7 +3,6 @@
 Law: the plan is a function of the ranks' descriptions alone, so every rank that gathers them computes the same plan.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -15,6 +14,7 @@ from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.format.codec import STORED, size_bytes, stored_shape
 from trainfold.core.format.describe import Described
+from trainfold.core.format.file_names import directory_of, storage_key
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.layout.slices import Box, check_cover, volume, whole_box
 from trainfold.core.replicas import belongs_to_rank
@@ -23,9 +23,6 @@ from trainfold.core.state.spec import LeafSpec
 
 ALIGNMENT_BYTES = 4096
 _LENGTH_BYTES = 8  # before the header's text
-DIRECTORY = re.compile(r"step-(\d{8,18})")
-MANIFEST = "manifest.json"
-_DATA_FILE = re.compile(r"\w+-\d{5,}-of-\d{5,}(\.r\d+)?\.safetensors")
 
 
 @final
@@ -124,37 +121,6 @@ class SavePlan:
         ]
         names = ", ".join(component.name for component in self.components)
         return "\n".join([f"save {self.directory}: {names}; {self.world_size} ranks, {self.size_bytes:,} bytes", *rows])
-
-
-def directory_of(step: int) -> str:
-    """The name of the checkpoint of a step.
-
-    Examples:
-        >>> directory_of(120)
-        'step-00000120'
-    """
-    return f"step-{step:08d}"
-
-
-def step_of(directory: str) -> int | None:
-    """The step that a directory's name says, or None for a foreign name; the match is anchored (C12).
-
-    Examples:
-        >>> step_of("step-00000120"), step_of("step-00000120.bak"), step_of("step-7")
-        (120, None, None)
-    """
-    found = DIRECTORY.fullmatch(directory)
-    return int(found[1]) if found and directory_of(int(found[1])) == directory else None
-
-
-def is_data_file(name: str) -> bool:
-    """Whether a save may have given a file this name.
-
-    Examples:
-        >>> is_data_file("model-00000-of-00001.r2.safetensors"), is_data_file("model.safetensors"), is_data_file("manifest.json")
-        (True, False, False)
-    """
-    return _DATA_FILE.fullmatch(name) is not None
 
 
 @without_collecting
@@ -346,19 +312,6 @@ def _layout(dtype: str, box: Box) -> tuple[tuple[int, ...], str, list[int], int]
     """Shape, safetensors dtype, listed shape and bytes of a box; the same for all leaves of a kind."""
     shape = tuple(stop - start for start, stop in box)
     return shape, STORED[dtype].name, list(stored_shape(dtype, shape)), size_bytes(dtype, shape)
-
-
-def storage_key(path: str) -> str:
-    """The name of a tensor inside its safetensors file: the FQN for the model, else the leaf path.
-
-    Examples:
-        >>> storage_key("model.params['h.0.weight']"), storage_key("optimizer.slots['w']['step']")
-        ('h.0.weight', "optimizer.slots['w']['step']")
-    """
-    for prefix in ("model.params['", "model.buffers['"):
-        if path.startswith(prefix) and path.endswith("']"):
-            return path[len(prefix) : -2]
-    return path
 
 
 def _first_difference(name: str, one: Described, other: Described) -> tuple[str, str, str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from crash.extents import FILE, Data
-from trainfold.backends.stores.names import directory_of, is_component, split_name
+from trainfold.backends.stores.names import is_component, prefix_directory, split_name
 from trainfold.backends.stores.os_errors import missing, not_a_directory, torn
 from trainfold.core.errors import CheckpointHostile
 
@@ -51,7 +51,7 @@ class FrozenStore:
     def list(self, prefix: str = "") -> list[str]:
         if self._is_a_file:
             raise not_a_directory(self._run)
-        directory = directory_of(prefix)
+        directory = prefix_directory(prefix)
         found = [path.rpartition("/") for path in self.files]
         return sorted(
             name

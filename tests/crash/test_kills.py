@@ -13,8 +13,8 @@ from trainfold.backends.runs.api import load
 from trainfold.backends.runs.best_file import load_best
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
+from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.resume.inventory import lineage
-from trainfold.core.save.save_plan import MANIFEST
 
 KILLS = 250 if IS_SOAK else 15  # of each mode
 SEED = 0

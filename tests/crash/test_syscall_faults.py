@@ -21,7 +21,7 @@ from crash.states import Budget, crash_states, live
 from crash.syscalls import watched
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import NoSpace, NotWritable, SaveFailed, TrainfoldError
-from trainfold.core.save.save_plan import directory_of
+from trainfold.core.format.file_names import directory_of
 
 KINDS = {errno.EIO: SaveFailed, errno.ENOSPC: NoSpace, errno.EROFS: NotWritable}
 STEPS = {"first": (), "next": (1,), "again": (1, 2), "rewind": (2, 4), "prune": (1, 2)}  # saved before

@@ -11,8 +11,8 @@ import torch
 
 from trainfold.adapters.cli.diff import fingerprints, leaf_texts
 from trainfold.adapters.cli.inspect import labelled
-from trainfold.backends.stores.names import MANIFEST
 from trainfold.core.format.codec import STORED, torch_dtype
+from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.format.manifest import Manifest, ShardRecord, TensorRecord
 from trainfold.core.format.manifest_reader import decode_manifest
 from trainfold.core.format.rebuild import places
@@ -27,7 +27,6 @@ from trainfold.core.rehearsal.trajectory import (
     differences,
     restless_parts,
 )
-from trainfold.core.save.save_plan import step_of
 
 Key: TypeAlias = tuple[str, int]
 Saved: TypeAlias = Mapping[Key, SavedStep]

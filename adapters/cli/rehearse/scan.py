@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Final, final
 
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
-from trainfold.backends.stores.names import MANIFEST
+from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.rehearsal.entry import Entry
 from trainfold.core.rehearsal.orders import KEPT_NAME, MANIFESTS_NAME
-from trainfold.core.save.save_plan import step_of
 
 _DEPTH: Final = 3
 

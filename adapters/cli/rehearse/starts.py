@@ -18,11 +18,11 @@ from trainfold.adapters.cli.rehearse.moments import Pace, Trigger, arms
 from trainfold.adapters.cli.rehearse.options import Settings
 from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.scan import Scan
+from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest_reader import decode_manifest
 from trainfold.core.rehearsal.entry import Entry
 from trainfold.core.rehearsal.orders import MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, encode_orders
 from trainfold.core.rehearsal.trajectory import SavedStep, Stretch, stretch_of
-from trainfold.core.save.save_plan import step_of
 
 _GRACE_SECS: Final = 60.0  # after the last step, for what the program does at its end
 _SHOWN_CHARACTERS: Final = 4000

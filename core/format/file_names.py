@@ -1,0 +1,53 @@
+"""File names of a run: its checkpoints, their manifests and data files, and the name of a tensor inside its file."""
+
+import re
+
+RUN_FILE = "run.json"
+
+DIRECTORY = re.compile(r"step-(\d{8,18})")
+MANIFEST = "manifest.json"
+_DATA_FILE = re.compile(r"\w+-\d{5,}-of-\d{5,}(\.r\d+)?\.safetensors")
+
+
+def directory_of(step: int) -> str:
+    """The name of the checkpoint of a step.
+
+    Examples:
+        >>> directory_of(120)
+        'step-00000120'
+    """
+    return f"step-{step:08d}"
+
+
+def step_of(directory: str) -> int | None:
+    """The step that a directory's name says, or None for a foreign name; the match is anchored (C12).
+
+    Examples:
+        >>> step_of("step-00000120"), step_of("step-00000120.bak"), step_of("step-7")
+        (120, None, None)
+    """
+    found = DIRECTORY.fullmatch(directory)
+    return int(found[1]) if found and directory_of(int(found[1])) == directory else None
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a save may have given a file this name.
+
+    Examples:
+        >>> is_data_file("model-00000-of-00001.r2.safetensors"), is_data_file("model.safetensors"), is_data_file("manifest.json")
+        (True, False, False)
+    """
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def storage_key(path: str) -> str:
+    """The name of a tensor inside its safetensors file: the FQN for the model, else the leaf path.
+
+    Examples:
+        >>> storage_key("model.params['h.0.weight']"), storage_key("optimizer.slots['w']['step']")
+        ('h.0.weight', "optimizer.slots['w']['step']")
+    """
+    for prefix in ("model.params['", "model.buffers['"):
+        if path.startswith(prefix) and path.endswith("']"):
+            return path[len(prefix) : -2]
+    return path
