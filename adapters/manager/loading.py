@@ -17,11 +17,10 @@ from trainfold.core.errors import InvalidState, Refused, ResumeRefused
 from trainfold.core.format.file_names import step_of
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import Drift
-from trainfold.core.resume.inventory import Descent
 from trainfold.core.resume.request import make_request
 from trainfold.core.state.audit import component_of
 from trainfold.core.state.components import validate_components
-from trainfold.core.state.state import TrainState
+from trainfold.core.state.state import Descent, TrainState
 
 
 @final

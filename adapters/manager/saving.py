@@ -24,9 +24,8 @@ from trainfold.core.errors import error_text
 from trainfold.core.format.describe import Describer
 from trainfold.core.layout.world import Collectives
 from trainfold.core.replicas import Level, proof_of
-from trainfold.core.resume.inventory import Descent
 from trainfold.core.state.components import validate_components
-from trainfold.core.state.state import TrainState
+from trainfold.core.state.state import Descent, TrainState
 
 
 @final

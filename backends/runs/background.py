@@ -12,7 +12,7 @@ from trainfold.backends.stores.direct_io import release_buffers
 from trainfold.backends.stores.protocol import Collectives, Store
 from trainfold.backends.worker_thread import Job, Worker
 from trainfold.core.errors import error_text
-from trainfold.core.resume.inventory import Descent
+from trainfold.core.state.state import Descent
 
 _LOG = logging.getLogger("trainfold")
 

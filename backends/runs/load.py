@@ -28,14 +28,14 @@ from trainfold.core.errors import (
 )
 from trainfold.core.format.describe import describe
 from trainfold.core.printable import printable
-from trainfold.core.resume.inventory import Descent, Inventory
+from trainfold.core.resume.inventory import Inventory
 from trainfold.core.resume.planner import next_to_examine, plan_resume
 from trainfold.core.resume.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
 from trainfold.core.resume.request import Request, Target
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.audit import not_restored_text
 from trainfold.core.state.components import components_of
-from trainfold.core.state.state import TrainState
+from trainfold.core.state.state import Descent, TrainState
 
 _LOG: Final = logging.getLogger("trainfold")
 _RELISTINGS: Final = 5

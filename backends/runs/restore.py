@@ -23,7 +23,6 @@ from trainfold.core.format.rebuild import places, rebuild
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box, intersect
 from trainfold.core.optim.slot_layout import beside_params, laid_out_like
-from trainfold.core.resume.inventory import Descent
 from trainfold.core.resume.regroup import regrouped
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.rng import KEY_BITS, Key
@@ -33,7 +32,15 @@ from trainfold.core.state.contract import noted_settings, run_contract
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.notes import notes_of, settings_of_later, without_notes
 from trainfold.core.state.rates import RATES
-from trainfold.core.state.state import ModelState, OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState
+from trainfold.core.state.state import (
+    Descent,
+    ModelState,
+    OptimizerState,
+    Origin,
+    OwnOptimizerState,
+    ParamGroup,
+    TrainState,
+)
 
 
 def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainState:

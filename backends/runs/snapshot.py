@@ -29,12 +29,12 @@ from trainfold.core.format.validate import check_kinds
 from trainfold.core.given import mapping_given
 from trainfold.core.optim.slot_layout import check_layouts
 from trainfold.core.replicas import Leaves, Proof, summary
-from trainfold.core.resume.inventory import Descent, next_head
+from trainfold.core.resume.inventory import next_head
 from trainfold.core.save.save_plan import plan_save
 from trainfold.core.scalars import Json, shown
 from trainfold.core.state.components import components_of, in_order, select
 from trainfold.core.state.contract import checked_contract, contract_of, is_of_live_run
-from trainfold.core.state.state import OptimizerState, TrainState
+from trainfold.core.state.state import Descent, OptimizerState, TrainState
 
 T = TypeVar("T")
 _LOG = logging.getLogger("trainfold")

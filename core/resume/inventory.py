@@ -7,6 +7,7 @@ import attrs
 
 from trainfold.core.errors import Problem
 from trainfold.core.format.manifest import Head, Manifest
+from trainfold.core.state.state import BEGINNING, Descent
 
 OLDER: Final = "use an older checkpoint"  # how the fix of a problem begins that an older one does not have
 
@@ -87,27 +88,6 @@ def lineage(inventory: Inventory) -> tuple[Entry, ...]:
 def current_head(inventory: Inventory) -> Head | None:
     """The head of the newest checkpoint of the current timeline, usable or not; what a save continues."""
     return max((head for head, _ in _claims(inventory.entries)), key=_order, default=None)
-
-
-@final
-@attrs.frozen
-class Descent:
-    """Which checkpoint a state comes from: the one that it was loaded from, or that was saved last on its way.
-
-    Attributes:
-        timeline: the checkpoint's.
-        step: the checkpoint's; or a lower one, if the state went back to it in memory.
-        forks: where the earlier timelines were left, as its head says; may be left out while the run has a checkpoint of the
-            timeline.
-    """
-
-    timeline: int
-    step: int
-    forks: tuple[tuple[int, int], ...] = ()
-
-
-BEGINNING: Final = Descent(-1, -1)
-"""What a state descends from that was never saved: nothing, whatever the run holds."""
 
 
 def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Descent | None = None) -> Head:
