@@ -10,7 +10,7 @@ from trainfold.core.errors import RanksDisagree
 from trainfold.core.resume.drift import is_of_rank_zero
 from trainfold.core.scalars import Json, canonical_json
 from trainfold.core.state.audit import UNSAVED
-from trainfold.core.state.rates import RATES
+from trainfold.core.state.notes import RATES
 
 _OPAQUE: Final = "trainfold.Opaque"
 _BUFFERS: Final = ".buffers['"

@@ -11,7 +11,7 @@ from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.format.rebuild import places
 from trainfold.core.state.audit import UNSAVED, unsaved_of
-from trainfold.core.state.rates import RATES
+from trainfold.core.state.notes import RATES
 
 _SHOWN_SCALARS = 60
 _WRITTEN_BITS = 4096

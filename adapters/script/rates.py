@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 
 from trainfold.core.errors import HiddenState
-from trainfold.core.state.rates import RATES, begins_anew, with_rate
+from trainfold.core.state.notes import RATES, begins_anew, with_rate
 
 
 @final

@@ -30,8 +30,7 @@ from trainfold.core.scalars import shown
 from trainfold.core.state.components import components_of, state_of
 from trainfold.core.state.contract import noted_settings, run_contract
 from trainfold.core.state.masters import refresh_masters
-from trainfold.core.state.notes import notes_of, settings_of_later, without_notes
-from trainfold.core.state.rates import RATES
+from trainfold.core.state.notes import RATES, notes_of, settings_of_later, without_notes
 from trainfold.core.state.state import (
     Descent,
     ModelState,

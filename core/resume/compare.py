@@ -25,8 +25,7 @@ from trainfold.core.resume.drift import (
 )
 from trainfold.core.scalars import Json
 from trainfold.core.state.contract import contract_of
-from trainfold.core.state.notes import NOTES
-from trainfold.core.state.rates import RATES
+from trainfold.core.state.notes import NOTES, RATES
 from trainfold.core.state.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.state.state import TrainState
 
