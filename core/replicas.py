@@ -7,9 +7,9 @@ import attrs
 
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import RanksDisagree
-from trainfold.core.resume.drift import is_of_rank_zero
 from trainfold.core.scalars import Json, canonical_json
 from trainfold.core.state.audit import UNSAVED
+from trainfold.core.state.contract_kinds import is_of_rank_zero
 from trainfold.core.state.notes import RATES
 
 _OPAQUE: Final = "trainfold.Opaque"

@@ -13,18 +13,10 @@ from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorReco
 from trainfold.core.format.rebuild import places, rebuild
 from trainfold.core.layout.world import World
 from trainfold.core.optim.group_labels import relabelled
-from trainfold.core.resume.drift import (
-    BASE_RATES,
-    ENVIRONMENT,
-    Drift,
-    Verdict,
-    contract_kind,
-    is_of_rank_zero,
-    make_drift,
-    verdict_of,
-)
+from trainfold.core.resume.drift import ENVIRONMENT, Drift, Verdict, make_drift, verdict_of
 from trainfold.core.scalars import Json
 from trainfold.core.state.contract import contract_of
+from trainfold.core.state.contract_kinds import BASE_RATES, contract_kind, is_of_rank_zero
 from trainfold.core.state.notes import NOTES, RATES
 from trainfold.core.state.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.state.state import TrainState

@@ -1,6 +1,5 @@
 """Drift: what differs between a checkpoint and the run that wants to resume, and what is done about each kind."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeAlias, final
 
@@ -70,11 +69,6 @@ _RESETS: Mapping[str, str] = {
     "dataset_size": 'begin with the first epoch of these data with reset={"dataset": "why"}',
 }
 ENVIRONMENT: Final = "environment."  # what the keys of the numerical environment begin with
-_OWNERS: Mapping[str, str] = {"optimizer": "hyperparameters", "dataset": "dataset", "environment": "environment"}
-# What a scheduler leaves in the groups that it works on: its own base rates.
-BASE_RATES: Final = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
-OF_RANK_ZERO: Final = frozenset({"environment", "settings", "samples"})  # kinds that rank 0 alone compares
-_GROUPED: Final = re.compile(r"^attached\.\w+\.(groups|held)\[")  # a hyperparameter of an attached optimizer
 # kind -> a wider one, whose verdict counts where a policy says nothing of the kind itself
 _WIDER: Mapping[str, str] = {
     "schedule": "scheduler",
@@ -235,55 +229,3 @@ def verdict_of(kind: str, where: str, policy: Mapping[str, Verdict]) -> Verdict:
         given = policy.get(wider, default)
         default = given if given in KINDS[kind][1] else default
     return policy.get(f"contract:{where}", policy.get(kind, default))
-
-
-def is_of_rank_zero(key: str) -> bool:
-    """Whether rank 0 alone compares a key of a contract, because each rank may have its own: an environment, a share, a device.
-
-    Examples:
-        >>> is_of_rank_zero("environment.threads"), is_of_rank_zero("attached.scaler.growth_interval"), is_of_rank_zero("batch_size")
-        (True, True, False)
-        >>> is_of_rank_zero("dataset_size")  # of a loader, whose position each rank saves and compares, its length included
-        True
-    """
-    return key == "dataset_size" or contract_kind(key) in OF_RANK_ZERO
-
-
-def contract_kind(key: str) -> str:
-    """The kind of drift that a contract key stands for.
-
-    Examples:
-        >>> contract_kind("scheduler.total"), contract_kind("batch_size"), contract_kind("tokenizer")
-        ('horizon', 'batch_size', 'contract')
-        >>> contract_kind("attached.scheduler.T_max"), contract_kind("attached.scheduler.own.total")
-        ('scheduler', 'scheduler_own')
-        >>> contract_kind("attached.ema.decay"), contract_kind("attached.loader.sampler_size")
-        ('settings', 'samples')
-    """
-    exact = {"optimizer.kind": "optimizer", "dataset.length": "dataset_size", "dataset_size": "dataset_size"}
-    if key in exact:
-        return exact[key]
-    last = key.rpartition(".")[2]
-    if key.startswith("attached.") and (kind := _attached_kind(key)) is not None:
-        return kind
-    if ".groups[" in key and last in BASE_RATES:
-        return "scheduler"
-    if key.startswith("scheduler."):
-        return "horizon" if last in {"total", "horizon", "total_steps"} else "schedule"
-    owner = key.partition(".")[0]
-    if owner != key and owner in _OWNERS:
-        return _OWNERS[owner]
-    name = key.removeprefix("step.")
-    return name if name in {"batch_size", "accumulate", "horizon"} else "contract"
-
-
-def _attached_kind(key: str) -> str | None:
-    """Of what a live run says of its objects; None for what an attached optimizer has in its groups, and for who is frozen."""
-    if key.startswith(("attached.scheduler.", "attached.scheduler[")):
-        named = key.removeprefix("attached.scheduler").rpartition("]")[2]  # what comes after the scheduler's own name
-        if "(" in named:  # a function, or a value in an object of somebody's class
-            return "schedule_function"
-        return "scheduler_own" if named.startswith(".own.") else "scheduler"
-    if key.startswith(("attached.loader.", "attached.loader[")):
-        return "samples"
-    return None if _GROUPED.search(key) or key == "attached.optimizer.frozen" else "settings"

@@ -17,13 +17,14 @@ from trainfold.core.given import nearest
 from trainfold.core.layout.world import World
 from trainfold.core.replicas import is_between_epochs, is_opaque
 from trainfold.core.resume.compare import Findings, compare_component, compare_contract
-from trainfold.core.resume.drift import Drift, contract_kind, verdict_of
+from trainfold.core.resume.drift import Drift, verdict_of
 from trainfold.core.resume.inventory import OLDER, Inventory, lineage
 from trainfold.core.resume.request import Request, Target
 from trainfold.core.resume.resume_plan import ComponentAction, Refusal, ResumePlan
 from trainfold.core.scalars import Json
 from trainfold.core.state.components import BUILTIN_COMPONENTS
 from trainfold.core.state.contract import step_contract
+from trainfold.core.state.contract_kinds import contract_kind
 
 _ALWAYS_MEANT: Final = frozenset(
     {"model", "optimizer", "trainer"}

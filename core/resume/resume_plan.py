@@ -9,9 +9,10 @@ from trainfold.core.digest import digest_of
 from trainfold.core.errors import Problem
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.printable import printable
-from trainfold.core.resume.drift import GROUPS, OF_RANK_ZERO, Drift, recipes_of
+from trainfold.core.resume.drift import GROUPS, Drift, recipes_of
 from trainfold.core.scalars import Json
 from trainfold.core.state.audit import not_restored, not_restored_text
+from trainfold.core.state.contract_kinds import OF_RANK_ZERO
 
 _SHOWN: Final = 3
 _NAMED: Final = 16

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from trainfold.core.resume.drift import contract_kind
 from trainfold.core.state.audit import UNSAVED
+from trainfold.core.state.contract_kinds import contract_kind
 
 RATES: Final = "rates"  # the key of the contract under which a manifest lists them; it is never compared
 RATES_KEPT: Final = 3
