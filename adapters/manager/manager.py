@@ -46,9 +46,9 @@ from trainfold.backends.wakeup import End
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text
 from trainfold.core.given import mapping_given
 from trainfold.core.layout.world import Collectives
-from trainfold.core.replicas import LEVELS, level_of
 from trainfold.core.resume.drift import check_policy
 from trainfold.core.save.events import Event
+from trainfold.core.save.replicas import LEVELS, level_of
 from trainfold.core.save.retention import Retention
 from trainfold.core.save.triggers import Verdict, make_triggers
 from trainfold.core.state.components import check_likely, validate_components

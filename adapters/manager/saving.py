@@ -23,7 +23,7 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import error_text
 from trainfold.core.format.describe import Describer
 from trainfold.core.layout.world import Collectives
-from trainfold.core.replicas import Level, proof_of
+from trainfold.core.save.replicas import Level, proof_of
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.state import Descent, TrainState
 

@@ -9,12 +9,12 @@ from trainfold.backends.stores.protocol import Collectives
 from trainfold.core.digest import digest_of, tensor_bytes
 from trainfold.core.format.codec import leaf_digest
 from trainfold.core.format.describe import Described
-from trainfold.core.replicas import (
+from trainfold.core.format.ownership import belongs_to_rank
+from trainfold.core.save.replicas import (
     SMALL_BYTES,
     TURNS,
     Leaves,
     Proof,
-    belongs_to_rank,
     differing,
     disagreement,
     first_in_doubt,

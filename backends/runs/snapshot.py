@@ -28,8 +28,8 @@ from trainfold.core.format.manifest import Head
 from trainfold.core.format.validate import check_kinds
 from trainfold.core.given import mapping_given
 from trainfold.core.optim.slot_layout import check_layouts
-from trainfold.core.replicas import Leaves, Proof, summary
 from trainfold.core.resume.inventory import next_head
+from trainfold.core.save.replicas import Leaves, Proof, summary
 from trainfold.core.save.save_plan import plan_save
 from trainfold.core.scalars import Json, shown
 from trainfold.core.state.components import components_of, in_order, select

@@ -13,9 +13,9 @@ import attrs
 from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import Problem, UnknownComponent
 from trainfold.core.format.manifest import ComponentRecord, Manifest
+from trainfold.core.format.ownership import is_between_epochs, is_opaque
 from trainfold.core.given import nearest
 from trainfold.core.layout.world import World
-from trainfold.core.replicas import is_between_epochs, is_opaque
 from trainfold.core.resume.compare import Findings, compare_component, compare_contract
 from trainfold.core.resume.drift import Drift, verdict_of
 from trainfold.core.resume.inventory import OLDER, Inventory, lineage

@@ -1,6 +1,6 @@
 """Replicas: which components belong to each rank, and which must be the same on all of them, proved by digests (B05, B06)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, final
 
 import attrs
@@ -12,7 +12,6 @@ from trainfold.core.state.audit import UNSAVED
 from trainfold.core.state.contract_kinds import is_of_rank_zero
 from trainfold.core.state.notes import RATES
 
-_OPAQUE: Final = "trainfold.Opaque"
 _BUFFERS: Final = ".buffers['"
 _TRAINED: Final = (".params['", ".slots['", ".masters['")
 _STATISTICS: Final = (
@@ -66,45 +65,6 @@ def proof_of(level: Level, *, saves: int) -> Proof:
         (None, 0, 0)
     """
     return Proof(level, (saves - 1) % TURNS if level == "quick" and saves else None)
-
-
-def belongs_to_rank(name: str, node: Json) -> bool:
-    """Whether a component is each rank's own: random streams, and the position of a loader, which has a share of the data.
-
-    A position in global units, such as a `DataCursor`, is the same on all ranks.
-
-    Examples:
-        >>> belongs_to_rank("rng", {}), belongs_to_rank("dataset", {"node": "trainfold.DataCursor"}), belongs_to_rank("ema", {})
-        (True, False, False)
-    """
-    return name == "rng" or (name == "dataset" and is_opaque(node))
-
-
-def is_opaque(node: Json) -> bool:
-    """Whether a structure is somebody else's, such as captured streams or a loader's position."""
-    return isinstance(node, dict) and node.get("node") == _OPAQUE
-
-
-def is_between_epochs(node: Json) -> bool:
-    """Whether the position of a loader is certain to be between two epochs: a share of the data ends there for every rank.
-
-    Examples:
-        >>> is_between_epochs({"node": "trainfold.Opaque", "fields": {"value": {"dict": {"epoch": 1, "batches": 0}}}})
-        True
-    """
-    counts = list(_counts(node))
-    return bool(counts) and all(type(count) is int and count == 0 for count in counts)
-
-
-def _counts(node: Json) -> Iterator[Any]:
-    if isinstance(node, dict):
-        if "batches" in node:
-            yield node["batches"]
-        for child in node.values():
-            yield from _counts(child)
-    elif isinstance(node, list):
-        for child in node:
-            yield from _counts(child)
 
 
 def is_buffer(path: str) -> bool:
