@@ -10,8 +10,7 @@ import attrs
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.config import CheckpointConfig
-from trainfold.adapters.manager.outcomes import Restored
-from trainfold.adapters.manager.protocol import LoadDecision
+from trainfold.adapters.manager.protocol import LoadDecision, Restored
 from trainfold.adapters.manager.triggers import Boundary, Due
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.ranks.launcher import world_given

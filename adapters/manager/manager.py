@@ -28,8 +28,7 @@ from trainfold.adapters.manager.auto_cadence import AutoCadence, teller_of
 from trainfold.adapters.manager.config import CheckpointConfig, manager_arguments
 from trainfold.adapters.manager.events import Announcer
 from trainfold.adapters.manager.loading import Resumer
-from trainfold.adapters.manager.outcomes import Restored, SaveOutcome
-from trainfold.adapters.manager.protocol import LoadDecision
+from trainfold.adapters.manager.protocol import LoadDecision, Restored, SaveOutcome
 from trainfold.adapters.manager.retention import Keeper
 from trainfold.adapters.manager.saving import Saves
 from trainfold.adapters.manager.told_afterwards import told_afterwards

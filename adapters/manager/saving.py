@@ -9,7 +9,7 @@ from trainfold.adapters.guards.first_save import FirstSave
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.view import Lent
 from trainfold.adapters.manager.events import Announcer
-from trainfold.adapters.manager.outcomes import SaveOutcome
+from trainfold.adapters.manager.protocol import SaveOutcome
 from trainfold.adapters.manager.retention import Keeper
 from trainfold.adapters.manager.triggers import Before, Due
 from trainfold.adapters.manager.update_hooks import UpdateGate

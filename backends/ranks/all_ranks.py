@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from trainfold.backends.stores.protocol import Collectives
 from trainfold.core.errors import Problem, RankFailed, TrainfoldError, place, problem_of
+from trainfold.core.layout.world import Collectives
 
 T = TypeVar("T")
 

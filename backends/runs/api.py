@@ -11,8 +11,9 @@ from trainfold.backends.runs.load import load_run, plan_run
 from trainfold.backends.runs.save import SaveResult
 from trainfold.backends.runs.snapshot import check_state, save_snapshot, take_snapshot
 from trainfold.backends.stores.local import LocalStore
-from trainfold.backends.stores.protocol import Collectives, Store
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.request import make_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.scalars import shown

@@ -9,9 +9,10 @@ from trainfold.backends.hold.hold import Hold
 from trainfold.backends.runs.save import SaveResult
 from trainfold.backends.runs.snapshot import Snapshot, save_snapshot
 from trainfold.backends.stores.direct_io import release_buffers
-from trainfold.backends.stores.protocol import Collectives, Store
+from trainfold.backends.stores.protocol import Store
 from trainfold.backends.worker_thread import Job, Worker
 from trainfold.core.errors import error_text
+from trainfold.core.layout.world import Collectives
 from trainfold.core.state.state import Descent
 
 _LOG = logging.getLogger("trainfold")

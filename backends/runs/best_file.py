@@ -28,7 +28,7 @@ from trainfold.backends.runs.best_reader import (
     step_of_best,
 )
 from trainfold.backends.runs.scan import read_run_id
-from trainfold.backends.stores.protocol import Collectives, Store
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BestFile, best_to_json
 from trainfold.core.best.record import BestRecord
 from trainfold.core.best.score import beats
@@ -36,6 +36,7 @@ from trainfold.core.best.top_n import BestEntry, ranked
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, RunLocked
 from trainfold.core.format.file_names import MANIFEST, directory_of
+from trainfold.core.layout.world import Collectives
 from trainfold.core.scalars import shown
 
 __all__ = ["BEST_POINTER", "BestIgnored", "best_checkpoint", "best_checkpoints", "best_scores", "load_best", "load_best_n",

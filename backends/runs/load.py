@@ -13,7 +13,7 @@ from trainfold.backends.runs.restore import run_resume
 from trainfold.backends.runs.save import library_versions
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.runs.snapshot import full_contract
-from trainfold.backends.stores.protocol import Collectives, Store
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import (
     CheckpointError,
     CheckpointUnreadable,
@@ -27,6 +27,7 @@ from trainfold.core.errors import (
     problem_of,
 )
 from trainfold.core.format.describe import describe
+from trainfold.core.layout.world import Collectives
 from trainfold.core.printable import printable
 from trainfold.core.resume.inventory import Inventory
 from trainfold.core.resume.planner import next_to_examine, plan_resume

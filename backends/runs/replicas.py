@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from trainfold.backends.stores.protocol import Collectives
 from trainfold.core.digest import digest_of, tensor_bytes
 from trainfold.core.format.codec import leaf_digest
 from trainfold.core.format.describe import Described
 from trainfold.core.format.ownership import belongs_to_rank
+from trainfold.core.layout.world import Collectives
 from trainfold.core.save.replicas import (
     SMALL_BYTES,
     TURNS,

@@ -14,7 +14,7 @@ from trainfold.backends.formats.native.writer import WrittenFile, write_file
 from trainfold.backends.hold.hold import HeldLeaf, Hold
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.stores.os_errors import named_failures
-from trainfold.backends.stores.protocol import Collectives, Store
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import SaveFailed, TrainfoldError
 from trainfold.core.format.codec import as_tensor
@@ -31,6 +31,7 @@ from trainfold.core.format.manifest import (
     encode_manifest,
 )
 from trainfold.core.format.manifest_reader import decode_head, decode_manifest
+from trainfold.core.layout.world import Collectives
 from trainfold.core.save.save_plan import ComponentPlan, SavePlan
 from trainfold.core.scalars import Json
 from trainfold.core.state.state import Descent

@@ -4,9 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from trainfold.core.layout.world import Collectives
-
-__all__ = ["Buffer", "Collectives", "Place", "Placeable", "Store"]
+__all__ = ["Buffer", "Place", "Placeable", "Store"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 

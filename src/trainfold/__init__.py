@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from trainfold.adapters.manager.config import create_checkpoint_manager as create_checkpoint_manager
     from trainfold.adapters.manager.disabled import DisabledManager as DisabledManager
     from trainfold.adapters.manager.manager import CheckpointManager as CheckpointManager
-    from trainfold.adapters.manager.outcomes import Restored as Restored
-    from trainfold.adapters.manager.outcomes import SaveOutcome as SaveOutcome
     from trainfold.adapters.manager.protocol import CheckpointManagerLike as CheckpointManagerLike
     from trainfold.adapters.manager.protocol import LoadDecision as LoadDecision
+    from trainfold.adapters.manager.protocol import Restored as Restored
+    from trainfold.adapters.manager.protocol import SaveOutcome as SaveOutcome
     from trainfold.adapters.requests.sources import Asked as Asked
     from trainfold.adapters.requests.sources import Combined as Combined
     from trainfold.adapters.requests.sources import RequestSource as RequestSource
@@ -187,14 +187,14 @@ _MODULE_OF = {
     "Refusal": "trainfold.core.resume.resume_plan",
     "RequestSource": "trainfold.adapters.requests.sources",
     "RestoreRefused": "trainfold.core.errors",
-    "Restored": "trainfold.adapters.manager.outcomes",
+    "Restored": "trainfold.adapters.manager.protocol",
     "ResumeDrift": "trainfold.backends.runs.load",
     "ResumePlan": "trainfold.core.resume.resume_plan",
     "ResumeRefused": "trainfold.core.errors",
     "Retention": "trainfold.core.save.retention",
     "RunLocked": "trainfold.core.errors",
     "SaveFailed": "trainfold.core.errors",
-    "SaveOutcome": "trainfold.adapters.manager.outcomes",
+    "SaveOutcome": "trainfold.adapters.manager.protocol",
     "SavePlan": "trainfold.core.save.save_plan",
     "SaveResult": "trainfold.backends.runs.save",
     "ScalarSpec": "trainfold.core.state.spec",
