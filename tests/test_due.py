@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.manager.told_afterwards import told_afterwards
+from trainfold.adapters.manager.saving import raise_after
 from trainfold.adapters.manager.triggers import Boundary, Due
 from trainfold.adapters.requests.sources import Asked, SignalRequests
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads, thread_outcomes
@@ -256,7 +256,7 @@ def test_a_close_whose_source_fails_lets_go_of_the_run(tmp_path):
 
 def test_what_is_raised_first_carries_the_others():
     def fail():
-        with told_afterwards() as failures:
+        with raise_after() as failures:
             failures += [ValueError("one"), ValueError("two")]
             raise KeyError
 

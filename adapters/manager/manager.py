@@ -30,8 +30,7 @@ from trainfold.adapters.manager.events import Announcer
 from trainfold.adapters.manager.loading import Resumer
 from trainfold.adapters.manager.protocol import LoadDecision, Restored, SaveOutcome
 from trainfold.adapters.manager.retention import Keeper
-from trainfold.adapters.manager.saving import Saves
-from trainfold.adapters.manager.told_afterwards import told_afterwards
+from trainfold.adapters.manager.saving import Saves, raise_after
 from trainfold.adapters.manager.triggers import Due
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.ranks.all_ranks import on_rank_zero
@@ -249,7 +248,7 @@ class CheckpointManager:
                 return None
             run.check_counted()
         self._saves.check_first(run)
-        with told_afterwards() as failures:
+        with raise_after() as failures:
             verdict = self._decide(run, failures, is_last=is_last, is_best=is_best)
             if verdict.save:
                 may_skip = self._skips and not verdict.stop and "best" not in verdict.reasons
@@ -268,7 +267,7 @@ class CheckpointManager:
         self._check_open()
         self._check_run(run)
         self._asked.asked()
-        with told_afterwards() as failures:
+        with raise_after() as failures:
             return self._decide(run, failures, is_last=is_last, is_best=is_best)
 
     def finish(self, run: Live | TrainState) -> SaveOutcome | None:
@@ -285,7 +284,7 @@ class CheckpointManager:
             SaveFailed: if it failed; or if a save before it did and nobody was told yet: the last state is durable then.
         """
         self._check_open()
-        with told_afterwards() as failures:
+        with raise_after() as failures:
             self._saves.end_previous(failures)
             outcome = None if self._due.is_aborted else self.step(run, is_last=True)
             self.drain()
@@ -311,7 +310,7 @@ class CheckpointManager:
         self._check_open()
         self._check_run(run)
         self._asked.asked()
-        with told_afterwards() as failures:
+        with raise_after() as failures:
             return self._save(run, failures, may_skip=self._skips)
 
     def wait_staging(self) -> None:
@@ -375,7 +374,7 @@ class CheckpointManager:
             return
         self._check_not_telling()
         self._asked.closing()
-        with told_afterwards() as failures:
+        with raise_after() as failures:
             # where it is interrupted, the manager stays open: it is still being written
             self._saves.end_previous(failures)
             self._saves.close()

@@ -1,6 +1,7 @@
 """`Saves`: begins the saves of a run, in the caller's thread or in the background, and tells how each of them ended."""
 
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any, final
 
 import attrs
@@ -324,3 +325,37 @@ def _raising(error: Exception) -> Callable[[], Snapshot]:
         raise error
 
     return take
+
+
+@final
+class raise_after:  # noqa: N801 (used as a function; a generator would cost each boundary ten times as much)
+    """Raise what was added to the list at the end; what fails in between is raised first, with a note about each of them.
+
+    Examples:
+        >>> with raise_after() as failures:
+        ...     failures.append(ValueError("the save before"))
+        ...     print("the next one is begun")
+        Traceback (most recent call last):
+            ...
+        ValueError: the save before
+    """
+
+    def __init__(self) -> None:
+        self._failures: list[Exception] = []
+
+    def __enter__(self) -> list[Exception]:
+        return self._failures
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            _note(error, self._failures)
+        elif self._failures:
+            _note(self._failures[0], self._failures[1:])
+            raise self._failures[0]
+
+
+def _note(error: BaseException, others: list[Exception]) -> None:
+    for other in others:
+        error.add_note(f"and besides: {error_text(other)}")
