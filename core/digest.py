@@ -1,6 +1,5 @@
 """The bytes of a tensor, and the digest of bytes."""
 
-import sys
 from typing import final
 
 import numpy as np
@@ -26,8 +25,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
         >>> bytes(tensor_bytes(torch.tensor([1, -1], dtype=torch.int16))).hex()
         '0100ffff'
     """
-    if sys.byteorder != "little":
-        raise UnsupportedLeaf("sys.byteorder", expected="little", found=sys.byteorder, mend="use a little-endian host")
+    if not np.little_endian:
+        raise UnsupportedLeaf("byte order", expected="little", found="big", mend="use a little-endian host")
     return memoryview(byte_array(byte_view(tensor.cpu())))  # type: ignore[arg-type] # an array is a buffer
 
 

@@ -4,16 +4,17 @@ It is mutable and private to one step at a time. The torch optimizer's ``state[p
 ``OptimizerState.slots``, and its parameters alias the value's tensors.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
 import torch
 
-from trainfold.core.errors import InvalidState, UnsupportedOptimizer
+from trainfold.core.errors import InvalidState, MastersRebuilt, UnsupportedOptimizer
 from trainfold.core.optim.param_groups import check_cover
 from trainfold.core.state.leaves import Lease, Leaves
-from trainfold.core.state.masters import checked_masters, is_low_precision
+from trainfold.core.state.masters import check_masters, is_low_precision, make_masters
 from trainfold.core.state.state import OptimizerState, ParamGroup
 
 _ABSENT = object()
@@ -175,7 +176,7 @@ class BoundOptimizer:
                 )
             self._masters = None
             return
-        self._masters = dict(checked_masters(state.masters, self._params))
+        self._masters = _masters_of(state, self._params)
         for name in self._low:
             self.targets[name].data = self._masters[name]
 
@@ -247,3 +248,18 @@ def check_slots(
             found=wrong,
             mend="the state is damaged or of another model; load it again, or leave the optimizer out",
         )
+
+
+def _masters_of(state: OptimizerState, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The masters of a state; new ones, with a warning, where it has lost them (B08)."""
+    if state.masters is not None:
+        check_masters(state.masters, params)
+        return dict(state.masters)
+    warnings.warn(
+        MastersRebuilt(
+            "state.optimizer.masters: expected fp32 masters, found none; they are cloned anew from the "
+            "low-precision parameters, and what was below their precision is lost"
+        ),
+        stacklevel=2,
+    )
+    return dict(make_masters(params))

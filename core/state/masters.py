@@ -1,12 +1,11 @@
 """fp32 master copies of low-precision parameters, which are part of the optimizer's state (B08)."""
 
-import warnings
 from collections.abc import Mapping
 
 import attrs
 import torch
 
-from trainfold.core.errors import InvalidState, MastersRebuilt
+from trainfold.core.errors import InvalidState
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import OptimizerState
 
@@ -33,23 +32,12 @@ def make_masters(params: Mapping[str, torch.Tensor]) -> Leaves[torch.Tensor]:
     return Leaves({name: value.detach().float() for name, value in params.items() if is_low_precision(value)})
 
 
-def checked_masters(
-    masters: Mapping[str, torch.Tensor] | None, params: Mapping[str, torch.Tensor]
-) -> Mapping[str, torch.Tensor]:
-    """The masters of a state, or new ones with a warning where it has none.
+def check_masters(masters: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
+    """Refuse masters that are not those of the parameters.
 
     Raises:
-        InvalidState: if there are masters and their names, shapes or dtypes are not those of the parameters.
+        InvalidState: naming those whose name, shape or dtype is another.
     """
-    if masters is None:
-        warnings.warn(
-            MastersRebuilt(
-                "state.optimizer.masters: expected fp32 masters, found none; they are cloned anew from the "
-                "low-precision parameters, and what was below their precision is lost"
-            ),
-            stacklevel=2,
-        )
-        return make_masters(params)
     wanted = {name: tuple(value.shape) for name, value in params.items() if is_low_precision(value)}
     found = {name: tuple(value.shape) for name, value in masters.items()}
     wrong = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
@@ -61,7 +49,6 @@ def checked_masters(
             found={name: (found.get(name), str(masters[name].dtype) if name in masters else None) for name in wrong},
             mend="these masters belong to another model; set masters=None to clone them anew",
         )
-    return masters
 
 
 def refresh_masters(opt_state: OptimizerState, params: Mapping[str, torch.Tensor]) -> OptimizerState:

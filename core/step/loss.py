@@ -1,7 +1,6 @@
 """`Loss`: a sum and its denominator, never a mean, so that every window is normalised exactly once (A01, A02)."""
 
 import numbers
-import sys
 from collections.abc import Mapping
 from typing import TypeAlias, final
 
@@ -14,7 +13,7 @@ from trainfold.core.scalars import shown
 
 Number: TypeAlias = int | float | torch.Tensor
 _REPORTED = frozenset({"loss", "grad_norm", "lr", "weight"})
-_LARGEST = int(sys.float_info.max)
+_LARGEST = int(torch.finfo(torch.float64).max)
 
 
 @final
