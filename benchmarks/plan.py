@@ -22,6 +22,7 @@ import torch
 from _targets import Target, finish, machine, make_parser
 
 import trainfold
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.runs.save import run_save
 from trainfold.backends.runs.scan import examine, read_inventory
@@ -108,7 +109,7 @@ def measure_plans(leaves: int, repeats: int) -> dict[str, float]:
         inventory = read()
 
         def decide(like: TrainState, request: Request) -> Any:
-            return plan_resume(inventory, Resumer(described(like)), request)
+            return without_collecting(plan_resume)(inventory, Resumer(described(like)), request)
 
         for like, request in wanted.values():  # only plans count, and the policy has something to adapt
             outcome = decide(like, request)
@@ -117,7 +118,7 @@ def measure_plans(leaves: int, repeats: int) -> dict[str, float]:
         assert isinstance(trainfold.plan(run, like=state), ResumePlan)
         return {
             "leaves": leaves,
-            "plan_save_secs": median_secs(lambda: plan_save([described(state)], step=1), repeats),
+            "plan_save_secs": median_secs(without_collecting(lambda: plan_save([described(state)], step=1)), repeats),
             **{key: median_secs(lambda pair=pair: decide(*pair), repeats) for key, pair in wanted.items()},
             "read_manifest_secs": median_secs(read, repeats),
             "whole_plan_secs": median_secs(lambda: trainfold.plan(run, like=state), repeats),

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from trainfold.core.collecting import without_collecting
+from trainfold.backends.gc_pause import without_collecting
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from typing import Any, Final, TypeAlias, final
 
 import attrs
 
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt, quarantined
 from trainfold.backends.runs.restore import run_resume
@@ -155,12 +156,14 @@ def passed_over(store: Store, request: Request, world: Collectives) -> Mapping[s
     return {} if request.step is not None else on_rank_zero(world, lambda: quarantined(store))
 
 
+@without_collecting
 def target_of(like: TrainState, contract: Mapping[str, Any] | None, world: Collectives) -> Target:
     """What a run that looks like this wants to resume."""
     components = {name: describe(component, name)[0] for name, component in components_of(like).items()}
     return Target(components, full_contract(like, contract), world.rank, world.world_size, library_versions())
 
 
+@without_collecting
 def _planned(
     store: Store, inventory: Inventory, target: Target, request: Request
 ) -> tuple[Inventory, ResumePlan | Refusal]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from trainfold.backends.formats.native.writer import WrittenFile, write_file
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.hold.hold import HeldLeaf, Hold
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.stores.os_errors import named_failures
@@ -139,9 +140,7 @@ def run_save(  # noqa: PLR0913 - keywords
         nonlocal data
         with named_failures(f"{store.url}/{plan.directory}"):
             _check_sizes(plan, store)
-        data = encode_manifest(manifest)
-        decode_manifest(data, plan.directory)
-        decode_head(data[:HEAD_LIMIT_BYTES], plan.directory)
+        data = _proved_bytes(manifest, plan.directory)
         store.commit(f"{plan.directory}/{MANIFEST}", data, replaces=None if replaces is None else digest_of(replaces))
         _after_commit(manifest, plan, store)
 
@@ -242,6 +241,7 @@ def _component_record(
     return ComponentRecord(component.name, component.nodes, tuple(tables), fingerprint)
 
 
+@without_collecting
 def recorded_fingerprint(name: str, nodes: Sequence[Json], tables: Sequence[Sequence[TensorRecord]]) -> str:
     """The fingerprint of a component as the records of its tensors say it."""
     lines = [[(str(record.spec), tensor_digest(record)) for record in table] for table in tables]
@@ -253,3 +253,12 @@ def tensor_digest(record: TensorRecord) -> str:
     if len(record.shards) == 1:
         return record.shards[0].digest
     return digest_of("\n".join(f"{shard.box} {shard.digest}" for shard in record.shards).encode())
+
+
+@without_collecting
+def _proved_bytes(manifest: Manifest, directory: str) -> bytes:
+    """A manifest as bytes that have been read back, whole and as a head."""
+    data = encode_manifest(manifest)
+    decode_manifest(data, directory)
+    decode_head(data[:HEAD_LIMIT_BYTES], directory)
+    return data

@@ -4,6 +4,7 @@ import itertools
 
 import attrs
 
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.errors import (
@@ -139,6 +140,7 @@ def examine(store: Store, inventory: Inventory, name: str) -> Inventory:
     return inventory.with_entry(attrs.evolve(entry, head=manifest.head, manifest=manifest))
 
 
+@without_collecting
 def read_manifest(store: Store, name: str) -> Manifest:
     """The proved manifest of one checkpoint.
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trainfold.backends.environment import environment_of
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.hold.write_watch import LeafName
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
@@ -130,6 +131,7 @@ class Snapshot:
         }
 
 
+@without_collecting
 def take_snapshot(
     state: TrainState,
     *,
@@ -256,7 +258,9 @@ def _saved(  # noqa: PLR0913 - keywords
                 return _decide(store, snapshot.step, descends_from)
 
         head, old = on_rank_zero(collectives, begin)
-        plan = plan_save(ranks, step=snapshot.step, revision=head.revision, of_rank_zero=snapshot.sent)
+        plan = without_collecting(plan_save)(
+            ranks, step=snapshot.step, revision=head.revision, of_rank_zero=snapshot.sent
+        )
         if snapshot.copies is not None:
             check_copies(snapshot.copies, snapshot.contract, [_less(each, absent) for _, each, _ in told], collectives)
         on_rank_zero(collectives, lambda: store.reserve(plan.size_bytes + _MANIFEST_ROOM_BYTES))

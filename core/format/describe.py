@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from trainfold.core import tree
-from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.format.codec import DENSE, as_tensor, check_type, is_tensor_leaf
 from trainfold.core.format.rebuild import KEYS, MAX_DEPTH, class_name
@@ -46,7 +45,6 @@ class Described:
 Describe: TypeAlias = Callable[[tree.Tree, str], tuple[Described, dict[str, Any]]]
 
 
-@without_collecting
 def describe(component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]]:
     """Split a component into its description and its tensors.
 
@@ -90,7 +88,6 @@ class Describer:
     def __init__(self) -> None:
         self._outlines: dict[str, _Outline] = {}
 
-    @without_collecting
     def describe(self, component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]]:
         """As `describe`; what it returns shares structure with what it returned before, and is not to be changed."""
         return _Encoder(self._outlines).describe(component, name)

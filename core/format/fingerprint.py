@@ -7,7 +7,6 @@ fingerprints cost no reading. The order of a dict, the device, strides and ties 
 
 from collections.abc import Sequence
 
-from trainfold.core.collecting import without_collecting
 from trainfold.core.digest import digest_of
 from trainfold.core.format.codec import leaf_digest
 from trainfold.core.format.describe import describe
@@ -42,7 +41,6 @@ def fingerprint(state: TrainState) -> dict[str, str]:
     return found
 
 
-@without_collecting
 def component_fingerprint(name: str, parts: Sequence[tuple[Json, Sequence[tuple[str, str]]]]) -> str:
     """The fingerprint of a component from its structure and its tensors' digests.
 

@@ -9,7 +9,6 @@ from typing import final
 
 import attrs
 
-from trainfold.core.collecting import without_collecting
 from trainfold.core.digest import digest_of
 from trainfold.core.format.upgrade import SCHEMA_VERSION
 from trainfold.core.layout.slices import Box
@@ -141,7 +140,6 @@ class Manifest:
         return sum(file.size_bytes for file in self.files)
 
 
-@without_collecting
 def encode_manifest(manifest: Manifest) -> bytes:
     """The file's bytes: head on the first line, body on the second, digest on the third.
 

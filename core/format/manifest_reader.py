@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainfold.core.collecting import without_collecting
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, InvalidState
 from trainfold.core.format.codec import STORED, size_bytes
@@ -46,7 +45,6 @@ _HEAD_FIELDS = {"format", "schema_version", "run_id", "step", "timeline", "forks
 _BODY_FIELDS = {"world_size", "omitted", "contract", "versions", "files", "components"}
 
 
-@without_collecting
 def decode_manifest(data: bytes, where: str) -> Manifest:
     """The manifest in a file's bytes; every byte is covered by the digest or fixed.
 
@@ -77,7 +75,6 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     return read_manifest(upgraded(document, where), where)
 
 
-@without_collecting
 def check_structures(manifest: Manifest, where: str) -> None:
     """Check that every structure can be rebuilt, holds what its classes say, and agrees with the tensor tables and the head.
 

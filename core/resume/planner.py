@@ -10,7 +10,6 @@ from typing import Final
 
 import attrs
 
-from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import Problem, UnknownComponent
 from trainfold.core.format.manifest import ComponentRecord, Manifest
 from trainfold.core.format.ownership import is_between_epochs, is_opaque
@@ -99,7 +98,6 @@ def chosen_manifest(inventory: Inventory, request: Request, wanted: Collection[s
     return next((each for each in found if not left_out(each, request, wanted)), found[0] if found else None)
 
 
-@without_collecting
 def plan_resume(inventory: Inventory, target: Target, request: Request) -> ResumePlan | Refusal:
     """Decide how a run resumes, or list every reason why it cannot.
 

@@ -10,7 +10,6 @@ from typing import final
 
 import attrs
 
-from trainfold.core.collecting import without_collecting
 from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.format.codec import STORED, size_bytes, stored_shape
 from trainfold.core.format.describe import Described
@@ -123,7 +122,6 @@ class SavePlan:
         return "\n".join([f"save {self.directory}: {names}; {self.world_size} ranks, {self.size_bytes:,} bytes", *rows])
 
 
-@without_collecting
 def plan_save(
     ranks: Sequence[Mapping[str, Described]],
     *,
