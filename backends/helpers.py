@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Final, Generic, TypeAlias, TypeVar, final
 
-from trainfold.backends.wakeup import End
+from trainfold.backends.wakeup import Latch
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def start_in_time(thread: threading.Thread, *, longest_secs: float = LONGEST_SEC
         >>> thread.join()
     """
     failures: list[BaseException] = []
-    end = End()
+    end = Latch()
 
     def start() -> None:
         try:
@@ -73,7 +73,7 @@ class Task(Generic[T]):
     def __init__(self, action: Callable[[], T]) -> None:
         self._action = action
         self._claim = threading.Lock()
-        self._end = End()
+        self._end = Latch()
         self._helper: _Helper | None = None
         self._value: T | None = None
         self._failure: BaseException | None = None
@@ -119,7 +119,7 @@ class _Helper:
     def __init__(self, waiting: "SimpleQueue[Task[object] | None]") -> None:
         self._waiting = waiting
         self.has_begun = False
-        self.end = End()
+        self.end = Latch()
 
     def work(self, inbox: "Inbox") -> None:
         """Carry out what waits, until there is a None; then the thread is free for whoever puts a helper into its inbox."""

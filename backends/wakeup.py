@@ -1,4 +1,4 @@
-"""`Bell`: wakes the one thread that waits for something to change; `End`: tells that something is over, for good."""
+"""`Wakeup`: wakes the one thread that waits for something to change; `Latch`: tells that something is over, for good."""
 
 import threading
 from contextlib import suppress
@@ -8,14 +8,14 @@ _AT_LEAST_EVERY_SECS: Final = 1.0
 
 
 @final
-class Bell:
+class Wakeup:
     """Not a condition: Ctrl-C in the middle of one of those may leave its lock taken, and then the other thread waits for ever.
 
     One thread waits, and looks again each time it returns; any thread rings. It also returns now and then when nobody rang,
     in case an interrupt came before somebody could.
 
     Examples:
-        >>> bell = Bell()
+        >>> bell = Wakeup()
         >>> bell.ring()
         >>> bell.ring()
         >>> bell.wait()
@@ -37,14 +37,14 @@ class Bell:
 
 
 @final
-class End:
+class Latch:
     """The end of something, told by itself.
 
     Attributes:
         is_over: whether it was told.
 
     Examples:
-        >>> end = End()
+        >>> end = Latch()
         >>> end.tell()
         >>> end.wait()
         >>> end.is_over
@@ -53,7 +53,7 @@ class End:
 
     def __init__(self) -> None:
         self.is_over = False
-        self._bell = Bell()
+        self._bell = Wakeup()
 
     def tell(self) -> None:
         """It is over."""

@@ -1,4 +1,4 @@
-"""`Worker`: a thread that does one thing after another, and `Job`: one of these things, and how it ended.
+"""`WorkerThread`: a thread that does one thing after another, and `Job`: one of these things, and how it ended.
 
 Not an executor: Python lets none begin anything once its main thread has ended, which is when the last state of a run may be
 saved (A14); and an interrupt (Ctrl-C) that falls into an executor, a future or a condition can leave its lock taken for good.
@@ -15,7 +15,7 @@ from traceback import walk_tb
 from typing import Any, Final, Generic, TypeVar, final
 
 from trainfold.backends.helpers import start_in_time
-from trainfold.backends.wakeup import End
+from trainfold.backends.wakeup import Latch
 
 T = TypeVar("T")
 _SUSPENDABLE: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -41,7 +41,7 @@ class Job(Generic[T]):
     def __init__(self, action: Callable[[], T]) -> None:
         self._action: Callable[[], T] | None = action
         self._claim = threading.Lock()
-        self._end = End()
+        self._end = Latch()
         self.result: T | None = None
         self.failure: BaseException | None = None
 
@@ -80,7 +80,7 @@ class Job(Generic[T]):
 
 
 @final
-class Worker:
+class WorkerThread:
     """A thread that carries out jobs in their order; it is there from the first one on.
 
     A Python that ends waits for what was begun (P11), in its main thread's end and in that of a process of `multiprocessing`.
@@ -90,7 +90,7 @@ class Worker:
         name: of the thread.
 
     Examples:
-        >>> worker, job = Worker("example"), Job(lambda: 7)
+        >>> worker, job = WorkerThread("example"), Job(lambda: 7)
         >>> worker.begin(job)
         >>> job.wait()
         >>> job.result
@@ -157,11 +157,11 @@ class _Line:
     def __init__(self, name: str) -> None:
         self.queue: SimpleQueue[Job[Any] | None] = SimpleQueue()
         self.has_left = False
-        self.end = End()
+        self.end = Latch()
         self.thread = threading.Thread(target=self._work, name=name, daemon=False)  # Python waits for no other
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
-    def end_with(self, worker: Worker | None) -> None:
+    def end_with(self, worker: WorkerThread | None) -> None:
         """End when this worker goes; None: it has ended."""
         if worker is not None and self._finalizer is None:
             self._finalizer = weakref.finalize(worker, self.queue.put, None)

@@ -30,7 +30,7 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.describe import Described, describe
 from trainfold.core.format.manifest import Head
 from trainfold.core.resume.planner import next_to_examine, plan_resume
-from trainfold.core.resume.request import Request, make_request
+from trainfold.core.resume.request import ResumeRequest, make_request
 from trainfold.core.resume.request import Target as Resumer
 from trainfold.core.resume.resume_plan import ResumePlan
 from trainfold.core.save.save_plan import plan_save
@@ -94,8 +94,8 @@ def measure_plans(leaves: int, repeats: int) -> dict[str, float]:
     state = big_state(leaves)
     adapt = {"dtype": "adapt"}
     wanted = {
-        "plan_resume_secs": (state, Request()),
-        "plan_resume_fresh_secs": (without_slots(state), Request()),
+        "plan_resume_secs": (state, ResumeRequest()),
+        "plan_resume_fresh_secs": (without_slots(state), ResumeRequest()),
         "plan_resume_dtype_secs": (with_other_dtype(state), make_request(policy=adapt)),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +108,7 @@ def measure_plans(leaves: int, repeats: int) -> dict[str, float]:
 
         inventory = read()
 
-        def decide(like: TrainState, request: Request) -> Any:
+        def decide(like: TrainState, request: ResumeRequest) -> Any:
             return without_collecting(plan_resume)(inventory, Resumer(described(like)), request)
 
         for like, request in wanted.values():  # only plans count, and the policy has something to adapt
@@ -143,7 +143,7 @@ def measure_discovery(checkpoints: int, repeats: int) -> float:
         def find() -> None:
             store = LocalStore(Path(folder) / "run")
             inventory = read_inventory(store)
-            while (name := next_to_examine(inventory, Request())) is not None:
+            while (name := next_to_examine(inventory, ResumeRequest())) is not None:
                 inventory = examine(store, inventory, name)
             newest = inventory.entry(f"step-{checkpoints:08d}")
             assert newest is not None

@@ -29,7 +29,7 @@ from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load
 from trainfold.backends.runs.scan import read_inventory, run_document
 from trainfold.backends.stores.memory import ErrorAt, MemoryStore
-from trainfold.backends.worker_thread import Worker
+from trainfold.backends.worker_thread import WorkerThread
 from trainfold.core.errors import (
     IncompleteWindow,
     InvalidArgument,
@@ -1022,7 +1022,7 @@ def test_an_interrupt_after_a_save_has_ended_does_not_undo_it(monkeypatch):
         manager.save(TrainState(trainer=Progress(step=1)))
         manager.drain()
         manager._saves.wait_for_deletions()
-        real = Worker.begin
+        real = WorkerThread.begin
 
         def begin(worker, job):
             real(worker, job)
@@ -1030,7 +1030,7 @@ def test_an_interrupt_after_a_save_has_ended_does_not_undo_it(monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(Worker, "begin", begin)
+            patched.setattr(WorkerThread, "begin", begin)
             with pytest.raises(KeyboardInterrupt):
                 manager.save(TrainState(trainer=Progress(step=2)))
         assert manager.drain().step == 2
@@ -1054,7 +1054,7 @@ def test_the_call_frees_no_tensor_once_the_writer_waits(monkeypatch, kind):
     components = ("model",) if kind == "components of a live run" else None
     manager = CheckpointManager(MemoryStore(), mode="async", components=components)
     with monkeypatch.context() as patched:
-        patched.setattr(Worker, "begin", begin)
+        patched.setattr(WorkerThread, "begin", begin)
         manager.save(state if kind == "state" else live)
         freed = sum(each() is None for each in made)
         (job,) = begun

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trainfold.adapters.cli import main
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.manager.retention import Keeper
+from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.runs.api import load, plan, save
 from trainfold.backends.runs.best_file import (
@@ -646,7 +646,7 @@ def test_no_checkpoint_is_deleted_while_it_is_being_named():
     newest = save(TrainState(trainer=Progress(step=2)), store)
     threads = [
         threading.Thread(target=action)
-        for action in (lambda: save_best(store, won(0.5, 1)), lambda: Keeper(store, keep_last(1)).retain(newest))
+        for action in (lambda: save_best(store, won(0.5, 1)), lambda: Pruner(store, keep_last(1)).retain(newest))
     ]
     threads[0].start()
     assert entered.wait(20)

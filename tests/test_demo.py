@@ -20,7 +20,7 @@ from trainfold.adapters.cli.rehearse.moments import arms
 from trainfold.adapters.cli.terminal import plot
 from trainfold.backends.stores.record_file import RecordFile, read_entries
 from trainfold.core.errors import CheckpointForeign, InvalidArgument, NotWritable, RunLocked
-from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.entry import RecordedLine
 
 # A run that starts in 30 ms: its state is a number, its checkpoint a file, its save slow enough to be hit.
 QUICK_RUN = """
@@ -118,13 +118,13 @@ def test_the_moments_depend_on_the_seed_and_lie_in_different_parts_of_the_run():
 
 def events_from(settings, first):
     """What a process says that nobody kills."""
-    yield Entry("start", first, 1, 0.0, {"resumed_from": f"step-{first:08d}" if first else None})
+    yield RecordedLine("start", first, 1, 0.0, {"resumed_from": f"step-{first:08d}" if first else None})
     for step in range(first + 1, settings.steps + 1):
-        yield Entry("step", step, 1, 0.0)
+        yield RecordedLine("step", step, 1, 0.0)
         if step % settings.save_every == 0 or step == settings.steps:
-            yield Entry("save", step, 1, 0.0)
-            yield Entry("saved", step, 1, 0.0)
-    yield Entry("done", settings.steps, 1, 0.0)
+            yield RecordedLine("save", step, 1, 0.0)
+            yield RecordedLine("saved", step, 1, 0.0)
+    yield RecordedLine("done", settings.steps, 1, 0.0)
 
 
 def imagine_attempt(settings, trigger, first, late):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from trainfold.backends.hold.copy_arena import Arena
 from trainfold.backends.runs.api import load
 from trainfold.backends.stores import direct_io
-from trainfold.backends.wakeup import Bell
+from trainfold.backends.wakeup import Wakeup
 from trainfold.core.state.state import Progress, TrainState
 
 PAGE = direct_io.ALIGNMENT_BYTES
@@ -224,7 +224,7 @@ def test_a_write_that_is_interrupted_again_and_again_is_left_when_nothing_is_bei
         real(*args)
         under_way.pop()
 
-    def wait(bell, real=Bell.wait):
+    def wait(bell, real=Wakeup.wait):
         if threading.current_thread() is threading.main_thread() and len(interrupts) < times:
             interrupts.append(1)
             raise KeyboardInterrupt
@@ -232,7 +232,7 @@ def test_a_write_that_is_interrupted_again_and_again_is_left_when_nothing_is_bei
         real(bell)
 
     monkeypatch.setattr(direct_io, "_write_at", slow)
-    monkeypatch.setattr(Bell, "wait", wait)
+    monkeypatch.setattr(Wakeup, "wait", wait)
     size = 5 * direct_io.BUFFER_BYTES
     with (tmp_path / "file").open("wb") as file, pytest.raises(KeyboardInterrupt):
         direct_io.write_stream(file.fileno(), [bytes(size)], size_bytes=size)

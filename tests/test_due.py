@@ -12,7 +12,7 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.manager.saving import raise_after
-from trainfold.adapters.manager.triggers import Boundary, Due
+from trainfold.adapters.manager.triggers import Boundary, SaveTriggers
 from trainfold.adapters.requests.sources import Asked, SignalRequests
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads, thread_outcomes
 from trainfold.backends.runs.api import load
@@ -111,7 +111,7 @@ def test_a_live_run_that_was_put_back_in_memory_is_saved_when_it_is_there_again(
 
 def test_a_save_that_fails_after_the_loop_went_back_leaves_nothing_saved_that_is_not():
     """D05, A14: what was saved before the save that failed may be of the way that was left."""
-    due = Due(make_triggers(every=5), None, SingleProcess())
+    due = SaveTriggers(make_triggers(every=5), None, SingleProcess())
     for step in (5, 10):
         due.see(step)
         before = due.before(step)
@@ -295,7 +295,7 @@ def test_a_policy_that_skips_skips_nothing_that_does_not_come_again(what):
 
 def test_a_boundary_is_made_of_what_every_rank_says():
     def main(world):
-        due = Due(make_triggers(), None, world)
+        due = SaveTriggers(make_triggers(), None, world)
         mine = Boundary(3, is_last=world.rank == 0, is_best=world.rank == 1, has_ended=world.rank == 0)
         agreed = due.agreed(mine)
         return agreed.step, agreed.is_last, agreed.is_best, agreed.has_ended

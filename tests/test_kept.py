@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 import trainfold
 from trainfold.adapters.cli.rehearse import kept
-from trainfold.adapters.cli.rehearse.kept import Kept, measure, saved_of
+from trainfold.adapters.cli.rehearse.kept import KeptCheckpoints, measure, saved_of
 from trainfold.adapters.guards.rehearsal import Rehearsal
 from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.rehearsal.leaf_size import size_of
 from trainfold.core.rehearsal.reasons import likely_reasons
-from trainfold.core.rehearsal.trajectory import NOTHING, Difference, Stretch, differences
+from trainfold.core.rehearsal.trajectory import NOTHING, RunDifference, Stretch, differences
 from trainfold.core.save.retention import keep_all, keep_last
 from trainfold.core.state.state import Progress, TrainState
 
@@ -79,7 +79,7 @@ def make_kept(home, steps):
     for step, weights in steps.items():
         trainfold.save(state_of(step, weights), home / "run")
         keep_checkpoint(home / "run" / f"step-{step:08d}", home / "start-1" / "kept" / "run")
-    return Kept(home)
+    return KeptCheckpoints(home)
 
 
 def difference_of(one, other):
@@ -141,7 +141,7 @@ def test_another_shape_is_not_measured_and_a_filesystem_without_links_keeps_noth
         patch.setattr(os, "link", refuses)
         assert keep_checkpoint(tmp_path / "whole" / "run" / "step-00000001", tmp_path / "none") is None
     assert list((tmp_path / "none").iterdir()) == []
-    assert measure(whole, Kept(tmp_path / "none"), difference_of(whole, other)) is None
+    assert measure(whole, KeptCheckpoints(tmp_path / "none"), difference_of(whole, other)) is None
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_a_loop_without_a_loader_is_told_that_nobody_saves_its_position():
     """A stranger's word_language_model: it looked like a state of the step, and the report said that the data position is the same."""
     leaf = ("model.params['w']", "a", "b")
     found = [
-        Difference(11, "value", "loss", "0x1p+0", "0x1p-1", 2, 10),
-        Difference(15, "component", "model", "a", "b", 2, 10, (leaf,)),
+        RunDifference(11, "value", "loss", "0x1p+0", "0x1p-1", 2, 10),
+        RunDifference(15, "component", "model", "a", "b", 2, 10, (leaf,)),
     ]
     assert "the data position and the random streams are the same" in likely_reasons(found, {"model", "dataset"})[0]
     first, second, *_ = likely_reasons(found, {"model", "optimizer"})

@@ -11,7 +11,7 @@ from torch import nn
 import trainfold
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.manager.retention import Keeper
+from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.runs.api import load
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import SaveFailed, UnsupportedLeaf
@@ -172,7 +172,7 @@ def test_a_leaf_that_was_written_to_once_and_is_gone_is_missed_by_no_later_save(
 
 def test_a_load_waits_until_nothing_is_being_deleted(monkeypatch):
     """V12: what is being read is not deleted meanwhile."""
-    store, real, order = MemoryStore(), Keeper.retain, []
+    store, real, order = MemoryStore(), Pruner.retain, []
 
     def slow(self, result):
         time.sleep(0.05)
@@ -182,7 +182,7 @@ def test_a_load_waits_until_nothing_is_being_deleted(monkeypatch):
     with CheckpointManager(store, mode="async", keep_last=1) as manager:
         manager.save(varied(1, 1.0))
         manager.drain()
-        monkeypatch.setattr(Keeper, "retain", slow)
+        monkeypatch.setattr(Pruner, "retain", slow)
         manager.save(varied(2, 2.0))
         manager.load(varied(0, 0.0))
         order.append("loaded")

@@ -274,7 +274,7 @@ def test_a_kill_that_comes_after_the_last_save_is_not_blamed_on_the_program(rehe
 
 def test_a_program_that_ends_before_its_kill_counts_as_ended(rehearse, monkeypatch):
     """W15: a kill that found nobody is none: nothing was resumed."""
-    monkeypatch.setattr("trainfold.adapters.cli.rehearse.moments.Pace.delay_secs", lambda *_: 2.0)
+    monkeypatch.setattr("trainfold.adapters.cli.rehearse.moments.StepTimes.delay_secs", lambda *_: 2.0)
     answer = rehearse(program(("epochs=100", "epochs=2")), steps=40, every=5)
     assert isinstance(answer.error, NeverResumed), answer.data
     assert answer.data["kills"] == 0

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from trainfold.adapters.live.live import Live, attach
-from trainfold.adapters.manager.loading import Resumer
-from trainfold.adapters.manager.retention import Keeper
+from trainfold.adapters.manager.loading import RunLoader
+from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads
 from trainfold.backends.runs.api import load
 from trainfold.backends.runs.best_file import BestIgnored, best_scores, load_best, load_best_n, save_best
@@ -65,7 +65,7 @@ def trained(store, *steps, descent=None, keeper=None):
 
 
 def resumer_of(store, world=None, components=None):
-    return Resumer(store, world or SingleProcess(), components, None, {})
+    return RunLoader(store, world or SingleProcess(), components, None, {})
 
 
 def loaded_from(store, step):
@@ -100,7 +100,7 @@ def store():
 
 def test_a_save_above_everything_goes_on_from_what_was_loaded(store):
     """E16, E05, T41, M18: load 100, save 600, keep three: the parent stays, what was left behind stays, and never wins."""
-    save_from(store, loaded_from(store, 100), 600, keeper=Keeper(store, keep_last(3)))
+    save_from(store, loaded_from(store, 100), 600, keeper=Pruner(store, keep_last(3)))
     assert present(store) == [100, 200, 300, 400, 500, 600]
     assert steps_of(store) == [600, 100]
     damage(store, 600)
@@ -110,10 +110,10 @@ def test_a_save_above_everything_goes_on_from_what_was_loaded(store):
 
 def test_retention_counts_the_ancestors_of_the_new_path_and_no_others(store):
     """E05, E06, E16: keep three of 600, 610, 300, 200, 100; 400 and 500 neither count nor go."""
-    trained(store, 600, 610, descent=loaded_from(store, 300), keeper=Keeper(store, keep_last(3)))
+    trained(store, 600, 610, descent=loaded_from(store, 300), keeper=Pruner(store, keep_last(3)))
     assert present(store) == [300, 400, 500, 600, 610]
     assert steps_of(store) == [610, 600, 300]
-    trained(store, 520, descent=loaded_from(store, 500), keeper=Keeper(store, keep_last(2)))
+    trained(store, 520, descent=loaded_from(store, 500), keeper=Pruner(store, keep_last(2)))
     assert present(store) == [500, 520, 600, 610], "300 and 400 are ancestors of 520"
     assert steps_of(store) == [520, 500]
 
@@ -151,7 +151,7 @@ def test_a_rewound_save_that_fails_loses_nothing_of_what_it_would_leave_behind(f
         begun = store._attempts
         store._fault = fault(begun + index)
         with suppress(SaveFailed, SimulatedCrash):
-            acknowledged.append(save_from(store, descent, step, -1, keeper=Keeper(store, keep_last(2))))
+            acknowledged.append(save_from(store, descent, step, -1, keeper=Pruner(store, keep_last(2))))
         for keeps in (True, False):
             _check_disk(store.after_crash(len(store.effects), keep_unsynced=keeps), step, bool(acknowledged))
         if store._attempts <= begun + index:
@@ -180,7 +180,7 @@ def _check_disk(disk, step, is_acknowledged):
 def test_the_score_of_a_step_does_not_go_to_the_one_that_takes_its_place(store):
     """E12: load 400, train 500 anew: best.json's score is not of these weights, for the best, the N best and retention."""
     save_best(store, updated(WANTED, {"loss": 0.1}, step=500), kept=[BestEntry(0.1, 500), BestEntry(0.3, 200)])
-    keeper = Keeper(store, keep_best(1, direction="min"))
+    keeper = Pruner(store, keep_best(1, direction="min"))
     assert save_from(store, loaded_from(store, 400), 500, -1, keeper=keeper).timeline == 1
     assert (directory_of(500), 1) not in best_scores(store)
     with pytest.warns(BestIgnored, match="step 500"):
@@ -209,7 +209,7 @@ def test_what_takes_the_place_of_a_quarantined_step_is_free(store):
     begin_attempt(store, directory_of(500))
     end_attempt(store, directory_of(500), DAMAGED)
     assert list(quarantined(store)) == [directory_of(500)]
-    save_from(store, loaded_from(store, 400), 500, -1, keeper=Keeper(store, keep_last(2)))
+    save_from(store, loaded_from(store, 400), 500, -1, keeper=Pruner(store, keep_last(2)))
     assert quarantined(store) == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -223,7 +223,7 @@ def test_what_takes_the_place_of_a_quarantined_step_is_free(store):
 def test_directories_that_are_torn_or_only_look_like_checkpoints_neither_count_nor_go(tmp_path):
     """T40, E01: however many they are, the last good ones stay; what is not named as a step is, is not touched."""
     store = LocalStore(tmp_path)
-    keeper = Keeper(store, keep_last(2))
+    keeper = Pruner(store, keep_last(2))
     strange = ["old-step-00000001", "step-00000001.bak", "step-1", "step-00000004x", "xstep-00000005"]
     for name in strange:
         (tmp_path / name).mkdir()
@@ -240,7 +240,7 @@ def test_directories_that_are_torn_or_only_look_like_checkpoints_neither_count_n
 def test_a_generation_goes_as_a_whole(tmp_path):
     """M21, E05: counters, random state, data position and every rank's files lie in the checkpoint's directory and go with it."""
     store = LocalStore(tmp_path)
-    keeper = Keeper(store, keep_last(2))
+    keeper = Pruner(store, keep_last(2))
     for step in (1, 2, 3, 4):
         state = state_at(step).evolve(dataset=DataCursor(epoch=0, next_index=step, length=9, seed=0))
 

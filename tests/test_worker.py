@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from trainfold.backends.runs.api import load
-from trainfold.backends.wakeup import Bell
-from trainfold.backends.worker_thread import Job, Worker
+from trainfold.backends.wakeup import Wakeup
+from trainfold.backends.worker_thread import Job, WorkerThread
 from trainfold.core.state.state import Progress, TrainState
 
 
 def test_jobs_are_carried_out_in_their_order_in_one_thread():
-    worker, seen = Worker("test"), []
+    worker, seen = WorkerThread("test"), []
     jobs = [Job(lambda number=number: seen.append((number, threading.current_thread().name))) for number in range(50)]
     for job in jobs:
         worker.begin(job)
@@ -41,7 +41,7 @@ def test_a_job_is_carried_out_once_whoever_begins_it():
 
 
 def test_a_job_that_was_withdrawn_is_never_carried_out():
-    worker, go, count = Worker("test"), threading.Event(), []
+    worker, go, count = WorkerThread("test"), threading.Event(), []
     worker.begin(Job(lambda: go.wait(20)))
     job = Job(lambda: count.append(1))
     worker.begin(job)
@@ -53,7 +53,7 @@ def test_a_job_that_was_withdrawn_is_never_carried_out():
 
 
 def test_what_a_job_raises_is_its_failure_and_ends_nothing():
-    worker, job, next_one = Worker("test"), Job(lambda: 1 // 0), Job(lambda: 7)
+    worker, job, next_one = WorkerThread("test"), Job(lambda: 1 // 0), Job(lambda: 7)
     worker.begin(job)
     worker.begin(next_one)
     next_one.wait()
@@ -63,7 +63,7 @@ def test_what_a_job_raises_is_its_failure_and_ends_nothing():
 
 
 def test_a_worker_that_was_closed_begins_anew():
-    worker = Worker("test")
+    worker = WorkerThread("test")
     worker.close()
     for number in range(3):
         job = Job(lambda number=number: number)
@@ -77,7 +77,7 @@ def test_where_no_thread_can_be_started_the_caller_does_it(monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")
 
-    worker, job = Worker("test"), Job(threading.current_thread)
+    worker, job = WorkerThread("test"), Job(threading.current_thread)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         worker.begin(job)
@@ -94,7 +94,7 @@ def test_the_thread_ends_with_its_worker_and_holds_nothing_that_is_done():
     class Thing:
         pass
 
-    worker, thing = Worker("test"), Thing()
+    worker, thing = WorkerThread("test"), Thing()
     gone = weakref.ref(thing)
     job = Job(lambda thing=thing: None)
     worker.begin(job)
@@ -113,7 +113,7 @@ def test_the_thread_ends_with_its_worker_and_holds_nothing_that_is_done():
 @pytest.mark.parametrize("left", [False, True])
 def test_a_thread_that_leaves_because_the_program_ends_loses_no_job(monkeypatch, left):
     """Both ways of a race: the job is there before the thread looks for the last time, or after it."""
-    worker, first = Worker("test"), Job(lambda: 1)
+    worker, first = WorkerThread("test"), Job(lambda: 1)
     worker.begin(first)
     first.wait()
     line = worker._line
@@ -181,12 +181,12 @@ def test_the_last_state_is_saved_wherever_the_loop_runs_and_however_it_ends(tmp_
 
 def test_a_close_that_is_interrupted_is_no_end(monkeypatch):
     """Ctrl-C in it: what was begun goes on, more can be begun, and the next close waits for all of it."""
-    worker, go = Worker("test"), threading.Event()
+    worker, go = WorkerThread("test"), threading.Event()
     slow = Job(lambda: go.wait(20))
     worker.begin(slow)
     for _ in range(2):
         with monkeypatch.context() as patched:
-            patched.setattr(Bell, "wait", _interrupt)
+            patched.setattr(Wakeup, "wait", _interrupt)
             with pytest.raises(KeyboardInterrupt):
                 worker.close()
     job = Job(lambda: threading.current_thread().name)
@@ -213,7 +213,7 @@ def test_what_a_job_raises_holds_on_to_nothing():
 
     gc.disable()
     try:
-        worker, thing = Worker("test"), Thing()
+        worker, thing = WorkerThread("test"), Thing()
         job = Job(partial(_fail, thing))
         gone = [weakref.ref(thing), weakref.ref(job)]
         worker.begin(job)
@@ -246,7 +246,7 @@ def test_workers_that_can_start_no_thread_leave_nothing_behind(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     gone = []
     for _ in range(3):
-        worker, job = Worker("test"), Job(lambda: 1 // 0)
+        worker, job = WorkerThread("test"), Job(lambda: 1 // 0)
         worker.begin(job)
         gone += [weakref.ref(worker), weakref.ref(job)]
         worker.close()
@@ -263,7 +263,7 @@ def _fail_in_a_circle():
 
 
 def test_a_failure_whose_causes_go_in_a_circle_ends_its_job():
-    worker, job = Worker("test"), Job(_fail_in_a_circle)
+    worker, job = WorkerThread("test"), Job(_fail_in_a_circle)
     worker.begin(job)
     job.wait()
     worker.close()
@@ -271,7 +271,7 @@ def test_a_failure_whose_causes_go_in_a_circle_ends_its_job():
 
 
 def test_a_close_after_an_interrupt_before_the_thread_began_waits_for_nobody(monkeypatch):
-    worker, job = Worker("test"), Job(lambda: 7)
+    worker, job = WorkerThread("test"), Job(lambda: 7)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", _interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -311,7 +311,7 @@ def test_an_interrupt_around_a_job_that_the_caller_carries_out_leaves_nobody_wai
     at, was_interrupted = 0, True
     while was_interrupted:
         at += 1
-        job, worker = Job(lambda: 7), Worker("test")
+        job, worker = Job(lambda: 7), WorkerThread("test")
         seen, was_interrupted = 0, False
 
         def profile(frame, event, _):

@@ -19,7 +19,7 @@ from trainfold.core.format.manifest import Manifest
 from trainfold.core.resume.inventory import Inventory
 from trainfold.core.resume.planner import chosen_manifest, plan_resume
 from trainfold.core.resume.quarantine import with_quarantined
-from trainfold.core.resume.request import Request, Target, make_request
+from trainfold.core.resume.request import ResumeRequest, Target, make_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.save.cadence import Cadence, advise_cadence
 
@@ -67,7 +67,7 @@ def plan_run(run: Path, *, step: int | None = None, costs: Mapping[str, float | 
         return _advised(Answer({}, error=error), cadence)
 
 
-def _resume(run: Path, request: Request) -> Answer:
+def _resume(run: Path, request: ResumeRequest) -> Answer:
     store, inventory = open_run(run)
     known = passed_over(store, request, SingleProcess())
     inventory = examined(store, with_quarantined(inventory, known), request)
@@ -117,7 +117,7 @@ def target_of(manifest: Manifest) -> Target:
     )
 
 
-def _same_run(store: Store, inventory: Inventory, request: Request) -> tuple[Inventory, Target]:
+def _same_run(store: Store, inventory: Inventory, request: ResumeRequest) -> tuple[Inventory, Target]:
     """The target that fits the chosen checkpoint; the planner decides, this asks it which one it chose.
 
     The newest may have a part of what the run saves (V06). What resumes the run wants all of it.

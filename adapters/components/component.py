@@ -1,4 +1,4 @@
-"""`Part`: one component of a live run, as something that can be read into a value and written back from one."""
+"""`ComponentAdapter`: one component of a live run, as something that can be read into a value and written back from one."""
 
 import copy
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Undo = Callable[[], None]
 
 
 @runtime_checkable
-class Part(Protocol):
+class ComponentAdapter(Protocol):
     """A mutable object, or several, behind one component of a state."""
 
     def capture(self) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 import torch
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.components.component import ObjectPart, Part, TreePart, copied
+from trainfold.adapters.components.component import ComponentAdapter, ObjectPart, TreePart, copied
 from trainfold.adapters.draws.feed import OTHER, generators_of, mismatch
 from trainfold.adapters.own_state.attributes import held_by
 from trainfold.adapters.own_state.read_back import first_difference
@@ -43,12 +43,12 @@ class Beside:
         # weak: a sampler's tap holds on to this, and a loader in a cycle would keep its workers until a collection
         self._loader = weakref.ref(loader) if isinstance(loader, DataLoader) else lambda: None
         self._reader: StreamReader | None = None
-        self._all: Mapping[str, Part] = {}
-        self._parts: dict[str, Part] = {}
-        self._near: dict[str, Part] = {}
+        self._all: Mapping[str, ComponentAdapter] = {}
+        self._parts: dict[str, ComponentAdapter] = {}
+        self._near: dict[str, ComponentAdapter] = {}
         self._seen = -1
 
-    def attend(self, parts: Mapping[str, Part]) -> None:
+    def attend(self, parts: Mapping[str, ComponentAdapter]) -> None:
         """Take the components of the run that are neither modules nor optimizers; later ones may be added to the dict."""
         self._all, self._seen = parts, -1
 
@@ -69,7 +69,7 @@ class Beside:
                 del self._near[name]
         return found
 
-    def _quietly(self, part: Part) -> tuple[Any] | None:
+    def _quietly(self, part: ComponentAdapter) -> tuple[Any] | None:
         """A copy of what a component holds; the user's code may draw to say it, and that is put back."""
         if isinstance(part, GeneratorPart):
             return (_value_of(part),)
@@ -103,7 +103,7 @@ class Beside:
         return part is not None and first_difference(value, _value_of(part), name) is not None
 
     @contextmanager
-    def kept(self, *, everything: bool = True) -> Iterator["Kept"]:
+    def kept(self, *, everything: bool = True) -> Iterator["KeptBeside"]:
         """Run a block and leave every component as it was.
 
         Args:
@@ -111,7 +111,7 @@ class Beside:
         """
         if self._seen != len(self._all):
             self._look()
-        kept = Kept(self._parts if everything else {name: self._parts[name] for name in self.at_start()})
+        kept = KeptBeside(self._parts if everything else {name: self._parts[name] for name in self.at_start()})
         try:
             yield kept
         finally:
@@ -141,15 +141,15 @@ class Beside:
 
 
 @final
-class Kept:
+class KeptBeside:
     """Components as they were.
 
     Args:
         parts: by name.
     """
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
-        self._before: dict[str, tuple[Part, Any]] = {}
+    def __init__(self, parts: Mapping[str, ComponentAdapter]) -> None:
+        self._before: dict[str, tuple[ComponentAdapter, Any]] = {}
         with preserved_rng():
             for name, part in parts.items():
                 value = _read(part)
@@ -193,17 +193,17 @@ def streams_only(before: Any) -> Any:
     return {name: value for name, value in before.items() if name != KEY} if isinstance(before, dict) else before
 
 
-def is_beside(part: Part) -> bool:
+def is_beside(part: ComponentAdapter) -> bool:
     """Whether a component is a generator, an object or a pair of functions."""
     return isinstance(part, GeneratorPart | ObjectPart | TreePart)
 
 
-def _value_of(part: Part) -> Any:
+def _value_of(part: ComponentAdapter) -> Any:
     value = part.capture()
     return value.value if isinstance(value, Opaque) else value
 
 
-def _read(part: Part) -> tuple[Any] | None:
+def _read(part: ComponentAdapter) -> tuple[Any] | None:
     """A copy of what a component holds; None where its owner cannot say it yet."""
     try:
         value = _value_of(part)
@@ -212,7 +212,7 @@ def _read(part: Part) -> tuple[Any] | None:
         return None
 
 
-def _is_steady(part: Part) -> bool:
+def _is_steady(part: ComponentAdapter) -> bool:
     one, other = _read(part), _read(part)
     return one is not None and other is not None and first_difference(one[0], other[0], "extra") is None
 
@@ -235,7 +235,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_cpu else tensor.cpu()
 
 
-def _is_near(part: Part, reached: Mapping[int, Any]) -> bool:
+def _is_near(part: ComponentAdapter, reached: Mapping[int, Any]) -> bool:
     if isinstance(part, GeneratorPart | ObjectPart):
         return id(part.target) in reached
     if not isinstance(part, TreePart):

@@ -8,14 +8,14 @@ from trainfold.adapters.draws.batch_digest import PREFIX
 from trainfold.adapters.draws.draws import Drawn, Last
 from trainfold.adapters.draws.feed import mismatch
 from trainfold.core.errors import DataPositionMismatch
-from trainfold.core.resume.drift import Verdict, verdict_of
+from trainfold.core.resume.drift import DriftAction, verdict_of
 from trainfold.core.scalars import shown
 
 _LOG = logging.getLogger("trainfold")
 _WHERE: Final = "state.dataset.draws.last"
 
 
-def is_wanted(policy: Mapping[str, Verdict]) -> bool:
+def is_wanted(policy: Mapping[str, DriftAction]) -> bool:
     """Whether the last batch is to be drawn again.
 
     Examples:
@@ -26,7 +26,7 @@ def is_wanted(policy: Mapping[str, Verdict]) -> bool:
 
 
 def compared(
-    last: Last, found: Drawn | None, policy: Mapping[str, Verdict], *, drew_from: Collection[str] = ()
+    last: Last, found: Drawn | None, policy: Mapping[str, DriftAction], *, drew_from: Collection[str] = ()
 ) -> DataPositionMismatch | None:
     """What is to be raised, if the batch is another one; where the policy says so, it is only logged.
 
@@ -70,7 +70,7 @@ def compared(
     return None
 
 
-def say_uncompared(kind: str, why: str, policy: Mapping[str, Verdict]) -> None:
+def say_uncompared(kind: str, why: str, policy: Mapping[str, DriftAction]) -> None:
     """Warn that nothing is drawn again (W03).
 
     Args:

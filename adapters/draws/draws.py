@@ -15,7 +15,7 @@ from trainfold.adapters.draws.worker_trace import Report
 from trainfold.adapters.streams.rng_streams import moved_stream_problems
 from trainfold.adapters.streams.stream_reader import Streams
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.resume.drift import Verdict, verdict_of
+from trainfold.core.resume.drift import DriftAction, verdict_of
 from trainfold.core.state.state import Opaque
 
 
@@ -157,7 +157,7 @@ class Draws:
         self,
         saved: Any,
         generators: Mapping[str, torch.Generator],
-        policy: Mapping[str, Verdict],
+        policy: Mapping[str, DriftAction],
         *,
         inside: bool,
         tied: bool = False,

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from trainfold.adapters.components.component import Part, Stateful, Undo
+from trainfold.adapters.components.component import ComponentAdapter, Stateful, Undo
 from trainfold.adapters.streams.stream_states import check_torch_state
 from trainfold.core.errors import DataPositionMismatch, InvalidState, TrainfoldError
-from trainfold.core.resume.drift import Verdict
+from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import Opaque
 
 _LOG = logging.getLogger("trainfold")
@@ -22,13 +22,13 @@ Generators = dict[str, torch.Tensor]
 
 
 class Feed(Protocol):
-    """A loader with a position; a `Part` of the component ``dataset`` too.
+    """A loader with a position; a `ComponentAdapter` of the component ``dataset`` too.
 
     Attributes:
         policy: what the restore that comes next, or came last, does about the differences that only the feed sees.
     """
 
-    policy: Mapping[str, Verdict]
+    policy: Mapping[str, DriftAction]
 
     @property
     def epoch(self) -> int:
@@ -38,7 +38,7 @@ class Feed(Protocol):
     def is_inside(self) -> bool:
         """Whether a batch of the epoch was consumed, and the epoch goes on."""
 
-    def attend(self, extra: Mapping[str, Part]) -> None:
+    def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Look after the components under ``extra`` that batches may be drawn from."""
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:

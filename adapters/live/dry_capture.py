@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from trainfold.adapters.components.component import Part
+from trainfold.adapters.components.component import ComponentAdapter
 from trainfold.core.errors import InvalidState, TrainfoldError, error_text
 from trainfold.core.format.describe import describe
 from trainfold.core.format.validate import check_kinds
@@ -11,7 +11,7 @@ from trainfold.core.state.contract import checked_contract
 
 
 def dry_capture(
-    parts: Mapping[str, Part], contract: Callable[[], Mapping[str, Any]], *, chosen: Collection[str] | None
+    parts: Mapping[str, ComponentAdapter], contract: Callable[[], Mapping[str, Any]], *, chosen: Collection[str] | None
 ) -> tuple[TrainfoldError, ...]:
     """Capture and describe each component; nothing is copied, digested or written.
 
@@ -31,7 +31,7 @@ def dry_capture(
     return tuple(found)
 
 
-def _describe(part: Part, name: str) -> None:
+def _describe(part: ComponentAdapter, name: str) -> None:
     captured = part.capture()
     described, _ = describe(captured, name)
     check_kinds(described.node, name)

@@ -8,7 +8,14 @@ from typing import Any, final
 import attrs
 import torch
 
-from trainfold.adapters.components.component import ObjectPart, Part, Stateful, TreePart, copied, copied_containers
+from trainfold.adapters.components.component import (
+    ComponentAdapter,
+    ObjectPart,
+    Stateful,
+    TreePart,
+    copied,
+    copied_containers,
+)
 from trainfold.adapters.components.held_optimizers import Attached
 from trainfold.adapters.components.module import ModulePart, lent_module
 from trainfold.adapters.components.module_settings import settings_of_modules, settings_of_root
@@ -24,7 +31,7 @@ from trainfold.adapters.live.optional import captured, fitting, optional_given
 from trainfold.adapters.live.recorder import Recorder, check_values
 from trainfold.adapters.live.restore import CountersPart, refusals, write_all
 from trainfold.adapters.live.since_restore import SinceRestore
-from trainfold.adapters.live.view import Lent
+from trainfold.adapters.live.view import LiveView
 from trainfold.adapters.loaders.choose import feeds_of
 from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.adapters.script.attached_settings import (
@@ -40,12 +47,12 @@ from trainfold.adapters.script.trained import Trained
 from trainfold.adapters.streams.generator import GeneratorPart, is_generator
 from trainfold.adapters.streams.rng_streams import RngPart, bound_device, preserved_rng
 from trainfold.adapters.watch.audit import Audit
-from trainfold.adapters.watch.open_window import Boundary
+from trainfold.adapters.watch.open_window import WindowProbe
 from trainfold.adapters.watch.swapped import SwapProbe
 from trainfold.adapters.watch.unattached import StepWatch
 from trainfold.core import tree
 from trainfold.core.errors import CaptureRefused, IncompleteWindow, InvalidArgument, InvalidState, RestoreRefused
-from trainfold.core.resume.drift import Verdict, check_policy
+from trainfold.core.resume.drift import DriftAction, check_policy
 from trainfold.core.state.audit import UNSAVED, unsaved_of
 from trainfold.core.state.components import components_of, state_of, validate_components
 from trainfold.core.state.fqn import NamedTensors, check_real, named_tensors
@@ -149,7 +156,7 @@ class Live:
         self._progress = Progress()
         self._pending: dict[str, Any] = {}
         self._owed: dict[str, Any] = {}  # what the restored checkpoint says of the settings of those that are pending
-        self._policy: dict[str, Verdict] = {}
+        self._policy: dict[str, DriftAction] = {}
         self._taken = 0  # batches handed out since the last optimizer step
         self.recorder: Recorder | None = None  # of a rehearsal: given by a manager that was made in one
         modules = {"model": model, **self._extra}
@@ -181,7 +188,7 @@ class Live:
         self.saved_in: dict[
             str, Descent
         ] = {}  # run id -> the checkpoint of it that this run comes from, or is saved as
-        self._boundary = Boundary({"model": model, "optimizer": optimizer, **self._extra})
+        self._boundary = WindowProbe({"model": model, "optimizer": optimizer, **self._extra})
         self._steps_of_others = StepWatch(self._attached, self._names_of_parameters)
         self._selection: tuple[str, ...] | None = None  # what a manager saves; None for all
         schedulers = {} if self._scheduler is None else dict(tree.named_leaves(self._scheduler.schedulers, "scheduler"))
@@ -191,7 +198,7 @@ class Live:
         self._trained = Trained(self._attached())
         self._averages = SwapProbe(model, self._extra)
         self._is_tried = False  # whether a dry capture has shown that the run can be saved
-        self._beside: dict[str, Part] = {}  # components that batches may be drawn from
+        self._beside: dict[str, ComponentAdapter] = {}  # components that batches may be drawn from
         for name, target in self._extra.items():
             self._attend(name, target)
         if self._feed is not None:
@@ -422,7 +429,7 @@ class Live:
         self.check_boundary()
         return self._state_of(captured(self._parts(self._named()), self.optional))
 
-    def lend(self) -> Lent:
+    def lend(self) -> LiveView:
         """As `capture`, for a save; parameters in it are the model's own objects."""
         self.check_boundary()
         named = self._named()
@@ -440,7 +447,7 @@ class Live:
             for name in parts
             if name in named or name in others
         }
-        return Lent(self._state_of(lent), named, streams)
+        return LiveView(self._state_of(lent), named, streams)
 
     def restore(
         self,
@@ -667,7 +674,7 @@ class Live:
             self._data.was_saved()
         return state.evolve(contract={**late, **self.contract()}, origin=self.origin)
 
-    def _parts_now(self) -> dict[str, Part]:
+    def _parts_now(self) -> dict[str, ComponentAdapter]:
         return self._parts(self._named())
 
     def _named(self) -> dict[str, NamedTensors]:
@@ -675,11 +682,13 @@ class Live:
         modules = {"model": self._model, **self._extra}
         return {name: named_tensors(each) for name, each in modules.items() if isinstance(each, torch.nn.Module)}
 
-    def _parts(self, named: Mapping[str, NamedTensors]) -> dict[str, Part]:
+    def _parts(self, named: Mapping[str, NamedTensors]) -> dict[str, ComponentAdapter]:
         """The components, in the order in which they are written: what may refuse comes first, random streams last."""
         names = _names(named)
         extras = {name: self._part(name, target, names) for name, target in self._extra.items()}
-        parts: dict[str, Part] = {n: part for n, part in extras.items() if isinstance(part, ObjectPart | TreePart)}
+        parts: dict[str, ComponentAdapter] = {
+            n: part for n, part in extras.items() if isinstance(part, ObjectPart | TreePart)
+        }
         if self._scheduler is not None:
             parts["scheduler"] = self._scheduler
         if self._data is not None:
@@ -697,7 +706,7 @@ class Live:
         parts["rng"] = RngPart(bound_device(list(named["model"].params.values())))
         return parts
 
-    def _part(self, name: str, target: Any, names: Mapping[int, str]) -> Part:
+    def _part(self, name: str, target: Any, names: Mapping[int, str]) -> ComponentAdapter:
         if isinstance(target, torch.nn.Module):
             return ModulePart(target, name)
         if isinstance(target, torch.optim.Optimizer):
@@ -724,11 +733,13 @@ class Live:
         self._progress = progress
 
 
-def _weakly(method: Callable[[], Mapping[str, Part]]) -> Callable[[], Mapping[str, Part] | None]:
+def _weakly(
+    method: Callable[[], Mapping[str, ComponentAdapter]],
+) -> Callable[[], Mapping[str, ComponentAdapter] | None]:
     """A call of a method, which does not keep its object alive."""
     kept = weakref.WeakMethod(method)
 
-    def call() -> Mapping[str, Part] | None:
+    def call() -> Mapping[str, ComponentAdapter] | None:
         found = kept()
         return None if found is None else found()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from threading import get_ident
 from typing import Any, Final, final
 
-from trainfold.adapters.components.component import Part, Undo
+from trainfold.adapters.components.component import ComponentAdapter, Undo
 from trainfold.adapters.draws.data_probe import is_wanted
 from trainfold.adapters.draws.feed import OTHER, Feed, mismatch
 from trainfold.adapters.live.batch_stream import BatchStream, Reading
@@ -70,7 +70,7 @@ class LoopData:
         parts: gives the components of the run; None once the run is gone.
     """
 
-    def __init__(self, feed: Feed | FeedGroup, parts: Callable[[], Mapping[str, Part] | None]) -> None:
+    def __init__(self, feed: Feed | FeedGroup, parts: Callable[[], Mapping[str, ComponentAdapter] | None]) -> None:
         self.feed = feed
         self._parts = parts
         self._depth: int | None = None  # how many batches the loop is ahead of those that it has counted

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from trainfold.adapters.components.component import Part
+from trainfold.adapters.components.component import ComponentAdapter
 from trainfold.core.errors import InvalidArgument, OptionalLeftOut, error_text
 from trainfold.core.format.describe import describe
 from trainfold.core.format.validate import check_kinds
@@ -29,7 +29,7 @@ def optional_given(names: Collection[str], extra: Collection[str]) -> frozenset[
     return given
 
 
-def captured(parts: Mapping[str, Part], optional: Collection[str]) -> dict[str, Any]:
+def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -> dict[str, Any]:
     """The value of each component, without optional ones that cannot be saved; a warning names them.
 
     Args:
@@ -52,7 +52,9 @@ def captured(parts: Mapping[str, Part], optional: Collection[str]) -> dict[str, 
     return found
 
 
-def fitting(parts: Mapping[str, Part], saved: Mapping[str, Any], optional: Collection[str]) -> dict[str, Part]:
+def fitting(
+    parts: Mapping[str, ComponentAdapter], saved: Mapping[str, Any], optional: Collection[str]
+) -> dict[str, ComponentAdapter]:
     """The components to restore, without optional ones that the state lacks or that cannot take what it has; a warning names them.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any, final
 
 import attrs
 
-from trainfold.adapters.components.component import Part, Undo, nothing
+from trainfold.adapters.components.component import ComponentAdapter, Undo, nothing
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.live.optional import left_out
 from trainfold.core.errors import InvalidArgument, InvalidState, RestoreRefused, TrainfoldError, error_text
@@ -18,7 +18,7 @@ _DEPENDS = {
 
 
 def refusals(
-    parts: Mapping[str, Part], saved: Mapping[str, Any], chosen: Collection[str] | None
+    parts: Mapping[str, ComponentAdapter], saved: Mapping[str, Any], chosen: Collection[str] | None
 ) -> tuple[TrainfoldError, ...]:
     """Every reason why these components cannot be restored; nothing is changed.
 
@@ -53,7 +53,9 @@ def refusals(
     return tuple(found)
 
 
-def write_all(parts: Mapping[str, Part], saved: Mapping[str, Any], *, optional: Collection[str] = ()) -> None:
+def write_all(
+    parts: Mapping[str, ComponentAdapter], saved: Mapping[str, Any], *, optional: Collection[str] = ()
+) -> None:
     """Write every part that is in ``saved``; if one raises, take back those before it, unless it is optional (B07).
 
     Gradients come last, since every module clears its own.

@@ -6,7 +6,7 @@ from typing import Any, Final, final
 
 import torch
 
-from trainfold.adapters.components.component import Part, copied_containers
+from trainfold.adapters.components.component import ComponentAdapter, copied_containers
 from trainfold.adapters.components.optimizer import OptimizerPart, groups_of
 from trainfold.adapters.components.scheduler import SchedulerPart
 from trainfold.adapters.draws.batch_digest import batch_digest
@@ -47,7 +47,9 @@ class SinceRestore:
         chosen: those that were restored; None for all.
     """
 
-    def __init__(self, parts: Callable[[], Mapping[str, Part] | None], chosen: Collection[str] | None) -> None:
+    def __init__(
+        self, parts: Callable[[], Mapping[str, ComponentAdapter] | None], chosen: Collection[str] | None
+    ) -> None:
         self._parts = parts
         self._chosen = None if chosen is None else frozenset(chosen)
         now = parts()
@@ -121,12 +123,12 @@ class SinceRestore:
         return self._chosen is None or name in self._chosen
 
 
-def streams_of(parts: Mapping[str, Part]) -> Opaque:
+def streams_of(parts: Mapping[str, ComponentAdapter]) -> Opaque:
     """The global random streams now."""
     return _rng(parts).capture()
 
 
-def small_state(parts: Mapping[str, Part]) -> str:
+def small_state(parts: Mapping[str, ComponentAdapter]) -> str:
     """A digest of the random streams, the schedulers and the hyperparameters."""
     found: dict[str, Any] = {"rng": streams_of(parts).value}
     for name, part in parts.items():
@@ -142,7 +144,7 @@ def moved(before: Opaque, now: Opaque) -> list[str]:
     return [name for name, value in before.value.items() if batch_digest(value) != batch_digest(now.value.get(name))]
 
 
-def _rng(parts: Mapping[str, Part]) -> RngPart:
+def _rng(parts: Mapping[str, ComponentAdapter]) -> RngPart:
     rng = parts["rng"]
     assert isinstance(rng, RngPart)
     return rng
@@ -158,7 +160,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _difference(name: str, before: Any, part: Part) -> Difference | None:
+def _difference(name: str, before: Any, part: ComponentAdapter) -> Difference | None:
     now = part.capture()
     found = first_difference(before, now, name)
     if found is None or first_difference(part.capture(), now, name) is not None:

@@ -1,4 +1,4 @@
-"""`Lent`: a live run as a value for a save, which reads it at once; so nothing is made that only a keeper would need."""
+"""`LiveView`: a live run as a value for a save, which reads it at once; so nothing is made that only a keeper would need."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -11,7 +11,7 @@ from trainfold.core.state.state import TrainState
 
 @final
 @attrs.frozen(eq=False)
-class Lent:
+class LiveView:
     """A live run at a boundary.
 
     Attributes:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, final
 
-from trainfold.adapters.components.component import Part, Undo
+from trainfold.adapters.components.component import ComponentAdapter, Undo
 from trainfold.adapters.draws.feed import OTHER, Feed, mismatch, position_problems
 from trainfold.core.errors import InvalidArgument, TrainfoldError
-from trainfold.core.resume.drift import Verdict
+from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import Opaque
 
 Samples: TypeAlias = int | Mapping[str, int] | None
@@ -25,16 +25,16 @@ class FeedGroup:
         self._first = next(iter(self.feeds.values()))
 
     @property
-    def policy(self) -> Mapping[str, Verdict]:
+    def policy(self) -> Mapping[str, DriftAction]:
         """That of every feed."""
         return self._first.policy
 
     @policy.setter
-    def policy(self, policy: Mapping[str, Verdict]) -> None:
+    def policy(self, policy: Mapping[str, DriftAction]) -> None:
         for feed in self.feeds.values():
             feed.policy = policy
 
-    def attend(self, extra: Mapping[str, Part]) -> None:
+    def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Each of them does."""
         for feed in self.feeds.values():
             feed.attend(extra)

@@ -7,8 +7,8 @@ import attrs
 import torch
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.components.component import Part, Undo, copied, kind_of
-from trainfold.adapters.draws.beside import KEY, Beside, Kept, streams_only
+from trainfold.adapters.components.component import ComponentAdapter, Undo, copied, kind_of
+from trainfold.adapters.draws.beside import KEY, Beside, KeptBeside, streams_only
 from trainfold.adapters.draws.data_probe import compared, is_wanted
 from trainfold.adapters.draws.draw_batches import Drawer
 from trainfold.adapters.draws.draws import Drawn, Draws, Last, plain
@@ -41,7 +41,7 @@ from trainfold.adapters.draws.worker_trace import WorkerTrace
 from trainfold.adapters.streams.rng_streams import moved_stream_problems, preserved_rng
 from trainfold.adapters.streams.stream_reader import Streams
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
-from trainfold.core.resume.drift import Verdict
+from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import Opaque
 
 
@@ -59,7 +59,7 @@ class MapFeed:
     """
 
     def __init__(self, loader: "DataLoader[Any]", *, tells_epoch: bool = True) -> None:
-        self.policy: Mapping[str, Verdict] = {}
+        self.policy: Mapping[str, DriftAction] = {}
         self._loader = loader
         self._tells_epoch = tells_epoch
         self._counts = loader.batch_sampler is not None
@@ -85,7 +85,7 @@ class MapFeed:
         self._alive = False  # whether they go on with the next epoch
         self._living: Iterator[Any] | None = None  # their iterator, inside of an epoch
 
-    def attend(self, extra: Mapping[str, Part]) -> None:
+    def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Look after the components under ``extra`` that batches may be drawn from."""
         self._beside.attend(extra)
 
@@ -343,7 +343,9 @@ class MapFeed:
     def _probes(self) -> bool:
         return self._probe_due and is_wanted(self.policy)
 
-    def _compared(self, iterator: Iterator[Any], lasts: tuple[Last, ...], kept: Kept) -> DataPositionMismatch | None:
+    def _compared(
+        self, iterator: Iterator[Any], lasts: tuple[Last, ...], kept: KeptBeside
+    ) -> DataPositionMismatch | None:
         """Draw the last batch of each worker again, and compare it with what was trained on (W03); what is to be raised."""
         read, others = self._samples - sum(last.samples for last in lasts), 0
         for last in lasts:

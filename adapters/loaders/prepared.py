@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
-from trainfold.adapters.components.component import Part, Undo
+from trainfold.adapters.components.component import ComponentAdapter, Undo
 from trainfold.adapters.draws.feed import END, OPENED, OTHER, mismatch
 from trainfold.adapters.loaders.map_style import MapFeed
 from trainfold.core.errors import InvalidArgument, TrainfoldError
-from trainfold.core.resume.drift import Verdict
+from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import Opaque
 
 
@@ -31,15 +31,15 @@ class PreparedFeed:
         self._at = 0  # the epoch in which it was read
 
     @property
-    def policy(self) -> Mapping[str, Verdict]:
+    def policy(self) -> Mapping[str, DriftAction]:
         """That of the inner feed."""
         return self._inner.policy
 
     @policy.setter
-    def policy(self, policy: Mapping[str, Verdict]) -> None:
+    def policy(self, policy: Mapping[str, DriftAction]) -> None:
         self._inner.policy = policy
 
-    def attend(self, extra: Mapping[str, Part]) -> None:
+    def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """The inner feed does."""
         self._inner.attend(extra)
 

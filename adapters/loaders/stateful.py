@@ -8,9 +8,9 @@ from typing import Any, final
 import attrs
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.components.component import Part, Stateful, Undo, copied, copied_containers, kind_of
+from trainfold.adapters.components.component import ComponentAdapter, Stateful, Undo, copied, copied_containers, kind_of
 from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
-from trainfold.adapters.draws.beside import KEY, Beside, Kept
+from trainfold.adapters.draws.beside import KEY, Beside, KeptBeside
 from trainfold.adapters.draws.data_probe import compared, is_wanted, say_uncompared
 from trainfold.adapters.draws.draw_batches import replaced, undisturbed, unpaired
 from trainfold.adapters.draws.draws import Drawn, Draws, Last
@@ -39,7 +39,7 @@ from trainfold.adapters.loaders.iterable import Replay, ended_in_part, iterates,
 from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.adapters.streams.stream_reader import StreamReader, set_streams
 from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, TrainfoldError
-from trainfold.core.resume.drift import Verdict
+from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import Opaque
 
 
@@ -87,9 +87,9 @@ class StatefulFeed:
         self._again: deque[Opaque] = deque()  # for batches to be given once more: everything that they were drawn from
         self._again_ends = False  # whether the last of them is the last of its epoch
         self._run = 0
-        self.policy: Mapping[str, Verdict] = {}
+        self.policy: Mapping[str, DriftAction] = {}
 
-    def attend(self, extra: Mapping[str, Part]) -> None:
+    def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Look after the components under ``extra`` that batches may be drawn from."""
         self._beside.attend(extra)
 
@@ -401,7 +401,9 @@ class StatefulFeed:
         self._probe_due = False
         say_uncompared(kind_of(self._loader), why, self.policy)
 
-    def _compared(self, iterator: Iterator[Any], lasts: tuple[Last, ...], kept: Kept) -> DataPositionMismatch | None:
+    def _compared(
+        self, iterator: Iterator[Any], lasts: tuple[Last, ...], kept: KeptBeside
+    ) -> DataPositionMismatch | None:
         """Draw the last batches again, and compare them with what was trained on; what is to be raised."""
         others = 0
         for number, last in enumerate(lasts):

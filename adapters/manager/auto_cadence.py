@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, final
 
-from trainfold.adapters.manager.events import Announcer
+from trainfold.adapters.manager.events import EventLog
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.auto_cadence import choose_cadence, describe_cadence
 
 _REMEMBERED: Final = 64
 
 
-def teller_of(announcer: Announcer, world: Collectives) -> Callable[[str], None]:
+def teller_of(announcer: EventLog, world: Collectives) -> Callable[[str], None]:
     """What tells of a cadence on rank 0, whom the others follow; it does not keep the manager alive."""
     return (lambda detail: announcer.tell("cadence", detail=detail)) if world.rank == 0 else (lambda _: None)
 

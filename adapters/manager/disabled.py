@@ -11,7 +11,7 @@ import attrs
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.config import CheckpointConfig
 from trainfold.adapters.manager.protocol import LoadDecision, Restored
-from trainfold.adapters.manager.triggers import Boundary, Due
+from trainfold.adapters.manager.triggers import Boundary, SaveTriggers
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.core.layout.world import Collectives
@@ -35,7 +35,7 @@ class DisabledManager:
 
     def __init__(self, *, requests: RequestSource | None = None, collectives: Collectives | None = None) -> None:
         world = world_given(collectives, os.environ, where="DisabledManager.collectives")
-        self._due = Due(make_triggers(at_end=False), requests, world)
+        self._due = SaveTriggers(make_triggers(at_end=False), requests, world)
         self._held = ExitStack()
         if requests is not None:
             self._held.callback(requests.close)

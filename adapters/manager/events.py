@@ -1,4 +1,4 @@
-"""`Announcer`: tells what happens to a run to `logging` and to the user's callback, in the thread that asks it to (D06)."""
+"""`EventLog`: tells what happens to a run to `logging` and to the user's callback, in the thread that asks it to (D06)."""
 
 import logging
 from collections import deque
@@ -13,7 +13,7 @@ _LEVELS: Final = {"saved": logging.DEBUG, "pruned": logging.DEBUG, "failed": log
 
 
 @final
-class Announcer:
+class EventLog:
     """Logs events and hands them to a listener; what another thread leaves is told when the owner asks for it.
 
     Args:
@@ -25,7 +25,7 @@ class Announcer:
 
     Examples:
         >>> seen = []
-        >>> Announcer("runs/a", seen.append).tell("committed", step=3)
+        >>> EventLog("runs/a", seen.append).tell("committed", step=3)
         >>> print(seen[0])
         committed runs/a at step 3
     """

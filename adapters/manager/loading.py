@@ -1,4 +1,4 @@
-"""`Resumer`: loads a run's checkpoints into a live run or a state, as its manager was told to."""
+"""`RunLoader`: loads a run's checkpoints into a live run or a state, as its manager was told to."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -25,7 +25,7 @@ from trainfold.core.state.state import Descent, TrainState
 
 @final
 @attrs.define(eq=False)
-class Resumer:
+class RunLoader:
     """What a manager knows of resuming.
 
     Attributes:

@@ -26,12 +26,12 @@ from trainfold.adapters.manager.arguments import (
 )
 from trainfold.adapters.manager.auto_cadence import AutoCadence, teller_of
 from trainfold.adapters.manager.config import CheckpointConfig, manager_arguments
-from trainfold.adapters.manager.events import Announcer
-from trainfold.adapters.manager.loading import Resumer
+from trainfold.adapters.manager.events import EventLog
+from trainfold.adapters.manager.loading import RunLoader
 from trainfold.adapters.manager.protocol import LoadDecision, Restored, SaveOutcome
-from trainfold.adapters.manager.retention import Keeper
-from trainfold.adapters.manager.saving import Saves, raise_after
-from trainfold.adapters.manager.triggers import Due
+from trainfold.adapters.manager.retention import Pruner
+from trainfold.adapters.manager.saving import SaveRunner, raise_after
+from trainfold.adapters.manager.triggers import SaveTriggers
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.launcher import world_given
@@ -40,7 +40,7 @@ from trainfold.backends.runs.save import SaveResult
 from trainfold.backends.runs.scan import check_place
 from trainfold.backends.runs.snapshot import step_of_state
 from trainfold.backends.stores.os_errors import named_failures
-from trainfold.backends.wakeup import End
+from trainfold.backends.wakeup import Latch
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text
 from trainfold.core.given import mapping_given
 from trainfold.core.layout.world import Collectives
@@ -132,7 +132,7 @@ class CheckpointManager:
     _is_open = False
     # the id of what was being handled when it was made; not the exception itself, which keeps frames
     _handled: int | None = None
-    _let_go: End | None = None  # so that close works whatever failed before (D07)
+    _let_go: Latch | None = None  # so that close works whatever failed before (D07)
 
     def __init__(  # noqa: PLR0913 (one keyword for each decision)
         self,
@@ -158,7 +158,7 @@ class CheckpointManager:
         collectives: Collectives | None = None,
     ) -> None:
         self._handled = id(sys.exc_info()[1])
-        let_go, kept = End(), list[ExitStack]()  # the saves keep the latter, which gets the lock when all is made
+        let_go, kept = Latch(), list[ExitStack]()  # the saves keep the latter, which gets the lock when all is made
         with ExitStack() as making:
             making.callback(let_go.tell)  # the first is the last to be called
             if requests is not None:
@@ -195,14 +195,14 @@ class CheckpointManager:
 
             held = on_rank_zero(world, begin)
             self._components, self._names_are_known = names, names is None
-            self._announcer = Announcer(self._store.url, on_event)
-            self._resumer = Resumer(self._store, world, names, policy, agreed, proves=level == "full")
+            self._announcer = EventLog(self._store.url, on_event)
+            self._resumer = RunLoader(self._store, world, names, policy, agreed, proves=level == "full")
             auto = AutoCadence(teller_of(self._announcer, world)) if is_auto and every_secs is None else None
-            self._due = Due(triggers, requests, world, auto=auto)
+            self._due = SaveTriggers(triggers, requests, world, auto=auto)
             self._asked = NeverAsked(self._store.url)
             self._first = FirstSave(self._store, world, held, start_over=start_over, components=names)
-            self._saves = Saves(self._store, world, components=names, contract=agreed, is_async=is_async, room=room, hold_check=flag("hold_check", hold_check), replica_check=level, due=self._due,
-                                first=self._first, keeper=Keeper(self._store, retention, left_behind), announcer=self._announcer, held=kept)  # fmt: skip
+            self._saves = SaveRunner(self._store, world, components=names, contract=agreed, is_async=is_async, room=room, hold_check=flag("hold_check", hold_check), replica_check=level, due=self._due,
+                                first=self._first, keeper=Pruner(self._store, retention, left_behind), announcer=self._announcer, held=kept)  # fmt: skip
             kept.append(making.pop_all())
         self._held, self._is_open, self._let_go = kept[0], True, let_go
 

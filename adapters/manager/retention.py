@@ -1,11 +1,11 @@
-"""`Keeper`: deletes the checkpoints that a retention has no room for, after each commit (E03)."""
+"""`Pruner`: deletes the checkpoints that a retention has no room for, after each commit (E03)."""
 
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import final
 
-from trainfold.backends.runs.best_lock import naming_best
+from trainfold.backends.runs.best_lock import best_json_lock
 from trainfold.backends.runs.best_reader import BEST_POINTER, best_bytes, best_name, named_by, parsed_best, scores_in
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.save import SaveResult
@@ -23,7 +23,7 @@ _LOG = logging.getLogger("trainfold")
 
 
 @final
-class Keeper:
+class Pruner:
     """Looks at the complete checkpoints of the present lineage, asks the policy, and deletes what may go.
 
     Args:
@@ -52,7 +52,7 @@ class Keeper:
         events: list[Event] = []
         self._parts[result.checkpoint] = _parts(result.fingerprints, result.omitted)
         try:
-            with naming_best():
+            with best_json_lock():
                 self._retain(result, events)
         except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule: the checkpoint is committed all the same
             _LOG.warning(

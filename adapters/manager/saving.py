@@ -1,4 +1,4 @@
-"""`Saves`: begins the saves of a run, in the caller's thread or in the background, and tells how each of them ended."""
+"""`SaveRunner`: begins the saves of a run, in the caller's thread or in the background, and tells how each of them ended."""
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -8,11 +8,11 @@ import attrs
 
 from trainfold.adapters.guards.first_save import FirstSave
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.live.view import Lent
-from trainfold.adapters.manager.events import Announcer
+from trainfold.adapters.live.view import LiveView
+from trainfold.adapters.manager.events import EventLog
 from trainfold.adapters.manager.protocol import SaveOutcome
-from trainfold.adapters.manager.retention import Keeper
-from trainfold.adapters.manager.triggers import Before, Due
+from trainfold.adapters.manager.retention import Pruner
+from trainfold.adapters.manager.triggers import Before, SaveTriggers
 from trainfold.adapters.manager.update_hooks import UpdateGate
 from trainfold.adapters.parallel.ddp import sent_buffers
 from trainfold.backends.hold.hold import Hold
@@ -30,7 +30,7 @@ from trainfold.core.state.state import Descent, TrainState
 
 
 @final
-class Saves:
+class SaveRunner:
     """One save at a time, however it is carried out (D04).
 
     Args:
@@ -63,10 +63,10 @@ class Saves:
         room: int | None,
         hold_check: bool,
         replica_check: Level,
-        due: Due,
+        due: SaveTriggers,
         first: FirstSave,
-        keeper: Keeper,
-        announcer: Announcer,
+        keeper: Pruner,
+        announcer: EventLog,
         held: object,
     ) -> None:
         self.descends_from: Descent | None = None
@@ -285,7 +285,7 @@ class Saves:
                 self._due.undone(before)
             raise
 
-    def _snapshot(self, run: Live | TrainState, lent: Lent) -> Snapshot:
+    def _snapshot(self, run: Live | TrainState, lent: LiveView) -> Snapshot:
         state, modules = lent.state, lent.modules
         if isinstance(run, Live) and self._world.world_size > 1 and not self._proofs:
             run.check_whole()  # again, because what is attached may have been wrapped since
@@ -316,8 +316,8 @@ class Saves:
         )
 
 
-def _lent(run: Live | TrainState) -> Lent:
-    return run.lend() if isinstance(run, Live) else Lent(run)
+def _lent(run: Live | TrainState) -> LiveView:
+    return run.lend() if isinstance(run, Live) else LiveView(run)
 
 
 def _raising(error: Exception) -> Callable[[], Snapshot]:

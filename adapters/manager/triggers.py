@@ -1,4 +1,4 @@
-"""`Due`: what is due at the boundaries of a run: its triggers, what it was asked for, and what was saved last (R01, R02)."""
+"""`SaveTriggers`: what is due at the boundaries of a run: its triggers, what it was asked for, and what was saved last (R01, R02)."""
 
 import time
 from typing import final
@@ -11,14 +11,14 @@ from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.auto_cadence import FIRST_SAVE_SECS
-from trainfold.core.save.requests import Request, merge_requests
+from trainfold.core.save.requests import StopRequest, merge_requests
 from trainfold.core.save.triggers import Triggers, Verdict, decide
 
 
 @final
 @attrs.frozen
 class Boundary:
-    """What is known at a boundary; what the ranks have agreed on, once `Due.agreed` has asked them.
+    """What is known at a boundary; what the ranks have agreed on, once `SaveTriggers.agreed` has asked them.
 
     Attributes:
         step: optimizer steps done.
@@ -45,11 +45,11 @@ class Before:
     step: int
     last_saved: int | None
     saved_at: float
-    asked: tuple[Request, ...]
+    asked: tuple[StopRequest, ...]
 
 
 @final
-class Due:
+class SaveTriggers:
     """Remembers what decides whether to save and to stop; see `trainfold.core.save.triggers.decide`.
 
     Args:
@@ -81,7 +81,7 @@ class Due:
         self._triggers = triggers
         self._requests = requests
         self._world = world
-        self._asked: tuple[Request, ...] = ()
+        self._asked: tuple[StopRequest, ...] = ()
         self._saved_at = time.monotonic()
         self._seen: int | None = None
 
@@ -103,7 +103,7 @@ class Due:
             self._take_requests()
             return mine
 
-        def tell() -> tuple[tuple[Request, ...], Boundary]:
+        def tell() -> tuple[tuple[StopRequest, ...], Boundary]:
             self._take_requests()
             return self._asked, mine
 

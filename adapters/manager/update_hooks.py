@@ -7,7 +7,7 @@ from typing import Any, Final, final
 import torch
 
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.live.view import Lent
+from trainfold.adapters.live.view import LiveView
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.hold.write_watch import LeafName
 from trainfold.core import tree
@@ -43,7 +43,9 @@ class UpdateGate:
         self._hold: Hold | None = None
         self._written: set[LeafName] = set()  # by somebody who announced nothing, while an earlier save was under way
 
-    def changing(self, run: Live | TrainState, lent: Lent, leaves: Mapping[LeafName, torch.Tensor]) -> set[LeafName]:
+    def changing(
+        self, run: Live | TrainState, lent: LiveView, leaves: Mapping[LeafName, torch.Tensor]
+    ) -> set[LeafName]:
         """The names of the leaves that have to be copied at once, because nothing tells when they change.
 
         Args:
@@ -83,7 +85,7 @@ class UpdateGate:
     def _changing_in_live(
         self,
         optimizers: Mapping[str, torch.optim.Optimizer],
-        lent: Lent,
+        lent: LiveView,
         leaves: Mapping[LeafName, torch.Tensor],
     ) -> set[LeafName]:
         own = {name: each for name, each in components_of(lent.state).items() if isinstance(each, OwnOptimizerState)}

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar, final, runtime_checkable
 from trainfold.adapters.requests.signal_handlers import Disposition, deliver_again, disposition_of, hand_on, put_back
 from trainfold.adapters.requests.stop_file import FILES, StopFile
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.save.requests import Request, checked_request
+from trainfold.core.save.requests import StopRequest, checked_request
 from trainfold.core.scalars import shown
 
 __all__ = ["FILES", "SIGNALS", "Asked", "Combined", "RequestSource", "SignalRequests", "StopFile"]
@@ -26,7 +26,7 @@ __all__ = ["FILES", "SIGNALS", "Asked", "Combined", "RequestSource", "SignalRequ
 T = TypeVar("T")
 _LOG = logging.getLogger("trainfold")
 
-SIGNALS: Mapping[str, Request] = MappingProxyType({"SIGTERM": "save_and_stop", "SIGUSR1": "save"})
+SIGNALS: Mapping[str, StopRequest] = MappingProxyType({"SIGTERM": "save_and_stop", "SIGUSR1": "save"})
 _STOPPING = frozenset({"stop", "save_and_stop", "abort"})
 _UNCATCHABLE = frozenset({signal.SIGKILL, signal.SIGSTOP})
 
@@ -35,7 +35,7 @@ _UNCATCHABLE = frozenset({signal.SIGKILL, signal.SIGSTOP})
 class RequestSource(Protocol):
     """Something that asks a run to save or to stop, such as `SignalRequests`, `StopFile`, or one of your own."""
 
-    def take(self) -> tuple[Request, ...]:
+    def take(self) -> tuple[StopRequest, ...]:
         """What has been asked for since the last call, each once; it is asked for no more after that. Does not wait."""
 
     def close(self) -> None:
@@ -54,9 +54,9 @@ class Asked:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[StopRequest] = deque()
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: StopRequest) -> None:
         """Ask for something; see `take`.
 
         Raises:
@@ -64,7 +64,7 @@ class Asked:
         """
         self._waiting.append(checked_request(request))
 
-    def take(self) -> tuple[Request, ...]:
+    def take(self) -> tuple[StopRequest, ...]:
         """See `RequestSource.take`."""
         return tuple(dict.fromkeys(_drained(self._waiting)))
 
@@ -107,7 +107,7 @@ class SignalRequests:
 
     def __init__(
         self,
-        signals: Mapping[str, Request] | None = None,
+        signals: Mapping[str, StopRequest] | None = None,
         *,
         settle_secs: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
@@ -115,7 +115,9 @@ class SignalRequests:
         self._wanted = {_number(name): checked_request(asked) for name, asked in (signals or SIGNALS).items()}
         self._settle_secs = settle_secs
         self._clock = clock
-        self._waiting: deque[tuple[int, Request]] = deque()  # its ends are atomic: a handler must not wait for a lock
+        self._waiting: deque[tuple[int, StopRequest]] = (
+            deque()
+        )  # its ends are atomic: a handler must not wait for a lock
         self._before: dict[int, Disposition] = {}
         self._handler = self._on_signal  # one object, to know it again
         self._stopped_at: float | None = None
@@ -138,7 +140,7 @@ class SignalRequests:
         """Whether signals become requests: not outside of the main thread, and not after `close`."""
         return bool(self._before) and not self._is_closed
 
-    def take(self) -> tuple[Request, ...]:
+    def take(self) -> tuple[StopRequest, ...]:
         """See `RequestSource.take`."""
         found = _drained(self._waiting)
         for number, asked in dict.fromkeys(found):
@@ -216,7 +218,7 @@ class Combined:
     def __init__(self, *sources: RequestSource) -> None:
         self._sources = sources
 
-    def take(self) -> tuple[Request, ...]:
+    def take(self) -> tuple[StopRequest, ...]:
         """See `RequestSource.take`."""
         return tuple(dict.fromkeys(asked for source in self._sources for asked in source.take()))
 

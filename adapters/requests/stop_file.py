@@ -11,12 +11,12 @@ from typing import final
 
 from trainfold.backends.stores.place import local_path
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.save.requests import Request, checked_request
+from trainfold.core.save.requests import StopRequest, checked_request
 from trainfold.core.scalars import shown
 
 _LOG = logging.getLogger("trainfold")
 
-FILES: Mapping[str, Request] = MappingProxyType({"STOP": "save_and_stop", "SAVE": "save", "ABORT": "abort"})
+FILES: Mapping[str, StopRequest] = MappingProxyType({"STOP": "save_and_stop", "SAVE": "save", "ABORT": "abort"})
 
 
 @final
@@ -51,7 +51,7 @@ class StopFile:
     def __init__(
         self,
         run: str | os.PathLike[str],
-        files: Mapping[str, Request] | None = None,
+        files: Mapping[str, StopRequest] | None = None,
         *,
         every_secs: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
@@ -67,7 +67,7 @@ class StopFile:
             _LOG.warning("%s: %s left by an earlier process: removed and not done; make it anew if it is meant for this one",
                          self._run, ", ".join(name for name, _ in left))  # fmt: skip
 
-    def take(self) -> tuple[Request, ...]:
+    def take(self) -> tuple[StopRequest, ...]:
         """See `RequestSource.take`. It never fails: a disk that cannot be asked for a while asks for nothing."""
         now = self._clock()
         if self._next_look is not None and now < self._next_look:
@@ -82,7 +82,7 @@ class StopFile:
         """Look no more; a file that is there stays, and is removed by whoever comes next."""
         self._wanted = {}
 
-    def _look(self) -> list[tuple[str, Request]]:
+    def _look(self) -> list[tuple[str, StopRequest]]:
         found, error = [], None
         for name, asked in self._wanted.items():
             try:

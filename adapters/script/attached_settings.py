@@ -19,7 +19,7 @@ from trainfold.adapters.streams.generator import is_generator
 from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.backends.runs.load import ResumeDrift
 from trainfold.core.digest import digest_of
-from trainfold.core.resume.drift import Drift, Verdict, make_drift
+from trainfold.core.resume.drift import Drift, DriftAction, make_drift
 from trainfold.core.scalars import Json
 from trainfold.core.state.contract import checked_contract
 
@@ -71,7 +71,7 @@ def saved_settings(contract: Mapping[str, Json], name: str) -> dict[str, Json]:
 
 
 def changed_settings(
-    saved: Mapping[str, Json], now: Mapping[str, Json], policy: Mapping[str, Verdict]
+    saved: Mapping[str, Json], now: Mapping[str, Json], policy: Mapping[str, DriftAction]
 ) -> tuple[Drift, ...]:
     """Each setting that an object has otherwise than in the checkpoint; none where the checkpoint says nothing of the object.
 

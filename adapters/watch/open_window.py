@@ -1,4 +1,4 @@
-"""`Boundary`: what shows, from outside a loop, that an accumulation window is open (A06)."""
+"""`WindowProbe`: what shows, from outside a loop, that an accumulation window is open (A06)."""
 
 import weakref
 from collections import Counter
@@ -12,7 +12,7 @@ _PROBE_NUMEL = 1 << 16
 
 
 @final
-class Boundary:
+class WindowProbe:
     """Watches optimizers' steps and a few gradients between two calls of ``advance``.
 
     What it sees: steps taken and not counted, gradients that a backward has written to since, a window declared open.

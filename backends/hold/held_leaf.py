@@ -1,4 +1,4 @@
-"""`Held`: one leaf that is read while its owner may be about to write to it, and how far that has come."""
+"""`LeafReadState`: one leaf that is read while its owner may be about to write to it, and how far that has come."""
 
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar, final
@@ -25,7 +25,7 @@ class Move:
 
 @final
 @attrs.define(eq=False)
-class Held:
+class LeafReadState:
     """The bytes ``[read, copied_from)`` are still to be read from the live tensor, those after it from ``copy``.
 
     Attributes:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from trainfold.backends.hold.copy_arena import Arena, padded
-from trainfold.backends.hold.held_leaf import Held, Move, is_gone, steadily
+from trainfold.backends.hold.held_leaf import LeafReadState, Move, is_gone, steadily
 from trainfold.backends.hold.pinned_ring import Begun, PinnedRing
 from trainfold.backends.hold.write_watch import LeafName, WriteWatch
 from trainfold.backends.stores.protocol import Place
-from trainfold.backends.wakeup import Bell
+from trainfold.backends.wakeup import Wakeup
 from trainfold.core.digest import byte_view
 from trainfold.core.errors import SaveFailed
 
@@ -90,9 +90,9 @@ class Hold:
         max_extra_bytes: int | None = None,
         check: bool = False,
     ) -> None:
-        self._mutex = threading.RLock()  # itself in `with`, and no condition around it: see `Bell`
-        self._writers_bell = Bell()
-        self._owners_bell = Bell()
+        self._mutex = threading.RLock()  # itself in `with`, and no condition around it: see `Wakeup`
+        self._writers_bell = Wakeup()
+        self._owners_bell = Wakeup()
         self._protecting = threading.Lock()  # optimizers may step in several threads
         self._room = max_extra_bytes
         self._arena: Arena | None = None
@@ -115,7 +115,7 @@ class Hold:
         self._homes = _addresses(leaves.values())
         self._given: Mapping[LeafName, torch.Tensor] | None = leaves  # what is left to look at, when the call is over
         self._specs: dict[LeafName, tuple[torch.dtype, torch.Size]] = {}
-        self._order: list[Held] = []
+        self._order: list[LeafReadState] = []
 
     @property
     def is_over(self) -> bool:
@@ -285,7 +285,7 @@ class Hold:
         for ring in self._rings.values():
             ring.order_writes()
 
-    def _wait_for(self, leaves: Callable[[], Iterable[Held]]) -> None:
+    def _wait_for(self, leaves: Callable[[], Iterable[LeafReadState]]) -> None:
         """Return when the writer needs these leaves no more as they are; in the owner's thread."""
         while True:
             with self._mutex:
@@ -295,7 +295,7 @@ class Hold:
             self._owners_bell.wait()
 
     @contextmanager
-    def _unmoved(self, leaf: Held) -> Iterator[None]:
+    def _unmoved(self, leaf: LeafReadState) -> Iterator[None]:
         """Wait while the owner copies what is to be read next, and do what follows before it begins with that; in the writer's thread."""
         while True:
             with self._mutex:
@@ -326,20 +326,20 @@ class Hold:
         names = sorted(tensors, key=lambda name: tensors[name].nbytes)
         return [name for name, size_bytes in zip(names, sizes, strict=True) if size_bytes <= room]
 
-    def _copied_at_once(self, tensors: Mapping[LeafName, torch.Tensor]) -> dict[LeafName, Held]:
+    def _copied_at_once(self, tensors: Mapping[LeafName, torch.Tensor]) -> dict[LeafName, LeafReadState]:
         chosen = {name: tensors[name] for name in self._with_room(tensors)}
         arena = Arena(sum(padded(tensor.nbytes) for tensor in chosen.values()))
         found = {}
         for name, tensor in chosen.items():
             copy = _copied_to(arena.take(tensor.nbytes), tensor)
             self.copied_bytes += tensor.nbytes
-            found[name] = Held(None, tensor.nbytes, is_flat=True, copied_from=0, copy=copy)
+            found[name] = LeafReadState(None, tensor.nbytes, is_flat=True, copied_from=0, copy=copy)
         return found
 
-    def _taken(self, tensor: torch.Tensor, home: int | None) -> Held:
+    def _taken(self, tensor: torch.Tensor, home: int | None) -> LeafReadState:
         is_flat = _is_flat(tensor)
         ring = self._ring(tensor.device) if is_flat and tensor.is_cuda else None
-        return Held(tensor, tensor.nbytes, is_flat, ring, copied_from=tensor.nbytes, home=home)
+        return LeafReadState(tensor, tensor.nbytes, is_flat, ring, copied_from=tensor.nbytes, home=home)
 
     def _ring(self, device: torch.device) -> PinnedRing:
         if device not in self._rings:
@@ -355,7 +355,7 @@ class Hold:
         )
         return self._room - self.copied_bytes - max(read_from_copies, default=0)
 
-    def _choose(self) -> list[tuple[Held, int]]:
+    def _choose(self) -> list[tuple[LeafReadState, int]]:
         """What to copy, from which byte on: the last of the unread bytes, because the first ones are read the soonest."""
         room = self._left_room()
         chosen = []
@@ -373,7 +373,7 @@ class Hold:
                 room -= leaf.copied_from - start
         return chosen[::-1]
 
-    def _move(self, chosen: list[tuple[Held, int]]) -> None:
+    def _move(self, chosen: list[tuple[LeafReadState, int]]) -> None:
         """Copy; the writer waits for a leaf while it is being copied, and goes on from the copy."""
         wanted = sum(padded(leaf.copied_from - start) for leaf, start in chosen if leaf.is_in_arena)
         try:
@@ -411,7 +411,7 @@ class Hold:
             ready, self._arena = self._arena, None
         return ready if ready is not None and ready.left_bytes >= size_bytes else Arena(size_bytes)
 
-    def _taken_by_writer(self, name: LeafName, leaf: Held, wanted: memoryview) -> memoryview | None:
+    def _taken_by_writer(self, name: LeafName, leaf: LeafReadState, wanted: memoryview) -> memoryview | None:
         """Copy the next piece to where it is wanted; None if its memory went elsewhere meanwhile, and it is to be read again.
 
         Not the live bytes themselves are written: nobody but a copy may hold an update up, least of all a disk.
@@ -436,7 +436,7 @@ class Hold:
             self._check(name)
         return taken if is_taken else None
 
-    def _begun(self, name: LeafName, leaf: Held, ring: PinnedRing) -> Begun | None:
+    def _begun(self, name: LeafName, leaf: LeafReadState, ring: PinnedRing) -> Begun | None:
         """Begin to read the next piece on a device; a write that comes later waits for it there."""
         if leaf.read == leaf.size_bytes:
             return None
@@ -450,7 +450,7 @@ class Hold:
         self._owners_bell.ring()
         return begun
 
-    def _flatten(self, name: LeafName, leaf: Held) -> None:
+    def _flatten(self, name: LeafName, leaf: LeafReadState) -> None:
         """Copy a leaf whose bytes do not lie in order, or not on the CPU; from then on the live one may change."""
         with self._unmoved(leaf):
             self._check(name)
@@ -487,7 +487,7 @@ def _addresses(tensors: Collection[torch.Tensor]) -> list[int | None]:
         return [None] * len(tensors)
 
 
-def _check_there(name: LeafName, leaf: Held, source: torch.Tensor) -> None:
+def _check_there(name: LeafName, leaf: LeafReadState, source: torch.Tensor) -> None:
     if is_gone(source) or (source is leaf.live and leaf.is_replaced):
         raise SaveFailed(
             name[1],

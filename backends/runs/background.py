@@ -10,7 +10,7 @@ from trainfold.backends.runs.save import SaveResult
 from trainfold.backends.runs.snapshot import Snapshot, save_snapshot
 from trainfold.backends.stores.direct_io import release_buffers
 from trainfold.backends.stores.protocol import Store
-from trainfold.backends.worker_thread import Job, Worker
+from trainfold.backends.worker_thread import Job, WorkerThread
 from trainfold.core.errors import error_text
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.state import Descent
@@ -32,7 +32,7 @@ class Saver:
     def __init__(self, store: Store, collectives: Collectives) -> None:
         self._store = store
         self._collectives = collectives
-        self._worker = Worker("trainfold-save")
+        self._worker = WorkerThread("trainfold-save")
         self._under_way: Job[SaveResult] | None = None
         self._last: Job[None] | None = None
         self._protected_bytes = 0  # of the last save: what the next one gets ready for

@@ -12,7 +12,7 @@ import attrs
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.runs.api import Run, open_store
-from trainfold.backends.runs.best_lock import naming_best
+from trainfold.backends.runs.best_lock import best_json_lock
 from trainfold.backends.runs.best_reader import (
     BEST_POINTER,
     best_bytes,
@@ -179,7 +179,7 @@ def _loaded(
 
 
 def _save(store: Store, record: BestRecord, places: tuple[BestEntry, ...] | None, *, takes_lock: bool) -> BestRecord:
-    with _locked(store) if takes_lock else nullcontext(), naming_best():
+    with _locked(store) if takes_lock else nullcontext(), best_json_lock():
         return _save_locked(store, record, places)
 
 

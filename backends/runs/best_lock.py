@@ -1,4 +1,4 @@
-"""`naming_best`: the lock between who names a checkpoint the best and who deletes what no best names (E02).
+"""`best_json_lock`: the lock between who names a checkpoint the best and who deletes what no best names (E02).
 
 A manager deletes old checkpoints in a thread of its own, from a look at the best to the last deletion; meanwhile nobody else in
 this process names one. Other processes' writers are kept out by the lock of the run.
@@ -12,11 +12,11 @@ from typing import Any
 _lock = threading.RLock()
 
 
-def naming_best() -> AbstractContextManager[Any]:
+def best_json_lock() -> AbstractContextManager[Any]:
     """The lock of this process; a forked child has one of its own.
 
     Examples:
-        >>> with naming_best(), naming_best():
+        >>> with best_json_lock(), best_json_lock():
         ...     pass
     """
     return _lock

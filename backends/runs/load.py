@@ -33,7 +33,7 @@ from trainfold.core.printable import printable
 from trainfold.core.resume.inventory import Inventory
 from trainfold.core.resume.planner import next_to_examine, plan_resume
 from trainfold.core.resume.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
-from trainfold.core.resume.request import Request, Target
+from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.audit import not_restored_text
 from trainfold.core.state.components import components_of
@@ -86,7 +86,7 @@ def plan_run(
     store: Store,
     *,
     like: TrainState,
-    request: Request,
+    request: ResumeRequest,
     contract: Mapping[str, Any] | None,
     collectives: Collectives,
 ) -> ResumePlan | Refusal:
@@ -100,7 +100,7 @@ def load_run(  # noqa: PLR0913 - keywords
     store: Store,
     *,
     like: TrainState,
-    request: Request,
+    request: ResumeRequest,
     contract: Mapping[str, Any] | None,
     collectives: Collectives,
     quarantine: Quarantine | None = None,
@@ -151,7 +151,7 @@ def load_run(  # noqa: PLR0913 - keywords
         inventory = _without(inventory, outcome.checkpoint, failed[0][0])
 
 
-def passed_over(store: Store, request: Request, world: Collectives) -> Mapping[str, Problem]:
+def passed_over(store: Store, request: ResumeRequest, world: Collectives) -> Mapping[str, Problem]:
     """What is in quarantine, for `with_quarantined`; nothing where a step is asked for, which takes it out."""
     return {} if request.step is not None else on_rank_zero(world, lambda: quarantined(store))
 
@@ -165,14 +165,14 @@ def target_of(like: TrainState, contract: Mapping[str, Any] | None, world: Colle
 
 @without_collecting
 def _planned(
-    store: Store, inventory: Inventory, target: Target, request: Request
+    store: Store, inventory: Inventory, target: Target, request: ResumeRequest
 ) -> tuple[Inventory, ResumePlan | Refusal]:
     """Read the manifests that matter, and plan; the inventory with what is known of them now, and the plan."""
     inventory = examined(store, inventory, request, target.components)
     return inventory, plan_resume(inventory, target, request)
 
 
-def examined(store: Store, inventory: Inventory, request: Request, wanted: Collection[str] = ()) -> Inventory:
+def examined(store: Store, inventory: Inventory, request: ResumeRequest, wanted: Collection[str] = ()) -> Inventory:
     """The inventory with what the manifests say that matter for a request of a run with these components."""
     while (name := next_to_examine(inventory, request, wanted)) is not None:
         inventory = examine(store, inventory, name)

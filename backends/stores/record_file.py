@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from trainfold.core.rehearsal.entry import Entry, EntryKind, decode_entry, encode_entry
+from trainfold.core.rehearsal.entry import EntryKind, RecordedLine, decode_entry, encode_entry
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[RecordedLine]:
     """All whole entries of a file, in the order in which they were written; torn lines are passed over."""
     return Tail(path).new()
 
@@ -26,7 +26,7 @@ class Tail:
         self._offset = 0
         self._rest = b""
 
-    def new(self) -> list[Entry]:
+    def new(self) -> list[RecordedLine]:
         """The whole entries that came since the last call."""
         try:
             with self._path.open("rb") as file:
@@ -67,7 +67,7 @@ class RecordFile:
         Raises:
             BrokenPipeError: if the watcher has gone; what is written to the file stays.
         """
-        line = encode_entry(Entry(kind, step, os.getpid(), round(self._clock() - self._start, 6), data))
+        line = encode_entry(RecordedLine(kind, step, os.getpid(), round(self._clock() - self._start, 6), data))
         os.write(self._file, line)
         if self._watcher is not None:
             os.write(self._watcher, line)

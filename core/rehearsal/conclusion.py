@@ -8,7 +8,7 @@ import attrs
 from trainfold.core.rehearsal.reasons import likely_reasons
 from trainfold.core.rehearsal.trajectory import (
     Again,
-    Difference,
+    RunDifference,
     Stretch,
     compared,
     computed_again,
@@ -41,8 +41,8 @@ class Conclusion:
     """
 
     outcome: Outcome
-    noise: tuple[Difference, ...]
-    found: tuple[Difference, ...]
+    noise: tuple[RunDifference, ...]
+    found: tuple[RunDifference, ...]
     again: tuple[Again, ...]
     checkpoints: int
     values: int

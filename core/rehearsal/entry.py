@@ -1,4 +1,4 @@
-"""`Entry`: one line of the record of a program that may die at any moment."""
+"""`RecordedLine`: one line of the record of a program that may die at any moment."""
 
 import json
 from typing import Any, Literal, TypeAlias, final, get_args
@@ -12,7 +12,7 @@ values. ``save``: a save begins. ``saved``: it is durable. ``done``: the run is 
 
 @final
 @attrs.frozen
-class Entry:
+class RecordedLine:
     """One thing that happened in a run.
 
     Attributes:
@@ -30,17 +30,17 @@ class Entry:
     data: dict[str, Any] = attrs.field(factory=dict)
 
 
-def encode_entry(entry: Entry) -> bytes:
+def encode_entry(entry: RecordedLine) -> bytes:
     r"""The line of an entry.
 
     Examples:
-        >>> encode_entry(Entry("step", 3, 1, 0.5))
+        >>> encode_entry(RecordedLine("step", 3, 1, 0.5))
         b'{"kind": "step", "step": 3, "pid": 1, "secs": 0.5, "data": {}}\n'
     """
     return json.dumps(attrs.asdict(entry)).encode() + b"\n"
 
 
-def decode_entry(line: bytes) -> Entry | None:
+def decode_entry(line: bytes) -> RecordedLine | None:
     """The entry of a line; None if the line is torn.
 
     Examples:
@@ -51,7 +51,7 @@ def decode_entry(line: bytes) -> Entry | None:
     """
     try:
         found = json.loads(line)
-        entry = Entry(**found)
+        entry = RecordedLine(**found)
     except (ValueError, TypeError):
         return None
     return entry if entry.kind in get_args(EntryKind) else None

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from trainfold.core.rehearsal.trajectory import ABSENT, Difference
+from trainfold.core.rehearsal.trajectory import ABSENT, RunDifference
 
 _BUILT_IN: Final = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng")
 _STREAMS: Final = ("python", "numpy", "torch", "cuda")
@@ -18,7 +18,7 @@ _NO_POSITION: Final = (
 )
 
 
-def likely_reasons(found: Sequence[Difference], saved: Collection[str] = ("dataset",)) -> tuple[str, ...]:
+def likely_reasons(found: Sequence[RunDifference], saved: Collection[str] = ("dataset",)) -> tuple[str, ...]:
     """What probably makes a resumed process differ, the likeliest reason first.
 
     Args:
@@ -26,7 +26,7 @@ def likely_reasons(found: Sequence[Difference], saved: Collection[str] = ("datas
         saved: the components that the program saves.
 
     Examples:
-        >>> drift = Difference(6, "value", "ema_loss", "0x1p+0", "0x1p-1", 2, 5)
+        >>> drift = RunDifference(6, "value", "ema_loss", "0x1p+0", "0x1p-1", 2, 5)
         >>> print(likely_reasons([drift])[0])
         no component differs, so the recorded ema_loss comes from something beside them, such as a running average in a \
 variable: record the plain value, or attach the average under extra=
@@ -60,7 +60,7 @@ variable: record the plain value, or attach the average under extra=
     return tuple(reasons)
 
 
-def _of_ends(found: Sequence[Difference]) -> tuple[str, ...]:
+def _of_ends(found: Sequence[RunDifference]) -> tuple[str, ...]:
     """Why a loop has ended elsewhere, where all that it did until then is the same."""
     if found[0].kind != "end":
         return ()
@@ -73,7 +73,7 @@ def _of_ends(found: Sequence[Difference]) -> tuple[str, ...]:
     )
 
 
-def _of_values(found: Sequence[Difference]) -> tuple[str, ...]:
+def _of_values(found: Sequence[RunDifference]) -> tuple[str, ...]:
     """Why recorded values differ, where no component does."""
     values = [each for each in found if each.kind == "value"]
     names = " and ".join(dict.fromkeys(each.name for each in values))
@@ -92,7 +92,7 @@ def _of_values(found: Sequence[Difference]) -> tuple[str, ...]:
     )
 
 
-def _of_data(changed: dict[str, Difference]) -> list[str]:
+def _of_data(changed: dict[str, RunDifference]) -> list[str]:
     if "dataset" not in changed:
         return []
     return [
@@ -103,7 +103,7 @@ def _of_data(changed: dict[str, Difference]) -> list[str]:
     ]
 
 
-def _of_streams(changed: dict[str, Difference]) -> list[str]:
+def _of_streams(changed: dict[str, RunDifference]) -> list[str]:
     if "rng" not in changed:
         return []
     paths = " ".join(leaf for leaf, *_ in changed["rng"].leaves)
@@ -118,7 +118,7 @@ def _of_streams(changed: dict[str, Difference]) -> list[str]:
     ]
 
 
-def _of_optimizer(changed: dict[str, Difference]) -> list[str]:
+def _of_optimizer(changed: dict[str, RunDifference]) -> list[str]:
     if "optimizer" not in changed:
         return []
     paths = [leaf for leaf, *_ in changed["optimizer"].leaves]
@@ -139,7 +139,7 @@ def _of_optimizer(changed: dict[str, Difference]) -> list[str]:
     return []
 
 
-def _of_scheduler(changed: dict[str, Difference]) -> list[str]:
+def _of_scheduler(changed: dict[str, RunDifference]) -> list[str]:
     if "scheduler" not in changed:
         return []
     return [
@@ -150,7 +150,7 @@ def _of_scheduler(changed: dict[str, Difference]) -> list[str]:
     ]
 
 
-def _of_model(changed: dict[str, Difference], saved: Collection[str]) -> list[str]:
+def _of_model(changed: dict[str, RunDifference], saved: Collection[str]) -> list[str]:
     if "model" not in changed:
         return []
     leaves = [leaf for leaf, *_ in changed["model"].leaves]

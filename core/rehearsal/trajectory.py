@@ -6,7 +6,7 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.entry import RecordedLine
 from trainfold.core.rehearsal.number import relative_difference
 
 ABSENT: Final = "absent"
@@ -57,7 +57,7 @@ class Stretch:
 
 @final
 @attrs.frozen
-class Difference:
+class RunDifference:
     """One thing that a process has otherwise than the run that it is compared with.
 
     Attributes:
@@ -104,13 +104,13 @@ NOTHING: Final = Restless({}, frozenset())
 
 
 def stretch_of(
-    entries: Iterable[Entry], saved: Mapping[tuple[str, int], SavedStep], *, number: int, is_cut: bool
+    entries: Iterable[RecordedLine], saved: Mapping[tuple[str, int], SavedStep], *, number: int, is_cut: bool
 ) -> Stretch:
     """What the record of a process says.
 
     Examples:
-        >>> record = [Entry("start", 5, 1, 0.0, {"resumed_from": "step-00000005"}),
-        ...           Entry("values", 6, 1, 0.1, {"values": {"loss": "0x1p-1"}}), Entry("step", 6, 1, 0.2)]
+        >>> record = [RecordedLine("start", 5, 1, 0.0, {"resumed_from": "step-00000005"}),
+        ...           RecordedLine("values", 6, 1, 0.1, {"values": {"loss": "0x1p-1"}}), RecordedLine("step", 6, 1, 0.2)]
         >>> found = stretch_of(record, {}, number=2, is_cut=True)
         >>> found.resumed_at, found.last_step, found.values
         (5, 6, {6: {'loss': ('0x1p-1',)}})
@@ -132,7 +132,7 @@ def stretch_of(
     return Stretch(number, at, resumed is not None, is_cut, max(last, at), values, saved)
 
 
-def differences(one: Stretch, other: Stretch, *, leaving_out: Restless = NOTHING) -> tuple[Difference, ...]:
+def differences(one: Stretch, other: Stretch, *, leaving_out: Restless = NOTHING) -> tuple[RunDifference, ...]:
     """Everything that a process has otherwise than a whole run, in the order in which it happened.
 
     Only what both can have is compared: steps that the process did itself, and checkpoints that both have. The first
@@ -151,13 +151,13 @@ def differences(one: Stretch, other: Stretch, *, leaving_out: Restless = NOTHING
         end = min(one.last_step, other.last_step)
         here = (other.number, other.resumed_at)
         found = [each for each in found if each.step <= end]  # what only one of them has follows from its end
-        found.append(Difference(end, "end", "number of steps", f"{one.last_step}", f"{other.last_step}", *here))
+        found.append(RunDifference(end, "end", "number of steps", f"{one.last_step}", f"{other.last_step}", *here))
     order = {"component": 0, "value": 1, "end": 2}
     # a component of step k is saved before the values of step k + 1 are recorded
     return tuple(sorted(found, key=lambda each: (each.step - (each.kind == "value"), order[each.kind])))
 
 
-def restless_parts(noise: Sequence[Difference]) -> Restless | None:
+def restless_parts(noise: Sequence[RunDifference]) -> Restless | None:
     """The parts of a program that do not repeat themselves, where everything that is trained does.
 
     A recorded value is one of these where no component differs: what made it has not reached the training.
@@ -170,11 +170,11 @@ def restless_parts(noise: Sequence[Difference]) -> Restless | None:
 
     Examples:
         >>> words = ("rng.value['python']['words']", "a", "b")
-        >>> stream, secs = Difference(5, "component", "rng", "a", "b", 1, 0, (words,)), Difference(5, "value", "secs", "a", "b", 1, 0)
+        >>> stream, secs = RunDifference(5, "component", "rng", "a", "b", 1, 0, (words,)), RunDifference(5, "value", "secs", "a", "b", 1, 0)
         >>> found = restless_parts([secs, stream])
         >>> found.streams, sorted(found.values)
         ({"rng.value['python']": 'python'}, ['secs'])
-        >>> restless_parts([secs, Difference(5, "component", "model", "a", "b", 1, 0)]) is None
+        >>> restless_parts([secs, RunDifference(5, "component", "model", "a", "b", 1, 0)]) is None
         True
     """
     found: dict[str, str] = {}
@@ -198,7 +198,7 @@ def compared(one: Stretch, other: Stretch, *, leaving_out: Restless = NOTHING) -
     return len(one.saved.keys() & other.saved.keys()), sum(map(len, texts))
 
 
-def _of_values(one: Stretch, other: Stretch) -> Iterable[Difference]:
+def _of_values(one: Stretch, other: Stretch) -> Iterable[RunDifference]:
     last_of_one, last = max(one.values, default=0), max(other.values, default=0)
     end = min([last_of_one] * one.is_cut + [last] * other.is_cut, default=max(last_of_one, last))
     for step in sorted({*one.values, *other.values}):
@@ -212,11 +212,11 @@ def _of_values(one: Stretch, other: Stretch) -> Iterable[Difference]:
             expected, found = _aligned(expected, found, is_first=is_first, is_torn=is_torn)
             for a, b in itertools.zip_longest(expected, found, fillvalue=ABSENT):
                 if a != b:
-                    yield Difference(step, "value", name, a, b, other.number, other.resumed_at)
+                    yield RunDifference(step, "value", name, a, b, other.number, other.resumed_at)
                     break
 
 
-def _of_components(one: Stretch, other: Stretch, leaving_out: tuple[str, ...]) -> Iterable[Difference]:
+def _of_components(one: Stretch, other: Stretch, leaving_out: tuple[str, ...]) -> Iterable[RunDifference]:
     for key in sorted(one.saved.keys() & other.saved.keys(), key=lambda key: (key[1], key[0])):
         mine, theirs = one.saved[key], other.saved[key]
         for name in {**mine.components, **theirs.components}:
@@ -229,7 +229,7 @@ def _of_components(one: Stretch, other: Stretch, leaving_out: tuple[str, ...]) -
             leaves = tuple(pair for pair in unlike if not pair[0].startswith(leaving_out))
             if unlike and not leaves:
                 continue
-            yield Difference(key[1], "component", name, expected, found, other.number, other.resumed_at, leaves)
+            yield RunDifference(key[1], "component", name, expected, found, other.number, other.resumed_at, leaves)
 
 
 def _belongs(path: str, component: str) -> bool:

@@ -13,7 +13,7 @@ from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorReco
 from trainfold.core.format.rebuild import places, rebuild
 from trainfold.core.layout.world import World
 from trainfold.core.optim.group_labels import relabelled
-from trainfold.core.resume.drift import ENVIRONMENT, Drift, Verdict, make_drift, verdict_of
+from trainfold.core.resume.drift import ENVIRONMENT, Drift, DriftAction, make_drift, verdict_of
 from trainfold.core.scalars import Json
 from trainfold.core.state.contract import contract_of
 from trainfold.core.state.contract_kinds import BASE_RATES, contract_kind, is_of_rank_zero
@@ -30,7 +30,7 @@ _SCALAR = ScalarSpec("scalar")
 class Findings:
     """What a comparison has found so far: drifts with their verdicts, problems, and leaves that are left out."""
 
-    def __init__(self, policy: Mapping[str, Verdict]) -> None:
+    def __init__(self, policy: Mapping[str, DriftAction]) -> None:
         self.drifts: list[Drift] = []
         self.problems: list[Problem] = []
         self.ignored: set[str] = set()
@@ -38,7 +38,7 @@ class Findings:
 
     def drift(
         self, kind: str, where: str, *, saved: object, wanted: object, cause: tuple[str, str] | None = None
-    ) -> Verdict:
+    ) -> DriftAction:
         """Note a drift and return its verdict.
 
         One that follows from another, its cause (kind and place), is told by that one where that one is refused; and otherwise it

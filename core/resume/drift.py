@@ -9,10 +9,10 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.given import mapping_given
 from trainfold.core.printable import printable
 
-Verdict: TypeAlias = Literal["refuse", "warn", "adapt"]
+DriftAction: TypeAlias = Literal["refuse", "warn", "adapt"]
 
 # kind -> (what happens by default, what a policy may choose, what it is about)
-KINDS: Mapping[str, tuple[Verdict, frozenset[str], str]] = {
+KINDS: Mapping[str, tuple[DriftAction, frozenset[str], str]] = {
     "missing": ("refuse", frozenset({"refuse", "warn", "adapt"}), "a wanted leaf is not saved; adapt keeps the target's"),
     "unexpected": ("refuse", frozenset({"refuse", "warn", "adapt"}), "a saved leaf is not wanted; adapt leaves it out"),
     "dtype": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another dtype; adapt casts to the target's"),
@@ -99,10 +99,10 @@ class Drift:
     where: str
     saved: str
     wanted: str
-    verdict: Verdict
+    verdict: DriftAction
 
     @property
-    def to_type(self) -> Verdict | None:
+    def to_type(self) -> DriftAction | None:
         """The verdict that a policy may give its kind so that a resume goes on as is meant; None where none helps."""
         allowed = KINDS[self.kind][1]
         if self.kind in _RESETS:
@@ -173,7 +173,7 @@ def recipes_of(drifts: Sequence[Drift]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(drift.recipe for drift in (*causes, *others) if drift.recipe is not None))
 
 
-def check_policy(policy: Mapping[str, str] | None) -> dict[str, Verdict]:
+def check_policy(policy: Mapping[str, str] | None) -> dict[str, DriftAction]:
     """A policy with every kind and verdict checked before anything is read.
 
     Args:
@@ -191,7 +191,7 @@ def check_policy(policy: Mapping[str, str] | None) -> dict[str, Verdict]:
         trainfold.core.errors.InvalidArgument: policy['shape']: expected one of ['refuse'], found 'adapt'; another \
 shape; nothing can be adapted
     """
-    checked: dict[str, Verdict] = {}
+    checked: dict[str, DriftAction] = {}
     for kind, verdict in mapping_given("policy", policy, values=str).items():
         if kind not in KINDS and not kind.startswith("contract:"):
             raise InvalidArgument(
@@ -206,12 +206,12 @@ shape; nothing can be adapted
     return checked
 
 
-def make_drift(kind: str, where: str, *, saved: object, wanted: object, policy: Mapping[str, Verdict]) -> Drift:
+def make_drift(kind: str, where: str, *, saved: object, wanted: object, policy: Mapping[str, DriftAction]) -> Drift:
     """A drift with the verdict that the policy, or else the default of its kind, gives it."""
     return Drift(kind, where, str(saved), str(wanted), verdict_of(kind, where, policy))
 
 
-def verdict_of(kind: str, where: str, policy: Mapping[str, Verdict]) -> Verdict:
+def verdict_of(kind: str, where: str, policy: Mapping[str, DriftAction]) -> DriftAction:
     """What a policy, or else the default of the kind, says about a drift.
 
     ``scheduler`` speaks for ``schedule``, ``horizon`` and ``schedule_function`` too, where they are not named themselves; for

@@ -18,7 +18,7 @@ from trainfold.core.layout.world import World
 from trainfold.core.resume.compare import Findings, compare_component, compare_contract
 from trainfold.core.resume.drift import Drift, verdict_of
 from trainfold.core.resume.inventory import OLDER, Inventory, lineage
-from trainfold.core.resume.request import Request, Target
+from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import ComponentAction, Refusal, ResumePlan
 from trainfold.core.scalars import Json
 from trainfold.core.state.components import BUILTIN_COMPONENTS
@@ -34,7 +34,7 @@ _OF_RANKS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def next_to_examine(inventory: Inventory, request: Request, wanted: Collection[str] = ()) -> str | None:
+def next_to_examine(inventory: Inventory, request: ResumeRequest, wanted: Collection[str] = ()) -> str | None:
     """The checkpoint whose manifest must be read before a plan can be made, or None when enough is known.
 
     Args:
@@ -45,7 +45,7 @@ def next_to_examine(inventory: Inventory, request: Request, wanted: Collection[s
     Examples:
         >>> from trainfold.core.resume.inventory import Entry
         >>> from trainfold.core.format.manifest import Head
-        >>> next_to_examine(Inventory("r", "r", (Entry("step-00000007", Head("r", 7)),)), Request())
+        >>> next_to_examine(Inventory("r", "r", (Entry("step-00000007", Head("r", 7)),)), ResumeRequest())
         'step-00000007'
     """
     if inventory.problem is not None:
@@ -61,7 +61,7 @@ def next_to_examine(inventory: Inventory, request: Request, wanted: Collection[s
     return None
 
 
-def left_out(manifest: Manifest, request: Request, wanted: Collection[str]) -> tuple[str, ...]:
+def left_out(manifest: Manifest, request: ResumeRequest, wanted: Collection[str]) -> tuple[str, ...]:
     """The components that a resume would miss in a checkpoint that was saved without them on purpose (V06, T24).
 
     Those are the ones that its manifest lists as omitted, and the model, the optimizer and the counters, without which a checkpoint is an
@@ -86,7 +86,7 @@ def left_out(manifest: Manifest, request: Request, wanted: Collection[str]) -> t
     )
 
 
-def chosen_manifest(inventory: Inventory, request: Request, wanted: Collection[str]) -> Manifest | None:
+def chosen_manifest(inventory: Inventory, request: ResumeRequest, wanted: Collection[str]) -> Manifest | None:
     """The manifest of the checkpoint to resume: the newest usable one that has what is wanted, or else the newest usable one.
 
     Args:
@@ -98,7 +98,7 @@ def chosen_manifest(inventory: Inventory, request: Request, wanted: Collection[s
     return next((each for each in found if not left_out(each, request, wanted)), found[0] if found else None)
 
 
-def plan_resume(inventory: Inventory, target: Target, request: Request) -> ResumePlan | Refusal:
+def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) -> ResumePlan | Refusal:
     """Decide how a run resumes, or list every reason why it cannot.
 
     Args:
@@ -113,7 +113,7 @@ def plan_resume(inventory: Inventory, target: Target, request: Request) -> Resum
         UnknownComponent: if the request names a component that neither the target nor the checkpoint has.
 
     Examples:
-        >>> print(plan_resume(Inventory("runs/a", "r", ()), Target({}), Request()))
+        >>> print(plan_resume(Inventory("runs/a", "r", ()), Target({}), ResumeRequest()))
           RunEmpty: runs/a: expected a complete checkpoint, found none; train from the start, or point at another run
     """
     manifest = _chosen(inventory, request, target)
@@ -153,7 +153,9 @@ def plan_resume(inventory: Inventory, target: Target, request: Request) -> Resum
     )
 
 
-def _carried_contract(manifest: Manifest, actions: Sequence[ComponentAction], request: Request) -> dict[str, Json]:
+def _carried_contract(
+    manifest: Manifest, actions: Sequence[ComponentAction], request: ResumeRequest
+) -> dict[str, Json]:
     """What the next step is held to: all that the old one was, less what a policy lets drift; nothing for new counters."""
     resumed = any(action.name == "trainer" and action.verb in ("load", "adopt") for action in actions)
     kept = {
@@ -164,7 +166,7 @@ def _carried_contract(manifest: Manifest, actions: Sequence[ComponentAction], re
     return step_contract(kept) if resumed else {}
 
 
-def _chosen(inventory: Inventory, request: Request, target: Target) -> Manifest | tuple[Problem, ...]:
+def _chosen(inventory: Inventory, request: ResumeRequest, target: Target) -> Manifest | tuple[Problem, ...]:
     if inventory.problem is not None:
         return (inventory.problem,)
     if request.step is not None:
@@ -203,7 +205,7 @@ def _where_none_is_older(problem: Problem, inventory: Inventory, step: int | Non
     )
 
 
-def _check_names(manifest: Manifest, target: Target, request: Request) -> None:
+def _check_names(manifest: Manifest, target: Target, request: ResumeRequest) -> None:
     known = {*BUILTIN_COMPONENTS, *target.components, *(each.name for each in manifest.components)}
     unknown = [name for name in (*(request.components or ()), *request.reset) if name not in known]
     if unknown:
@@ -220,7 +222,13 @@ def _names(manifest: Manifest, target: Target) -> tuple[str, ...]:
 
 
 def _action(  # noqa: PLR0913 (every one is named where it is called)
-    name: str, manifest: Manifest, target: Target, request: Request, findings: Findings, *, dims: Mapping[str, int]
+    name: str,
+    manifest: Manifest,
+    target: Target,
+    request: ResumeRequest,
+    findings: Findings,
+    *,
+    dims: Mapping[str, int],
 ) -> ComponentAction:
     wanted, saved = target.components.get(name), manifest.component(name)
     if name in request.reset:
@@ -286,7 +294,7 @@ def _kind_of_absence(name: str, manifest: Manifest) -> str:
     return "external_weights" if name == "model" and name in manifest.omitted else "missing_component"
 
 
-def _partial(inventory: Inventory, manifest: Manifest, target: Target, request: Request) -> tuple[Problem, ...]:
+def _partial(inventory: Inventory, manifest: Manifest, target: Target, request: ResumeRequest) -> tuple[Problem, ...]:
     """The newer ones that lack what is wanted, each with what it has."""
     newer = itertools.takewhile(lambda entry: entry.manifest is not manifest, lineage(inventory))
     return tuple(

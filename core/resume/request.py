@@ -1,4 +1,4 @@
-"""`Request` and `Target`: what a resume is asked for, and the run that wants it."""
+"""`ResumeRequest` and `Target`: what a resume is asked for, and the run that wants it."""
 
 from collections.abc import Mapping, Sequence
 from typing import final
@@ -8,7 +8,7 @@ import attrs
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.describe import Described
 from trainfold.core.given import mapping_given, names_given
-from trainfold.core.resume.drift import Verdict, check_policy
+from trainfold.core.resume.drift import DriftAction, check_policy
 from trainfold.core.scalars import Json
 
 
@@ -34,7 +34,7 @@ class Target:
 
 @final
 @attrs.frozen
-class Request:
+class ResumeRequest:
     """What the caller asks for. Make it with `make_request`.
 
     Attributes:
@@ -46,7 +46,7 @@ class Request:
 
     step: int | None = None
     components: tuple[str, ...] | None = None
-    policy: Mapping[str, Verdict] = attrs.field(factory=dict)
+    policy: Mapping[str, DriftAction] = attrs.field(factory=dict)
     reset: Mapping[str, str] = attrs.field(factory=dict)
 
 
@@ -56,7 +56,7 @@ def make_request(
     components: Sequence[str] | None = None,
     policy: Mapping[str, str] | None = None,
     reset: Mapping[str, str] | None = None,
-) -> Request:
+) -> ResumeRequest:
     """Return a checked request.
 
     Args:
@@ -80,4 +80,4 @@ def make_request(
             raise InvalidArgument(
                 f"reset[{name!r}]", expected="the reason in words", found=repr(reason), mend="say why it starts anew"
             )
-    return Request(step, names_given(components), check_policy(policy), anew)
+    return ResumeRequest(step, names_given(components), check_policy(policy), anew)

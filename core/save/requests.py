@@ -1,4 +1,4 @@
-"""`Request`: what a signal, a control file or a person may ask of a running loop, and how the ranks' requests become one."""
+"""`StopRequest`: what a signal, a control file or a person may ask of a running loop, and how the ranks' requests become one."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, TypeAlias, get_args
@@ -6,14 +6,14 @@ from typing import Final, Literal, TypeAlias, get_args
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.scalars import shown
 
-Request: TypeAlias = Literal["save", "stop", "save_and_stop", "abort"]
+StopRequest: TypeAlias = Literal["save", "stop", "save_and_stop", "abort"]
 """``save``: save now and go on. ``stop``: end here as at the last step. ``save_and_stop``: end here, and save whatever the
 triggers say. ``abort``: end here and save nothing (R02)."""
 
-REQUESTS: Final[tuple[Request, ...]] = get_args(Request)
+REQUESTS: Final[tuple[StopRequest, ...]] = get_args(StopRequest)
 
 
-def merge_requests(per_rank: Sequence[Iterable[Request]]) -> tuple[Request, ...]:
+def merge_requests(per_rank: Sequence[Iterable[StopRequest]]) -> tuple[StopRequest, ...]:
     """Make one answer of what was asked of each rank, so that all act alike (R01).
 
     Law: neither the order of the ranks, nor that of their requests, nor how often something was asked makes a difference;
@@ -40,7 +40,7 @@ def merge_requests(per_rank: Sequence[Iterable[Request]]) -> tuple[Request, ...]
     return ("abort",) if "abort" in asked else tuple(request for request in REQUESTS if request in asked)
 
 
-def checked_request(request: object) -> Request:
+def checked_request(request: object) -> StopRequest:
     """The request, if it is one.
 
     Raises:

@@ -11,7 +11,7 @@ import attrs
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.given import real_given
-from trainfold.core.save.requests import Request, merge_requests
+from trainfold.core.save.requests import StopRequest, merge_requests
 from trainfold.core.scalars import shown
 
 _MEANING: Final = {
@@ -102,7 +102,7 @@ def decide(  # noqa: PLR0913 - one keyword for each source
     triggers: Triggers,
     last_saved: int | None,
     secs_since_save: float,
-    requests: Iterable[Request] = (),
+    requests: Iterable[StopRequest] = (),
     is_last: bool = False,
     is_best: bool = False,
 ) -> Verdict:

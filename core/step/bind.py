@@ -6,7 +6,7 @@ import torch
 
 from trainfold.core.errors import InvalidState
 from trainfold.core.state.state import ModelState, TrainState
-from trainfold.core.step.engine.module_template import Mould, Template
+from trainfold.core.step.engine.module_template import ModuleSpec, Template
 
 
 @final
@@ -65,4 +65,4 @@ def bind_model(model: torch.nn.Module, state: TrainState) -> BoundModel:
         raise InvalidState(
             "state.model", expected="a model component", found=None, mend="merge the weights into the state first"
         )
-    return BoundModel(Mould(model).cast(), state.model)
+    return BoundModel(ModuleSpec(model).cast(), state.model)

@@ -17,7 +17,7 @@ LossFunction: TypeAlias = Callable[[Any, Any], Loss]
 
 @final
 @attrs.frozen
-class Verdict:
+class WindowResult:
     """What a window came to, in Python numbers: reading them is the one time that a step waits for the device.
 
     Attributes:
@@ -80,7 +80,7 @@ def run_window(  # noqa: PLR0913 (every one is named where it is called)
     return totals
 
 
-def judge(totals: Totals, norm_of: Norm, *, normalised: bool, where: str) -> Verdict:
+def judge(totals: Totals, norm_of: Norm, *, normalised: bool, where: str) -> WindowResult:
     """Divide the gradients by the weight and read what the window came to; nothing but gradients is changed.
 
     Raises:
@@ -116,7 +116,7 @@ def judge(totals: Totals, norm_of: Norm, *, normalised: bool, where: str) -> Ver
             found=f"loss {loss_sum / weight}, gradient norm {grad_norm}{_blame(totals)}",
             mend="nothing was updated: go on from error.skipped, which is past this batch, or lower the learning rate",
         )
-    return Verdict(
+    return WindowResult(
         loss=loss_sum / weight,
         grad_norm=grad_norm,
         weight=weight,

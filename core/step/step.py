@@ -20,10 +20,10 @@ from trainfold.core.scalars import Json, shown
 from trainfold.core.state.contract import STEP_PREFIX, checked_contract, noted_settings, settings_at_risk
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, Progress, Scalar, TrainState
-from trainfold.core.step.engine.module_template import Mould, check_silent
+from trainfold.core.step.engine.module_template import ModuleSpec, check_silent
 from trainfold.core.step.engine.param_hooks import check_hooks
-from trainfold.core.step.engine.workspace import Pool, Worker
-from trainfold.core.step.gradients import LossFunction, Verdict, judge, run_window
+from trainfold.core.step.engine.workspace import StepWorkspace, WorkspacePool
+from trainfold.core.step.gradients import LossFunction, WindowResult, judge, run_window
 from trainfold.core.step.loss import Totals
 from trainfold.core.step.microbatch import split
 from trainfold.core.step.reduce import exchange
@@ -51,7 +51,7 @@ class Step:
     _accumulate: int
     _clip_norm: float | None
     _collectives: Collectives | None
-    _pool: Pool
+    _pool: WorkspacePool
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Do one optimizer step.
@@ -146,7 +146,9 @@ class Step:
                 mend="make the step as it was, or accept the change: state.evolve(contract={})",
             )
 
-    def _measure(self, worker: Worker, state: TrainState, micro: list[Any], samples: int, key: Key) -> Verdict:
+    def _measure(
+        self, worker: StepWorkspace, state: TrainState, micro: list[Any], samples: int, key: Key
+    ) -> WindowResult:
         """Forward, backward and verdict; whatever is raised, the state is as it was."""
         ranks = self._collectives
         alone = ranks is None and len(micro) == 1
@@ -177,7 +179,7 @@ class Step:
             error.skipped = _skipped(state, totals.samples or samples)
             raise
 
-    def _enter(self, worker: Worker, state: TrainState) -> None:
+    def _enter(self, worker: StepWorkspace, state: TrainState) -> None:
         model = state.model
         assert model is not None
         if worker.bound is None:  # the forward writes to nothing but buffers
@@ -190,13 +192,15 @@ class Step:
             model, optimizer = tree.map_tensors(_copy, (model, state.optimizer))
             worker.enter(state.evolve(model=model, optimizer=optimizer))
 
-    def _leave(self, worker: Worker, state: TrainState) -> None:
+    def _leave(self, worker: StepWorkspace, state: TrainState) -> None:
         if self.donate and worker.bound is not None and state.model is not None:
             self._pool.watch(worker, state.model.params.lease)
         else:
             worker.release()
 
-    def _update(self, worker: Worker, state: TrainState, verdict: Verdict, factor: float) -> tuple[TrainState, Metrics]:
+    def _update(
+        self, worker: StepWorkspace, state: TrainState, verdict: WindowResult, factor: float
+    ) -> tuple[TrainState, Metrics]:
         """The update in place, of the state's own tensors or of their copies."""
         assert worker.bound is not None
         if self._clip_norm is not None:
@@ -214,7 +218,7 @@ class Step:
         return after, _metrics(verdict, rates)
 
     def _update_by_function(
-        self, worker: Worker, state: TrainState, verdict: Verdict, factor: float | None
+        self, worker: StepWorkspace, state: TrainState, verdict: WindowResult, factor: float | None
     ) -> tuple[TrainState, Metrics]:
         """The update by a user's own pure function; nothing is donated."""
         assert state.model is not None
@@ -236,7 +240,7 @@ class Step:
         return after, _metrics(verdict, scheduled)
 
     def _next(
-        self, state: TrainState, model: ModelState, optimizer: Any, verdict: Verdict, settings: Mapping[str, Json]
+        self, state: TrainState, model: ModelState, optimizer: Any, verdict: WindowResult, settings: Mapping[str, Json]
     ) -> TrainState:
         done = state.trainer
         assert done is not None
@@ -257,7 +261,7 @@ class Step:
             origin=state.origin,
         )
 
-    def _drawn(self, state: TrainState, key: Key, worker: Worker) -> contextlib.AbstractContextManager[None]:
+    def _drawn(self, state: TrainState, key: Key, worker: StepWorkspace) -> contextlib.AbstractContextManager[None]:
         """What an update draws depends on the step alone, and is the same on all ranks; torch's own optimizers draw nothing."""
         if isinstance(self._optimizer, Optimizer) and self._optimizer.cls.__module__.startswith("torch.optim."):
             return _ALONE
@@ -363,7 +367,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
             found="True, with a pair of pure functions for an optimizer",
             mend="leave donate out, or make the optimizer with trainfold.optimizer",
         )
-    mould, ranks = Mould(model), None if collectives is None or collectives.world_size == 1 else collectives
+    mould, ranks = ModuleSpec(model), None if collectives is None or collectives.world_size == 1 else collectives
     check_hooks(mould.hooks, alone=accumulate == 1 and ranks is None)
     contract = {
         f"{STEP_PREFIX}accumulate": accumulate,
@@ -379,7 +383,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         accumulate=accumulate,
         clip_norm=largest,
         collectives=ranks,
-        pool=Pool(mould, optimizer),
+        pool=WorkspacePool(mould, optimizer),
     )
 
 
@@ -419,6 +423,6 @@ def _skipped(state: TrainState, samples: int) -> TrainState:
     return state.evolve(trainer=trainer, dataset=dataset)
 
 
-def _metrics(verdict: Verdict, rates: dict[str, float]) -> Metrics:
+def _metrics(verdict: WindowResult, rates: dict[str, float]) -> Metrics:
     own = {"loss": verdict.loss, "grad_norm": verdict.grad_norm, **rates, "weight": verdict.weight}
     return {**verdict.metrics, **own}

@@ -17,15 +17,15 @@ from trainfold.adapters.cli.demo.kill import (
     run_unharmed,
     train_command,
 )
-from trainfold.adapters.cli.demo.settings import MADE_BY, SETTINGS_FILE, Settings, write_settings
-from trainfold.adapters.cli.rehearse.moments import Pace
+from trainfold.adapters.cli.demo.settings import MADE_BY, SETTINGS_FILE, DemoSettings, write_settings
+from trainfold.adapters.cli.rehearse.moments import StepTimes
 from trainfold.adapters.cli.terminal import plot
 from trainfold.adapters.cli.terminal.output import Answer
 from trainfold.adapters.cli.terminal.progress import Display, display
 from trainfold.adapters.cli.terminal.workplace import Workplace
 from trainfold.backends.stores.place import local_path
 from trainfold.backends.stores.record_file import read_entries
-from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.entry import RecordedLine
 
 UNINTERRUPTED, KILLED = "uninterrupted", "killed"
 PICTURE, REPORT, LOCK = "losses.png", "report.json", "demo.lock"
@@ -42,7 +42,7 @@ _PLACE = Workplace(
 )  # fmt: skip
 
 
-def run_demo(directory: Path, settings: Settings, *, command: Command = train_command) -> Answer:
+def run_demo(directory: Path, settings: DemoSettings, *, command: Command = train_command) -> Answer:
     """Train twice, kill the second run again and again, and compare.
 
     Args:
@@ -69,10 +69,10 @@ def run_demo(directory: Path, settings: Settings, *, command: Command = train_co
         return _conclude(directory, settings, attempts, started)
 
 
-def _run_both(directory: Path, settings: Settings, *, command: Command, shown: Display) -> list[Attempt]:
+def _run_both(directory: Path, settings: DemoSettings, *, command: Command, shown: Display) -> list[Attempt]:
     names = {UNINTERRUPTED: "never killed", KILLED: "killed and resumed"}
 
-    def watch(run: str, event: Entry) -> None:
+    def watch(run: str, event: RecordedLine) -> None:
         if event.kind == "start" and event.data["resumed_from"] is not None:
             shown.say(f"  resumed from {event.data['resumed_from']} by the same command, process {event.pid}")
         shown.watch(names[run], event)
@@ -93,7 +93,7 @@ def _run_both(directory: Path, settings: Settings, *, command: Command, shown: D
     return attempts
 
 
-def _conclude(directory: Path, settings: Settings, attempts: list[Attempt], started: float) -> Answer:
+def _conclude(directory: Path, settings: DemoSettings, attempts: list[Attempt], started: float) -> Answer:
     one, other = (report.record_of(read_entries(directory / f"{run}.jsonl")) for run in (UNINTERRUPTED, KILLED))
     comparison = report.compare(one, other, attempts, wanted_kills=settings.kills)
     picture = _draw(directory / PICTURE, one, other, comparison)
@@ -125,7 +125,7 @@ def _draw(path: Path, one: report.RunRecord, other: report.RunRecord, comparison
     return str(path)
 
 
-def _pace(events: list[Entry]) -> Pace:
+def _pace(events: list[RecordedLine]) -> StepTimes:
     """How long a step and a save take, from the record of the run that was left alone."""
     steps, saves = [0.0], [0.0]
     for before, after in itertools.pairwise(events):
@@ -133,4 +133,4 @@ def _pace(events: list[Entry]) -> Pace:
             steps.append(after.secs - before.secs)
         if after.kind == "saved":
             saves.append(after.secs - before.secs)
-    return Pace(step_secs=statistics.median(steps), save_secs=statistics.median(saves))
+    return StepTimes(step_secs=statistics.median(steps), save_secs=statistics.median(saves))

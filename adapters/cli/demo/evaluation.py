@@ -24,7 +24,7 @@ SUITE: Suite = {"loss": Ratio(), "perplexity": Perplexity(), "top-5 accuracy": T
 
 @final
 @attrs.frozen
-class Measured:
+class HeldOutLoss:
     """What one batch size gives, as the bits of float64 in hex.
 
     Attributes:
@@ -53,7 +53,7 @@ class Measurement:
     """
 
     loss: float
-    sizes: Mapping[str, Measured]
+    sizes: Mapping[str, HeldOutLoss]
     moved: int
     values: int
 
@@ -87,7 +87,7 @@ def measure(state: TrainState, model: GPT, corpus: Corpus) -> Measurement:
         seen[size] = torch.cat(kept)
         loss = loss or float(found["loss"])
         once = torch.split(seen[max(BATCH_SIZES)], size * corpus.heldout[0, 1:].numel())
-        sizes[str(size)] = Measured(
+        sizes[str(size)] = HeldOutLoss(
             results={name: float(value).hex() for name, value in found.items()},
             kept=_exact(once).hex(),
             means=statistics.fmean(float(part.mean()) for part in once).hex(),

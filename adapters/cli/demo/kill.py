@@ -11,10 +11,10 @@ from typing import final
 
 import attrs
 
-from trainfold.adapters.cli.demo.settings import Settings
-from trainfold.adapters.cli.rehearse.moments import Pace, Trigger, arms, plan_moments
+from trainfold.adapters.cli.demo.settings import DemoSettings
+from trainfold.adapters.cli.rehearse.moments import StepTimes, Trigger, arms, plan_moments
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.rehearsal.entry import Entry, decode_entry
+from trainfold.core.rehearsal.entry import RecordedLine, decode_entry
 
 
 class DemoFailed(TrainfoldError):
@@ -58,7 +58,7 @@ class Attempt:
 
 
 Command = Callable[[Path], list[str]]
-Watch = Callable[[Entry], None]
+Watch = Callable[[RecordedLine], None]
 
 
 def train_command(run: Path) -> list[str]:
@@ -66,7 +66,7 @@ def train_command(run: Path) -> list[str]:
     return [sys.executable, "-m", "trainfold.adapters.cli.demo.train", str(run)]
 
 
-def plan_kills(settings: Settings) -> list[Trigger]:
+def plan_kills(settings: DemoSettings) -> list[Trigger]:
     """Choose the moments: one in each equal part of what follows the first save, the second one during a save.
 
     `arms` keeps the first one from coming before that save is acknowledged.
@@ -93,7 +93,7 @@ def run_unharmed(run: Path, *, command: Command, watch: Watch) -> None:
 
 
 def run_and_kill(
-    run: Path, triggers: list[Trigger], pace: Pace, *, command: Command, watch: Watch
+    run: Path, triggers: list[Trigger], pace: StepTimes, *, command: Command, watch: Watch
 ) -> Iterator[Attempt]:
     """Start a run again and again, kill it at each trigger, and let the last start end by itself.
 
@@ -123,8 +123,8 @@ def run_and_kill(
             waiting.insert(0, attrs.evolve(trigger, after_step=attempt.kill.step, fraction=trigger.fraction / 4))
 
 
-def _attempt(run: Path, trigger: Trigger | None, pace: Pace, *, command: Command, watch: Watch) -> Attempt:
-    seen: list[Entry] = []
+def _attempt(run: Path, trigger: Trigger | None, pace: StepTimes, *, command: Command, watch: Watch) -> Attempt:
+    seen: list[RecordedLine] = []
     killed_at = None
     with _process(run, command) as process:
         for event in _events(process):
@@ -142,7 +142,7 @@ def _attempt(run: Path, trigger: Trigger | None, pace: Pace, *, command: Command
     return Attempt(resumed_from=start.data["resumed_from"], first_step=start.step, kill=kill)
 
 
-def _examine(run: Path, seen: list[Entry]) -> Kill:
+def _examine(run: Path, seen: list[RecordedLine]) -> Kill:
     """Tell from the record, and from the directory, what was hit; intentions do not count."""
     last = seen[-1]
     if last.kind != "save":
@@ -177,7 +177,7 @@ def _stderr_of(run: Path) -> Path:
     return run.with_suffix(".stderr")
 
 
-def _events(process: "subprocess.Popen[bytes]") -> Iterator[Entry]:
+def _events(process: "subprocess.Popen[bytes]") -> Iterator[RecordedLine]:
     assert process.stdout is not None
     for line in process.stdout:
         event = decode_entry(line)

@@ -5,7 +5,7 @@ from typing import final
 
 import attrs
 
-from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.entry import RecordedLine
 
 
 @final
@@ -24,11 +24,11 @@ class Losses:
     contradictions: tuple[int, ...]
 
 
-def losses_of(events: Iterable[Entry]) -> Losses:
+def losses_of(events: Iterable[RecordedLine]) -> Losses:
     """Collect the losses of a log.
 
     Examples:
-        >>> log = [Entry("step", step, 1, 0.0, {"loss": loss}) for step, loss in ((1, 5.0), (2, 4.0), (2, 4.0), (3, 3.0))]
+        >>> log = [RecordedLine("step", step, 1, 0.0, {"loss": loss}) for step, loss in ((1, 5.0), (2, 4.0), (2, 4.0), (3, 3.0))]
         >>> losses_of(log)
         Losses(by_step={1: 5.0, 2: 4.0, 3: 3.0}, replayed=1, contradictions=())
     """
@@ -42,7 +42,7 @@ def losses_of(events: Iterable[Entry]) -> Losses:
     )
 
 
-def _steps(events: Iterable[Entry]) -> Iterator[tuple[int, float]]:
+def _steps(events: Iterable[RecordedLine]) -> Iterator[tuple[int, float]]:
     for event in events:
         if event.kind == "step":
             yield event.step, float(event.data["loss"])

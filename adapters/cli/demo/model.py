@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainfold.adapters.cli.demo.settings import Settings
+from trainfold.adapters.cli.demo.settings import DemoSettings
 
 _VOCABULARY = 256
 
@@ -61,7 +61,7 @@ class GPT(nn.Module):
         return logits
 
 
-def make_model(settings: Settings) -> GPT:
+def make_model(settings: DemoSettings) -> GPT:
     """The model of these settings, with weights drawn from their seed; the global generator is left as it was.
 
     Examples:

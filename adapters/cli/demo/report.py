@@ -9,7 +9,7 @@ from trainfold.adapters.cli.demo.kill import Attempt, Kill
 from trainfold.adapters.cli.demo.losses import Losses, losses_of
 from trainfold.adapters.cli.terminal.output import Table, size_text
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.entry import RecordedLine
 
 
 class NotIdentical(TrainfoldError):
@@ -119,7 +119,7 @@ class Comparison:
         return None
 
 
-def record_of(events: Sequence[Entry]) -> RunRecord:
+def record_of(events: Sequence[RecordedLine]) -> RunRecord:
     """Make the record of a run that has ended from its events."""
     end = next(event for event in reversed(events) if event.kind == "done")
     return RunRecord(

@@ -1,4 +1,4 @@
-"""`Settings`: all that the demo's two runs have in common. No torch here: the parent process never needs it."""
+"""`DemoSettings`: all that the demo's two runs have in common. No torch here: the parent process never needs it."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ _THREADS = 1  # two that wait for each other crawl as soon as the machine has so
 
 @final
 @attrs.frozen
-class Settings:
+class DemoSettings:
     """What is trained, and how. Make it with `make_settings`.
 
     Attributes:
@@ -56,7 +56,7 @@ class Settings:
     heldout_bytes: int
 
 
-def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: bool = False) -> Settings:
+def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: bool = False) -> DemoSettings:
     """Return checked settings.
 
     Args:
@@ -91,7 +91,7 @@ def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: 
         if tiny
         else {"layers": 6, "width": 256, "heads": 4, "context": 48, "heldout_bytes": 4 << 10}
     )
-    return Settings(
+    return DemoSettings(
         steps=steps,
         seed=seed,
         donate=donate,
@@ -105,13 +105,13 @@ def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: 
     )
 
 
-def write_settings(settings: Settings, directory: Path) -> None:
+def write_settings(settings: DemoSettings, directory: Path) -> None:
     """Put the settings where both runs read them; the file also marks the directory as the demo's own."""
     text = json.dumps({"made_by": MADE_BY, **attrs.asdict(settings)}, indent=2)
     (directory / SETTINGS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def read_settings(directory: Path) -> Settings:
+def read_settings(directory: Path) -> DemoSettings:
     """The settings that `write_settings` put there."""
     found = json.loads((directory / SETTINGS_FILE).read_text(encoding="utf-8"))
-    return Settings(**{name: value for name, value in found.items() if name != "made_by"})
+    return DemoSettings(**{name: value for name, value in found.items() if name != "made_by"})

@@ -16,7 +16,7 @@ from torch.nn import functional
 from trainfold.adapters.cli.demo.corpus import as_batch, help_text, make_corpus
 from trainfold.adapters.cli.demo.evaluation import measure
 from trainfold.adapters.cli.demo.model import make_model
-from trainfold.adapters.cli.demo.settings import Settings, read_settings
+from trainfold.adapters.cli.demo.settings import DemoSettings, read_settings
 from trainfold.backends.runs.api import load, plan, save
 from trainfold.backends.stores.record_file import RecordFile
 from trainfold.core.data.cursor import make_cursor
@@ -39,7 +39,7 @@ def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: dict[str, torc
     return Loss(sum=nats, weight=batch["y"].numel())
 
 
-def train(run: Path, settings: Settings, log: RecordFile) -> None:
+def train(run: Path, settings: DemoSettings, log: RecordFile) -> None:
     """Train from the newest checkpoint of the run, or from the start, to the end; then evaluate.
 
     Args:

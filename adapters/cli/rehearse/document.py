@@ -5,7 +5,7 @@ from typing import Any
 import attrs
 
 from trainfold.adapters.cli.rehearse.findings import Rehearsed, error_of, hit_text
-from trainfold.adapters.cli.rehearse.kept import Measured
+from trainfold.adapters.cli.rehearse.kept import MeasuredDifference
 from trainfold.adapters.cli.rehearse.starts import Start
 
 
@@ -35,7 +35,7 @@ def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _leaves_json(measured: Measured | None) -> list[dict[str, Any]]:
+def _leaves_json(measured: MeasuredDifference | None) -> list[dict[str, Any]]:
     if measured is None:
         return []
     return [

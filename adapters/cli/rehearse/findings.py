@@ -7,15 +7,15 @@ from typing import Final, final
 import attrs
 
 from trainfold.adapters.cli.rehearse.errors import NeverResumed, NeverSaved, NotRepeatable, ProgramFailed, ResumeDiffers
-from trainfold.adapters.cli.rehearse.kept import Measured
+from trainfold.adapters.cli.rehearse.kept import MeasuredDifference
 from trainfold.adapters.cli.rehearse.moments import saves_between
-from trainfold.adapters.cli.rehearse.options import Settings
+from trainfold.adapters.cli.rehearse.options import RehearsalSettings
 from trainfold.adapters.cli.rehearse.starts import Start
 from trainfold.adapters.cli.terminal.output import Table
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.rehearsal.conclusion import Conclusion
 from trainfold.core.rehearsal.number import float_of
-from trainfold.core.rehearsal.trajectory import Difference
+from trainfold.core.rehearsal.trajectory import RunDifference
 
 _SHOWN_LEAVES: Final = 6
 _SHOWN_LINES: Final = 12
@@ -39,12 +39,12 @@ class Rehearsed:
         failed: how a program that does not repeat itself failed when it was started again.
     """
 
-    settings: Settings
+    settings: RehearsalSettings
     whole: Start
     again: Start | None
     killed: tuple[Start, ...]
     conclusion: Conclusion | None
-    measured: Measured | None = None
+    measured: MeasuredDifference | None = None
     room: Mapping[str, int] = attrs.field(factory=dict)
     failed: ProgramFailed | None = None
 
@@ -68,7 +68,7 @@ def error_of(rehearsed: Rehearsed) -> TrainfoldError | None:
     return _by_outcome(rehearsed.settings, conclusion)
 
 
-def _by_outcome(settings: Settings, conclusion: Conclusion) -> TrainfoldError | None:
+def _by_outcome(settings: RehearsalSettings, conclusion: Conclusion) -> TrainfoldError | None:
     if conclusion.outcome in ("unrepeatable", "beyond"):
         return _not_repeatable(settings, conclusion)
     if conclusion.outcome == "nothing":
@@ -130,7 +130,7 @@ def _noise(conclusion: Conclusion) -> str:
     return f"two runs that were not killed differ in {_named(conclusion.noise[0])}"
 
 
-def _not_repeatable(settings: Settings, conclusion: Conclusion) -> TrainfoldError:
+def _not_repeatable(settings: RehearsalSettings, conclusion: Conclusion) -> TrainfoldError:
     noise = _noise(conclusion)
     worst = max(conclusion.again, key=lambda pair: pair.apart, default=None)
     if conclusion.outcome == "beyond" and worst is not None:
@@ -168,7 +168,7 @@ def _differs(conclusion: Conclusion) -> TrainfoldError:
     )
 
 
-def _named(difference: Difference) -> str:
+def _named(difference: RunDifference) -> str:
     if difference.kind == "value":
         return f"{difference.name} of step {difference.step}"
     if difference.kind == "end":
@@ -259,7 +259,7 @@ def _difference_tables(conclusion: Conclusion) -> list[Table]:
     return [Table(title, columns, tuple(_row(each) for each in mine[:_SHOWN_LINES]))]
 
 
-def _leaf_tables(conclusion: Conclusion, measured: Measured | None) -> list[Table]:
+def _leaf_tables(conclusion: Conclusion, measured: MeasuredDifference | None) -> list[Table]:
     """The leaves of the first checkpoint that differs, with how large each difference is."""
     found = conclusion.noise or conclusion.found
     components = [each for each in found if each.kind == "component" and each.number == found[0].number]
@@ -280,7 +280,7 @@ def _leaf_tables(conclusion: Conclusion, measured: Measured | None) -> list[Tabl
     return [Table(f"Leaves of the first checkpoint that differs, step {here[0].step}", columns, tuple(rows))]
 
 
-def _row(difference: Difference) -> tuple[str, str, str, str]:
+def _row(difference: RunDifference) -> tuple[str, str, str, str]:
     return (
         f"{difference.step}",
         difference.name,
@@ -289,7 +289,7 @@ def _row(difference: Difference) -> tuple[str, str, str, str]:
     )
 
 
-def _shown(difference: Difference, text: str) -> str:
+def _shown(difference: RunDifference, text: str) -> str:
     if difference.kind != "value" or "x" not in text:
         return _cut(text)
     return f"{float_of(text):.6g} ({text})"

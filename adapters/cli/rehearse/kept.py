@@ -1,4 +1,4 @@
-"""`Kept`: the data of checkpoints that may have to be compared, on a bounded part of the disk; and how large their differences are."""
+"""`KeptCheckpoints`: the data of checkpoints that may have to be compared, on a bounded part of the disk; and how large their differences are."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -20,8 +20,8 @@ from trainfold.core.rehearsal.leaf_size import LeafSize, Piece, size_of
 from trainfold.core.rehearsal.orders import KEPT_NAME
 from trainfold.core.rehearsal.trajectory import (
     NOTHING,
-    Difference,
     Restless,
+    RunDifference,
     SavedStep,
     Stretch,
     differences,
@@ -40,7 +40,7 @@ def saved_of(manifest: Manifest) -> SavedStep:
 
 
 @final
-class Kept:
+class KeptCheckpoints:
     """The kept checkpoints of the processes of one run.
 
     Args:
@@ -96,7 +96,7 @@ class Kept:
 
 @final
 @attrs.frozen
-class Measured:
+class MeasuredDifference:
     """How large a difference between two checkpoints is.
 
     Attributes:
@@ -110,7 +110,9 @@ class Measured:
     sizes: Mapping[str, LeafSize | None]
 
 
-def measure(one: Kept, other: Kept, found: tuple[Difference, ...]) -> Measured | None:
+def measure(
+    one: KeptCheckpoints, other: KeptCheckpoints, found: tuple[RunDifference, ...]
+) -> MeasuredDifference | None:
     """How large the first difference between components of two runs is; None where the data of these checkpoints are not there.
 
     Args:
@@ -129,7 +131,7 @@ def measure(one: Kept, other: Kept, found: tuple[Difference, ...]) -> Measured |
         pair = _Opened(mine[key]), _Opened(theirs[key])
         sizes = {path: _size(*pair, path) for each in here for path, *_ in each.leaves[:_MEASURED]}
         if any(size is not None for size in sizes.values()):
-            return Measured(key[1], (mine[key], theirs[key]), sizes)
+            return MeasuredDifference(key[1], (mine[key], theirs[key]), sizes)
     return None
 
 

@@ -6,7 +6,7 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.entry import RecordedLine
 
 _LATEST_HIT: Final = 0.7  # of the duration of a save: later, and the save may be over before the signal arrives
 
@@ -29,7 +29,7 @@ class Trigger:
 
 @final
 @attrs.frozen
-class Pace:
+class StepTimes:
     """How long a step and a save take here, about."""
 
     step_secs: float
@@ -90,7 +90,7 @@ def saves_between(saved: Sequence[int]) -> Sequence[int]:
     return saved[1:-1]
 
 
-def arms(seen: Sequence[Entry], trigger: Trigger) -> bool:
+def arms(seen: Sequence[RecordedLine], trigger: Trigger) -> bool:
     """Whether the last thing that a process said is the moment of a trigger.
 
     Not before there is a checkpoint: the start after a kill would be a fresh one, which shows nothing.
@@ -100,8 +100,8 @@ def arms(seen: Sequence[Entry], trigger: Trigger) -> bool:
         trigger: the moment.
 
     Examples:
-        >>> seen = [Entry("start", 0, 1, 0.0, {"resumed_from": None}), Entry("step", 1, 1, 0.1), Entry("save", 1, 1, 0.1)]
-        >>> arms(seen, Trigger(1, False, 0.5)), arms([*seen, Entry("saved", 1, 1, 0.2)], Trigger(1, False, 0.5))
+        >>> seen = [RecordedLine("start", 0, 1, 0.0, {"resumed_from": None}), RecordedLine("step", 1, 1, 0.1), RecordedLine("save", 1, 1, 0.1)]
+        >>> arms(seen, Trigger(1, False, 0.5)), arms([*seen, RecordedLine("saved", 1, 1, 0.2)], Trigger(1, False, 0.5))
         (False, True)
     """
     event = seen[-1]

@@ -1,4 +1,4 @@
-"""`Settings`: what is rehearsed, and how; checked before anything is started."""
+"""`RehearsalSettings`: what is rehearsed, and how; checked before anything is started."""
 
 import shutil
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _MIN_STEPS: Final = 4
 
 @final
 @attrs.frozen
-class Settings:
+class RehearsalSettings:
     """What is rehearsed, and how. Make it with `make_settings`.
 
     Attributes:
@@ -58,7 +58,7 @@ def make_settings(  # noqa: PLR0913 - keywords
     seed: int = 0,
     tolerance: float | None = None,
     patience_secs: float = 600.0,
-) -> Settings:
+) -> RehearsalSettings:
     """Return checked settings.
 
     Args:
@@ -98,7 +98,7 @@ def make_settings(  # noqa: PLR0913 - keywords
         raise _bad("--tolerance", "a number >= 0", tolerance, "1e-3 lets values differ by a thousandth")
     if not patience_secs > 0:
         raise _bad("--patience", "a duration above 0", patience_secs, "10m waits ten minutes")
-    return Settings(tuple(command), steps, kills, cadence, seed, tolerance, patience_secs)
+    return RehearsalSettings(tuple(command), steps, kills, cadence, seed, tolerance, patience_secs)
 
 
 def _bad(where: str, expected: str, found: Any, mend: str) -> InvalidArgument:

@@ -12,7 +12,7 @@ from typing import Final, final
 
 from trainfold.adapters.cli.rehearse.scan import Scan
 from trainfold.backends.stores.record_file import Tail
-from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.entry import RecordedLine
 
 _LOOK_SECS: Final = 0.002
 _GONE_SECS: Final = 10.0
@@ -40,7 +40,7 @@ class Program:
         self._scan = scan
         self._pids: set[int] = set()
         self._process: subprocess.Popen[bytes] | None = None
-        self._rest: list[Entry] = []
+        self._rest: list[RecordedLine] = []
         self.was_killed = False
 
     def __enter__(self) -> "Program":
@@ -71,7 +71,7 @@ class Program:
         self.was_killed = True
         self._end()
 
-    def entries(self, *, patience_secs: float) -> Iterator[Entry | None]:
+    def entries(self, *, patience_secs: float) -> Iterator[RecordedLine | None]:
         """What happens, as it happens, until the program has ended; None where it was silent for too long.
 
         Args:
@@ -96,7 +96,7 @@ class Program:
                 heard = time.monotonic()
             time.sleep(_LOOK_SECS)
 
-    def rest(self) -> list[Entry]:
+    def rest(self) -> list[RecordedLine]:
         """What it wrote before its death that `entries` has not yielded."""
         return self._rest
 

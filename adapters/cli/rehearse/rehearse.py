@@ -14,9 +14,9 @@ from trainfold.adapters.cli.rehearse import findings as report
 from trainfold.adapters.cli.rehearse.document import as_json
 from trainfold.adapters.cli.rehearse.errors import ProgramFailed
 from trainfold.adapters.cli.rehearse.findings import Rehearsed, error_of, hit_text, tables
-from trainfold.adapters.cli.rehearse.kept import Kept, measure
+from trainfold.adapters.cli.rehearse.kept import KeptCheckpoints, measure
 from trainfold.adapters.cli.rehearse.moments import Trigger, plan_moments
-from trainfold.adapters.cli.rehearse.options import Settings
+from trainfold.adapters.cli.rehearse.options import RehearsalSettings
 from trainfold.adapters.cli.rehearse.room import Room
 from trainfold.adapters.cli.rehearse.starts import Run, Start, environment_of_programs, pace_of
 from trainfold.adapters.cli.terminal import plot
@@ -24,7 +24,7 @@ from trainfold.adapters.cli.terminal.output import Answer
 from trainfold.adapters.cli.terminal.progress import Display, display
 from trainfold.adapters.cli.terminal.workplace import Workplace
 from trainfold.core.rehearsal.conclusion import conclude
-from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.entry import RecordedLine
 from trainfold.core.rehearsal.number import float_of
 from trainfold.core.rehearsal.trajectory import NOTHING, differences, restless_parts
 
@@ -42,7 +42,7 @@ _PLACE: Final = Workplace(
 )
 
 
-def run_rehearsal(directory: Path, settings: Settings) -> Answer:
+def run_rehearsal(directory: Path, settings: RehearsalSettings) -> Answer:
     """Run a program whole, whole again, and killed and resumed; compare everything that it saved and recorded.
 
     Args:
@@ -86,12 +86,12 @@ def run_rehearsal(directory: Path, settings: Settings) -> Answer:
         return Answer(data, tables(rehearsed, facts), error_of(rehearsed))
 
 
-def _run_all(directory: Path, settings: Settings, shown: Display) -> Rehearsed:
+def _run_all(directory: Path, settings: RehearsalSettings, shown: Display) -> Rehearsed:
     def run(name: str, title: str, tidy: Callable[[], None]) -> Run:
         environment = environment_of_programs()
         return Run(directory / name, settings, environment=environment, watch=_watch(shown, title), tidy=tidy)
 
-    kept = {name: Kept((directory / name).resolve()) for name in (WHOLE, AGAIN, KILLED)}
+    kept = {name: KeptCheckpoints((directory / name).resolve()) for name in (WHOLE, AGAIN, KILLED)}
     room = Room(kept[WHOLE], settings, directory, shown.say)
     whole = run(WHOLE, "never killed", room.look).start()
     if not whole.stretch.saved:
@@ -134,7 +134,7 @@ def _run_all(directory: Path, settings: Settings, shown: Display) -> Rehearsed:
     return Rehearsed(settings, whole, again, tuple(killed), conclusion, measured, room.facts, failed)
 
 
-def _moments(settings: Settings, whole: Start, *, late: bool) -> list[Trigger]:
+def _moments(settings: RehearsalSettings, whole: Start, *, late: bool) -> list[Trigger]:
     """When to kill; a program without a manager shows nothing but its checkpoints, so one of these has to set each kill off."""
     says_steps = any(entry.kind == "step" for entry in whole.entries)
     saved = sorted({step for _, step in whole.stretch.saved})
@@ -150,16 +150,16 @@ def _moments(settings: Settings, whole: Start, *, late: bool) -> list[Trigger]:
     return [attrs.evolve(trigger, after_step=min(trigger.after_step, latest)) for trigger in found]
 
 
-def _watch(shown: Display, title: str) -> Callable[[Entry], None]:
+def _watch(shown: Display, title: str) -> Callable[[RecordedLine], None]:
     latest: dict[str, float] = {}
 
-    def watch(entry: Entry) -> None:
+    def watch(entry: RecordedLine) -> None:
         if entry.kind == "values":
             if "loss" in entry.data["values"]:
                 latest["loss"] = float_of(entry.data["values"]["loss"])
         elif entry.kind in ("step", "saved", "done"):
             kind = "step" if entry.kind == "saved" else entry.kind
-            shown.watch(title, Entry(kind, entry.step, entry.pid, entry.secs, dict(latest)))
+            shown.watch(title, RecordedLine(kind, entry.step, entry.pid, entry.secs, dict(latest)))
 
     return watch
 

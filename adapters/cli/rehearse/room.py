@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import final
 
 from trainfold.adapters.cli.rehearse.errors import NoRoom
-from trainfold.adapters.cli.rehearse.kept import Kept
-from trainfold.adapters.cli.rehearse.options import Settings
+from trainfold.adapters.cli.rehearse.kept import KeptCheckpoints
+from trainfold.adapters.cli.rehearse.options import RehearsalSettings
 from trainfold.adapters.cli.terminal.output import size_text
 
 
-def most_kept(settings: Settings) -> int:
+def most_kept(settings: RehearsalSettings) -> int:
     """How many checkpoints are on the disk at once, at most: all of the whole run, and four of the run beside it.
 
     These four are the two that a manager keeps, one that is being written, and the first that differs. A program that saves without a
@@ -36,7 +36,9 @@ class Room:
         say: shows a line.
     """
 
-    def __init__(self, kept: Kept, settings: Settings, directory: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, kept: KeptCheckpoints, settings: RehearsalSettings, directory: Path, say: Callable[[str], None]
+    ) -> None:
         self._kept = kept
         self._settings = settings
         self._directory = directory

@@ -8,7 +8,7 @@ from typing import Final, final
 
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
 from trainfold.core.format.file_names import MANIFEST, step_of
-from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.entry import RecordedLine
 from trainfold.core.rehearsal.orders import KEPT_NAME, MANIFESTS_NAME
 
 _DEPTH: Final = 3
@@ -31,7 +31,7 @@ class Scan:
         self._seen = {path: path.stat().st_mtime_ns for path in self._manifests()}
         self.newest = max((_step(path) for path in self._seen), default=0)
 
-    def new(self) -> list[Entry]:
+    def new(self) -> list[RecordedLine]:
         """The checkpoints that came since the last look, oldest first."""
         found = []
         for path in self._manifests():
@@ -43,7 +43,7 @@ class Scan:
                     found.append((_step(path), path.parent.name))
             except FileNotFoundError:
                 continue  # deleted meanwhile
-        return [Entry("saved", step, 0, time.monotonic(), {"checkpoint": name}) for step, name in sorted(found)]
+        return [RecordedLine("saved", step, 0, time.monotonic(), {"checkpoint": name}) for step, name in sorted(found)]
 
     def _manifests(self) -> list[Path]:
         found = []

@@ -14,19 +14,19 @@ import attrs
 
 from trainfold.adapters.cli.rehearse.errors import ProgramFailed
 from trainfold.adapters.cli.rehearse.kept import saved_of
-from trainfold.adapters.cli.rehearse.moments import Pace, Trigger, arms
-from trainfold.adapters.cli.rehearse.options import Settings
+from trainfold.adapters.cli.rehearse.moments import StepTimes, Trigger, arms
+from trainfold.adapters.cli.rehearse.options import RehearsalSettings
 from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.scan import Scan
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest_reader import decode_manifest
-from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.entry import RecordedLine
 from trainfold.core.rehearsal.orders import MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, encode_orders
 from trainfold.core.rehearsal.trajectory import SavedStep, Stretch, stretch_of
 
 _GRACE_SECS: Final = 60.0  # after the last step, for what the program does at its end
 _SHOWN_CHARACTERS: Final = 4000
-Watch = Callable[[Entry], None]
+Watch = Callable[[RecordedLine], None]
 
 
 @final
@@ -61,7 +61,7 @@ class Start:
     resumed_from: str | None
     hit: Hit | None
     ended: str
-    entries: tuple[Entry, ...]
+    entries: tuple[RecordedLine, ...]
     places: tuple[str, ...]
 
 
@@ -78,7 +78,13 @@ class Run:
     """
 
     def __init__(
-        self, home: Path, settings: Settings, *, environment: Mapping[str, str], watch: Watch, tidy: Callable[[], None]
+        self,
+        home: Path,
+        settings: RehearsalSettings,
+        *,
+        environment: Mapping[str, str],
+        watch: Watch,
+        tidy: Callable[[], None],
     ) -> None:
         self._home = home.resolve()
         self._settings = settings
@@ -88,7 +94,7 @@ class Run:
         self._number = 0
         (self._home / "run").mkdir(parents=True)
 
-    def start(self, trigger: Trigger | None = None, pace: Pace | None = None) -> Start:
+    def start(self, trigger: Trigger | None = None, pace: StepTimes | None = None) -> Start:
         """Start the program, as often as there are calls; kill it at a trigger, or let it end.
 
         Raises:
@@ -109,7 +115,7 @@ class Run:
             output=notes / "output.txt",
             scan=scan,
         )
-        seen: list[Entry] = []
+        seen: list[RecordedLine] = []
         with program:
             silent = self._follow(program, seen, trigger, pace)
         code = program.code
@@ -124,7 +130,9 @@ class Run:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _follow(self, program: Program, seen: list[Entry], trigger: Trigger | None, pace: Pace | None) -> bool:
+    def _follow(
+        self, program: Program, seen: list[RecordedLine], trigger: Trigger | None, pace: StepTimes | None
+    ) -> bool:
         """Watch until the end; whether it was silent for too long."""
         over_at: float | None = None
         patience = self._settings.patience_secs
@@ -150,7 +158,7 @@ class Run:
                 return False
         return False
 
-    def _wait_for_end(self, program: Program, entries: Iterator[Entry | None], seen: list[Entry]) -> bool:
+    def _wait_for_end(self, program: Program, entries: Iterator[RecordedLine | None], seen: list[RecordedLine]) -> bool:
         """After the last step: let the program end, for as long as that may take."""
         late = time.monotonic() + _GRACE_SECS
         for entry in entries:
@@ -160,7 +168,7 @@ class Run:
             seen.append(entry)
         return False
 
-    def _ended(self, notes: Path, seen: list[Entry], *, is_cut: bool, was_hit: bool, newest: int) -> Start:
+    def _ended(self, notes: Path, seen: list[RecordedLine], *, is_cut: bool, was_hit: bool, newest: int) -> Start:
         starts = [entry for entry in seen if entry.kind == "start"]
         resumed = next((entry.data["resumed_from"] for entry in starts if entry.data["resumed_from"] is not None), None)
         stretch = stretch_of(seen, _saved(notes / MANIFESTS_NAME), number=self._number, is_cut=is_cut)
@@ -178,7 +186,7 @@ class Run:
         places = tuple(dict.fromkeys(entry.data["place"] for entry in starts))
         return Start(stretch, resumed, hit, ended, tuple(seen), places)
 
-    def _failed(self, notes: Path, code: int, seen: list[Entry], *, is_silent: bool) -> ProgramFailed:
+    def _failed(self, notes: Path, code: int, seen: list[RecordedLine], *, is_silent: bool) -> ProgramFailed:
         said = ""
         with contextlib.suppress(OSError):
             said = (notes / "output.txt").read_text(encoding="utf-8", errors="replace").strip()[-_SHOWN_CHARACTERS:]
@@ -209,7 +217,7 @@ class Run:
         )
 
 
-def pace_of(start: Start) -> Pace:
+def pace_of(start: Start) -> StepTimes:
     """How long a step and a save take, from the record of a run that was left alone."""
     kind = "step" if any(entry.kind == "step" for entry in start.entries) else "saved"
     moments = [entry.secs for entry in start.entries if entry.kind == kind]
@@ -221,7 +229,7 @@ def pace_of(start: Start) -> Pace:
         if entry.kind == "saved" and entry.step in begun:
             saves.append(entry.secs - begun[entry.step])
     steps = [after - before for before, after in itertools.pairwise(moments)]
-    return Pace(statistics.median(steps or [0.0]), statistics.median(saves or [0.0]))
+    return StepTimes(statistics.median(steps or [0.0]), statistics.median(saves or [0.0]))
 
 
 def environment_of_programs() -> dict[str, str]:
@@ -229,19 +237,19 @@ def environment_of_programs() -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
-def _is_over(seen: list[Entry], settings: Settings) -> bool:
+def _is_over(seen: list[RecordedLine], settings: RehearsalSettings) -> bool:
     if any(entry.kind == "done" for entry in seen):
         return True
     has_manager = any(entry.kind == "start" for entry in seen)
     return not has_manager and any(entry.kind == "saved" and entry.step >= settings.steps for entry in seen)
 
 
-def _has_killed_itself(seen: list[Entry]) -> bool:
+def _has_killed_itself(seen: list[RecordedLine]) -> bool:
     """Whether it went on past its end, which a manager ends; the exit code is then that of whatever started it."""
     return any(entry.kind == "done" and entry.data.get("is_killed") for entry in seen)
 
 
-def _hit(seen: list[Entry], resumed_at: int) -> Hit:
+def _hit(seen: list[RecordedLine], resumed_at: int) -> Hit:
     saves = [entry for entry in seen if entry.kind in ("save", "saved")]
     step = max((entry.step for entry in seen if entry.kind in ("step", "saved")), default=resumed_at)
     if saves and saves[-1].kind == "save":

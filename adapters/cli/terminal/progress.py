@@ -7,7 +7,7 @@ from typing import Protocol, final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trainfold.core.rehearsal.entry import Entry
+from trainfold.core.rehearsal.entry import RecordedLine
 
 _PLAIN_LINES = 4  # for each run
 
@@ -15,7 +15,7 @@ _PLAIN_LINES = 4  # for each run
 class Display(Protocol):
     """Shows the progress of the demo's runs."""
 
-    def watch(self, run: str, event: Entry) -> None:
+    def watch(self, run: str, event: RecordedLine) -> None:
         """Show that something happened in a run."""
 
     def say(self, text: str) -> None:
@@ -54,7 +54,7 @@ class _Bars:
         self._steps = steps
         self._tasks: dict[str, object] = {}
 
-    def watch(self, run: str, event: Entry) -> None:
+    def watch(self, run: str, event: RecordedLine) -> None:
         if run not in self._tasks:
             self._tasks[run] = self._progress.add_task(run, total=self._steps, loss="     ")
         task = self._tasks[run]
@@ -76,7 +76,7 @@ class _Lines:
         self._steps = steps
         self._shown: set[tuple[str, int]] = set()
 
-    def watch(self, run: str, event: Entry) -> None:
+    def watch(self, run: str, event: RecordedLine) -> None:
         if event.kind == "step" and event.step % self._every == 0 and (run, event.step) not in self._shown:
             self._shown.add((run, event.step))
             loss = f", loss {event.data['loss']:.3f}" if "loss" in event.data else ""

@@ -17,7 +17,7 @@ _SILENT = "torch.distributed.algorithms._checkpoint"  # activation checkpointing
 
 
 @final
-class Mould:
+class ModuleSpec:
     """What templates are cast from: the structure of a user's model, and none of its parameters.
 
     Args:
@@ -51,7 +51,7 @@ class Template:
         device: where the model was built.
     """
 
-    def __init__(self, mould: Mould, module: torch.nn.Module) -> None:
+    def __init__(self, mould: ModuleSpec, module: torch.nn.Module) -> None:
         named = named_tensors(module)
         self.module = module
         self.params = named.params
@@ -171,7 +171,7 @@ class Template:
 
 
 def check_model(
-    mould: Mould, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], ties: object
+    mould: ModuleSpec, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], ties: object
 ) -> None:
     """Check that a state's tensors fit a model.
 

@@ -1,4 +1,4 @@
-"""`Worker`: the mutable objects that one step in flight computes with, and the pool that they wait in."""
+"""`StepWorkspace`: the mutable objects that one step in flight computes with, and the pool that they wait in."""
 
 import contextlib
 import sys
@@ -15,19 +15,19 @@ from trainfold.core.state.aliasing import check_apart
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 from trainfold.core.step.engine.grad_norm import Norm
-from trainfold.core.step.engine.module_template import Mould
+from trainfold.core.step.engine.module_template import ModuleSpec
 
 _MEND = "give each leaf a storage of its own (clone one of them), or make the step with donate=False"
 
 
 @final
-class Worker:
+class StepWorkspace:
     """A template of the model and a bound optimizer.
 
     While a chain of donated states flows through it, the same tensors stay bound, and no leaf is visited in Python.
     """
 
-    def __init__(self, mould: Mould, optimizer: Any) -> None:
+    def __init__(self, mould: ModuleSpec, optimizer: Any) -> None:
         self.template = mould.cast()
         if not self.template.module.training:  # elsewhere a frozen normalisation, say, is in eval mode on purpose
             self.template.module.train()
@@ -115,7 +115,7 @@ class Worker:
 
 
 @final
-class Pool:
+class WorkspacePool:
     """Workers that wait; steps in flight in several threads have one each.
 
     Args:
@@ -123,14 +123,14 @@ class Pool:
         optimizer: of the step.
     """
 
-    def __init__(self, mould: Mould, optimizer: Any) -> None:
+    def __init__(self, mould: ModuleSpec, optimizer: Any) -> None:
         self._mould = mould
         self._optimizer = optimizer
-        self._idle: list[Worker] = []
+        self._idle: list[StepWorkspace] = []
         self._lock = threading.RLock()  # a lease may die, and so call back, at any moment in any thread
 
     @contextlib.contextmanager
-    def worker(self, state: TrainState) -> Iterator[Worker]:
+    def worker(self, state: TrainState) -> Iterator[StepWorkspace]:
         """A worker for one step: the one that holds the state already, where there is one.
 
         Whatever fails in the block, nothing of it stays in the worker: no gradient, no buffer, no binding.
@@ -138,7 +138,7 @@ class Pool:
         with self._lock:
             index = next((i for i, worker in enumerate(self._idle) if worker.holds(state)), -1)
             worker = self._idle.pop(index) if self._idle else None
-        worker = worker or Worker(self._mould, self._optimizer)
+        worker = worker or StepWorkspace(self._mould, self._optimizer)
         try:
             yield worker
         except BaseException:
@@ -149,7 +149,7 @@ class Pool:
             with self._lock:
                 self._idle.append(worker)
 
-    def watch(self, worker: Worker, lease: Lease) -> None:
+    def watch(self, worker: StepWorkspace, lease: Lease) -> None:
         """Keep a worker bound for as long as somebody has the state, so that an idle one holds no memory."""
         # bound here: when Python ends, this module's names may be gone before the lease is
         is_ending = sys.is_finalizing
