@@ -49,7 +49,7 @@ def scaled(own: settings) -> settings:
 def scale_examples(items: list[pytest.Item]) -> None:
     """Scale each test of Hypothesis once, however many parameters it has; state machines say themselves how long they run.
 
-    Hypothesis has no public way to say this after a test was made; tests/test_profiles.py fails if it has another name for it one day.
+    Hypothesis has no public way to say this after a test was made; tests/laws/test_profiles.py fails if it has another name for it one day.
     """
     functions = {
         getattr(test := getattr(item, "obj", None), "__func__", test) for item in items if hasattr(item, "obj")

@@ -16,7 +16,7 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.state import Progress, TrainState
 
-COMPAT = Path(__file__).parent / "compat"
+COMPAT = Path(__file__).parents[1] / "compat"
 VERSIONS = sorted(path.name for path in COMPAT.glob("v*"))
 POSITIONS = sorted(f"{path.parent.name}/{path.name}" for path in COMPAT.glob("positions/v*/*"))
 

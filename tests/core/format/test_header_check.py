@@ -21,7 +21,7 @@ from trainfold.core.save.save_plan import header_of, plan_save
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import strategies
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 @given(

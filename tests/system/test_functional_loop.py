@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "functional_loop.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "functional_loop.py"
 
 
 def run_example(run, *, kill_after=None):

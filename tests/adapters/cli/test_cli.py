@@ -302,7 +302,7 @@ def test_plan_says_how_many_workers_each_loader_had_and_whether_streams_have_mov
 
 def test_plan_says_where_an_older_trainfold_has_not_written_the_workers(answered, call):
     """W02, G13: the position of a checkpoint that is kept for this."""
-    run = Path(__file__).parent / "compat" / "positions" / "v1" / "map" / "run"
+    run = Path(__file__).parents[2] / "compat" / "positions" / "v1" / "map" / "run"
     found, _ = answered("plan", run)
     assert [each["num_workers"] for each in found["loaders"]] == [None]
     assert "older trainfold has not written" in call("plan", run)[0]
