@@ -1,8 +1,11 @@
 """Imports go one way: core <- backends <- adapters, and a tool says so."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 RUFF = Path(sys.executable).with_name("ruff")
@@ -70,3 +73,60 @@ def test_core_cannot_reach_torch_distributed_or_pickle(copy_of_tree):
     )
     for banned in ("pickle", "torch.distributed", "torch.load", "trainfold.properties", "numpy.random"):
         assert f"TID251 `{banned}` is banned" in done.stdout, done.stdout
+
+
+def rooms_of(tree: Path) -> dict[str, list[Path]]:
+    """Each package below the four, with its modules."""
+    found = [path for package in PACKAGES for path in sorted((tree / package).rglob("__init__.py"))]
+    return {
+        str(init.parent.relative_to(tree)): [each for each in init.parent.glob("*.py") if each != init]
+        for init in found
+    }
+
+
+PACKAGES = ("core", "backends", "adapters", "properties")
+HOLDS = 12
+OVER = {"core/metrics": 17}  # rooms that hold more, and how many: fewer from change to change
+
+
+def room_problems(tree: Path) -> list[str]:
+    """What is wrong with the rooms of a tree: too full, without a word about what they are for, or with names twice."""
+    found = []
+    for room, modules in rooms_of(tree).items():
+        said = ast.get_docstring(ast.parse((tree / room / "__init__.py").read_text())) or ""
+        if "/" in room and not re.search(r"[Ii]mports? ", said):
+            found.append(f"{room}: its __init__ does not say what it is for and what it may import")
+        if len(modules) > OVER.get(room, HOLDS):
+            found.append(f"{room}: {len(modules)} modules")
+    for package in PACKAGES:
+        modules = [path for path in (tree / package).rglob("*.py") if path.name != "__init__.py"]
+        names = Counter(path.stem for path in modules)
+        classes = Counter(
+            node.name
+            for path in modules
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        )
+        found += [f"{package}: {name} twice" for name, count in (names + classes).items() if count > 1]
+    return found
+
+
+def test_each_room_says_what_it_is_for_and_no_name_has_two_meanings(root):
+    """A newcomer finds a module by its room, and a class by its name."""
+    assert room_problems(root) == []
+
+
+def test_a_room_that_is_full_or_silent_and_a_name_that_is_there_twice_are_found(copy_of_tree):
+    room = copy_of_tree / "core" / "exact"
+    (room / "__init__.py").write_text('"""Sums."""\n')
+    for number in range(HOLDS):
+        (room / f"more_{number}.py").write_text("")
+    (copy_of_tree / "backends" / "local.py").write_text("class LocalStore: ...\n")
+    said = "\n".join(room_problems(copy_of_tree))
+    for problem in (
+        "core/exact: its __init__",
+        "core/exact: 17 modules",
+        "backends: local twice",
+        "backends: LocalStore twice",
+    ):
+        assert problem in said
