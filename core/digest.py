@@ -26,7 +26,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
         '0100ffff'
     """
     if not np.little_endian:
-        raise UnsupportedLeaf("byte order", expected="little", found="big", mend="use a little-endian host")
+        raise UnsupportedLeaf("byte order", expected="little", found="big", fix="use a little-endian host")
     return memoryview(byte_array(byte_view(tensor.cpu())))  # type: ignore[arg-type] # an array is a buffer
 
 

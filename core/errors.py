@@ -35,14 +35,14 @@ class TrainfoldError(Exception):
         where: what it concerns: a leaf path, a file, a run, an argument.
         expected: what was promised or asked for.
         found: what is there instead.
-        mend: the next move, in words.
+        fix: the next move, in words.
 
     Attributes:
         step: the optimizer step of the save or the checkpoint that it concerns; None where it concerns none (R09).
         rank: the rank that failed, where there are several; None where there is one, or all failed alike.
 
     Examples:
-        >>> print(InvalidState("state.trainer.step", expected=">= 0", found=-1, mend="start at step 0"))
+        >>> print(InvalidState("state.trainer.step", expected=">= 0", found=-1, fix="start at step 0"))
         state.trainer.step: expected >= 0, found -1; start at step 0
     """
 
@@ -51,26 +51,26 @@ class TrainfoldError(Exception):
     rank: int | None = None
     has_lines: ClassVar[bool] = False  # whether its text lists something; elsewhere a line break comes from a value
 
-    def __init__(self, where: str, *, expected: object, found: object, mend: str) -> None:
-        super().__init__(where, expected, found, mend)
+    def __init__(self, where: str, *, expected: object, found: object, fix: str) -> None:
+        super().__init__(where, expected, found, fix)
         self.where = where
         self.expected = expected
         self.found = found
-        self.mend = mend
+        self.fix = fix
 
     def __str__(self) -> str:
-        text = f"{self.where}: expected {self.expected}, found {self.found}; {self.mend}"
+        text = f"{self.where}: expected {self.expected}, found {self.found}; {self.fix}"
         return printable(text, keep="\n" if self.has_lines else "")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.where, self.expected, self.found, self.mend), self._placed())
+        return (_rebuild, (type(self), self.where, self.expected, self.found, self.fix), self._placed())
 
     def _placed(self) -> dict[str, int]:
         return {name: value for name in ("step", "rank") if (value := getattr(self, name)) is not None}
 
 
-def _rebuild(cls: type[TrainfoldError], where: str, expected: object, found: object, mend: str) -> TrainfoldError:
-    return cls(where, expected=expected, found=found, mend=mend)
+def _rebuild(cls: type[TrainfoldError], where: str, expected: object, found: object, fix: str) -> TrainfoldError:
+    return cls(where, expected=expected, found=found, fix=fix)
 
 
 def place(error: BaseException, *, step: int | None = None, rank: int | None = None) -> None:
@@ -82,7 +82,7 @@ def place(error: BaseException, *, step: int | None = None, rank: int | None = N
         rank: the rank that failed; None where there is one.
 
     Examples:
-        >>> error = InvalidState("state", expected="a step", found="none", mend="count")
+        >>> error = InvalidState("state", expected="a step", found="none", fix="count")
         >>> place(error, step=120, rank=1)
         >>> error.step, error.rank, error.__notes__
         (120, 1, ['at step 120', 'on rank 1'])
@@ -235,7 +235,7 @@ class SpecMismatch(TrainfoldError):
             where,
             expected="the same leaves, shapes and dtypes",
             found=f"{len(differences)} differences:\n{shown}\n",
-            mend="build the state as it was built when it was saved",
+            fix="build the state as it was built when it was saved",
         )
         self.differences = differences
 
@@ -258,7 +258,7 @@ class RestoreRefused(TrainfoldError):
             where,
             expected="a state that these objects can take",
             found=f"{_reasons(len(reasons))} against it:\n{shown}\n",
-            mend="do as each reason says; nothing was changed",
+            fix="do as each reason says; nothing was changed",
         )
         self.reasons = reasons
 
@@ -281,7 +281,7 @@ class CaptureRefused(TrainfoldError):
             where,
             expected="a run that can be saved",
             found=f"{len(reasons)} reasons why every save would fail:\n{shown}\n",
-            mend="change what they name now, and not after the steps up to the first save; what need not be saved is left out "
+            fix="change what they name now, and not after the steps up to the first save; what need not be saved is left out "
             "with CheckpointManager(components=[...]), where manager.restore(live) comes before the loop",
         )
         self.reasons = reasons
@@ -372,7 +372,7 @@ class ResumeRefused(CheckpointError):
             where,
             expected="a checkpoint that continues this run exactly",
             found=f"{_reasons(len(refusal.reasons))} against it:\n{refusal.listed}\n",
-            mend=refusal.fix,
+            fix=refusal.fix,
         )
         self.refusal = refusal
 
@@ -503,11 +503,11 @@ class Problem:
     where: str
     expected: str
     found: str
-    mend: str
+    fix: str
     exit_code: int = attrs.field(default=1, eq=False)
 
     def __str__(self) -> str:
-        text = f"{self.error}: {self.where}: expected {self.expected}, found {self.found}; {self.mend}"
+        text = f"{self.error}: {self.where}: expected {self.expected}, found {self.found}; {self.fix}"
         return printable(text, keep="\n" if self.error in LISTING else "")
 
 
@@ -516,8 +516,8 @@ def problem_of(error: TrainfoldError) -> Problem:
 
     Examples:
         >>> from trainfold.core.errors import CheckpointTorn
-        >>> print(problem_of(CheckpointTorn("step-7", expected="a manifest", found="none", mend="use an older one")))
+        >>> print(problem_of(CheckpointTorn("step-7", expected="a manifest", found="none", fix="use an older one")))
         CheckpointTorn: step-7: expected a manifest, found none; use an older one
     """
     name = type(error).__name__
-    return Problem(name, error.where, str(error.expected), str(error.found), error.mend, type(error).exit_code)
+    return Problem(name, error.where, str(error.expected), str(error.found), error.fix, type(error).exit_code)

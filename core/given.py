@@ -37,7 +37,7 @@ def names_given(components: object) -> tuple[str, ...] | None:
             "components",
             expected="names, or None",
             found=shown(components),
-            mend="list them, as in ['model', 'trainer']",
+            fix="list them, as in ['model', 'trainer']",
         )
     return tuple(dict.fromkeys(names))
 
@@ -78,7 +78,7 @@ def mapping_given(name: str, given: object, *, values: type = object) -> dict[st
             name,
             expected="a mapping from text" + (" to text" if values is str else ""),
             found=shown(given),
-            mend=f"give a dict, as in {name}={_EXAMPLES.get(name, {})}, or None",
+            fix=f"give a dict, as in {name}={_EXAMPLES.get(name, {})}, or None",
         )
     return dict(given)
 

@@ -6,7 +6,7 @@ import torch
 
 from trainfold.core.errors import InvalidArgument
 
-_MENDS = {
+_FIXES = {
     "DTensor": "call .full_tensor() on it in forward, on every rank: it is a collective call",
     "AsyncCollectiveTensor": "call .wait() on it in forward",
     "MaskedTensor": "give the elements that count: .get_data()[.get_mask()]",
@@ -40,5 +40,5 @@ make it a plain tensor in forward, as .to_dense() does
         found = f"a tensor with {tensor.layout}"
     else:
         return
-    mend = _MENDS.get(found, "make it a plain tensor in forward, as .to_dense() does")
-    raise InvalidArgument(where, expected="a tensor that is plain memory", found=found, mend=mend)
+    fix = _FIXES.get(found, "make it a plain tensor in forward, as .to_dense() does")
+    raise InvalidArgument(where, expected="a tensor that is plain memory", found=found, fix=fix)

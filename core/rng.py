@@ -44,7 +44,7 @@ def make_key(seed: int) -> Key:
         (True, False)
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InvalidArgument("seed", expected="an int", found=repr(seed), mend="choose any whole number")
+        raise InvalidArgument("seed", expected="an int", found=repr(seed), fix="choose any whole number")
     return Key(_hash(b"trainfold root", seed))
 
 
@@ -133,7 +133,7 @@ def _generators(device: torch.device | str | None) -> list[torch.Generator]:
 def _hash(key: bytes, part: int | str) -> int:
     if isinstance(part, bool) or not isinstance(part, int | str):
         raise InvalidArgument(
-            "fold_in", expected="ints and strings", found=repr(part), mend="name it with a string or count it"
+            "fold_in", expected="ints and strings", found=repr(part), fix="name it with a string or count it"
         )
     text = str(part).encode()
     told = (b"i" if isinstance(part, int) else b"s") + len(text).to_bytes(8, "little") + text

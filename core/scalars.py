@@ -81,7 +81,7 @@ def encode_scalar(leaf: Any, path: str) -> Json:
         path,
         expected="a tensor, a numpy array, None, bool, int, float, str or bytes",
         found=f"{kind.__module__}.{kind.__qualname__}",
-        mend="turn it into one of these before it enters the state: nothing is pickled",
+        fix="turn it into one of these before it enters the state: nothing is pickled",
     )
 
 
@@ -150,5 +150,5 @@ def _malformed(path: str, node: Json) -> CheckpointHostile:
         path,
         expected="a scalar in the form of the format's specification",
         found=shown(node),
-        mend="do not use this checkpoint; fall back to an older one",
+        fix="do not use this checkpoint; fall back to an older one",
     )

@@ -44,7 +44,7 @@ def need_rows(where: str, samples: list[Any]) -> None:
             where,
             expected="two rows or more that can be cut: tensors with the same size in dimension 0, also in tuples, lists and dicts",
             found="; ".join(map(_described, samples)),
-            mend="give torch.ones(n) for a count of n, rows for a total; or what can be cut, and outputs_of, which makes outputs of it",
+            fix="give torch.ones(n) for a count of n, rows for a total; or what can be cut, and outputs_of, which makes outputs of it",
         )
 
 

@@ -174,7 +174,7 @@ def _heard(play: Callable[[], object]) -> tuple[str, str]:
     try:
         return "returned", repr(play())
     except TrainfoldError as error:
-        return type(error).__name__, str(error) if error.mend else ""
+        return type(error).__name__, str(error) if error.fix else ""
     except Exception as error:  # noqa: BLE001  # it is evidence
         return type(error).__name__, str(error)
 

@@ -338,7 +338,7 @@ def _raises(kind: type[BaseException], call: Callable[..., Any], *args: Any, **k
     try:
         call(*args, **kwargs)
     except kind as error:
-        if isinstance(error, TrainfoldError) and not (error.where and error.mend):
+        if isinstance(error, TrainfoldError) and not (error.where and error.fix):
             raise ContractBroken(f"{kind.__name__} of {about} says neither where nor what to do: {error}") from error
         return
     except Exception as error:

@@ -167,14 +167,14 @@ def accumulates(steps: Sequence[Step], state: TrainState, batch: Any, *, rtol: f
             "accumulates.steps",
             expected="two or more",
             found=len(steps),
-            mend="give a step for each split, such as 1 and 4",
+            fix="give a step for each split, such as 1 and 4",
         )
     if state.model is None:
         raise InvalidArgument(
             "accumulates.state",
             expected="a model",
             found="none",
-            mend="make the state with `init_state`, or give it one",
+            fix="make the state with `init_state`, or give it one",
         )
     reference, *others = (step(clone(state), batch)[0] for step in steps)
     for i, other in enumerate(others, start=1):
@@ -249,7 +249,7 @@ def _deaths(batches: object, at: Iterable[int] | None) -> list[int]:
             "resumes_exactly.batches",
             expected="a list, which the runs before and after a death begin anew",
             found=f"a {type(batches).__name__}",
-            mend="give list(batches)",
+            fix="give list(batches)",
         )
     found = [*range(len(batches) + 1)] if at is None else [*at]
     if not found or not all(type(k) is int and 0 <= k <= len(batches) for k in found):
@@ -257,7 +257,7 @@ def _deaths(batches: object, at: Iterable[int] | None) -> list[int]:
             "resumes_exactly.at",
             expected=f"one or more numbers of steps in [0, {len(batches)}]",
             found=found or "none",
-            mend="such as at=[1]; or leave it out, for all of them",
+            fix="such as at=[1]; or leave it out, for all of them",
         )
     return found
 

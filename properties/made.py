@@ -65,7 +65,7 @@ def made_by(make: Callable[[], Step], *, in_new_process: bool = False) -> MadeBy
     """
     if not callable(make):
         raise InvalidArgument(
-            "made_by.make", expected="a function that makes the step", found=repr(make)[:80], mend="give a function"
+            "made_by.make", expected="a function that makes the step", found=repr(make)[:80], fix="give a function"
         )
     return MadeBy(make, in_new_process)
 
@@ -103,7 +103,7 @@ def elsewhere(
                 "made_by.make",
                 expected="a maker that a new process can import, and a state and batches that can be sent to it",
                 found=f"{type(error).__name__}: {error}",
-                mend="define it at the top of a module, and start the program under `if __name__ == '__main__'`",
+                fix="define it at the top of a module, and start the program under `if __name__ == '__main__'`",
             ) from error
         finally:
             there.close()

@@ -55,7 +55,7 @@ def check_metric(
           a split batch is its parts: sample 1 as a whole and cut at 1, merged differ in a bit: ...
     """
     if len(samples) < _FEWEST:
-        raise InvalidArgument("samples", expected="three or more", found=len(samples), mend="give batches that differ")
+        raise InvalidArgument("samples", expected="three or more", found=len(samples), fix="give batches that differ")
     need_rows("samples", list(samples))
     rules = _rules_but(except_for)
     try:
@@ -77,7 +77,7 @@ def _rules_but(except_for: Collection[str]) -> dict[str, Rule]:
     named = {rule.__name__.replace("_", " "): rule for rule in METRIC_RULES}
     if unknown := [name for name in except_for if name not in named]:
         raise InvalidArgument(
-            "except_for", expected=f"names of rules: {', '.join(named)}", found=unknown, mend="copy them from a message"
+            "except_for", expected=f"names of rules: {', '.join(named)}", found=unknown, fix="copy them from a message"
         )
     return {name: rule for name, rule in named.items() if name not in except_for}
 

@@ -44,7 +44,7 @@ def batch_invariant(
     need_rows("values", [values])
     if max_examples < 1:
         raise InvalidArgument(
-            "max_examples", expected="one or more", found=max_examples, mend="two are in order of rows"
+            "max_examples", expected="one or more", found=max_examples, fix="two are in order of rows"
         )
 
     def observed(acc: Any, rows: slice | torch.Tensor) -> Any:

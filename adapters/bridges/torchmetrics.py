@@ -156,7 +156,7 @@ def _taken(template: Any) -> Any:
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise InvalidArgument(f"TorchMetric.{name}", expected="a state of tensors", found=shown(tensor),
-                                      mend="this metric keeps what no accumulator can hold; leave it out")  # fmt: skip
+                                      fix="this metric keeps what no accumulator can hold; leave it out")  # fmt: skip
         states[name] = pack(_joined(tensors) if how == "cat" else tensors, name)
     return {"seen": torch.tensor(int(template.update_called)), "states": states}
 
@@ -164,7 +164,7 @@ def _taken(template: Any) -> Any:
 def _combined(name: str, how: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if one.shape != other.shape:
         raise InvalidArgument(f"TorchMetric: the state {name!r}", expected=f"the shape {list(one.shape)} on every rank",
-                              found=list(other.shape), mend="tell the metric its number of classes or outputs")  # fmt: skip
+                              found=list(other.shape), fix="tell the metric its number of classes or outputs")  # fmt: skip
     return _MERGES[how](one, other)
 
 
@@ -195,7 +195,7 @@ def _reduction(name: str, how: Any, default: Any) -> str:
         f"TorchMetric: the state {name!r}",
         expected="a dist_reduce_fx of 'sum', 'min' or 'max' for a tensor, 'cat' or None for a list",
         found=f"{called} for a {type(default).__name__}",
-        mend="keep a sum and a count instead, and divide in compute(); or take a metric of trainfold.metrics",
+        fix="keep a sum and a count instead, and divide in compute(); or take a metric of trainfold.metrics",
     )
 
 
@@ -204,14 +204,14 @@ def _checked(metric: Any) -> Any:
     if not all(hasattr(metric, name) for name in wanted):
         raise InvalidArgument("TorchMetric.make", expected="a function that returns a torchmetrics.Metric",
                               found=f"one that returns {shown(metric)}",
-                              mend="wrap each metric by itself, as in TorchMetric(torchmetrics.MeanSquaredError)")  # fmt: skip
+                              fix="wrap each metric by itself, as in TorchMetric(torchmetrics.MeanSquaredError)")  # fmt: skip
     inner = [
         type(each).__name__ for each in metric.modules() if each is not metric and hasattr(type(each), "add_state")
     ]
     if inner or not metric.metric_state:
         raise InvalidArgument("TorchMetric.make", expected="a metric that keeps its own states",
                               found=f"a {type(metric).__name__} around {inner or 'no state at all'}",
-                              mend="wrap the metrics in it by themselves")  # fmt: skip
+                              fix="wrap the metrics in it by themselves")  # fmt: skip
     _reductions(metric)
     return metric
 

@@ -242,7 +242,7 @@ def _no_command() -> UsageError:
         "trainfold rehearse",
         expected="your program and its arguments after --",
         found="no --",
-        mend="for example: trainfold rehearse --steps 40 -- python train.py --out {run}",
+        fix="for example: trainfold rehearse --steps 40 -- python train.py --out {run}",
     )
 
 
@@ -256,5 +256,5 @@ def usage_error(error: CycloptsError) -> UsageError:
         command,
         expected=f"a command line as `{command} --help` shows",
         found=first.rstrip("."),
-        mend=rest.strip() or f"see `{command} --help`",
+        fix=rest.strip() or f"see `{command} --help`",
     )

@@ -79,7 +79,7 @@ def diff_checkpoints(a: Path, b: Path) -> Answer:
             f"{one.url} and {other.url}",
             expected="the same components and the same contract",
             found=f"{len(changed)} components, {len(leaves)} leaves and {len(contract)} keys of the contract that differ",
-            mend="see the tables; --json has every leaf",
+            fix="see the tables; --json has every leaf",
         )
     data = {
         "a": one.url,

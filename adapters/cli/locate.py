@@ -52,7 +52,7 @@ def open_run(path: Path) -> tuple[Store, Inventory]:
             str(path),
             expected="the directory of a run",
             found="a file" if path.exists() else "nothing",
-            mend="correct the path; a run has a run.json and directories step-...",
+            fix="correct the path; a run has a run.json and directories step-...",
         )
     store = LocalStore(path)
     inventory = read_inventory(store)
@@ -77,7 +77,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     else:
         if not real.is_dir():
             raise errors.CheckpointMissing(
-                str(path), expected="a checkpoint", found="nothing", mend=f"see `trainfold ls {real.parent}`"
+                str(path), expected="a checkpoint", found="nothing", fix=f"see `trainfold ls {real.parent}`"
             )
         store, inventory = open_run(real.parent)
         name = real.name
@@ -107,12 +107,12 @@ def error_of(problem: Problem) -> errors.TrainfoldError:
 
     Examples:
         >>> from trainfold.core.errors import problem_of
-        >>> torn = errors.CheckpointTorn("step-7", expected="a manifest", found="none", mend="use an older one")
+        >>> torn = errors.CheckpointTorn("step-7", expected="a manifest", found="none", fix="use an older one")
         >>> type(error_of(problem_of(torn))).__name__, error_of(problem_of(torn)).exit_code
         ('CheckpointTorn', 13)
     """
     kind = getattr(errors, problem.error, errors.CheckpointError)
-    made: errors.TrainfoldError = kind(problem.where, expected=problem.expected, found=problem.found, mend=problem.mend)
+    made: errors.TrainfoldError = kind(problem.where, expected=problem.expected, found=problem.found, fix=problem.fix)
     return made
 
 
@@ -123,6 +123,6 @@ def _newest(inventory: Inventory) -> str:
             inventory.run,
             expected="a complete checkpoint",
             found=f"{len(inventory.entries)} saves that did not finish" if inventory.entries else "none",
-            mend="train from the start, or point at another run",
+            fix="train from the start, or point at another run",
         )
     return next(entry.name for entry in inventory.entries if entry.head == head)

@@ -40,7 +40,7 @@ def list_run(run: Path) -> Answer:
             inventory.run,
             expected="a complete checkpoint",
             found=f"{len(inventory.entries)} saves that did not finish" if inventory.entries else "none",
-            mend="train from the start, or point at another run",
+            fix="train from the start, or point at another run",
         )
     data = {
         "run": inventory.run,

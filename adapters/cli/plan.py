@@ -82,11 +82,11 @@ def _advice(costs: Mapping[str, float | None]) -> Cadence | None:
         return None
     if missing := [_OPTIONS[name] for name in _NEEDED if name not in given]:
         raise UsageError("trainfold plan", expected=", ".join(_OPTIONS[name] for name in _NEEDED), found=f"no {', '.join(missing)}",
-                         mend="give all three, as in --mtbf 12h --save 0.2s --step-time 500ms, or none")  # fmt: skip
+                         fix="give all three, as in --mtbf 12h --save 0.2s --step-time 500ms, or none")  # fmt: skip
     try:
         return advise_cadence(**given)
     except InvalidArgument as error:
-        raise UsageError(_OPTIONS[error.where], expected="a duration > 0", found=error.found, mend=error.mend) from None
+        raise UsageError(_OPTIONS[error.where], expected="a duration > 0", found=error.found, fix=error.fix) from None
 
 
 def _advised(answer: Answer, cadence: Cadence) -> Answer:
@@ -147,8 +147,8 @@ def _planned(plan: ResumePlan) -> Answer:
         Table("Components", ("component", "what", "tensors", "size", "note"), actions),
     ]
     if plan.passed_over:
-        rows = tuple((each.error, each.where, each.found, each.mend) for each in plan.passed_over)
-        tables.append(Table("Passed over", ("why", "where", "found", "mend"), rows))
+        rows = tuple((each.error, each.where, each.found, each.fix) for each in plan.passed_over)
+        tables.append(Table("Passed over", ("why", "where", "found", "fix"), rows))
     if plan.drifts:
         found = tuple((each.verdict, each.kind, each.where, each.saved, each.wanted) for each in plan.drifts)
         tables.append(Table("Drifts", ("verdict", "kind", "where", "saved", "here"), found))

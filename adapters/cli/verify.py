@@ -18,7 +18,7 @@ from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.manifest import ComponentRecord, FileRecord, ShardRecord
 
 _CHUNK_BYTES = 16 << 20
-_MEND = "use an older checkpoint of the run, and look at the disk; `trainfold plan` says which one a resume takes"
+_FIX = "use an older checkpoint of the run, and look at the disk; `trainfold plan` says which one a resume takes"
 
 
 class Advance(Protocol):
@@ -115,7 +115,7 @@ def _verify_fingerprint(checkpoint: Checkpoint, component: ComponentRecord) -> l
     if computed == component.fingerprint:
         return []
     expected = f"that of its leaves, {computed}"
-    return [problem_of(CheckpointHostile(where, expected=expected, found=component.fingerprint, mend=_MEND))]
+    return [problem_of(CheckpointHostile(where, expected=expected, found=component.fingerprint, fix=_FIX))]
 
 
 def _segments(
@@ -136,7 +136,7 @@ def _segments(
 
 
 def _damaged(where: str, expected: str, found: str) -> Problem:
-    return problem_of(CheckpointDamaged(where, expected=expected, found=found, mend=_MEND))
+    return problem_of(CheckpointDamaged(where, expected=expected, found=found, fix=_FIX))
 
 
 def _text(digest: "xxhash.xxh3_128") -> str:

@@ -86,7 +86,7 @@ class ObjectPart:
                     self.path,
                     expected=f"the state of a {type(self.target).__qualname__}, with the keys {sorted(map(str, own))}",
                     found=f"the keys {sorted(map(str, saved.value))}",
-                    mend="build the object as it was when the state was saved",
+                    fix="build the object as it was when the state was saved",
                 )
             ]
         return []
@@ -121,7 +121,7 @@ class ObjectPart:
             where,
             expected=f"{was}, as it was saved",
             found=f"{now}, after load_state_dict() of {kind}",
-            mend=f"{kind} does not take back what its state_dict() says: mend its pair of methods, or attach a pair of functions",
+            fix=f"{kind} does not take back what its state_dict() says: fix its pair of methods, or attach a pair of functions",
         )
 
 
@@ -165,5 +165,5 @@ def wrong_kind(path: str, expected: str, found: object) -> InvalidState:
         path,
         expected=expected,
         found=f"a {type(found).__qualname__}",
-        mend="attach the objects that the state was captured from, or leave the component out with components=",
+        fix="attach the objects that the state was captured from, or leave the component out with components=",
     )

@@ -32,9 +32,9 @@ def field_problems(
         >>> [str(each.where) for each in field_problems({"gamma": "x"}, {"gamma": 0.5}, "scheduler", is_torchs=True)]
         ["scheduler['gamma']"]
     """
-    mend = "attach the scheduler that the state was captured from, or use another checkpoint"
+    fix = "attach the scheduler that the state was captured from, or use another checkpoint"
     return [
-        InvalidState(where, expected=expected, found=found, mend=mend)
+        InvalidState(where, expected=expected, found=found, fix=fix)
         for where, expected, found in _misfits(saved, present, path, is_torchs)
     ]
 

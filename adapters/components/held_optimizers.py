@@ -110,7 +110,7 @@ def own_state(optimizer: torch.optim.Optimizer) -> Any:
             f"{kind}.state_dict()",
             expected="the state of the optimizer",
             found=f"{type(error).__qualname__}: {error}",
-            mend=f"use a {type(optimizer).__qualname__} whose state_dict() works with this torch: no run with it can be resumed",
+            fix=f"use a {type(optimizer).__qualname__} whose state_dict() works with this torch: no run with it can be resumed",
         ) from error
 
 

@@ -158,7 +158,7 @@ def _names_of(parameters: Collection[Any], names: Mapping[int, str], where: str)
             where,
             expected="parameters of the attached model",
             found=f"a tensor of shape {shape} that the model does not have",
-            mend="build the optimizer from the parameters of this model, after it was wrapped or moved; "
+            fix="build the optimizer from the parameters of this model, after it was wrapped or moved; "
             "or attach the module that has it under extra=",
         )
     return [name for name in found if name is not None]
@@ -252,15 +252,15 @@ class OptimizerPart:
         if says_own_state(self.optimizer) != (own.own is not None):
             sides = ("a state_dict() of its own", "slots alone")
             expected, got = sides if own.own is None else sides[::-1]
-            mend = f"use the {kind} that the state was captured from; an older trainfold lost what only its state_dict() has"
-            found.append(self._problem("own", expected, got, mend))
+            fix = f"use the {kind} that the state was captured from; an older trainfold lost what only its state_dict() has"
+            found.append(self._problem("own", expected, got, fix))
         elif own.own is not None and [group.params for group in own.base.groups] != self.groups():
-            mend = f"give {kind} its parameters in the order in which it had them: its own state_dict() counts them"
-            found.append(self._problem("groups", "parameters in the order of the saved ones", "another order", mend))
+            fix = f"give {kind} its parameters in the order in which it had them: its own state_dict() counts them"
+            found.append(self._problem("groups", "parameters in the order of the saved ones", "another order", fix))
         mine = self.held()
         if set(mine) != set(own.held):
-            mend = f"build the {kind} around the same optimizers as when the state was saved"
-            found.append(self._problem("held", f"the states of {sorted(mine)}", f"those of {sorted(own.held)}", mend))
+            fix = f"build the {kind} around the same optimizers as when the state was saved"
+            found.append(self._problem("held", f"the states of {sorted(mine)}", f"those of {sorted(own.held)}", fix))
         else:
             for name, part in mine.items():
                 found.extend(part.problems(own.held[name]))
@@ -363,7 +363,7 @@ class OptimizerPart:
                 where,
                 expected=f"{was}, as it was saved",
                 found=f"{now}, after load_state_dict() of {kind}",
-                mend=f"{kind} does not take back what its state_dict() says: mend its pair of methods, or train with another class",
+                fix=f"{kind} does not take back what its state_dict() says: fix its pair of methods, or train with another class",
             )
 
     def _write_groups(self, saved: OptimizerState | OwnOptimizerState, seen: set[int]) -> None:
@@ -434,8 +434,8 @@ class OptimizerPart:
         by_name = {name: group.hyper for group in saved.groups for name in group.params}
         return [by_name[name] for name in self._params()]
 
-    def _problem(self, part: str, expected: object, found: object, mend: str) -> InvalidState:
-        return InvalidState(f"{self.path}.{part}", expected=expected, found=found, mend=mend)
+    def _problem(self, part: str, expected: object, found: object, fix: str) -> InvalidState:
+        return InvalidState(f"{self.path}.{part}", expected=expected, found=found, fix=fix)
 
 
 def _shape(value: object) -> torch.Size | None:

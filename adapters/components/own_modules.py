@@ -49,9 +49,9 @@ class OwnModulePart:
         if not isinstance(saved, Opaque) or not isinstance(saved.value, Mapping):
             return [wrong_kind(self.path, "what modules say beside their weights", saved)]
         if set(saved.value) != set(self.owners):
-            mend = "build the modules as they were when the state was saved"
+            fix = "build the modules as they were when the state was saved"
             expected, found = sorted(self.owners), sorted(map(str, saved.value))
-            return [InvalidState(self.path, expected=f"the states of {expected}", found=f"those of {found}", mend=mend)]
+            return [InvalidState(self.path, expected=f"the states of {expected}", found=f"those of {found}", fix=fix)]
         try:
             from_plain(saved.value, {})
         except InvalidState as error:
@@ -84,7 +84,7 @@ class OwnModulePart:
                 where,
                 expected=f"{was}, as it was saved",
                 found=f"{now}, after the load of {kinds}",
-                mend="mend the pair of methods or hooks: what one of them saves the other has to take back",
+                fix="fix the pair of methods or hooks: what one of them saves the other has to take back",
             )
         return undo
 
@@ -132,7 +132,7 @@ def late_problems(name: str, module: Any, parts: Mapping[str, OwnModulePart]) ->
             f"{name}.{owner}" if owner else name,
             expected="a state_dict() that says what it said when the module was attached",
             found="a hook, or a method, that was put there later",
-            mend="register hooks on state_dict before trainfold.attach(...)",
+            fix="register hooks on state_dict before trainfold.attach(...)",
         )
         for _, owner in sorted(now - known)
     ]

@@ -45,7 +45,7 @@ class SchedulerPart:
                     "scheduler",
                     expected=f"the states of {[part.path for part in parts]}",
                     found=f"those of {list(values)}",
-                    mend="attach as many schedulers as the state was captured from, in the same arrangement",
+                    fix="attach as many schedulers as the state was captured from, in the same arrangement",
                 )
             ]
         found = [problem for part in parts for problem in part.problems(values[part.path])]
@@ -93,7 +93,7 @@ def check_schedulers(schedulers: Any) -> Any:
                 path,
                 expected="an object with state_dict and load_state_dict, such as a torch LRScheduler",
                 found=f"a {kind_of(scheduler)}",
-                mend="attach the scheduler object itself; a pure function of the step needs no attaching",
+                fix="attach the scheduler object itself; a pure function of the step needs no attaching",
             )
     return schedulers
 

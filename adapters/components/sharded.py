@@ -29,7 +29,7 @@ def check_whole_module(module: torch.nn.Module, where: str) -> None:
                 where,
                 expected="a module that keeps nothing of its own on each rank",
                 found=f"a communication hook with a {type(hook_state).__qualname__}{f' at {name!r}' if name else ''}: it keeps what it did not send",
-                mend="register a hook without a state, such as fp16_compress_hook with state=None: what this one keeps cannot be saved yet",
+                fix="register a hook without a state, such as fp16_compress_hook with state=None: what this one keeps cannot be saved yet",
             )
     for name, parameter in module.named_parameters():
         if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
@@ -58,7 +58,7 @@ def check_whole_optimizer(optimizer: torch.optim.Optimizer, where: str) -> None:
             where,
             expected="an optimizer that has the slots of all its parameters on every rank",
             found="a ZeroRedundancyOptimizer, which keeps those of this rank's share in another one",
-            mend="use the optimizer class that it wraps, under DistributedDataParallel: what this one has cannot be saved yet",
+            fix="use the optimizer class that it wraps, under DistributedDataParallel: what this one has cannot be saved yet",
         )
 
 
@@ -97,5 +97,5 @@ def _sharded(where: str, found: str) -> InvalidArgument:
         where,
         expected="a module whose parameters are whole on every rank",
         found=found,
-        mend="wrap the model in DistributedDataParallel: what is sharded cannot be saved yet",
+        fix="wrap the model in DistributedDataParallel: what is sharded cannot be saved yet",
     )

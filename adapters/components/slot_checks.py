@@ -70,8 +70,8 @@ def slot_problems(  # noqa: PLR0913 - the two sides, and what they are
                     key, value, params[name], present.get(name, {}).get(key), kinds[key], is_torchs=is_torchs
                 )
                 if wanted is not None:
-                    mend = "build the model and the optimizer as they were when the state was saved, or use another checkpoint"
-                    found.append(_problem(f"{where}[{key!r}]", wanted, _described(value), mend))
+                    fix = "build the model and the optimizer as they were when the state was saved, or use another checkpoint"
+                    found.append(_problem(f"{where}[{key!r}]", wanted, _described(value), fix))
     return found
 
 
@@ -179,5 +179,5 @@ def _described(value: Any) -> str:
     return shown(value)
 
 
-def _problem(where: str, expected: object, found: object, mend: str) -> InvalidState:
-    return InvalidState(where, expected=expected, found=found, mend=mend)
+def _problem(where: str, expected: object, found: object, fix: str) -> InvalidState:
+    return InvalidState(where, expected=expected, found=found, fix=fix)

@@ -125,7 +125,7 @@ class Beside:
         for name, value in values.items():
             if name in self._all:
                 problems = self._all[name].problems(Opaque(value))
-                found.extend(mismatch(f"{where}[{name!r}]", each.expected, each.found, each.mend) for each in problems)
+                found.extend(mismatch(f"{where}[{name!r}]", each.expected, each.found, each.fix) for each in problems)
         return found
 
     def _look(self) -> None:

@@ -135,7 +135,7 @@ def unpaired(loader: Any, found: str) -> InvalidArgument:
         "attach.loader",
         expected="a loader with workers that hands out what they made",
         found=f"a {type(loader).__qualname__}, whose __iter__ makes {found} of it",
-        mend="attach a plain DataLoader and change its batches in the loop over live.batches(), or num_workers=0",
+        fix="attach a plain DataLoader and change its batches in the loop over live.batches(), or num_workers=0",
     )
 
 

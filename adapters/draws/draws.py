@@ -190,12 +190,12 @@ class Draws:
         differs = saved["count"] != self.workers if not found else False
         if found or (accepts and not (tied and differs)):
             return found
-        mend = (
+        fix = (
             f"make the loader with num_workers={saved['count']}, persistent_workers={saved['persistent']}; or go on "
             'with other samples than the run would have had, with policy={"num_workers": "warn"}'
         )
         if tied:
-            mend = mend.partition(";")[0]
+            fix = fix.partition(";")[0]
         if (differs and (saved["moved"] or tied)) or saved["persistent"] != self.persistent:
             found.append(
                 mismatch(
@@ -203,7 +203,7 @@ class Draws:
                     _workers(saved["count"], persistent=saved["persistent"])
                     + (", whose random streams have moved" if saved["moved"] else ""),
                     _workers(self.workers, persistent=self.persistent),
-                    mend,
+                    fix,
                 )
             )
         return found

@@ -182,8 +182,8 @@ def generator_problems(generators: dict[str, torch.Generator], saved: Any, where
     """Every reason why states cannot be written into these generators."""
     if not isinstance(saved, dict) or set(saved) != set(generators):
         names = sorted(saved) if isinstance(saved, dict) else saved
-        mend = "give the loader and its samplers generators as they had"
-        return [mismatch(where, f"those of {sorted(generators)}", names, mend)]
+        fix = "give the loader and its samplers generators as they had"
+        return [mismatch(where, f"those of {sorted(generators)}", names, fix)]
     found: list[TrainfoldError] = []
     for name, generator in generators.items():
         try:
@@ -202,8 +202,8 @@ def position_problems(
         held = value.get("kind") if isinstance(value, dict) else type(saved).__qualname__
         return [mismatch("state.dataset", f"the position of a {kind!r} loader", held, OTHER)]
     if value.get("version") not in versions or isinstance(value["version"], bool):
-        mend = "resume with the trainfold that wrote it"
-        return [mismatch("state.dataset.version", f"one of {versions}", value.get("version"), mend)]
+        fix = "resume with the trainfold that wrote it"
+        return [mismatch("state.dataset.version", f"one of {versions}", value.get("version"), fix)]
     return [
         mismatch(f"state.dataset.{name}", "an int >= 0", repr(value.get(name)), "use another checkpoint")
         for name in counters
@@ -261,10 +261,10 @@ def stale() -> InvalidState:
         "live.batches",
         expected="one iteration at a time",
         found="one that another iteration or a restore has replaced",
-        mend="leave this loop and call live.batches() again",
+        fix="leave this loop and call live.batches() again",
     )
 
 
-def mismatch(where: str, expected: object, found: object, mend: str) -> DataPositionMismatch:
+def mismatch(where: str, expected: object, found: object, fix: str) -> DataPositionMismatch:
     """A `DataPositionMismatch`, in one line."""
-    return DataPositionMismatch(where, expected=expected, found=found, mend=mend)
+    return DataPositionMismatch(where, expected=expected, found=found, fix=fix)

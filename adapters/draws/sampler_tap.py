@@ -126,7 +126,7 @@ def unfollowed(loader: Any, found: str) -> InvalidArgument:
         expected="a DataLoader whose iterator starts its sampler, and yields one batch for each that the sampler gives",
         found=f"{found}, of a {type(loader).__qualname__}"
         + (f" with {workers} that may run already" if workers else ""),
-        mend="make a new loader and iterate over live.batches() only: persistent_workers hold on to the order that they "
+        fix="make a new loader and iterate over live.batches() only: persistent_workers hold on to the order that they "
         "were started with"
         if workers
         else "attach a plain DataLoader and change its batches in the loop over live.batches(), or give the loader "

@@ -13,7 +13,7 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.evaluate.suite import Tally
 from trainfold.core.layout.world import Collectives
 
-_MEND = "keep samples in arrays, or in lists of more than 5,000, which are not looked into"
+_FIX = "keep samples in arrays, or in lists of more than 5,000, which are not looked into"
 
 
 @final
@@ -68,7 +68,7 @@ def source_of(batches: Any) -> Source:
     behind: list[tuple[Any, tuple[type, ...]]] = [(batches, (torch.Generator, EvalBatches, TimeLimit))]
     for thing, kinds in behind:
         found: Any
-        for found in reachable(thing, kinds, mend=_MEND):
+        for found in reachable(thing, kinds, fix=_FIX):
             if isinstance(found, EvalBatches) and found not in parts:
                 parts.append(found)
                 behind.append((found.fetch, (torch.Generator,)))
@@ -92,7 +92,7 @@ def begin_of(source: Source, start: Tally | None, ranks: Collectives) -> str:
                 "batches",
                 expected=f"those of rank {ranks.rank} of {ranks.world_size}",
                 found=f"those of rank {part.rank} of {part.world_size}",
-                mend="give the same collectives to eval_batches and to evaluate",
+                fix="give the same collectives to eval_batches and to evaluate",
             )
         if start is not None and start.batches and part.cursor.next_index != start.next_index:
             known = start.next_index >= 0
@@ -100,7 +100,7 @@ def begin_of(source: Source, start: Tally | None, ranks: Collectives) -> str:
                 "start",
                 expected=f"a tally that reached sample {part.cursor.next_index}, where the batches begin",
                 found=f"one that reached {f'sample {start.next_index}' if known else 'no known position'}",
-                mend="begin where it ended: make_eval_cursor(..., next_index=start.next_index)"
+                fix="begin where it ended: make_eval_cursor(..., next_index=start.next_index)"
                 if known
                 else "evaluate from the first sample on: it is of samples with a gap, or was cut where nobody knows",
             )

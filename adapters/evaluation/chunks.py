@@ -28,14 +28,14 @@ def check_chunk(chunk: object, source: Source, start: Tally | None, *, world_siz
     """
     if chunk is not None and (type(chunk) is not int or chunk < 1):
         raise InvalidArgument(
-            "chunk", expected="a number of samples, >= 1", found=shown(chunk), mend="such as chunk=32, or leave it out"
+            "chunk", expected="a number of samples, >= 1", found=shown(chunk), fix="such as chunk=32, or leave it out"
         )
     if start is not None and start.batches and start.chunk != (chunk or 0):
         raise InvalidArgument(
             "start",
             expected=f"a tally in {f'chunks of {chunk}' if chunk else 'batches as they were given, because chunk= is left out'}",
             found=f"one in chunks of {start.chunk}" if start.chunk else "one in batches as they were given",
-            mend="give the same chunk= to every part of an evaluation",
+            fix="give the same chunk= to every part of an evaluation",
         )
     if not isinstance(chunk, int):
         return
@@ -49,7 +49,7 @@ def check_chunk(chunk: object, source: Source, start: Tally | None, *, world_siz
             found=f"those of {len(source.parts)} cursors"
             if source.parts
             else "batches of which nobody knows the samples",
-            mend=f"give {cursors}",
+            fix=f"give {cursors}",
         )
     for part in source.parts:
         if world_size > 1 and part.chunk % chunk:
@@ -57,14 +57,14 @@ def check_chunk(chunk: object, source: Source, start: Tally | None, *, world_siz
                 "batches",
                 expected=f"shares that begin and end at multiples of chunk={chunk}",
                 found="shares that may begin inside of a chunk",
-                mend=f"give {cursors}, with a global_batch_size that is a multiple of {chunk}",
+                fix=f"give {cursors}, with a global_batch_size that is a multiple of {chunk}",
             )
         if part.cursor.next_index % chunk and not part.cursor.is_done:
             raise InvalidArgument(
                 "batches",
                 expected=f"a cursor that begins at a multiple of chunk={chunk}",
                 found=f"next_index={part.cursor.next_index}",
-                mend="go on from the tally of an evaluation in such chunks, at next_index=tally.next_index; or from the first sample",
+                fix="go on from the tally of an evaluation in such chunks, at next_index=tally.next_index; or from the first sample",
             )
 
 
@@ -149,7 +149,7 @@ class Chunks:
                 "batches",
                 expected="every batch of eval_batches, in order, from the first on",
                 found=f"{self._drawn} of the {self._part.given} that it gave",
-                mend="give what eval_batches returns, and do in fetch what a wrapper does",
+                fix="give what eval_batches returns, and do in fetch what a wrapper does",
             )
 
     def _draw(self) -> None:
@@ -170,7 +170,7 @@ class Chunks:
                     f"batch {self._drawn}",
                     expected=wanted if share else f"no more batches than the {self._drawn - 1} that eval_batches gives",
                     found=f"{columns.samples} samples",
-                    mend="return one row for each position from fetch, and let no wrapper join, split, repeat or drop batches; or leave chunk= out",
+                    fix="return one row for each position from fetch, and let no wrapper join, split, repeat or drop batches; or leave chunk= out",
                 )
             if not self._waiting:
                 self._at = share.start

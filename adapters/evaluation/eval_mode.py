@@ -61,7 +61,7 @@ def modules_of(function: object) -> list[torch.nn.Module]:
         >>> modules_of(lambda batch: model(batch)) == modules_of(model) == [model]
         True
     """
-    return reachable(function, torch.nn.Module, mend="name the model: modules=[model]")
+    return reachable(function, torch.nn.Module, fix="name the model: modules=[model]")
 
 
 def communicate(modules: Sequence[torch.nn.Module]) -> bool:

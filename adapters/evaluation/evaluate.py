@@ -207,13 +207,13 @@ def _evaluate(forward: Forward, batches: Any, suite: object, ranks: Collectives,
 
 def _check_openings(openings: Sequence[_Opening]) -> None:
     _agreeing(lambda: check_layouts([opening.layout for opening in openings]))
-    for what, told, mend in (
+    for what, told, fix in (
         ("steps", [opening.steps for opening in openings], "DistributedEvalCursor.steps is the same on each"),
         ("chunk", [opening.chunk for opening in openings], "give the same chunk= on each"),
         ("the position", [opening.position for opening in openings], "make one cursor, alike on each rank"),
         ("start", [opening.start for opening in openings], "give the .tally of an evaluation by all ranks"),
     ):
-        _agreeing(functools.partial(_check_same, what, told, mend))
+        _agreeing(functools.partial(_check_same, what, told, fix))
 
 
 def _agreeing(work: Callable[[], T]) -> T:
@@ -229,7 +229,7 @@ def _iterator(batches: Any) -> Iterator[Any]:
         return iter(batches)
     except TypeError as error:
         raise InvalidArgument(
-            "batches", expected="batches", found=shown(batches), mend="give a loader, or a list"
+            "batches", expected="batches", found=shown(batches), fix="give a loader, or a list"
         ) from error
 
 
@@ -239,10 +239,10 @@ def _check_arguments(forward: object, steps: object) -> None:
             "forward",
             expected="a function of a batch",
             found=shown(forward),
-            mend="return {'loss': (numerator, denominator)} from it",
+            fix="return {'loss': (numerator, denominator)} from it",
         )
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-        raise InvalidArgument("steps", expected="a number of calls, >= 1", found=shown(steps), mend="or leave it out")
+        raise InvalidArgument("steps", expected="a number of calls, >= 1", found=shown(steps), fix="or leave it out")
 
 
 def _modules_given(modules: object) -> list[torch.nn.Module]:
@@ -250,7 +250,7 @@ def _modules_given(modules: object) -> list[torch.nn.Module]:
     if isinstance(modules, Iterable) and not isinstance(modules, torch.nn.Module):
         given = list(modules)
     if not all(isinstance(module, torch.nn.Module) for module in given):
-        raise InvalidArgument("modules", expected="modules", found=shown(modules), mend="list them: modules=[model]")
+        raise InvalidArgument("modules", expected="modules", found=shown(modules), fix="list them: modules=[model]")
     return given
 
 
@@ -263,12 +263,12 @@ def _digest(suite: Suite, start: Tally | None) -> str:
     return digest_of("\n".join([*texts, f"{start.batches} {start.complete} {start.next_index} {start.chunk}"]).encode())
 
 
-def _check_same(what: str, told: Sequence[object], mend: str) -> None:
+def _check_same(what: str, told: Sequence[object], fix: str) -> None:
     for rank, each in enumerate(told):
         if each != told[0]:
             raise RanksDisagree(
                 what,
                 expected=f"the same on every rank; rank 0 has {told[0] or 'none'}",
                 found=f"rank {rank}: {each or 'none'}",
-                mend=mend,
+                fix=fix,
             )

@@ -106,7 +106,7 @@ def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, 
                 f"rank {min(failed)}",
                 expected="every rank to evaluate its batches",
                 found=found,
-                mend="mend that rank; no rank has a result",
+                fix="fix that rank; no rank has a result",
             )
         )
     return mine[0], [report for report, _ in told if report is not None]
@@ -197,7 +197,7 @@ def _dummy(first: Any, having: list[bool], ranks: Collectives) -> Any:
             "batches",
             expected=f"a first batch that can travel to the ranks without one ({having.count(False)} of {len(having)})",
             found=error.found,
-            mend="give every rank at least one batch; or batches made of dicts, lists, tuples, tensors and arrays",
+            fix="give every rank at least one batch; or batches made of dicts, lists, tuples, tensors and arrays",
         ) from error
     if first is not NOTHING or given is None:
         return first

@@ -32,7 +32,7 @@ _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 
-def reachable(start: object, kind: type[T] | tuple[type[T], ...], *, mend: str) -> list[T]:
+def reachable(start: object, kind: type[T] | tuple[type[T], ...], *, fix: str) -> list[T]:
     """The objects of a kind that can be reached, nearest first, each once; what is inside of one is not searched, large containers last.
 
     Looked into are functions (what they closed over, their defaults, the globals and attributes of modules that they name),
@@ -43,11 +43,11 @@ def reachable(start: object, kind: type[T] | tuple[type[T], ...], *, mend: str) 
     Args:
         start: a function, a loader, anything.
         kind: the class of what is wanted, or several.
-        mend: what to do where there is too much to look at: a warning says it.
+        fix: what to do where there is too much to look at: a warning says it.
 
     Examples:
         >>> layer = torch.nn.Linear(1, 1)
-        >>> reachable({"a": [layer, 3], "b": layer}, torch.nn.Module, mend="name it") == [layer]
+        >>> reachable({"a": [layer, 3], "b": layer}, torch.nn.Module, fix="name it") == [layer]
         True
     """
     own = _packages_of(start)
@@ -67,7 +67,7 @@ def reachable(start: object, kind: type[T] | tuple[type[T], ...], *, mend: str) 
             if issubclass(type(part), _LEAVES) or id(part) in seen:
                 continue
             if len(seen) >= _BUDGET:
-                message = f"evaluate looked at {_BUDGET:,} objects behind a {type(start).__name__} and stopped: deeper ones are not seen; {mend}"
+                message = f"evaluate looked at {_BUDGET:,} objects behind a {type(start).__name__} and stopped: deeper ones are not seen; {fix}"
                 warnings.warn(message, stacklevel=2)
                 return found
             seen[id(part)] = part

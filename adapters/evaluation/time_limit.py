@@ -82,5 +82,5 @@ def time_limit(batches: Iterable[T], *, secs: float, clock: Callable[[], float] 
         ('abc', True)
     """
     if not secs > 0:
-        raise InvalidArgument("secs", expected="secs > 0", found=secs, mend="leave time_limit out to have no limit")
+        raise InvalidArgument("secs", expected="secs > 0", found=secs, fix="leave time_limit out to have no limit")
     return TimeLimit(batches, secs, clock)

@@ -100,7 +100,7 @@ class FirstSave:
                     self._store.url,
                     expected="a state that comes from this run, which has checkpoints",
                     found=f"one that nothing was restored into, beside {', '.join(names[-3:])}",
-                    mend="call manager.restore(live) before the loop, or go on with the state that trainfold.load or manager.load returns; "
+                    fix="call manager.restore(live) before the loop, or go on with the state that trainfold.load or manager.load returns; "
                     "to leave these checkpoints behind on purpose, make the manager with start_over=True, or save into another directory",
                 )
             return runs[run_id]

@@ -43,6 +43,6 @@ def _problems(name: str, attempt: Callable[[], Any]) -> list[TrainfoldError]:
     except TrainfoldError as error:
         return [error]
     except Exception as error:  # noqa: BLE001 (the user's own code: whatever it raises, a save would raise too)
-        mend = "mend its state_dict() or get function; it must work from the first step on"
-        return [InvalidState(name, expected="an object that says its state", found=error_text(error), mend=mend)]
+        fix = "fix its state_dict() or get function; it must work from the first step on"
+        return [InvalidState(name, expected="an object that says its state", found=error_text(error), fix=fix)]
     return []

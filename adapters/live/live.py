@@ -142,7 +142,7 @@ class Live:
                 "attach.optimizer",
                 expected="a torch.optim.Optimizer",
                 found=f"a {type(optimizer).__qualname__}",
-                mend="attach the optimizer itself, and a wrapper's own state under extra=",
+                fix="attach the optimizer itself, and a wrapper's own state under extra=",
             )
         check_real(model)
         check_whole(wheres(model, optimizer, extra))
@@ -168,7 +168,7 @@ class Live:
                 f"extra[{name!r}]",
                 expected="another name",
                 found="that of the states which attached modules say themselves",
-                mend="choose another name",
+                fix="choose another name",
             )
         optimizers = {
             name: part for name, part in self._parts(self._named()).items() if isinstance(part, OptimizerPart)
@@ -270,9 +270,7 @@ class Live:
         total = samples if samples is None or type(samples) is int else total_of(samples)
         for name, value in (("samples", total or 0), ("tokens", tokens or 0), ("steps", steps)):
             if type(value) is not int or value < 0:
-                raise InvalidArgument(
-                    f"advance.{name}", expected="an int >= 0", found=repr(value), mend="only count up"
-                )
+                raise InvalidArgument(f"advance.{name}", expected="an int >= 0", found=repr(value), fix="only count up")
         self._watch.check(self._schedulers, self._extra, where="live.advance")
         if steps:
             self._steps_of_others.check("live.advance")
@@ -406,7 +404,7 @@ class Live:
 
     def _loop_data(self, where: str) -> LoopData:
         if self._data is None:
-            raise InvalidArgument(where, expected="an attached loader", found="none", mend="attach(..., loader=loader)")
+            raise InvalidArgument(where, expected="an attached loader", found="none", fix="attach(..., loader=loader)")
         return self._data
 
     # --- capture and restore -----------------------------------------------------------------------------------------
@@ -521,7 +519,7 @@ class Live:
         """
         named = self._named()
         if name in self._parts(named):
-            raise InvalidArgument("register.name", expected="a new name", found=name, mend="choose another name")
+            raise InvalidArgument("register.name", expected="a new name", found=name, fix="choose another name")
         components_of(TrainState(extra={name: target}))
         check_whole([(f"register({name!r})", target)])
         implied = own_module_parts(name, target)
@@ -531,9 +529,7 @@ class Live:
         drifts = changed_settings(saved_settings(self._owed, name), settings, self._policy)
         reasons = [reason for each, part in owed.items() for reason in part.problems(self._pending[each])]
         reasons += [
-            InvalidState(
-                "live.register", expected=f"{each.where} = {each.saved}", found=each.wanted, mend="put it back"
-            )
+            InvalidState("live.register", expected=f"{each.where} = {each.saved}", found=each.wanted, fix="put it back")
             for each in drifts
             if each.verdict == "refuse"
         ]
@@ -588,7 +584,7 @@ class Live:
                 "live",
                 expected="a boundary: a whole number of optimizer steps, counted by advance()",
                 found=found,
-                mend="save after optimizer.step() and live.advance(samples=...); or live.drop_window() to give it up",
+                fix="save after optimizer.step() and live.advance(samples=...); or live.drop_window() to give it up",
             )
 
     def check_counted(self) -> None:
@@ -604,7 +600,7 @@ class Live:
                 "live.advance",
                 expected="a call after each optimizer step, before manager.step(live)",
                 found=taken,
-                mend="call live.advance(samples=...) after optimizer.step()",
+                fix="call live.advance(samples=...) after optimizer.step()",
             )
         self._steps_of_others.check("manager.step")
 
@@ -721,7 +717,7 @@ class Live:
             f"extra[{name!r}]",
             expected="a module, an optimizer, an object with state_dict and load_state_dict, or (get, set)",
             found=f"a {type(target).__qualname__}",
-            mend="pass a pair of functions that return its tree and take it back",
+            fix="pass a pair of functions that return its tree and take it back",
         )
 
     def _attend(self, name: str, target: Any) -> None:

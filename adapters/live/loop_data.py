@@ -138,7 +138,7 @@ class LoopData:
                 "live.batches",
                 expected="one pass over a loader in a body of live.epochs(), or more of them inside the loop over another loader",
                 found=f"a second one over {f'the loader {name!r}' if name else 'the loader'}, which has been read to its end",
-                mend="count each pass as an epoch, `for epoch in live.epochs(2 * n)`; iterate over the loader itself for what is no training, "
+                fix="count each pass as an epoch, `for epoch in live.epochs(2 * n)`; iterate over the loader itself for what is no training, "
                 "such as an evaluation",
             )
         self._read.discard(name)
@@ -179,7 +179,7 @@ class LoopData:
                 "live.batches",
                 expected="no name, where one loader is attached",
                 found=repr(loader),
-                mend="say live.batches(), or attach(..., loader={name: loader})",
+                fix="say live.batches(), or attach(..., loader={name: loader})",
             )
         return self.feed
 
@@ -215,14 +215,14 @@ class LoopData:
                 "live.batches",
                 expected="a loop that draws each pass anew",
                 found=f"itertools.cycle over {name!r}, which gives the batches of its first pass again, from a list that no save has",
-                mend="write a generator, `while True: yield from live.batches(name)`; outside of live.epochs() live.batches(name) has no end",
+                fix="write a generator, `while True: yield from live.batches(name)`; outside of live.epochs() live.batches(name) has no end",
             )
 
     def epochs(self, n: int, *, done: Callable[[], bool]) -> Iterator[int]:
         """The epochs that are still to do; see ``Live.epochs``."""
         if self._body is not None:
             raise InvalidArgument(
-                "live.epochs", expected="one loop over epochs at a time", found="two", mend="leave one"
+                "live.epochs", expected="one loop over epochs at a time", found="two", fix="leave one"
             )
         epoch = self.feed.epoch if self._resumed is None else self._resumed
         if self._resumed is None:
@@ -503,7 +503,7 @@ def no_names(samples: Samples) -> int:
             "advance.samples",
             expected="a number, where there are no loaders with names",
             found=repr(dict(samples))[:80],
-            mend="say how many samples the step was trained on, or attach(..., loader={name: loader})",
+            fix="say how many samples the step was trained on, or attach(..., loader={name: loader})",
         )
     return samples or 0
 
@@ -525,5 +525,5 @@ def _replaced() -> InvalidArgument:
         "live.epochs",
         expected="one loop over epochs at a time",
         found="one that a restore has replaced",
-        mend="leave this loop and call live.epochs() again",
+        fix="leave this loop and call live.epochs() again",
     )

@@ -24,7 +24,7 @@ def optional_given(names: Collection[str], extra: Collection[str]) -> frozenset[
             "attach.optional",
             expected=f"names under extra=, which are {sorted(extra)}",
             found=unknown,
-            mend="leave them out: the model, the optimizer and the data are never optional",
+            fix="leave them out: the model, the optimizer and the data are never optional",
         )
     return given
 

@@ -39,7 +39,7 @@ def check_values(values: Mapping[str, Any]) -> None:
             f"live.record({name}=)",
             expected="a number, or a tensor without dimensions",
             found=f"a {type(value).__qualname__}" + ("" if shape is None else f" of shape {shape}"),
-            mend="record one number, such as loss.mean(); split what is more under names of its own",
+            fix="record one number, such as loss.mean(); split what is more under names of its own",
         )
 
 

@@ -34,10 +34,8 @@ def refusals(
     found: list[TrainfoldError] = []
     for name, (needed, reason) in _DEPENDS.items():
         if chosen is not None and name in chosen and needed in parts and needed not in chosen:
-            mend = f"select {needed} too, or leave {name} out: {reason}"
-            found.append(
-                InvalidArgument("components", expected=f"{needed} with {name}", found=sorted(chosen), mend=mend)
-            )
+            fix = f"select {needed} too, or leave {name} out: {reason}"
+            found.append(InvalidArgument("components", expected=f"{needed} with {name}", found=sorted(chosen), fix=fix))
     for name in wanted:
         if name in saved:
             found.extend(parts[name].problems(saved[name]))
@@ -47,7 +45,7 @@ def refusals(
                     name,
                     expected="a component that this run has",
                     found=f"a state with {sorted(saved)} only",
-                    mend=f"leave {name} out with components=, on purpose, to go on with what the run has now",
+                    fix=f"leave {name} out with components=, on purpose, to go on with what the run has now",
                 )
             )
     return tuple(found)
@@ -79,7 +77,7 @@ def write_all(
                 name,
                 expected="a state that its object takes",
                 found=f"{type(error).__qualname__}: {error}",
-                mend="build the object as it was when the state was saved",
+                fix="build the object as it was when the state was saved",
             )
             raise RestoreRefused("live", (reason,)) from error
     for name, part in parts.items():
@@ -106,7 +104,7 @@ class CountersPart:
         except InvalidState as error:
             return [error]
         except AttributeError:
-            return [InvalidState("trainer", expected="counters", found=repr(saved)[:80], mend="use another checkpoint")]
+            return [InvalidState("trainer", expected="counters", found=repr(saved)[:80], fix="use another checkpoint")]
         return []
 
     def write(self, saved: Any) -> Undo:

@@ -50,7 +50,7 @@ def feeds_of(loader: Any) -> Feed | FeedGroup:
         return feed_of(loader)
     if not loader or not all(isinstance(name, str) and name for name in loader):
         raise InvalidArgument("attach.loader", expected="loaders by name", found=repr(dict(loader))[:80],
-                              mend='say loader={"labelled": ..., "unlabelled": ...}')  # fmt: skip
+                              fix='say loader={"labelled": ..., "unlabelled": ...}')  # fmt: skip
     return FeedGroup({name: feed_of(each) for name, each in loader.items()})
 
 
@@ -88,14 +88,14 @@ def feed_of(loader: Any) -> Feed:
             "attach.loader",
             expected="in_order=True: with workers, only then do the batches come in the order of the samples",
             found="in_order=False",
-            mend="make the loader with in_order=True; a position counts samples in their order",
+            fix="make the loader with in_order=True; a position counts samples in their order",
         )
     if iterates(loader) and loader.num_workers > 0 and loader.persistent_workers:
         raise InvalidArgument(
             "attach.loader",
             expected="workers that are started in each epoch, for an iterable dataset",
             found=f"persistent_workers over a {type(loader.dataset).__qualname__}",
-            mend="make the loader with persistent_workers=False: what a worker has read ahead at the end of an epoch, and "
+            fix="make the loader with persistent_workers=False: what a worker has read ahead at the end of an epoch, and "
             "its random streams, go into the next epoch, and are in no state",
         )
     mapped: DataLoader[Any] | None = None
@@ -113,7 +113,7 @@ def feed_of(loader: Any) -> Feed:
         "attach.loader",
         expected="a DataLoader over a map-style dataset, or an iterable with state_dict and load_state_dict",
         found=f"a {kind}{over}, whose position cannot be known",
-        mend="use torchdata's StatefulDataLoader, or give the dataset __len__ and __getitem__; "
+        fix="use torchdata's StatefulDataLoader, or give the dataset __len__ and __getitem__; "
         "or attach without a loader and keep the position yourself under extra=",
     )
 
@@ -127,7 +127,7 @@ def _prepared(loader: Any) -> Feed:
             "attach.loader",
             expected="a prepared loader of one process, over a DataLoader over a map-style dataset",
             found=f"a {kind_of(loader)} over a {kind_of(base)}" + (", of several processes" if several else ""),
-            mend="attach the DataLoader as it was before accelerator.prepare"
+            fix="attach the DataLoader as it was before accelerator.prepare"
             + (", with a DistributedSampler, so that each rank reads its share" if several else "")
             + ", and move its batches to the device in the loop",
         )
@@ -161,7 +161,7 @@ def _refuse_moved_datasets(loader: "DataLoader[Any]") -> None:
             "attach.loader",
             expected="workers that are started in each epoch, for a sampler and a dataset with a state each",
             found=f"persistent_workers, a {type(own[0]).__qualname__} and a {type(loader.dataset).__qualname__}",
-            mend="make the loader with persistent_workers=False",
+            fix="make the loader with persistent_workers=False",
         )
 
 
@@ -177,7 +177,7 @@ def _indexed(loader: "DataLoader[Any]") -> Feed:
         "attach.loader",
         expected="a sampler whose position can be known, where the dataset has a state of its own",
         found=f"a {kind_of(order)} without state_dict, and a {type(loader.dataset).__qualname__} with one",
-        mend="give the sampler state_dict and load_state_dict, or give StatefulDataLoader batch_size= and shuffle= or "
+        fix="give the sampler state_dict and load_state_dict, or give StatefulDataLoader batch_size= and shuffle= or "
         "sampler= instead of batch_sampler=: then it keeps the order",
     )
 

@@ -56,7 +56,7 @@ class FeedGroup:
             "live.batches",
             expected=f"the name of a loader, one of {list(self.feeds)}",
             found=repr(name),
-            mend=f"say live.batches({next(iter(self.feeds))!r})",
+            fix=f"say live.batches({next(iter(self.feeds))!r})",
         )
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
@@ -95,7 +95,7 @@ class FeedGroup:
             self.feed(name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise InvalidArgument(
-                    f"advance.samples[{name!r}]", expected="an int >= 0", found=repr(value)[:80], mend="only count up"
+                    f"advance.samples[{name!r}]", expected="an int >= 0", found=repr(value)[:80], fix="only count up"
                 )
         for name, value in samples.items():
             self.feeds[name].check_samples(value)

@@ -233,7 +233,7 @@ class MapFeed:
                 "attach.loader",
                 expected="at least one batch an epoch",
                 found="none",
-                mend="make the batch size smaller than the dataset, or set drop_last=False",
+                fix="make the batch size smaller than the dataset, or set drop_last=False",
             )
         waiting = self._deliveries.waiting
         if waiting:

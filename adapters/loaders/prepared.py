@@ -115,7 +115,7 @@ class PreparedFeed:
             if not inner.is_read:
                 raise InvalidArgument(
                     "attach.loader", expected="a loader that reads its base_dataloader to the end", found="one that does not",
-                    mend="attach the plain DataLoader, and move its batches in the loop",
+                    fix="attach the plain DataLoader, and move its batches in the loop",
                 )  # fmt: skip
             epoch += 1
 

@@ -118,7 +118,7 @@ class StatefulFeed:
                 "live.batches",
                 expected="that every batch of the earlier iteration was consumed",
                 found=f"{len(self._deliveries.waiting)} that were not",
-                mend="call live.advance() after the last step, or live.drop_window(), before iterating again",
+                fix="call live.advance() after the last step, or live.drop_window(), before iterating again",
             )
 
     def advance(self, samples: int | None) -> int:
@@ -171,7 +171,7 @@ class StatefulFeed:
                 "live.epochs",
                 expected="that a loader with a state of its own is read to the end of each epoch",
                 found=f"{self._drawn} batches of one, and a loop that has left it",
-                mend="read every batch, or attach a plain DataLoader",
+                fix="read every batch, or attach a plain DataLoader",
             )
         self._end_epoch()
         self._drawing = self._epoch
@@ -256,7 +256,7 @@ class StatefulFeed:
             drawn = Drawn(None, batch_digest(batch), reader.moved(), streams, batch_kind(batch))
         last = self._drawn == self._total
         if last and self._draw(iterator) is not END:  # so that the loader knows of its end, and saves that
-            raise mismatch("attach.loader", f"{self._total} batches, as len() says", "more", "mend its __len__")
+            raise mismatch("attach.loader", f"{self._total} batches, as len() says", "more", "fix its __len__")
         return Delivery(samples, last, HandedOut(drawn, before, mark)), batch
 
     def _draw(self, iterator: Iterator[Any]) -> Any:
@@ -291,7 +291,7 @@ class StatefulFeed:
         """The end of an epoch of unknown length is known one call after its last batch."""
         if self._drawn == 0:
             raise InvalidArgument(
-                "attach.loader", expected="at least one batch an epoch", found="none", mend="check the dataset"
+                "attach.loader", expected="at least one batch an epoch", found="none", fix="check the dataset"
             )
         self._iterator, self._drawing, self._drawn = None, self._drawing + 1, 0
         if self._deliveries.waiting:
@@ -537,7 +537,7 @@ class StatefulFeed:
                 expected="that every batch is trained on before anything is saved, for a loader with a state of its own that was not asked "
                 "for it before that batch",
                 found=f"{len(waiting)} batches that were handed out and not counted",
-                mend="call live.advance(samples=...) for them first, or live.drop_window(); or attach a plain DataLoader",
+                fix="call live.advance(samples=...) for them first, or live.drop_window(); or attach a plain DataLoader",
             )
         return self._captured()
 

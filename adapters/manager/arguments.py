@@ -21,28 +21,28 @@ def check_run(run: object, kinds: type | UnionType) -> None:
             "CheckpointManager",
             expected="a live run" if kinds is Live else "a live run, or a state",
             found=shown(run),
-            mend="give it what attach(model, optimizer, ...) returned",
+            fix="give it what attach(model, optimizer, ...) returned",
         )
 
 
 def check_decision(decision: object) -> None:
     """Whether it is a decision to load that a `CheckpointManager` has made."""
     if not isinstance(decision, LoadDecision):
-        found, mend = shown(decision), "pass what should_load returned, or None"
+        found, fix = shown(decision), "pass what should_load returned, or None"
     elif not decision:
-        found, mend = shown(str(decision)), "start fresh, or look at why"
+        found, fix = shown(str(decision)), "start fresh, or look at why"
     elif decision.source not in ("newest", "step") or (decision.source == "step" and decision.step is None):
-        found, mend = shown(str(decision)), "give it to the manager that has made it"
+        found, fix = shown(str(decision)), "give it to the manager that has made it"
     else:
         return
-    raise InvalidArgument("decision", expected="one of this manager's that can be loaded", found=found, mend=mend)
+    raise InvalidArgument("decision", expected="one of this manager's that can be loaded", found=found, fix=fix)
 
 
 def check_source(requests: object) -> None:
     """Whether requests can come from there."""
     if not isinstance(requests, RequestSource):
         raise InvalidArgument("requests", expected="a source of requests, or None", found=shown(requests),
-                              mend="such as SignalRequests() or StopFile(run)")  # fmt: skip
+                              fix="such as SignalRequests() or StopFile(run)")  # fmt: skip
 
 
 def retention_given(last: int | None, keep: Retention | None) -> Retention:
@@ -57,7 +57,7 @@ def policy_given(name: str, keep: object) -> Retention:
     """A policy of retention."""
     if not isinstance(keep, Retention):
         raise InvalidArgument(name, expected="a Retention, or None", found=shown(keep),
-                              mend="such as keep_last(3) | keep_every(10_000)")  # fmt: skip
+                              fix="such as keep_last(3) | keep_every(10_000)")  # fmt: skip
     return keep
 
 
@@ -67,7 +67,7 @@ def room_given(max_extra_bytes: int | None) -> int | None:
         return None
     if type(max_extra_bytes) is not int or max_extra_bytes < 0:
         raise InvalidArgument("max_extra_bytes", expected="an int >= 0, or None", found=shown(max_extra_bytes),
-                              mend="0 makes updates wait; None lets a save copy what it must")  # fmt: skip
+                              fix="0 makes updates wait; None lets a save copy what it must")  # fmt: skip
     return max(0, max_extra_bytes - _WRITERS_BYTES)
 
 
@@ -75,7 +75,7 @@ def one_of(name: str, value: object, known: tuple[str, ...]) -> str:
     """A word that is known."""
     if value not in known:
         raise InvalidArgument(f"CheckpointManager.{name}", expected=" or ".join(map(repr, known)), found=shown(value),
-                              mend=f"pass {name}={known[0]!r}")  # fmt: skip
+                              fix=f"pass {name}={known[0]!r}")  # fmt: skip
     return str(value)
 
 
@@ -83,7 +83,7 @@ def is_word_auto(every: object) -> bool:
     """Whether a cadence is the word ``"auto"``; any other word is refused, also one that is a number."""
     if isinstance(every, str) and every != "auto":
         raise InvalidArgument("CheckpointManager.every", expected="an int >= 1, 'auto', or None", found=shown(every),
-                              mend="pass a number of optimizer steps, such as every=500; make one of a word with int(...)")  # fmt: skip
+                              fix="pass a number of optimizer steps, such as every=500; make one of a word with int(...)")  # fmt: skip
     return every == "auto"
 
 
@@ -91,5 +91,5 @@ def flag(name: str, value: object) -> bool:
     """True or False, and nothing that only counts as such."""
     if type(value) is not bool:
         raise InvalidArgument(f"CheckpointManager.{name}", expected="True or False", found=shown(value),
-                              mend=f"pass {name}=True or leave it out")  # fmt: skip
+                              fix=f"pass {name}=True or leave it out")  # fmt: skip
     return value

@@ -157,7 +157,7 @@ def create_checkpoint_manager(
     """
     if not isinstance(config, CheckpointConfig):
         raise InvalidArgument("config", expected="a CheckpointConfig", found=shown(config),
-                              mend="make one, or subclass it for fields of your own")  # fmt: skip
+                              fix="make one, or subclass it for fields of your own")  # fmt: skip
     module, name = _split(config.manager)
     _check_allowed(config.manager, module, _prefixes(type(config).allow if allow is None else allow))
     cls = _attribute(_imported(module, config.manager), name, config.manager)
@@ -171,7 +171,7 @@ def _split(path: object) -> tuple[str, str]:
     parts = path.split(".") if isinstance(path, str) else []
     if len(parts) < 2 or not all(part.isidentifier() and not iskeyword(part) for part in parts):
         raise ManagerPathInvalid(_WHERE, expected="a path such as 'package.module.Class'", found=shown(path),
-                                 mend="write the module, a dot, and the class")  # fmt: skip
+                                 fix="write the module, a dot, and the class")  # fmt: skip
     return ".".join(parts[:-1]), parts[-1]
 
 
@@ -181,7 +181,7 @@ def _prefixes(allow: object) -> tuple[str, ...]:
         parts = prefix[:-1].split(".") if isinstance(prefix, str) else [""]
         if isinstance(allow, str) or not str(prefix).endswith(".") or not all(part.isidentifier() for part in parts):
             raise InvalidArgument("allow", expected="prefixes such as ('package.',), each ending with a dot", found=shown(allow),
-                                  mend="end it with a dot: 'pkg' would let 'pkgevil' in")  # fmt: skip
+                                  fix="end it with a dot: 'pkg' would let 'pkgevil' in")  # fmt: skip
     return prefixes
 
 
@@ -191,7 +191,7 @@ def _check_allowed(path: str, module: str, prefixes: tuple[str, ...]) -> None:
             _WHERE,
             expected=f"a path that begins with {' or '.join(prefixes) or 'nothing: none is allowed'}",
             found=repr(path),
-            mend=f"where the class is to be trusted, pass allow=(..., '{module}.') in the program; nothing was imported",
+            fix=f"where the class is to be trusted, pass allow=(..., '{module}.') in the program; nothing was imported",
         )
 
 
@@ -200,8 +200,8 @@ def _imported(module: str, path: str) -> Any:
         return import_module(module)
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
-        mend = "correct the path, or install the package" if missing else f"see the cause: import {module} in a shell"
-        raise ManagerNotImportable(_WHERE, expected=f"a module {module}, for {path!r}", found=error_text(error), mend=mend) from error  # fmt: skip
+        fix = "correct the path, or install the package" if missing else f"see the cause: import {module} in a shell"
+        raise ManagerNotImportable(_WHERE, expected=f"a module {module}, for {path!r}", found=error_text(error), fix=fix) from error  # fmt: skip
 
 
 def _attribute(module: Any, name: str, path: str) -> Any:
@@ -211,19 +211,19 @@ def _attribute(module: Any, name: str, path: str) -> Any:
         classes = [each for each, value in vars(module).items() if isinstance(value, type)]
         near = difflib.get_close_matches(name, classes, n=3) or sorted(classes)[:8]
         raise ManagerNotFound(_WHERE, expected=f"{name} in {module.__name__}, for {path!r}", found=error_text(error),
-                              mend=f"correct the name; there are {near}") from error  # fmt: skip
+                              fix=f"correct the name; there are {near}") from error  # fmt: skip
 
 
 def _check_protocol(cls: Any, path: str) -> None:
     if not isinstance(cls, type):
-        raise ManagerIncomplete(_WHERE, expected="a class", found=f"{path} = {shown(cls)}", mend="name the class")
+        raise ManagerIncomplete(_WHERE, expected="a class", found=f"{path} = {shown(cls)}", fix="name the class")
     missing = [method for method in CALLS if not callable(getattr(cls, method, None))]
     if missing:
         raise ManagerIncomplete(
             _WHERE,
             expected=f"the methods {', '.join(CALLS)}",
             found=f"{path} without {', '.join(missing)}",
-            mend="add them: see trainfold.adapters.manager.protocol.CheckpointManagerLike",
+            fix="add them: see trainfold.adapters.manager.protocol.CheckpointManagerLike",
         )
 
 
@@ -244,7 +244,7 @@ def _check_signatures(cls: type, build: Callable[..., Any], config: CheckpointCo
             _WHERE,
             expected="methods that can be called as trainfold calls them",
             found=f"{len(wrong)} that cannot:\n" + "\n".join(f"  {each}" for each in wrong) + "\n",
-            mend="give them the parameters of trainfold.adapters.manager.protocol.CheckpointManagerLike",
+            fix="give them the parameters of trainfold.adapters.manager.protocol.CheckpointManagerLike",
         )
 
 
@@ -303,8 +303,8 @@ def _built(build: Callable[..., Any], config: CheckpointConfig, extra: Mapping[s
         raise
     except (Exception, SystemExit) as error:  # as in its import: a tool's own way out is not the program's
         raise ManagerNotBuilt(_WHERE, expected=f"a manager of {config.manager!r}", found=error_text(error),
-                              mend="see the cause") from error  # fmt: skip
+                              fix="see the cause") from error  # fmt: skip
     if not isinstance(manager, CheckpointManagerLike):
         raise ManagerIncomplete(_WHERE, expected="a manager", found=f"{config.manager} made {shown(manager)}",
-                                mend="return the manager from from_config")  # fmt: skip
+                                fix="return the manager from from_config")  # fmt: skip
     return manager

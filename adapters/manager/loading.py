@@ -96,7 +96,7 @@ class RunLoader:
         name = on_rank_zero(self.collectives, lambda: measured_best(self.store))
         if name is None:
             raise InvalidState(
-                f"{self.store.url}/best.json", expected="a best", found="none", mend="save_best comes first"
+                f"{self.store.url}/best.json", expected="a best", found="none", fix="save_best comes first"
             )
         _, like = self._like(run)
         step = step_of(name)

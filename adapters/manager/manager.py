@@ -498,7 +498,7 @@ class CheckpointManager:
     def _started_over(self, live: Live, step: int | None, reset: Mapping[str, str] | None) -> Restored:
         if step is not None or reset:
             raise InvalidArgument("start_over", expected="False, to restore a step, or all but a component", found="True",
-                                  mend="leave start_over=True out")  # fmt: skip
+                                  fix="leave start_over=True out")  # fmt: skip
         self._asked.watch(live)
         left = self._first.left_behind
         _LOG.warning("%s: starts over on purpose; %d checkpoints are left behind", self._store.url, left)
@@ -512,7 +512,7 @@ class CheckpointManager:
         now = self.should_load(run)
         if now.checkpoint != decision.checkpoint:
             raise InvalidArgument("decision", expected=f"{decision.checkpoint}, the newest when it was made", found=f"{now.checkpoint} is the newest",
-                                  mend="call should_load again; with step= it is for one checkpoint, whatever comes after")  # fmt: skip
+                                  fix="call should_load again; with step= it is for one checkpoint, whatever comes after")  # fmt: skip
         return None
 
     def _load(self, run: Live | TrainState, step: int | None, reset: Mapping[str, str] | None) -> TrainState:
@@ -586,7 +586,7 @@ class CheckpointManager:
                 "CheckpointManager",
                 expected="a call from the loop",
                 found="one from on_event",
-                mend="remember what is to be done, and do it when the manager's call has returned",
+                fix="remember what is to be done, and do it when the manager's call has returned",
             )
 
     def _check_open(self) -> None:
@@ -597,12 +597,12 @@ class CheckpointManager:
                     self._store.url,
                     expected=f"process {self._pid}, which made the manager",
                     found=f"process {os.getpid()}, which was forked from it",
-                    mend="save there, or make a manager in this process when the other one is closed",
+                    fix="save there, or make a manager in this process when the other one is closed",
                 )
         else:
             raise InvalidState(
                 "CheckpointManager",
                 expected="an open manager",
                 found="a closed one",
-                mend="make another manager for the run",
+                fix="make another manager for the run",
             )

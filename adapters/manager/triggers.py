@@ -113,7 +113,7 @@ class SaveTriggers:
         steps = [each.step for each in all_of]
         if len(set(steps)) > 1:
             raise RanksDisagree("the step", expected="the same on every rank", found=f"{steps}, by rank",
-                                mend="call the manager at the same boundaries on every rank")  # fmt: skip
+                                fix="call the manager at the same boundaries on every rank")  # fmt: skip
         return Boundary(
             mine.step,
             secs_since_save=all_of[0].secs_since_save,

@@ -85,7 +85,7 @@ def from_plain(value: Any, parameters: Mapping[str, torch.Tensor]) -> Any:
             "a value that an object keeps",
             expected="the plain form of a container, with parameters that this run has",
             found=shown(dict(value)),
-            mend="build the objects as they were when the state was saved, or use another checkpoint",
+            fix="build the objects as they were when the state was saved, or use another checkpoint",
         ) from error
 
 

@@ -258,5 +258,5 @@ def _number(name: str) -> int:
     number = getattr(signal.Signals, name, None) if isinstance(name, str) else None
     if number is None or number in _UNCATCHABLE:
         raise InvalidArgument("signals", expected="names of signals that can be handled, such as 'SIGUSR1'", found=shown(name),
-                              mend="name another one")  # fmt: skip
+                              fix="name another one")  # fmt: skip
     return int(number)

@@ -116,5 +116,5 @@ class StopFile:
 def _file_name(name: str) -> str:
     if not isinstance(name, str) or name in {"", ".", ".."} or "/" in name or "\0" in name:
         raise InvalidArgument("files", expected="names of files in the run's directory", found=shown(name),
-                              mend="name one without a path, such as 'STOP'")  # fmt: skip
+                              fix="name one without a path, such as 'STOP'")  # fmt: skip
     return name

@@ -199,7 +199,7 @@ class _NotKnown(Exception):
             made.path,
             expected=expected,
             found="none" if error is None else f"{type(error).__qualname__}: {error}",
-            mend='leave the scheduler as it was saved, or start it anew with reset={"scheduler": "why"} and set its count and the '
+            fix='leave the scheduler as it was saved, or start it anew with reset={"scheduler": "why"} and set its count and the '
             "rates of the groups yourself",
         )
 

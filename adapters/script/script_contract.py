@@ -76,7 +76,7 @@ class SchedulerWatch:
                         where,
                         expected=f"the scheduler of {name}, which has wrapped its step()",
                         found="nothing attached that could have its state",
-                        mend="attach(..., scheduler=scheduler), or name it under extra=: a resume would begin it anew "
+                        fix="attach(..., scheduler=scheduler), or name it under extra=: a resume would begin it anew "
                         "otherwise; if none is in use any more, make the optimizer anew",
                     )
                 if not any(_has_schedule(target) for target in unknown.values()):

@@ -71,7 +71,7 @@ class GeneratorPart:
 
     def _refused(self, expected: str, found: str) -> InvalidState:
         return InvalidState(self.path, expected=expected, found=found or "one of no kind",
-                            mend="register the generator that the state was captured from, or leave it out")  # fmt: skip
+                            fix="register the generator that the state was captured from, or leave it out")  # fmt: skip
 
 
 def _state(target: Any) -> Any:

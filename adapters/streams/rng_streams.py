@@ -162,7 +162,7 @@ def stream_problems(
                 f"{path}.version",
                 expected=f"random streams of version {VERSION}",
                 found=shown(version),
-                mend="resume with the trainfold that wrote them, or put derive_streams(seed, step=...) in their place",
+                fix="resume with the trainfold that wrote them, or put derive_streams(seed, step=...) in their place",
             )
         ]
     wanted = ["python", "numpy", "torch", *([device.type] if device is not None else [])]
@@ -223,7 +223,7 @@ def _not_usable(where: str, expected: str, found: str = "one") -> InvalidState:
         where,
         expected=expected,
         found=found,
-        mend="resume on the same kind of device; or put derive_streams(seed, step=...) in place of the streams, "
+        fix="resume on the same kind of device; or put derive_streams(seed, step=...) in place of the streams, "
         "or leave rng out with components=, on purpose",
     )
 

@@ -123,7 +123,7 @@ class Audit:
                 "live",
                 expected="every state that changes with training in a component (strict=True)",
                 found=f"{hidden_state_text(self._named, step=step)}\n",
-                mend="save it, or accept it by name; nothing was written",
+                fix="save it, or accept it by name; nothing was written",
             )
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def _names_given(accepted: object) -> tuple[str, ...]:
             "attach.unsaved",
             expected="names of attributes",
             found=shown(accepted),
-            mend="list them as the warning names them, as in ['model.history']",
+            fix="list them as the warning names them, as in ['model.history']",
         )
     return tuple(accepted)
 

@@ -83,7 +83,7 @@ class SwapProbe:
                     "model",
                     expected="the weights that training goes on with",
                     found=f"those that {name} had at the last advance(), as in {self._probes[moved[0]][0]}",
-                    mend=f"swap the averaged weights out before you save: {name} is saved as a component of its own; if they are "
+                    fix=f"swap the averaged weights out before you save: {name} is saved as a component of its own; if they are "
                     "the model's for good, copy them before live.advance()",
                 )
 

@@ -96,7 +96,7 @@ class StepWatch:
             where,
             expected="steps of attached optimizers only",
             found=f"steps of others on the parameters of this run: {'; '.join(found)}",
-            mend="attach(model, optimizer), or live.register('second', optimizer) for one more; of a wrapper and the optimizer "
+            fix="attach(model, optimizer), or live.register('second', optimizer) for one more; of a wrapper and the optimizer "
             "inside of it attach the wrapper; without its state a resume would begin it anew",
         )
 

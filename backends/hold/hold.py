@@ -471,7 +471,7 @@ class Hold:
     def _check(self, name: LeafName) -> None:
         self._watch.check()
         if self._is_over:
-            raise SaveFailed(name[1], expected="a hold", found="a released one", mend="save again")
+            raise SaveFailed(name[1], expected="a hold", found="a released one", fix="save again")
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
@@ -493,7 +493,7 @@ def _check_there(name: LeafName, leaf: LeafReadState, source: torch.Tensor) -> N
             name[1],
             expected="memory that stays until it is saved",
             found="memory that was given back or replaced meanwhile, as untyped_storage().resize_(0) or an assignment to .data do",
-            mend="call manager.wait_staging() before you resize or free what is being saved",
+            fix="call manager.wait_staging() before you resize or free what is being saved",
         )
 
 

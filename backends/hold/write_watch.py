@@ -15,11 +15,11 @@ LeafName: TypeAlias = tuple[str, str]
 """A component and a leaf path in it."""
 _VERSION: Final = attrgetter("_version")  # torch has no public name for the counter
 _WRITE: Final = "a write to it before the next optimizer step"
-_WRITE_MEND: Final = "nothing: it is copied from now on, which costs each save the time of the copy; or call manager.wait_staging() before you change it"
+_WRITE_FIX: Final = "nothing: it is copied from now on, which costs each save the time of the copy; or call manager.wait_staging() before you change it"
 _AROUND: Final = (
     "other bytes, and no version counter that moved: something writes to it around torch and the optimizer's hooks"
 )
-_AROUND_MEND: Final = (
+_AROUND_FIX: Final = (
     "look for tensor.data, numpy or dlpack views, a flat parameter, or a fused optimizer that is not attached; "
     "call manager.wait_staging() before it writes; without hold_check=True nobody would have seen it"
 )
@@ -99,7 +99,7 @@ class WriteWatch:
     def compare(self, name: LeafName, digest: str) -> None:
         """Compare the digest of what was written for a leaf with that of what was held."""
         if self.digests.get(name, digest) != digest:
-            self._note(name, found=_AROUND, mend=_AROUND_MEND)
+            self._note(name, found=_AROUND, fix=_AROUND_FIX)
 
     def check(self) -> None:
         """Fail if a write was found.
@@ -108,12 +108,12 @@ class WriteWatch:
             SaveFailed: naming the first leaf.
         """
         if self._first is not None:
-            name, found, mend = self._first
+            name, found, fix = self._first
             raise SaveFailed(
                 name[1],
                 expected="a leaf that does not change while it is being saved",
                 found=found,
-                mend=f"{mend}; the checkpoints before this one are whole",
+                fix=f"{fix}; the checkpoints before this one are whole",
             )
 
     def _look_at_bytes(self) -> None:
@@ -121,8 +121,8 @@ class WriteWatch:
             if name not in self.digests or name in self.written:
                 continue
             if is_gone(tensor) or steadily(tensor, leaf_digest) != self.digests[name]:
-                self._note(name, found=_AROUND, mend=_AROUND_MEND)
+                self._note(name, found=_AROUND, fix=_AROUND_FIX)
 
-    def _note(self, name: LeafName, *, found: str = _WRITE, mend: str = _WRITE_MEND) -> None:
+    def _note(self, name: LeafName, *, found: str = _WRITE, fix: str = _WRITE_FIX) -> None:
         self.written.add(name)
-        self._first = self._first or (name, found, mend)
+        self._first = self._first or (name, found, fix)

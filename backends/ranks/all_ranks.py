@@ -38,9 +38,7 @@ def on_all_ranks(world: Collectives, action: Callable[[], T]) -> list[T]:
         raise failure
     for rank, (_, problem) in enumerate(told):
         if problem is not None:
-            told_of = RankFailed(
-                f"rank {rank}", expected="every rank to succeed", found=str(problem), mend=problem.mend
-            )
+            told_of = RankFailed(f"rank {rank}", expected="every rank to succeed", found=str(problem), fix=problem.fix)
             told_of.rank = rank
             raise told_of
     return [value for value, _ in told]  # type: ignore[misc] # no rank failed, so each has its T

@@ -55,13 +55,13 @@ class Fault:
             some if self.ranks else "the ranks",
             expected="every rank to take part",
             found=self.found,
-            mend=f"{self._mend()}; no rank has gone on alone",
+            fix=f"{self._fix()}; no rank has gone on alone",
         )
 
-    def _mend(self) -> str:
+    def _fix(self) -> str:
         if not self.ranks:
             return "look at the network between them, and raise timeout_secs if one was only slow"
-        return "mend that rank" + (
+        return "fix that rank" + (
             ", or raise timeout_secs if it was only slow" if self.found.startswith(_NO_SIGN) else ""
         )
 

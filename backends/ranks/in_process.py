@@ -161,7 +161,7 @@ class ThreadCollectives:
         self.schedule.append(call)
         if self._fault is not None and (self._fault.rank, self._fault.call_index) == (self.rank, index):
             raise InjectedFailure(
-                f"rank {self.rank}", expected=f"call {index}, {call}", found="an injected fault", mend="survive it"
+                f"rank {self.rank}", expected=f"call {index}, {call}", found="an injected fault", fix="survive it"
             )
         return self._room.meet(self.rank, call, payload, timeout_secs)
 
@@ -214,7 +214,7 @@ def thread_outcomes(
         ['RankFailed', 'InjectedFailure']
     """
     if world_size < 1:
-        raise InvalidArgument("world_size", expected=">= 1", found=world_size, mend="a world has at least one rank")
+        raise InvalidArgument("world_size", expected=">= 1", found=world_size, fix="a world has at least one rank")
     room = _Room(world_size, timeout_secs)
     ranks = [ThreadCollectives(rank, room, fail_at) for rank in range(world_size)]
     values: dict[int, T] = {}
@@ -318,7 +318,7 @@ class _Room:
                     "the schedule of collectives",
                     expected="the same calls in the same order on every rank",
                     found="; ".join(shown),
-                    mend="make no collective call depend on what only one rank knows",
+                    fix="make no collective call depend on what only one rank knows",
                 )
             )
         elif len(calls) == self.world_size:
@@ -340,7 +340,7 @@ class _Room:
 
 def _rank_failed(rank: int, expected: str, found: str) -> RankFailed:
     return RankFailed(
-        f"rank {rank}", expected=expected, found=found, mend="mend that rank; no rank has gone on without it"
+        f"rank {rank}", expected=expected, found=found, fix="fix that rank; no rank has gone on without it"
     )
 
 
@@ -354,4 +354,4 @@ def check_source(source: int, world_size: int) -> None:
         >>> check_source(1, world_size=2)
     """
     if not 0 <= source < world_size:
-        raise InvalidArgument("source", expected=f"a rank below {world_size}", found=source, mend="count ranks from 0")
+        raise InvalidArgument("source", expected=f"a rank below {world_size}", found=source, fix="count ranks from 0")

@@ -43,7 +43,7 @@ def world_given(collectives: Collectives | None, environment: Mapping[str, str],
             where,
             expected=f"the ranks of this job, because there is {others}",
             found="none",
-            mend="make this call on every rank, with collectives=trainfold.TorchCollectives(); or say collectives=trainfold.SingleProcess() where "
+            fix="make this call on every rank, with collectives=trainfold.TorchCollectives(); or say collectives=trainfold.SingleProcess() where "
             "this rank acts alone on purpose",
         )
     return SingleProcess()

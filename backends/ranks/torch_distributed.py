@@ -66,7 +66,7 @@ class TorchCollectives:
                 "TorchCollectives",
                 expected="timeout_secs > 0 and grace_secs > 0",
                 found=f"{timeout_secs} and {grace_secs}",
-                mend="a rank has to wait for the others for some time",
+                fix="a rank has to wait for the others for some time",
             )
         dist = self._dist = _initialised()
         self._timeout_secs = timeout_secs
@@ -299,7 +299,7 @@ class TorchCollectives:
             "the schedule of collectives",
             expected="the same calls in the same order on every rank",
             found="; ".join(f"rank {rank} calls {each}" for rank, each in enumerate(calls)),
-            mend="make no collective call depend on what only one rank knows",
+            fix="make no collective call depend on what only one rank knows",
         )
 
     def _bytes_of(self, value: Any) -> bytes:
@@ -318,7 +318,7 @@ def _initialised() -> Any:
             "TorchCollectives",
             expected="an initialised torch.distributed",
             found="none" if dist.is_available() else "a torch that was built without it",
-            mend='start the ranks with torchrun, and call torch.distributed.init_process_group("gloo") (or "nccl") first',
+            fix='start the ranks with torchrun, and call torch.distributed.init_process_group("gloo") (or "nccl") first',
         )
     return dist
 
@@ -328,7 +328,7 @@ def _not_made(error: RuntimeError) -> RankFailed:
         "the ranks",
         expected="every rank to make its TorchCollectives",
         found=_first_sentence(error).splitlines()[0],
-        mend="make them at the same point on every rank; look at the ranks that did not come",
+        fix="make them at the same point on every rank; look at the ranks that did not come",
     )
 
 
@@ -338,7 +338,7 @@ def _checked(dist: Any, group: Any) -> Any:
             "TorchCollectives.group",
             expected="a group that this process is in",
             found=f"another one, at rank {dist.get_rank()} of all",
-            mend="make collectives only on the ranks of the group",
+            fix="make collectives only on the ranks of the group",
         )
     backends = str(dist.get_backend_config(group))
     if "cpu:" not in backends:
@@ -346,7 +346,7 @@ def _checked(dist: Any, group: Any) -> Any:
             "TorchCollectives.group",
             expected="a group with a CPU backend",
             found=backends,
-            mend="leave group out, so that a gloo group is made",
+            fix="leave group out, so that a gloo group is made",
         )
     return group
 

@@ -93,7 +93,7 @@ def _encode(value: Any) -> Json:
         "what one rank gives to others",
         expected="a small value: what JSON can hold, tuples, bytes, CPU tensors, objects of attrs or dataclasses of a module",
         found=f"{kind.__module__}.{kind.__qualname__}",
-        mend="give its parts, and errors as text",
+        fix="give its parts, and errors as text",
     )
 
 

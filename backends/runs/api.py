@@ -31,7 +31,7 @@ def open_store(run: Run) -> Store:
     if isinstance(run, str | Path):
         return LocalStore(run)
     if not isinstance(run, Store):
-        raise InvalidArgument("run", expected="a path or a store", found=shown(run), mend="name the run's directory")
+        raise InvalidArgument("run", expected="a path or a store", found=shown(run), fix="name the run's directory")
     return run
 
 

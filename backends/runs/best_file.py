@@ -93,7 +93,7 @@ def save_best(
     """
     if not isinstance(record, BestRecord) or record.score is None:
         raise InvalidArgument("record", expected="a BestRecord with a score", found=shown(record),
-                              mend="save it when a result has won")  # fmt: skip
+                              fix="save it when a result has won")  # fmt: skip
     places = None if kept is None else ranked(kept, direction=record.direction)
     store = open_store(run)
     is_path = isinstance(run, str | Path)
@@ -165,7 +165,7 @@ def _loaded(
 ) -> _T:
     if not isinstance(wanted, BestRecord):
         raise InvalidArgument("wanted", expected="a BestRecord", found=shown(wanted),
-                              mend="make it with make_best_record(metric=..., direction=...)")  # fmt: skip
+                              fix="make it with make_best_record(metric=..., direction=...)")  # fmt: skip
     store, world = open_store(run), world_given(collectives, os.environ, where="load_best.collectives")
 
     def load() -> tuple[_T, tuple[str, ...]]:
@@ -190,11 +190,11 @@ def _save_locked(store: Store, record: BestRecord, places: tuple[BestEntry, ...]
     if own is None or (missing := sorted(named - heads.keys())):
         steps = ", ".join(map(str, missing if own is not None else sorted(named)))
         raise InvalidState(f"{store.url}/{BEST_FILE}", expected=f"a checkpoint of step {steps} in the run", found="none",
-                           mend="save the state of that step first, and then the best; "
+                           fix="save the state of that step first, and then the best; "
                                 "one that is being saved in the background is there after manager.drain()")  # fmt: skip
     if record.run_id not in {None, own}:
         raise InvalidArgument("record.run_id", expected=f"{own!r}, the run's, or None", found=repr(record.run_id),
-                              mend="begin with load_best of this run")  # fmt: skip
+                              fix="begin with load_best of this run")  # fmt: skip
     mine = attrs.evolve(record, run_id=own)
     old = best_bytes(store)
     was = None if old is None else parsed_best(store, old)
@@ -234,7 +234,7 @@ def _check_no_better(store: Store, old: BestFile | None, mine: BestRecord) -> No
             f"{store.url}/{BEST_FILE}",
             expected=f"no better {mine.metric} than {mine.score!r}",
             found=f"{found.score!r} at step {found.step}",
-            mend="begin with load_best after a restart; remove the file, or name the metric anew, if the measure has changed",
+            fix="begin with load_best after a restart; remove the file, or name the metric anew, if the measure has changed",
         )
 
 
@@ -252,7 +252,7 @@ def _check_none_lost(
                 f"{store.url}/{BEST_FILE}",
                 expected=f"the N best without one that is worse than a dropped one, such as {new[-1].score!r} at step {new[-1].step}",
                 found=f"{entry.score!r} at step {entry.step}, which would be dropped",
-                mend="begin with load_best_n after a restart, and give the kept of a plan_best that had it",
+                fix="begin with load_best_n after a restart, and give the kept of a plan_best that had it",
             )
 
 
@@ -262,6 +262,6 @@ def _locked(store: Store) -> Iterator[None]:
         try:
             held.enter_context(store.lock())
         except RunLocked as error:
-            mend = f"{error.mend}; or give save_best the store that the manager was made with"
-            raise RunLocked(error.where, expected=error.expected, found=error.found, mend=mend) from None
+            fix = f"{error.fix}; or give save_best the store that the manager was made with"
+            raise RunLocked(error.where, expected=error.expected, found=error.found, fix=fix) from None
         yield

@@ -55,7 +55,7 @@ def measured_best(store: Store) -> str | None:
             f"{store.url}/{BEST_FILE}",
             expected=f"{name} of timeline {file.timeline}, as it was measured, in the run's lineage",
             found=was,
-            mend=f"evaluate again, and save_best what wins; or load what is there with step={head.step}",
+            fix=f"evaluate again, and save_best what wins; or load what is there with step={head.step}",
         )
     return name
 

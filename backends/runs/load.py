@@ -195,7 +195,7 @@ def _agree(outcome: ResumePlan | Refusal, store: Store, world: Collectives) -> N
             store.url,
             expected="the same plan on every rank",
             found=f"another one on ranks {odd} than on rank 0",
-            mend="let every rank see the same files (no node-local or stale copies), and build the same state",
+            fix="let every rank see the same files (no node-local or stale copies), and build the same state",
         )
     if isinstance(outcome, Refusal):
         raise ResumeRefused(store.url, outcome)
@@ -203,7 +203,7 @@ def _agree(outcome: ResumePlan | Refusal, store: Store, world: Collectives) -> N
         f"rank {refusing}",
         expected="every rank to resume",
         found=f"reasons against {outcome.checkpoint} on it: {told[refusing][2]}",
-        mend="do what that rank's own error says, on every rank",
+        fix="do what that rank's own error says, on every rank",
     )
 
 
@@ -215,8 +215,8 @@ def _attempt(outcome: ResumePlan, like: TrainState, store: Store) -> tuple[Train
         return None, error
     except OSError as error:
         where = f"{store.url}/{outcome.checkpoint}"
-        mend = "look at the device and its log, or load another checkpoint"
-        return None, CheckpointUnreadable(where, expected="files that can be read", found=error, mend=mend)
+        fix = "look at the device and its log, or load another checkpoint"
+        return None, CheckpointUnreadable(where, expected="files that can be read", found=error, fix=fix)
 
 
 def _told(failure: TrainfoldError) -> _Told:
@@ -225,7 +225,7 @@ def _told(failure: TrainfoldError) -> _Told:
 
 
 def _elsewhere(store: Store, problem: Problem) -> RankFailed:
-    return RankFailed(store.url, expected="every rank to load its part", found=problem, mend=problem.mend)
+    return RankFailed(store.url, expected="every rank to load its part", found=problem, fix=problem.fix)
 
 
 def _without(inventory: Inventory, name: str, problem: Problem | None) -> Inventory:

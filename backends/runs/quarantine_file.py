@@ -36,8 +36,8 @@ from trainfold.core.resume.quarantine import (
 )
 from trainfold.core.resume.quarantine_json import (
     QUARANTINE_FILE,
+    QUARANTINE_FIX,
     QUARANTINE_LIMIT_BYTES,
-    QUARANTINE_MEND,
     quarantine_from_json,
     quarantine_to_json,
 )
@@ -191,7 +191,7 @@ def _read(store: Store) -> _Found:
             return _Found()
         if size > QUARANTINE_LIMIT_BYTES:
             raise CheckpointHostile(
-                where, expected=f"at most {QUARANTINE_LIMIT_BYTES} bytes", found=size, mend=QUARANTINE_MEND
+                where, expected=f"at most {QUARANTINE_LIMIT_BYTES} bytes", found=size, fix=QUARANTINE_FIX
             )
         data = store.read(QUARANTINE_FILE, start=0, stop=size)
         return _Found(quarantine_from_json(data, where), data)

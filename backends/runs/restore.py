@@ -95,7 +95,7 @@ def _listed(plan: ResumePlan) -> dict[str, Any]:
 def _check_position(component: Any, where: str) -> None:
     if isinstance(component, Key) and not 0 <= component.bits < 1 << KEY_BITS:
         raise CheckpointHostile(f"{where}: rng.bits", expected=f"{KEY_BITS} bits", found=shown(component.bits),
-                                mend='start a new key with reset={"rng": "why"}, or load an older step')  # fmt: skip
+                                fix='start a new key with reset={"rng": "why"}, or load an older step')  # fmt: skip
     if not isinstance(component, DataCursor):
         return
     try:
@@ -105,7 +105,7 @@ def _check_position(component: Any, where: str) -> None:
             f"{where}: {error.where}",
             expected=error.expected,
             found=error.found,
-            mend='start the data anew with reset={"dataset": "why"}, or load an older step',
+            fix='start the data anew with reset={"dataset": "why"}, or load an older step',
         ) from error
 
 
@@ -255,7 +255,7 @@ def _with_kept_hyper(saved: OptimizerState, wanted: Any, kept: tuple[str, ...], 
         return saved
     by_fqn = {fqn: group for group in wanted.groups for fqn in group.params}
 
-    def mend(group: ParamGroup) -> ParamGroup:
+    def fix(group: ParamGroup) -> ParamGroup:
         label = min(group.params, default="")
         ours = by_fqn.get(label)
         if ours is None:
@@ -268,4 +268,4 @@ def _with_kept_hyper(saved: OptimizerState, wanted: Any, kept: tuple[str, ...], 
         }
         return attrs.evolve(group, hyper={**mine, **changed})
 
-    return attrs.evolve(saved, groups=tuple(mend(group) for group in saved.groups))
+    return attrs.evolve(saved, groups=tuple(fix(group) for group in saved.groups))

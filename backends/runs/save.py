@@ -199,7 +199,7 @@ def _check_sizes(plan: SavePlan, store: Store) -> None:
                 f"{store.url}/{plan.directory}/{file.name}",
                 expected=f"{file.size_bytes} bytes before the commit",
                 found="no file" if size is None else f"{size} bytes",
-                mend="check that all ranks write to the same filesystem",
+                fix="check that all ranks write to the same filesystem",
             )
 
 

@@ -78,7 +78,7 @@ def read_run_id(store: Store) -> str | None:
     Raises:
         FutureVersion: if a newer trainfold made the run.
         CheckpointForeign: if it is another program's.
-        CheckpointHostile: if the file is not what trainfold writes; the mend says what it has to hold.
+        CheckpointHostile: if the file is not what trainfold writes; the fix says what it has to hold.
     """
     where = f"{store.url}/{RUN_FILE}"
     size = store.size(RUN_FILE)
@@ -89,8 +89,8 @@ def read_run_id(store: Store) -> str | None:
     except (CheckpointHostile, CheckpointForeign) as error:  # an older checkpoint is no help against either
         names = store.list("")
         entries = tuple(_entry(store, name, None) for name in names if step_of(name) is not None)
-        mend = _run_file_mend(entries)
-        raise type(error)(where, expected=error.expected, found=error.found, mend=mend) from None
+        fix = _run_file_fix(entries)
+        raise type(error)(where, expected=error.expected, found=error.found, fix=fix) from None
 
 
 def run_document(run_id: str) -> bytes:
@@ -153,13 +153,13 @@ def read_manifest(store: Store, name: str) -> Manifest:
     if size is None:
         raise _no_manifest(store, name)
     if size > MANIFEST_LIMIT_BYTES:
-        raise CheckpointHostile(where, expected=f"at most {MANIFEST_LIMIT_BYTES} bytes", found=size, mend=_OLDER)
+        raise CheckpointHostile(where, expected=f"at most {MANIFEST_LIMIT_BYTES} bytes", found=size, fix=_OLDER)
     try:
         manifest = decode_manifest(store.read(f"{name}/{MANIFEST}", start=0, stop=size), where)
         check_structures(manifest, where)
     except MemoryError:
         raise CheckpointHostile(
-            where, expected="a manifest that fits into memory", found=f"{size} bytes", mend=_OLDER
+            where, expected="a manifest that fits into memory", found=f"{size} bytes", fix=_OLDER
         ) from None
     return manifest
 
@@ -190,7 +190,7 @@ def _run_problem(store: Store, run_id: str | None, names: list[str], entries: tu
     except CheckpointForeign as error:
         return problem_of(error)
     return problem_of(
-        CheckpointMissing(store.url, expected="a run", found=f"{names[:4] or 'nothing'}", mend="save into it first, or point at a run")
+        CheckpointMissing(store.url, expected="a run", found=f"{names[:4] or 'nothing'}", fix="save into it first, or point at a run")
     )  # fmt: skip
 
 
@@ -198,18 +198,18 @@ def _check_new(store: Store, names: list[str], entries: tuple[Entry, ...]) -> No
     """Check that a place without a run file is nothing that a person could have meant as a run."""
     if any(entry.head is not None for entry in entries):
         raise CheckpointForeign(store.url, expected=RUN_FILE, found="checkpoints without it",
-                                mend=_run_file_mend(entries))  # fmt: skip
+                                fix=_run_file_fix(entries))  # fmt: skip
     if MANIFEST in names:
         raise CheckpointForeign(store.url, expected="a run", found=f"one checkpoint, with its {MANIFEST}",
-                                mend="name the run, which is the folder above it, and the step with step=")  # fmt: skip
+                                fix="name the run, which is the folder above it, and the step with step=")  # fmt: skip
     runs = [name for name in names if _is_run(store, name)]
     if runs:
         raise CheckpointForeign(store.url, expected="one run", found=f"a folder of {len(runs)}: {runs[:8]}",
-                                mend=f"name one of them, such as {runs[0]}")  # fmt: skip
+                                fix=f"name one of them, such as {runs[0]}")  # fmt: skip
     others = [name for name in names if name.endswith(_OTHER_FORMATS) or _is_torch_weights(name)]
     if others:
         raise CheckpointForeign(store.url, expected="a trainfold run", found=f"another format: {others[:4]}",
-                                mend="use a folder of its own for the run; load these weights into the model yourself")  # fmt: skip
+                                fix="use a folder of its own for the run; load these weights into the model yourself")  # fmt: skip
 
 
 def _run_id(store: Store, where: str, size: int) -> str:
@@ -217,16 +217,16 @@ def _run_id(store: Store, where: str, size: int) -> str:
         raise hostile(where, f"at most {HEAD_BYTES} bytes", size)
     document = strict_json(store.read(RUN_FILE, start=0, stop=HEAD_BYTES), where)
     if document.get("format") != "trainfold-run":
-        raise CheckpointForeign(where, expected="a trainfold run", found=sorted(document)[:4] or "{}", mend="")
+        raise CheckpointForeign(where, expected="a trainfold run", found=sorted(document)[:4] or "{}", fix="")
     version = document.get("version")
     if type(version) is int and version > RUN_VERSION:
-        raise FutureVersion(where, expected=f"version {RUN_VERSION}", found=version, mend="upgrade trainfold")
+        raise FutureVersion(where, expected=f"version {RUN_VERSION}", found=version, fix="upgrade trainfold")
     if type(version) is not int or version != RUN_VERSION:
         raise hostile(where, f"version {RUN_VERSION}", shown(version))
     return single_name(document.get("run_id"), where)
 
 
-def _run_file_mend(entries: tuple[Entry, ...]) -> str:
+def _run_file_fix(entries: tuple[Entry, ...]) -> str:
     """What helps where the run file is lost or damaged: a copy, or the one that the manifests agree on."""
     ids = {entry.head.run_id for entry in entries if entry.head is not None}
     if len(ids) != 1:
@@ -251,7 +251,7 @@ def _belongs(store: Store, manifest: Manifest, name: str, run_id: str | None) ->
     if head.step != step_of(name) or (run_id is not None and head.run_id != run_id):
         wanted = f"step {step_of(name)} of run {run_id}"
         problem = _foreign(f"{store.url}/{name}", wanted, head.step, head.run_id)
-        raise CheckpointForeign(problem.where, expected=problem.expected, found=problem.found, mend=problem.mend)
+        raise CheckpointForeign(problem.where, expected=problem.expected, found=problem.found, fix=problem.fix)
 
 
 def _files_are_there(store: Store, manifest: Manifest, name: str) -> None:
@@ -269,25 +269,25 @@ def _files_are_there(store: Store, manifest: Manifest, name: str) -> None:
                 where,
                 expected=f"{file.size_bytes} bytes",
                 found="no such file" if size is None else f"{size} bytes",
-                mend=_OLDER,
+                fix=_OLDER,
             )
         if index in first:
             found = int.from_bytes(store.read(f"{name}/{file.name}", start=0, stop=_LENGTH_BYTES), "little")
             wanted = first[index] - _LENGTH_BYTES
             if found != wanted:
                 raise CheckpointDamaged(
-                    where, expected=f"a header of {wanted} bytes", found=f"one of {found}", mend=_OLDER
+                    where, expected=f"a header of {wanted} bytes", found=f"one of {found}", fix=_OLDER
                 )
 
 
 def _foreign(where: str, expected: str, step: int, run_id: str) -> Problem:
     return problem_of(
         CheckpointForeign(where, expected=expected, found=f"step {step} of run {run_id}",
-                          mend="it was copied here from elsewhere: move it back")
+                          fix="it was copied here from elsewhere: move it back")
     )  # fmt: skip
 
 
 def _no_manifest(store: Store, name: str) -> CheckpointTorn:
     return CheckpointTorn(
-        f"{store.url}/{name}", expected=MANIFEST, found="none: a save that did not finish", mend=_OLDER
+        f"{store.url}/{name}", expected=MANIFEST, found="none: a save that did not finish", fix=_OLDER
     )

@@ -319,7 +319,7 @@ def step_of_state(state: TrainState) -> int:
     """
     if state.trainer is None:
         raise InvalidState(
-            "state.trainer", expected="a Progress", found="none", mend="give the state a trainer component"
+            "state.trainer", expected="a Progress", found="none", fix="give the state a trainer component"
         )
     return int(state.trainer.step)
 
@@ -335,7 +335,7 @@ def check_state(state: object, argument: str) -> None:
             argument,
             expected="a TrainState",
             found=shown(state),
-            mend="give the state of the run, such as init_state(...) makes or live.capture() returns",
+            fix="give the state of the run, such as init_state(...) makes or live.capture() returns",
         )
 
 

@@ -349,7 +349,7 @@ class LocalStore:
             self._where(name),
             expected=expected,
             found=found,
-            mend="another writer was first: read what it committed, and plan again",
+            fix="another writer was first: read what it committed, and plan again",
         )
 
     def _sync_committed(self, parent: int, last: str, *, undo: bool) -> None:

@@ -32,13 +32,13 @@ def check_path(path: str) -> None:
         fault = "characters that have no bytes"
     if fault is not None:
         found = f"{fault} in {shown(path)}" if path else fault
-        raise InvalidArgument("path", expected="a directory", found=found, mend="name the run's directory")
+        raise InvalidArgument("path", expected="a directory", found=found, fix="name the run's directory")
 
 
 def too_long(path: str) -> InvalidArgument:
     """The refusal of a path that the filesystem has no room for."""
     return InvalidArgument("path", expected="a path that the filesystem can hold", found=f"{len(path)} characters: {shown(path)}",
-                           mend="choose a shorter name for the run, or a folder higher up")  # fmt: skip
+                           fix="choose a shorter name for the run, or a folder higher up")  # fmt: skip
 
 
 def path_of(root: str, directory: str) -> str:
@@ -71,7 +71,7 @@ def open_directory(root: str, directory: str) -> Iterator[int]:
             path,
             expected="a directory",
             found="a link or a file",
-            mend="copy the real directory there if you trust it; trainfold follows no links inside a run",
+            fix="copy the real directory there if you trust it; trainfold follows no links inside a run",
         ) from error
     try:
         yield fd
@@ -112,7 +112,7 @@ def not_a_file(where: str) -> CheckpointHostile:
         where,
         expected="a regular file",
         found="a link or a special file",
-        mend="copy the real file there if you trust where it points; trainfold follows no links inside a run",
+        fix="copy the real file there if you trust where it points; trainfold follows no links inside a run",
     )
 
 

@@ -166,7 +166,7 @@ class MemoryStore:
                     self.url,
                     expected="no other writer",
                     found="a writer of this process",
-                    mend="let one writer save into a run, or use another run",
+                    fix="let one writer save into a run, or use another run",
                 )
             self._locked = True
         try:
@@ -282,5 +282,5 @@ class MemoryStore:
                 self._where(name),
                 expected="no such name" if replaces is None else replaces,
                 found=found or "no such name",
-                mend="another writer was first: read what it committed, and plan again",
+                fix="another writer was first: read what it committed, and plan again",
             )

@@ -57,5 +57,5 @@ def hostile_name(name: str) -> CheckpointHostile:
         repr(name[:200]),
         expected="one or two components of A-Z a-z 0-9 . _ -, not starting with a dot",
         found=f"a name of {len(name)} characters that is none",
-        mend="do not trust this checkpoint; where the name is your own, rename it",
+        fix="do not trust this checkpoint; where the name is your own, rename it",
     )

@@ -37,19 +37,19 @@ def save_failure(error: OSError, where: str, *, needed: str = "the planned bytes
     """
     kind: type[SaveFailed]
     if error.errno == errno.EFBIG:
-        kind, mend = NoSpace, "raise the limit on the size of a file (`ulimit -f`), or save on a filesystem without it"
+        kind, fix = NoSpace, "raise the limit on the size of a file (`ulimit -f`), or save on a filesystem without it"
     elif error.errno in _FULL:
-        kind, mend = NoSpace, f"{_MORE_ROOM}; earlier checkpoints are intact"
+        kind, fix = NoSpace, f"{_MORE_ROOM}; earlier checkpoints are intact"
     elif error.errno == errno.ENOMEM:
-        kind, mend = (
+        kind, fix = (
             SaveFailed,
             "this machine has no memory left: free some, or give an async save less with max_extra_bytes=; earlier checkpoints are intact",
         )
     elif error.errno in _FORBIDDEN:
-        kind, mend = NotWritable, "give this user the right to write there, or save elsewhere"
+        kind, fix = NotWritable, "give this user the right to write there, or save elsewhere"
     else:
-        kind, mend = SaveFailed, "look at the device and its log; earlier checkpoints are intact"
-    return kind(where, expected=needed, found=error, mend=mend)
+        kind, fix = SaveFailed, "look at the device and its log; earlier checkpoints are intact"
+    return kind(where, expected=needed, found=error, fix=fix)
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def failures_elsewhere() -> Iterator[None]:
 
     Examples:
         >>> with failures_elsewhere():
-        ...     raise RankFailed("rank 1", expected="every rank to succeed", found="no space", mend="make room")
+        ...     raise RankFailed("rank 1", expected="every rank to succeed", found="no space", fix="make room")
         Traceback (most recent call last):
             ...
         trainfold.core.errors.SaveFailedElsewhere: rank 1: expected every rank to succeed, found no space; make room
@@ -87,7 +87,7 @@ def failures_elsewhere() -> Iterator[None]:
     try:
         yield
     except RankFailed as error:
-        failed = SaveFailedElsewhere(error.where, expected=error.expected, found=error.found, mend=error.mend)
+        failed = SaveFailedElsewhere(error.where, expected=error.expected, found=error.found, fix=error.fix)
         failed.rank, failed.step = error.rank, error.step
         raise failed from error
 
@@ -98,7 +98,7 @@ def no_space(where: str, *, needed_bytes: int, free_bytes: int) -> NoSpace:
         where,
         expected=f"{needed_bytes} bytes free",
         found=f"{free_bytes}",
-        mend=f"{_MORE_ROOM}; nothing was written",
+        fix=f"{_MORE_ROOM}; nothing was written",
     )
 
 
@@ -108,13 +108,13 @@ def not_a_directory(path: str) -> CheckpointForeign:
         path,
         expected="a directory",
         found="a file, or a link that leads to none",
-        mend="give the path of a run, or of a place where one can be made",
+        fix="give the path of a run, or of a place where one can be made",
     )
 
 
 def missing(where: str) -> CheckpointMissing:
     """The error of reading a file that is not there."""
-    return CheckpointMissing(where, expected="a file", found="none", mend="list the run to see which steps are whole")
+    return CheckpointMissing(where, expected="a file", found="none", fix="list the run to see which steps are whole")
 
 
 def torn(where: str, *, expected_bytes: int, found_bytes: int) -> CheckpointTorn:
@@ -123,7 +123,7 @@ def torn(where: str, *, expected_bytes: int, found_bytes: int) -> CheckpointTorn
         where,
         expected=f"at least {expected_bytes} bytes",
         found=f"{found_bytes}",
-        mend="this checkpoint was cut off: load an earlier one",
+        fix="this checkpoint was cut off: load an earlier one",
     )
 
 
@@ -133,5 +133,5 @@ def wrong_size(where: str, *, planned_bytes: int, given: str) -> SaveFailed:
         where,
         expected=f"parts of {planned_bytes} bytes in all",
         found=given,
-        mend="this is a fault of the writer: plan the save again from the state that is saved",
+        fix="this is a fault of the writer: plan the save again from the state that is saved",
     )

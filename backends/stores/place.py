@@ -37,9 +37,9 @@ or mounted directory, or pass a store of your own: trainfold has none for s3:// 
     scheme, rest = found[1].lower(), place[found.end() :]
     if scheme != "file":
         raise InvalidArgument("run", expected="a path or a file:// URL", found=repr(place),
-                              mend=f"save to a local or mounted directory, or pass a store of your own: trainfold has none for {scheme}:// yet")  # fmt: skip
+                              fix=f"save to a local or mounted directory, or pass a store of your own: trainfold has none for {scheme}:// yet")  # fmt: skip
     host, slash, path = ("", "/", rest) if found[2] == "/" else rest.partition("/")
     if host not in {"", "localhost"} or not slash:
         raise InvalidArgument("run", expected="a file:// URL with an absolute path of this machine", found=repr(place),
-                              mend="write three slashes, as in file:///data/runs/a, or give the path itself")  # fmt: skip
+                              fix="write three slashes, as in file:///data/runs/a, or give the path itself")  # fmt: skip
     return "/" + unquote(path, errors="surrogateescape")

@@ -69,10 +69,10 @@ def acquire(root: str) -> HeldLock:
     except BlockingIOError:
         holder = os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "an unnamed process"
         os.close(fd)
-        mend = "wait for it or stop it (the lock goes with the process), or save into another run"
+        fix = "wait for it or stop it (the lock goes with the process), or save into another run"
         if holder == _myself():
-            holder, mend = f"{holder}, which is this one", "close the manager that holds it, or leave its with block"
-        raise RunLocked(root, expected="no other writer", found=holder, mend=mend) from None
+            holder, fix = f"{holder}, which is this one", "close the manager that holds it, or leave its with block"
+        raise RunLocked(root, expected="no other writer", found=holder, fix=fix) from None
     except BaseException:
         os.close(fd)
         raise
@@ -97,7 +97,7 @@ def check(held: HeldLock) -> None:
             held.root,
             expected=f"process {held.pid}, which took the lock",
             found=f"process {os.getpid()}, which was forked from it",
-            mend="save there, or make a manager in this process when the other one is closed",
+            fix="save there, or make a manager in this process when the other one is closed",
         )
     path = os.path.join(held.root, LOCK_NAME)  # noqa: PTH118  # as above
     try:
@@ -112,7 +112,7 @@ def check(held: HeldLock) -> None:
         held.root,
         expected="the directory, and the .lock in it, that this process has locked",
         found=found,
-        mend="put the directory back, or, to go on at this path, make another manager and restore",
+        fix="put the directory back, or, to go on at this path, make another manager and restore",
     )
 
 
@@ -125,7 +125,7 @@ def _planted(path: str) -> CheckpointHostile:
         path,
         expected="a regular file to lock",
         found="a link, a directory or a special file",
-        mend="see who put it there, and remove it",
+        fix="see who put it there, and remove it",
     )
 
 

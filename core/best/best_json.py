@@ -67,14 +67,14 @@ def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[tuple[
     """
     if record.score is None or record.step is None or record.run_id is None or not math.isfinite(record.score):
         raise InvalidArgument("record", expected="a best with a run, a finite score and a step", found=shown(record),
-                              mend="save it once a result has won")  # fmt: skip
+                              fix="save it once a result has won")  # fmt: skip
     each = tuple(kept)
     timelines = {entry.step: of for entry, of in each}
     in_order = ranked((entry for entry, _ in each), direction=record.direction)
     places = [[entry.score, entry.step, timelines[entry.step]] for entry in in_order]
     if len(places) > MOST_KEPT:
         raise InvalidArgument("kept", expected=f"at most {MOST_KEPT} entries", found=len(places),
-                              mend="keep fewer of the best: each is a whole checkpoint")  # fmt: skip
+                              fix="keep fewer of the best: each is a whole checkpoint")  # fmt: skip
     floats = {"min_delta": float(record.min_delta), "score": float(record.score)}
     more = {"kept": places} if places else {}
     document = {**attrs.asdict(record), **floats, "timeline": timeline, **more}
@@ -82,7 +82,7 @@ def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[tuple[
     try:
         best_file_from_json(data)
     except CheckpointError as error:  # a record that was not made by make_best_record
-        raise InvalidArgument("record", expected=error.expected, found=error.found, mend="make it anew") from None
+        raise InvalidArgument("record", expected=error.expected, found=error.found, fix="make it anew") from None
     return data
 
 
@@ -111,8 +111,8 @@ that have another digest; restore best.json from a copy of the run, or remove it
     return _FILE.decode(data, where, lambda document, version: _read(document, version, where))
 
 
-BEST_MEND = f"restore {BEST_FILE} from a copy of the run, or remove it: the best then begins anew"
-_FILE = SealedJson(BEST_FORMAT, BEST_VERSION, BEST_LIMIT_BYTES, BEST_MEND)
+BEST_FIX = f"restore {BEST_FILE} from a copy of the run, or remove it: the best then begins anew"
+_FILE = SealedJson(BEST_FORMAT, BEST_VERSION, BEST_LIMIT_BYTES, BEST_FIX)
 
 
 def _read(document: dict[str, Any], version: int, where: str) -> BestFile:

@@ -60,14 +60,14 @@ def make_best_record(
     """
     if run_id is not None and (not isinstance(run_id, str) or not run_id):
         raise InvalidArgument("run_id", expected="the id of a run, or None", found=shown(run_id),
-                              mend="leave it out: it is read from the run")  # fmt: skip
+                              fix="leave it out: it is read from the run")  # fmt: skip
     if not isinstance(metric, str) or not 0 < len(metric) <= 200:
         raise InvalidArgument("metric", expected="the name of a metric, of 1 to 200 characters", found=shown(metric),
-                              mend="name one metric of the suite, such as 'loss'")  # fmt: skip
+                              fix="name one metric of the suite, such as 'loss'")  # fmt: skip
     delta = real_given(min_delta)
     if delta is None or not 0 <= delta < math.inf:
         raise InvalidArgument("min_delta", expected="a finite number >= 0", found=shown(min_delta),
-                              mend="use 0.0 for any strict improvement")  # fmt: skip
+                              fix="use 0.0 for any strict improvement")  # fmt: skip
     return BestRecord(run_id, metric, checked_direction(direction), delta)
 
 
@@ -167,7 +167,7 @@ def told_by_rank_zero(decide: Callable[[], _T], collectives: Collectives | None)
     if failure is not None:
         raise failure
     if decided is None:
-        raise RankFailed("rank 0", expected="a verdict on the best", found=problem, mend="mend it there")
+        raise RankFailed("rank 0", expected="a verdict on the best", found=problem, fix="fix it there")
     return decided
 
 
@@ -219,15 +219,15 @@ def score_of(record: BestRecord, result: Mapping[str, Any]) -> float | None:
     """
     if not isinstance(record, BestRecord):
         raise InvalidArgument("record", expected="a BestRecord", found=shown(record),
-                              mend="make it with make_best_record(metric=..., direction=...)")  # fmt: skip
+                              fix="make it with make_best_record(metric=..., direction=...)")  # fmt: skip
     if not isinstance(result, Mapping):
         raise InvalidArgument("result", expected="a mapping from metric names", found=shown(result),
-                              mend="give what evaluate returned")  # fmt: skip
+                              fix="give what evaluate returned")  # fmt: skip
     name = record.metric
     names = getattr(getattr(result, "tally", None), "accumulators", None)  # of an Evaluation; a dict may be given too
     if names is not None and name not in names:
         raise InvalidArgument("metric", expected=f"one of {sorted(names)}", found=repr(name),
-                              mend="make the record with the name that the metric has in the suite")  # fmt: skip
+                              fix="make the record with the name that the metric has in the suite")  # fmt: skip
     value = result.get(name)
     if value is None:
         return None
@@ -238,6 +238,6 @@ def score_of(record: BestRecord, result: Mapping[str, Any]) -> float | None:
             f"result[{name!r}]",
             expected="one number",
             found=shown(value),
-            mend=f"give the suite a metric whose result is one number, or select one: {{{name!r}: result[{name!r}][...]}}",
+            fix=f"give the suite a metric whose result is one number, or select one: {{{name!r}: result[{name!r}][...]}}",
         ) from None
     return score if getattr(result, "complete", True) else None

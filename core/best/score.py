@@ -52,7 +52,7 @@ def checked_direction(direction: object) -> Direction:
     if direction == "min" or direction == "max":  # noqa: PLR1714 - the form that narrows the type
         return direction
     raise InvalidArgument("direction", expected="'min' or 'max'", found=shown(direction),
-                          mend="say 'min' if less is better, as of a loss, and 'max' if more is")  # fmt: skip
+                          fix="say 'min' if less is better, as of a loss, and 'max' if more is")  # fmt: skip
 
 
 def checked_step(step: object) -> int:
@@ -62,5 +62,5 @@ def checked_step(step: object) -> int:
         InvalidArgument: for anything else than an int >= 0.
     """
     if type(step) is not int or step < 0:
-        raise InvalidArgument("step", expected="an int >= 0", found=shown(step), mend="give state.trainer.step")
+        raise InvalidArgument("step", expected="an int >= 0", found=shown(step), fix="give state.trainer.step")
     return step

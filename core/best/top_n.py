@@ -74,7 +74,7 @@ def plan_best(kept: Iterable[BestEntry], newcomer: BestEntry, *, n: int, directi
     """
     checked_direction(direction)
     if type(n) is not int or n < 1:
-        raise InvalidArgument("n", expected="an int >= 1", found=shown(n), mend="keep at least the best one")
+        raise InvalidArgument("n", expected="an int >= 1", found=shown(n), fix="keep at least the best one")
     before = tuple(_checked(entry, f"kept[{place}]") for place, entry in enumerate(kept))
     fresh = _checked(newcomer, "newcomer", is_new=True)
     stands = fresh.score is not None and all(entry.step != fresh.step for entry in before)
@@ -152,7 +152,7 @@ def rewound(best: _Kept, step: int) -> _Kept:
         return best if best.step is None or best.step <= step else attrs.evolve(best, score=None, step=None)
     if not isinstance(best, tuple):
         raise InvalidArgument("best", expected="a BestRecord, or a tuple of BestEntry", found=shown(best),
-                              mend="give what updated returned, or the kept of a BestPlan")  # fmt: skip
+                              fix="give what updated returned, or the kept of a BestPlan")  # fmt: skip
     return tuple(entry for entry in best if entry.step <= step)
 
 
@@ -172,11 +172,11 @@ def ranked(entries: Iterable[BestEntry], *, direction: Direction) -> tuple[BestE
     """
     checked_direction(direction)
     if isinstance(entries, str) or not isinstance(entries, Iterable):
-        raise InvalidArgument("kept", expected="entries", found=shown(entries), mend="give the kept of a BestPlan")
+        raise InvalidArgument("kept", expected="entries", found=shown(entries), fix="give the kept of a BestPlan")
     checked = [_checked(entry, f"kept[{place}]") for place, entry in enumerate(entries)]
     if len({entry.step for entry in checked}) < len(checked):
         raise InvalidArgument("kept", expected="one entry for each step", found=shown([entry.step for entry in checked]),
-                              mend="give the kept of a BestPlan")  # fmt: skip
+                              fix="give the kept of a BestPlan")  # fmt: skip
     return tuple(sorted(checked, key=lambda entry: _place(entry, direction)))
 
 
@@ -188,9 +188,9 @@ def _place(entry: BestEntry, direction: Direction) -> tuple[float, int]:
 def _checked(entry: object, where: str, *, is_new: bool = False) -> BestEntry:
     """The entry with a float for its score; None only where it is new, for one that is absent or not finite."""
     if not isinstance(entry, BestEntry):
-        raise InvalidArgument(where, expected="a BestEntry", found=shown(entry), mend="make BestEntry(score, step)")
+        raise InvalidArgument(where, expected="a BestEntry", found=shown(entry), fix="make BestEntry(score, step)")
     step, score = checked_step(entry.step), None if entry.score is None else finite_given(entry.score)
     if score is None and not is_new:
         raise InvalidArgument(f"{where}.score", expected="a finite number", found=shown(entry.score),
-                              mend="keep what an earlier plan kept")  # fmt: skip
+                              fix="keep what an earlier plan kept")  # fmt: skip
     return BestEntry(score, step)

@@ -76,7 +76,7 @@ def columns_of(batch: Any) -> Columns:
             "batch",
             expected="tensors or arrays that share dimension 0, and lists of one value for each sample",
             found=shown or "no leaf",
-            mend="return a dict or a tuple of them from fetch or the loader's collate, or give map(dict, loader) where that returns another "
+            fix="return a dict or a tuple of them from fetch or the loader's collate, or give map(dict, loader) where that returns another "
             "mapping; keep what is no sample's own out of the batch; or leave chunk= out",
         )
     return Columns(values, structure, tuple(paths), of_columns.pop() or 0)
@@ -151,7 +151,7 @@ def _misfit(path: str, expected: str, found: str) -> InvalidBatch:
         path,
         expected=f"batches that can be joined; the one before has {expected}",
         found=found,
-        mend="pad each sample to a length of its own or of the dataset, and not to that of its batch",
+        fix="pad each sample to a length of its own or of the dataset, and not to that of its batch",
     )
 
 

@@ -69,7 +69,7 @@ class DataCursor:
         """
         if size < 1:
             raise InvalidArgument(
-                "DataCursor.positions.size", expected="size >= 1", found=size, mend="ask for one sample or more"
+                "DataCursor.positions.size", expected="size >= 1", found=size, fix="ask for one sample or more"
             )
         return range(self.next_index, min(self.next_index + size, self.length))
 
@@ -136,7 +136,7 @@ class DataCursor:
                 "DataCursor.advance.samples",
                 expected="samples >= 0",
                 found=samples,
-                mend="a position only goes forward",
+                fix="a position only goes forward",
             )
         epochs, next_index = divmod(self.next_index + samples, self.length)
         return attrs.evolve(self, epoch=self.epoch + epochs, next_index=next_index)
@@ -172,7 +172,7 @@ def make_cursor(length: int, *, seed: int = 0, epoch: int = 0, next_index: int =
                 f"state.dataset.{name}",
                 expected=f"an int in [{low}, {high})",
                 found=shown(value),
-                mend="the end of an epoch is written epoch + 1, next_index 0"
+                fix="the end of an epoch is written epoch + 1, next_index 0"
                 if name == "next_index" and value == length
                 else f"correct the {name}",
             )
@@ -203,6 +203,6 @@ def check_cursor(cursor: DataCursor, *, length: int) -> DataCursor:
             "state.dataset.length",
             expected=f"a position in the {length} samples of this dataset",
             found=f"one in {cursor.length}",
-            mend="give the dataset that the run was started with, or start the data anew with make_cursor",
+            fix="give the dataset that the run was started with, or start the data anew with make_cursor",
         )
     return cursor

@@ -83,7 +83,7 @@ class DistributedEvalCursor:
                 "DistributedEvalCursor.advance.steps",
                 expected="steps >= 0",
                 found=steps,
-                mend="a position only goes forward",
+                fix="a position only goes forward",
             )
         return attrs.evolve(self, next_index=min(self.next_index + steps * self.global_batch_size, self.length))
 
@@ -121,7 +121,7 @@ def make_eval_cursor(
                 f"DistributedEvalCursor.{name}",
                 expected=f"an int in [{low}, {high}]",
                 found=shown(value),
-                mend=f"correct the {name}",
+                fix=f"correct the {name}",
             )
     return DistributedEvalCursor(length=length, global_batch_size=global_batch_size, next_index=next_index)
 
@@ -143,7 +143,7 @@ def check_eval_cursor(cursor: DistributedEvalCursor, *, length: int) -> Distribu
             "DistributedEvalCursor.length",
             expected=f"a position in the {length} samples of this dataset",
             found=f"one in {cursor.length}",
-            mend="give the samples that the evaluation was started with, or start it anew with make_eval_cursor",
+            fix="give the samples that the evaluation was started with, or start it anew with make_eval_cursor",
         )
     return cursor
 
@@ -240,7 +240,7 @@ def eval_batches(
     check_eval_cursor(cursor, length=cursor.length)
     if limit is not None and limit < 1:
         raise InvalidArgument(
-            "limit", expected="a number of steps, >= 1, or None", found=limit, mend="leave it out to go to the end"
+            "limit", expected="a number of steps, >= 1, or None", found=limit, fix="leave it out to go to the end"
         )
     _check_chunk(cursor, chunk)
     rank, world_size = (0, 1) if collectives is None else (collectives.rank, collectives.world_size)
@@ -251,7 +251,7 @@ def eval_batches(
 def _check_chunk(cursor: DistributedEvalCursor, chunk: object) -> None:
     if type(chunk) is not int or chunk < 1:
         raise InvalidArgument(
-            "eval_batches.chunk", expected="a number of samples, >= 1", found=shown(chunk), mend="such as chunk=32"
+            "eval_batches.chunk", expected="a number of samples, >= 1", found=shown(chunk), fix="such as chunk=32"
         )
     size = cursor.global_batch_size
     if size % chunk:
@@ -259,7 +259,7 @@ def _check_chunk(cursor: DistributedEvalCursor, chunk: object) -> None:
             "eval_batches.chunk",
             expected=f"a cursor whose global_batch_size is a multiple of chunk={chunk}",
             found=size,
-            mend=f"make_eval_cursor(..., global_batch_size={-(-size // chunk) * chunk}), or more: a step has that many samples in all, "
+            fix=f"make_eval_cursor(..., global_batch_size={-(-size // chunk) * chunk}), or more: a step has that many samples in all, "
             f"and a rank has a share of it if there are {chunk} for each",
         )
     if cursor.next_index % chunk and not cursor.is_done:
@@ -267,6 +267,6 @@ def _check_chunk(cursor: DistributedEvalCursor, chunk: object) -> None:
             "eval_batches.chunk",
             expected=f"a cursor that begins at a multiple of chunk={chunk}",
             found=f"next_index={cursor.next_index}",
-            mend=f"begin where a chunk does: next_index={cursor.next_index // chunk * chunk}, with the tally of an evaluation in "
+            fix=f"begin where a chunk does: next_index={cursor.next_index // chunk * chunk}, with the tally of an evaluation in "
             f"chunks of {chunk} that ended there",
         )

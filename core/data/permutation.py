@@ -217,7 +217,7 @@ def sample_order(seed: int, epoch: int, n: int) -> Permutation:
                 f"sample_order.{name}",
                 expected=f"an int in [0, {limit})",
                 found=repr(value),
-                mend=f"correct the {name}",
+                fix=f"correct the {name}",
             )
     columns = math.isqrt(max(n - 1, 0)) + 1
     columns += columns % 2  # on an odd by odd grid every round is an even permutation, and so would be the order

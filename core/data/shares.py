@@ -36,7 +36,7 @@ def even_split(n: int, world_size: int) -> tuple[range, ...]:
             "even_split",
             expected="n >= 0 and world_size >= 1",
             found=f"n={n}, world_size={world_size}",
-            mend="count samples and ranks in whole units",
+            fix="count samples and ranks in whole units",
         )
     return tuple(_share(n, rank, world_size) for rank in range(world_size))
 
@@ -85,7 +85,7 @@ def shard_of(batch: Any, rank: int, world_size: int) -> Any:
             "batch",
             expected="tensors or arrays that share dimension 0",
             found=f"sizes {sizes}",
-            mend="stack the samples of each leaf along dimension 0, or pass a list of samples",
+            fix="stack the samples of each leaf along dimension 0, or pass a list of samples",
         )
     (size,) = set(sizes.values())
     assert size is not None

@@ -88,7 +88,7 @@ def check_layouts(layouts: Sequence[Layout]) -> None:
                 "suite",
                 expected=f"the same metrics on every rank; rank 0 has {_listed(here - there) or 'no more'}",
                 found=f"rank {rank} has {_listed(there - here) or 'fewer'}",
-                mend="give the same suite on every rank; what a rank did not observe may be missing from what forward returns",
+                fix="give the same suite on every rank; what a rank did not observe may be missing from what forward returns",
             )
 
 
@@ -164,14 +164,14 @@ def _extents(name: str, accumulator: Any, *, summands: int) -> tuple[Extent, ...
                 path,
                 expected="int64 tensors: integers add up exactly, in any order",
                 found=str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf).__name__,
-                mend="accumulate with exact_add, or count in int64",
+                fix="accumulate with exact_add, or count in int64",
             )
         if summands > 1 and leaf.numel() and max(int(leaf.max()), -int(leaf.min())) > (2**63 - 1) // summands:
             raise InvalidState(
                 path,
                 expected=f"integers that {summands} ranks can add up in 63 bits",
                 found=f"from {int(leaf.min())} to {int(leaf.max())}",
-                mend="carry in observe, as exact_add does",
+                fix="carry in observe, as exact_add does",
             )
         extents.append(Extent(tuple(leaf.shape), *_used(leaf.cpu())))
     return tuple(extents)

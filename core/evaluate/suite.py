@@ -53,7 +53,7 @@ def check_suite(suite: object) -> dict[str, Metric]:
             "suite",
             expected="a mapping from names to metrics",
             found=shown(suite),
-            mend="name what to measure, as in {'loss': M.Ratio()}",
+            fix="name what to measure, as in {'loss': M.Ratio()}",
         )
     for name, metric in suite.items():
         missing = [method for method in _METHODS if not callable(getattr(metric, method, None))]
@@ -62,7 +62,7 @@ def check_suite(suite: object) -> dict[str, Metric]:
                 f"suite[{name!r}]",
                 expected=f"a metric, with the methods {', '.join(_METHODS)}",
                 found=f"the class {metric.__name__}" if isinstance(metric, type) else shown(metric),
-                mend="make one, as in M.Ratio()" if isinstance(metric, type) else "see trainfold.metrics.Metric",
+                fix="make one, as in M.Ratio()" if isinstance(metric, type) else "see trainfold.metrics.Metric",
             )
     return {name: suite[name] for name in sorted(suite)}
 
@@ -101,7 +101,7 @@ def check_tally(where: str, suite: Suite, tally: object) -> None:
         where,
         expected="; ".join(f"{name}: {wanted.get(name, 'absent')}" for name in differs) or "a tally of this suite",
         found="; ".join(f"{name}: {found.get(name, 'absent')}" for name in differs) if found else shown(tally),
-        mend="give the same suite as to the evaluation that was interrupted, and its .tally",
+        fix="give the same suite as to the evaluation that was interrupted, and its .tally",
     )
 
 
@@ -134,7 +134,7 @@ def observe(suite: Suite, tally: Tally, outputs: object) -> Tally:
             "what forward returned",
             expected="a mapping from the suite's names to tensors, or tuples of them",
             found=shown(outputs),
-            mend="return {'loss': (numerator, denominator)}",
+            fix="return {'loss': (numerator, denominator)}",
         )
     unknown = sorted(str(name) for name in outputs if name not in suite)
     if unknown:
@@ -142,7 +142,7 @@ def observe(suite: Suite, tally: Tally, outputs: object) -> Tally:
             "what forward returned",
             expected=f"names of the suite: {', '.join(suite)}",
             found=", ".join(unknown),
-            mend="add a metric of that name, or do not return it",
+            fix="add a metric of that name, or do not return it",
         )
     accumulators = dict(tally.accumulators)
     for name in suite:

@@ -44,7 +44,7 @@ def pack(tensors: list[torch.Tensor], where: str = "tensor") -> tuple[torch.Tens
     for tensor in tensors:
         if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
             raise UnsupportedLeaf(where, expected=f"a dense tensor of one of {[dtype_name(each) for each in _DTYPES]}",
-                                  found=f"{tensor.layout} {tensor.dtype}", mend="convert it to one of these")  # fmt: skip
+                                  found=f"{tensor.layout} {tensor.dtype}", fix="convert it to one of these")  # fmt: skip
         header += [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
         data = byte_view(tensor)
         room = torch.zeros(-(-len(data) // _WORD_BYTES), dtype=torch.int64, device=tensor.device)
@@ -86,4 +86,4 @@ def unpack(header: torch.Tensor, words: torch.Tensor, where: str = "tensor") -> 
 
 def _malformed(where: str, numbers: list[int]) -> UnsupportedLeaf:
     return UnsupportedLeaf(where, expected="a header and the words that it describes", found=f"the header {numbers[:8]}",
-                           mend="give an accumulator that this metric made")  # fmt: skip
+                           fix="give an accumulator that this metric made")  # fmt: skip

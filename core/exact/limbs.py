@@ -62,7 +62,7 @@ def limbs_of(units: int) -> torch.Tensor:
             "exact sum",
             expected=f"less than 2**{8 * _BYTES - 1 - UNIT}",
             found="more",
-            mend="no float reaches this far",
+            fix="no float reaches this far",
         )
     words = np.frombuffer(units.to_bytes(_BYTES, "little", signed=True), dtype="<u4").astype(np.int64)
     if units < 0:

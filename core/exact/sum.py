@@ -85,7 +85,7 @@ def exact_add(total: ExactSum, terms: Number) -> ExactSum:
         >>> float(exact_value(total)), torch.tensor([1e16, 1.0, -1e16], dtype=torch.float64).sum().item()
         (1.0, 0.0)
     """
-    _check_dim(total, 1, mend="add to the sums of positions with exact_add_columns")
+    _check_dim(total, 1, fix="add to the sums of positions with exact_add_columns")
     if isinstance(terms, np.generic):
         terms = _of_numpy(terms)
     if not isinstance(terms, torch.Tensor):
@@ -114,11 +114,11 @@ def exact_add_columns(total: ExactSum, terms: torch.Tensor) -> ExactSum:
         >>> [int(value) for value in exact_values(exact_add_columns(total, torch.tensor([1, 1, 1])))]
         [5, 7, 1]
     """
-    _check_dim(total, 2, mend="start with exact_zero(0)")
+    _check_dim(total, 2, fix="start with exact_zero(0)")
     terms = _real(terms)
     if terms.dim() == 0:
         raise InvalidArgument(
-            "terms", expected="shape [..., L]", found="a scalar", mend="give it a dimension of positions"
+            "terms", expected="shape [..., L]", found="a scalar", fix="give it a dimension of positions"
         )
     columns = terms.shape[-1]
     total = _grown(total, max(columns, len(total.limbs)))
@@ -144,7 +144,7 @@ def exact_merge(one: ExactSum, other: ExactSum) -> ExactSum:
         >>> exact_value(exact_merge(half, half))
         Fraction(1, 1)
     """
-    _check_dim(other, one.limbs.dim(), mend="merge sums of the same kind")
+    _check_dim(other, one.limbs.dim(), fix="merge sums of the same kind")
     if one.limbs.dim() > 1:
         length = max(len(one.limbs), len(other.limbs))
         one, other = _grown(one, length), _grown(other, length)
@@ -161,13 +161,13 @@ def exact_value(total: ExactSum) -> Exact:
         >>> exact_value(exact_add(exact_zero(), torch.tensor([1.0, float("-inf")])))
         -inf
     """
-    _check_dim(total, 1, mend="see exact_values")
+    _check_dim(total, 1, fix="see exact_values")
     return _value(total.limbs.cpu(), total.special.tolist())
 
 
 def exact_values(total: ExactSum) -> list[Exact]:
     """The sum at each position, as `exact_value` says it."""
-    _check_dim(total, 2, mend="see exact_value")
+    _check_dim(total, 2, fix="see exact_value")
     return [_value(limbs, special) for limbs, special in zip(total.limbs.cpu(), total.special.tolist(), strict=True)]
 
 
@@ -212,7 +212,7 @@ def _units_of_number(number: object) -> tuple[int, Special]:
     if isinstance(number, float):
         return units_of_bits([bits_of(number)], FORMATS[torch.float64])
     raise InvalidArgument(
-        "terms", expected="a tensor, or a float or integer", found=shown(number), mend="terms are floats and integers"
+        "terms", expected="a tensor, or a float or integer", found=shown(number), fix="terms are floats and integers"
     )
 
 
@@ -221,7 +221,7 @@ def _of_numpy(number: np.generic) -> torch.Tensor:
         return torch.from_numpy(np.asarray(number))
     except TypeError as error:
         raise InvalidArgument(
-            "terms", expected="a number that torch has", found=shown(number), mend="terms are floats and integers"
+            "terms", expected="a number that torch has", found=shown(number), fix="terms are floats and integers"
         ) from error
 
 
@@ -260,18 +260,18 @@ def _real(terms: torch.Tensor) -> torch.Tensor:
             "terms",
             expected="real numbers",
             found=str(terms.dtype),
-            mend="add up its two parts" if terms.is_complex() else "convert them to float32",
+            fix="add up its two parts" if terms.is_complex() else "convert them to float32",
         )
     return terms.resolve_neg().detach() if terms.is_neg() else terms.detach()
 
 
-def _check_dim(total: ExactSum, dim: int, *, mend: str) -> None:
+def _check_dim(total: ExactSum, dim: int, *, fix: str) -> None:
     if total.limbs.dim() != dim:
         raise InvalidArgument(
             "exact sum",
             expected="one sum" if dim == 1 else "a sum for each position",
             found="one sum" if total.limbs.dim() == 1 else f"sums of {len(total.limbs)} positions",
-            mend=mend,
+            fix=fix,
         )
 
 

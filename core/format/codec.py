@@ -71,7 +71,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """
     found = getattr(torch, name) if name in STORED else None
     if not isinstance(found, torch.dtype):
-        raise UnsupportedLeaf(name, expected=f"one of {sorted(STORED)}", found=name, mend="convert the leaf first")
+        raise UnsupportedLeaf(name, expected=f"one of {sorted(STORED)}", found=name, fix="convert the leaf first")
     return found
 
 
@@ -142,7 +142,7 @@ save leaf.detach(), and copy what is loaded into your own object
         names = getattr(leaf, "names", ())  # newer torch has none
         if any(names):
             raise UnsupportedLeaf(path, expected="a plain tensor", found=f"one with dimension names {names}",
-                                  mend="save leaf.rename(None), and name the dimensions again after the load")  # fmt: skip
+                                  fix="save leaf.rename(None), and name the dimensions again after the load")  # fmt: skip
         if not getattr(leaf, "_is_buffer", False):
             return
     elif not isinstance(leaf, torch.Tensor | np.ndarray) or kind is np.ndarray:
@@ -189,15 +189,15 @@ def _loses_its_type(path: str, leaf: Any) -> UnsupportedLeaf:
     kind = type(leaf)
     name = "torch.nn.Buffer" if kind is torch.Tensor else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(leaf, np.ma.MaskedArray):
-        mend = "save leaf.data and leaf.mask, and put them together again after the load"
+        fix = "save leaf.data and leaf.mask, and put them together again after the load"
     elif isinstance(leaf, np.ndarray):
-        mend = "save numpy.array(leaf, subok=False), and make it what it was after the load"
+        fix = "save numpy.array(leaf, subok=False), and make it what it was after the load"
     elif kind is torch.Tensor or isinstance(leaf, torch.nn.Parameter):
-        mend = "save leaf.detach(), and copy what is loaded into your own object"
+        fix = "save leaf.detach(), and copy what is loaded into your own object"
     else:
-        mend = "save leaf.as_subclass(torch.Tensor), and make it what it was after the load"
+        fix = "save leaf.as_subclass(torch.Tensor), and make it what it was after the load"
     plain = "array" if isinstance(leaf, np.ndarray) else "tensor"
-    return UnsupportedLeaf(path, expected=f"a plain {plain}", found=f"a {name}", mend=mend)
+    return UnsupportedLeaf(path, expected=f"a plain {plain}", found=f"a {name}", fix=fix)
 
 
 def _unsupported(path: str, found: str) -> UnsupportedLeaf:
@@ -205,5 +205,5 @@ def _unsupported(path: str, found: str) -> UnsupportedLeaf:
         path,
         expected=f"a dense tensor with values, of a dtype among {sorted(STORED)}",
         found=found,
-        mend="store a dense equivalent (values and indices, int_repr and scale, ...)",
+        fix="store a dense equivalent (values and indices, int_repr and scale, ...)",
     )

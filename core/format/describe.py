@@ -135,7 +135,7 @@ class _Encoder:
         if value is None or kind in SCALARS:
             return encode_scalar(value, path)
         if depth > MAX_DEPTH:
-            raise UnsupportedLeaf(path, expected=f"at most {MAX_DEPTH} levels", found="more", mend="flatten the tree")
+            raise UnsupportedLeaf(path, expected=f"at most {MAX_DEPTH} levels", found="more", fix="flatten the tree")
         if kind in (dict, OrderedDict):
             return self._dict(value, path, depth, "dict" if kind is dict else "odict")
         if kind is Leaves:
@@ -182,7 +182,7 @@ class _Encoder:
         for key, child in value.items():
             place = tree.join(path, dict, key)
             if type(key) not in KEYS:
-                raise UnsupportedLeaf(place, expected="a plain key", found=repr(key), mend="use str or int keys")
+                raise UnsupportedLeaf(place, expected="a plain key", found=repr(key), fix="use str or int keys")
             pairs.append([self.node(key, place, depth + 1), self.node(child, place, depth + 1)])
         return {"map" if tag == "dict" else "odict": pairs}
 
@@ -198,7 +198,7 @@ class _Encoder:
                 path,
                 expected="dict, list, tuple, OrderedDict, or a registered attrs class",
                 found=f"{kind.__module__}.{kind.__qualname__}",
-                mend="hold it as one of these in the state",
+                fix="hold it as one of these in the state",
             )
         fields = zip(entries, children, strict=True)
         static = {f.name: getattr(value, f.name) for f in attrs.fields(kind) if f.name not in entries and f.init}
@@ -270,7 +270,7 @@ def _without_memory(leaf: Any, path: str, why: str) -> UnsupportedLeaf:
         path,
         expected="a tensor with values",
         found=f"a {type(leaf).__qualname__} without memory of its own{why}",
-        mend="save outside of torch's transforms, and what a wrapper is made of; run a lazy module once before",
+        fix="save outside of torch's transforms, and what a wrapper is made of; run a lazy module once before",
     )
 
 

@@ -60,7 +60,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     """
     if not data.startswith(b'{"format":"trainfold",'):
         raise CheckpointForeign(
-            where, expected="a trainfold manifest", found=repr(bytes(data[:24])), mend="point at a trainfold checkpoint"
+            where, expected="a trainfold manifest", found=repr(bytes(data[:24])), fix="point at a trainfold checkpoint"
         )
     cut = data.rfind(TAIL)
     covered = data[:cut]
@@ -69,7 +69,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             where,
             expected="the digest of its own bytes at its end",
             found=f"{len(data)} bytes that have another digest",
-            mend="use an older checkpoint of the run; `trainfold verify` names every damaged file",
+            fix="use an older checkpoint of the run; `trainfold verify` names every damaged file",
         )
     document = strict_json(covered + b"}", where)
     return read_manifest(upgraded(document, where), where)
@@ -123,7 +123,7 @@ def decode_head(data: bytes, where: str) -> Head:
     line, newline, _ = data.partition(b",\n")
     if not newline or not line.startswith(b'{"format":"trainfold",'):
         raise CheckpointForeign(
-            where, expected="a manifest's head", found=repr(bytes(data[:24])), mend="use an older checkpoint"
+            where, expected="a manifest's head", found=repr(bytes(data[:24])), fix="use an older checkpoint"
         )
     document = strict_json(line + b"}", where)
     return read_head(upgraded(document, where), where)

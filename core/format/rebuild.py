@@ -148,7 +148,7 @@ class _Decoder:
                 path,
                 expected="a registered node class",
                 found=shown(name),
-                mend="import the module that defines the class",
+                fix="import the module that defines the class",
             )
         names = {field.name for field in attrs.fields(kind) if field.init}
         if not set(values) | set(held) <= names:
@@ -179,5 +179,5 @@ def registered_classes() -> dict[str, type[Any]]:
 
 def _hostile(path: str, expected: str, found: object) -> CheckpointHostile:
     return CheckpointHostile(
-        printable(path), expected=expected, found=found, mend="do not use this checkpoint; fall back to an older one"
+        printable(path), expected=expected, found=found, fix="do not use this checkpoint; fall back to an older one"
     )

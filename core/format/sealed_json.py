@@ -24,13 +24,13 @@ class SealedJson:
         name: what its first field says.
         version: the newest one that can be read.
         limit_bytes: how large it can be.
-        mend: what to do about one that cannot be read.
+        fix: what to do about one that cannot be read.
     """
 
     name: str
     version: int
     limit_bytes: int
-    mend: str
+    fix: str
 
     def encode(self, document: Mapping[str, Json], *, version: int | None = None) -> bytes:
         """The file's bytes; equal documents give equal bytes.
@@ -64,14 +64,14 @@ class SealedJson:
         covered = data[: max(0, len(data) - _TAIL_BYTES)]
         if len(data) > self.limit_bytes or data[len(covered) :] != TAIL + digest_of(covered).encode() + END:
             raise CheckpointDamaged(where, expected="the digest of its own bytes at its end",
-                                    found=f"{len(data)} bytes that have another digest", mend=self.mend)  # fmt: skip
+                                    found=f"{len(data)} bytes that have another digest", fix=self.fix)  # fmt: skip
         try:
             document = strict_json(data, where)
             if document.get("format") != self.name:
-                raise CheckpointForeign(where, expected=self.name, found=shown(document.get("format")), mend=self.mend)
+                raise CheckpointForeign(where, expected=self.name, found=shown(document.get("format")), fix=self.fix)
             version = count(document.get("version"), where, least=1)
             if version > self.version:
-                raise FutureVersion(where, expected=f"version {self.version}", found=version, mend="upgrade trainfold")
+                raise FutureVersion(where, expected=f"version {self.version}", found=version, fix="upgrade trainfold")
             return read(document, version)
         except CheckpointHostile as error:
-            raise CheckpointHostile(error.where, expected=error.expected, found=error.found, mend=self.mend) from None
+            raise CheckpointHostile(error.where, expected=error.expected, found=error.found, fix=self.fix) from None

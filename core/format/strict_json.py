@@ -40,7 +40,7 @@ def hostile(where: str, expected: object, found: object) -> CheckpointHostile:
     """The error for contents that no trainfold writes; what they say makes no lines of its own in it (W23)."""
     shown_where, shown_found = printable(where), printable(found) if isinstance(found, str) else found
     return CheckpointHostile(
-        shown_where, expected=expected, found=shown_found, mend="do not use this checkpoint; fall back to an older one"
+        shown_where, expected=expected, found=shown_found, fix="do not use this checkpoint; fall back to an older one"
     )
 
 

@@ -41,7 +41,7 @@ def upgraded(
             where,
             expected=f"schema_version <= {current}",
             found=written,
-            mend="upgrade trainfold: this checkpoint was written by a newer release",
+            fix="upgrade trainfold: this checkpoint was written by a newer release",
         )
     known = range(min(upgrades, default=current), current + 1)
     if type(written) is not int or written not in known:
@@ -49,7 +49,7 @@ def upgraded(
             where,
             expected=f"a schema_version in {known.start}..{current}",
             found=shown(written),
-            mend="do not use this checkpoint; fall back to an older one",
+            fix="do not use this checkpoint; fall back to an older one",
         )
     for version in range(written, current):
         document = upgrades[version](document)

@@ -95,7 +95,7 @@ def check_kinds(node: Json, name: str) -> None:
             f"state.{misfit.path}",
             expected=misfit.expected,
             found=misfit.found,
-            mend="build this part as its class says; what is your own goes into `extra`",
+            fix="build this part as its class says; what is your own goes into `extra`",
         )
 
 

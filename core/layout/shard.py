@@ -42,6 +42,6 @@ def make_shard(tensor: torch.Tensor, *, shape: tuple[int, ...], starts: tuple[in
             "shard",
             expected=f"a slice of the global shape {shape}",
             found=f"starts {starts} with sizes {tuple(tensor.shape)}",
-            mend="give one start for each dimension, inside the global shape",
+            fix="give one start for each dimension, inside the global shape",
         )
     return Shard(tensor, tuple(shape), tuple(starts))

@@ -85,5 +85,5 @@ def check_cover(path: str, boxes: Sequence[Box], shape: tuple[int, ...]) -> None
             path,
             expected=f"slices that cover {list(shape)} once",
             found=f"{len(boxes)} slices with {covered} of {whole} elements{', overlapping' if twice else ''}",
-            mend="give each rank its own slice of the global tensor",
+            fix="give each rank its own slice of the global tensor",
         )

@@ -31,7 +31,7 @@ def make_world(rank: int, size: int) -> World:
     """
     if not 0 <= rank < size:
         raise InvalidArgument(
-            "world", expected="0 <= rank < size", found=f"rank {rank} of {size}", mend="count ranks from 0"
+            "world", expected="0 <= rank < size", found=f"rank {rank} of {size}", fix="count ranks from 0"
         )
     return World(rank, size)
 

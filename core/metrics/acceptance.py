@@ -63,15 +63,15 @@ class AcceptanceRate:
         Raises:
             InvalidArgument: for floats, and shapes that differ.
         """
-        mend = "a rate counts drafts: give booleans"
-        valid = integers("AcceptanceRate.valid", valid, mend=mend) != 0
-        accepted = integers("AcceptanceRate.accepted", accepted, mend=mend) != 0
+        fix = "a rate counts drafts: give booleans"
+        valid = integers("AcceptanceRate.valid", valid, fix=fix) != 0
+        accepted = integers("AcceptanceRate.accepted", accepted, fix=fix) != 0
         if valid.dim() == 0:
             raise InvalidArgument(
                 "AcceptanceRate.valid",
                 expected="shape [..., K]",
                 found="a scalar",
-                mend="the last dimension has the positions",
+                fix="the last dimension has the positions",
             )
         same_shape("AcceptanceRate.accepted", accepted, "valid", valid.shape)
         valid, accepted = beside(valid, accepted)

@@ -33,35 +33,35 @@ def real(where: str, value: Any) -> torch.Tensor:
         check_plain(where, value)
         if value.is_complex() or value.is_quantized or value.dtype == torch.uint64:
             raise InvalidArgument(
-                where, expected="real numbers", found=value.dtype, mend="give real parts, dequantized; int64 for uint64"
+                where, expected="real numbers", found=value.dtype, fix="give real parts, dequantized; int64 for uint64"
             )
         return value.detach()
     if isinstance(value, bool):
         return torch.tensor(value, device="cpu")
     if isinstance(value, numbers.Integral):
         if not -_INT64 <= (whole := int(value)) < _INT64:
-            raise InvalidArgument(where, expected="an integer of 64 bits", found=whole, mend="give it as a float")
+            raise InvalidArgument(where, expected="an integer of 64 bits", found=whole, fix="give it as a float")
         return torch.tensor(whole, device="cpu")
     if isinstance(value, float | np.floating) and np.dtype(type(value)).itemsize <= 8:
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     raise InvalidArgument(
-        where, expected="a tensor or a number", found=type(value).__name__, mend="make it one with torch.as_tensor"
+        where, expected="a tensor or a number", found=type(value).__name__, fix="make it one with torch.as_tensor"
     )
 
 
-def integers(where: str, value: Any, *, mend: str) -> torch.Tensor:
+def integers(where: str, value: Any, *, fix: str) -> torch.Tensor:
     """The same as int64, where only integers and booleans have a meaning.
 
     Raises:
         InvalidArgument: for floats, and all that `real` refuses.
 
     Examples:
-        >>> integers("TopK.targets", torch.tensor([1, 2], dtype=torch.int32), mend="give class indices")
+        >>> integers("TopK.targets", torch.tensor([1, 2], dtype=torch.int32), fix="give class indices")
         tensor([1, 2])
     """
     tensor = real(where, value)
     if tensor.is_floating_point():
-        raise InvalidArgument(where, expected="integers", found=tensor.dtype, mend=mend)
+        raise InvalidArgument(where, expected="integers", found=tensor.dtype, fix=fix)
     return tensor.to(torch.int64)
 
 
@@ -83,7 +83,7 @@ reshape or expand it yourself: nothing is broadcast here
             where,
             expected=f"the shape of {other}, {tuple(shape)}",
             found=tuple(tensor.shape),
-            mend="reshape or expand it yourself: nothing is broadcast here",
+            fix="reshape or expand it yourself: nothing is broadcast here",
         )
 
 
@@ -94,7 +94,7 @@ def check_classes(where: str, classes: Any) -> None:
         InvalidArgument: unless it is an int of at least 1.
     """
     if type(classes) is not int or classes < 1:
-        raise InvalidArgument(where, expected="an int >= 1", found=classes, mend="give the number of classes")
+        raise InvalidArgument(where, expected="an int >= 1", found=classes, fix="give the number of classes")
 
 
 def is_number(value: Any) -> bool:

@@ -101,8 +101,8 @@ def count_pairs(metric: str, acc: Pairs, predicted: Any, targets: Any, ignore_in
     Raises:
         InvalidArgument: for floats, and shapes that differ.
     """
-    predicted = integers(f"{metric}.predicted", predicted, mend="give class indices, such as logits.argmax(-1)")
-    targets = integers(f"{metric}.targets", targets, mend="give class indices")
+    predicted = integers(f"{metric}.predicted", predicted, fix="give class indices, such as logits.argmax(-1)")
+    targets = integers(f"{metric}.targets", targets, fix="give class indices")
     same_shape(f"{metric}.predicted", predicted, "targets", targets.shape)
     predicted, targets = beside(predicted, targets)
     classes = acc.counts.shape[0]
@@ -140,7 +140,7 @@ def table_of(metric: str, acc: Pairs) -> list[list[int]] | None:
             metric,
             expected=f"predictions in 0..{classes - 1}, and targets there or at ignore_index",
             found=f"{outside} pairs that are not",
-            mend="give the number of classes that there are, and the index of padding",
+            fix="give the number of classes that there are, and the index of padding",
         )
     table: list[list[int]] = acc.counts.tolist()
     return table if any(map(any, table)) else None

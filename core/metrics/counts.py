@@ -61,7 +61,7 @@ give it what an equal metric has seen
             where,
             expected=f"an accumulator with counts {list(shape)}",
             found=list(counts.shape),
-            mend="give it what an equal metric has seen",
+            fix="give it what an equal metric has seen",
         )
 
 

@@ -52,7 +52,7 @@ class F1:
         check_classes("F1.classes", self.classes)
         if self.average not in get_args(Average):
             raise InvalidArgument(
-                "F1.average", expected=f"one of {get_args(Average)}", found=self.average, mend="choose one of these"
+                "F1.average", expected=f"one of {get_args(Average)}", found=self.average, fix="choose one of these"
             )
 
     def zero(self) -> Pairs:

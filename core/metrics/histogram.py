@@ -142,7 +142,7 @@ class Quantiles:
     def __attrs_post_init__(self) -> None:
         _check_edges("Quantiles.edges", self.edges)
         if not self.q or not all(is_number(q) and 0 <= q <= 1 for q in self.q):
-            raise InvalidArgument("Quantiles.q", expected="numbers in 0..1", found=self.q, mend="0.5 is the median")
+            raise InvalidArgument("Quantiles.q", expected="numbers in 0..1", found=self.q, fix="0.5 is the median")
 
     def zero(self) -> Bins:
         """Nothing seen."""
@@ -185,7 +185,7 @@ def _check_edges(where: str, edges: tuple[Any, ...]) -> None:
     is_fine = len(edges) > 1 and all(map(is_number, edges))
     if not is_fine or any(low >= high for low, high in itertools.pairwise(edges)):
         raise InvalidArgument(
-            where, expected="two or more finite numbers, ascending", found=edges, mend="sort them, without duplicates"
+            where, expected="two or more finite numbers, ascending", found=edges, fix="sort them, without duplicates"
         )
 
 

@@ -159,7 +159,7 @@ def _with_positions(metric: str, acc: Positions, named: tuple[str, Any], valid: 
     valid, correct = real(f"{metric}.valid", valid), real(f"{metric}.{name}", given)
     if valid.dim() == 0:
         raise InvalidArgument(
-            f"{metric}.valid", expected="shape [..., L]", found="a scalar", mend="the last dimension has the positions"
+            f"{metric}.valid", expected="shape [..., L]", found="a scalar", fix="the last dimension has the positions"
         )
     same_shape(f"{metric}.{name}", correct, "valid", valid.shape)
     correct, valid = beside(correct, valid)
@@ -183,7 +183,7 @@ def _check_shares(where: str, ratios: Sequence[Exact | None]) -> None:
                 where,
                 expected="numerators from 0 to what `valid` counts",
                 found=f"{rounded(ratio)} of 1 at position {position}",
-                mend="weigh both alike, as in (correct * weights, weights), or give booleans first",
+                fix="weigh both alike, as in (correct * weights, weights), or give booleans first",
             )
 
 

@@ -76,7 +76,7 @@ class TopK:
 
     def __attrs_post_init__(self) -> None:
         if type(self.k) is not int or self.k < 1:
-            raise InvalidArgument("TopK.k", expected="an int >= 1", found=self.k, mend="say how many may be right")
+            raise InvalidArgument("TopK.k", expected="an int >= 1", found=self.k, fix="say how many may be right")
 
     def zero(self) -> Hits:
         """Nothing seen."""
@@ -94,17 +94,17 @@ class TopK:
             InvalidArgument: for other shapes or dtypes.
         """
         logits = real("TopK.logits", logits)
-        targets = integers("TopK.targets", targets, mend="give class indices")
+        targets = integers("TopK.targets", targets, fix="give class indices")
         if logits.dim() == 0 or logits.shape[-1] < self.k:
             raise InvalidArgument(
                 "TopK.logits",
                 expected=f"[..., C] with C >= k = {self.k}",
                 found=tuple(logits.shape),
-                mend="the last dimension has the classes",
+                fix="the last dimension has the classes",
             )
         if logits.dtype not in _COMPARED:
             raise InvalidArgument(
-                "TopK.logits", expected="numbers that can be compared", found=logits.dtype, mend="give them as float32"
+                "TopK.logits", expected="numbers that can be compared", found=logits.dtype, fix="give them as float32"
             )
         same_shape("TopK.targets", targets, "logits without their last dimension", logits.shape[:-1])
         logits, targets = beside(logits, targets)
@@ -140,7 +140,7 @@ class TopK:
                 "TopK.targets",
                 expected=f"indices of classes, or ignore_index = {self.ignore_index}",
                 found=f"{outside} others",
-                mend="mend the targets, or give ignore_index",
+                fix="fix the targets, or give ignore_index",
             )
         total = int(acc.total)
         return rounded(Fraction(int(acc.correct), total)) if total else None

@@ -70,7 +70,7 @@ class Variance:
 
     def __attrs_post_init__(self) -> None:
         if type(self.ddof) is not int or self.ddof < 0:
-            raise InvalidArgument("Variance.ddof", expected="an int >= 0", found=self.ddof, mend="0 and 1 are usual")
+            raise InvalidArgument("Variance.ddof", expected="an int >= 0", found=self.ddof, fix="0 and 1 are usual")
 
     def zero(self) -> Moments:
         """Nothing seen."""

@@ -81,7 +81,7 @@ class BoundOptimizer:
                 "state.optimizer.kind",
                 expected=self._kind,
                 found=state.kind,
-                mend="make the step with the optimizer that the state was made with, or make a new optimizer state",
+                fix="make the step with the optimizer that the state was made with, or make a new optimizer state",
             )
         members = tuple(group.params for group in state.groups)
         if members != self._covered:  # from step to step the tuples are the same objects, and no name is looked at
@@ -172,7 +172,7 @@ class BoundOptimizer:
                     "state.optimizer.masters",
                     expected="none, because the optimizer was made with masters=False",
                     found=f"{len(state.masters)} masters",
-                    mend="make the optimizer with masters=True, or set masters=None and lose their precision",
+                    fix="make the optimizer with masters=True, or set masters=None and lose their precision",
                 )
             self._masters = None
             return
@@ -197,7 +197,7 @@ class BoundOptimizer:
                 self._kind,
                 expected="an optimizer whose state is kept by parameter",
                 found=f"state under {odd[:4]}",
-                mend="use the optimizer itself in a loop of your own, with trainfold.attach(model, optimizer)",
+                fix="use the optimizer itself in a loop of your own, with trainfold.attach(model, optimizer)",
             )
 
     def _read_groups(self) -> tuple[ParamGroup, ...]:
@@ -246,7 +246,7 @@ def check_slots(
             "state.optimizer.slots",
             expected="all the slots of a parameter, or none where it never had a gradient",
             found=wrong,
-            mend="the state is damaged or of another model; load it again, or leave the optimizer out",
+            fix="the state is damaged or of another model; load it again, or leave the optimizer out",
         )
 
 

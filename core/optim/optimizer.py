@@ -56,7 +56,7 @@ class Optimizer:
             class refuses a value.
         """
         if not params:
-            raise InvalidArgument("params", expected="at least one", found="none", mend="give the model's parameters")
+            raise InvalidArgument("params", expected="at least one", found="none", fix="give the model's parameters")
         masters = make_masters(params) if self.masters else None
         full: Params = masters if masters is not None else {}
         targets = {name: _parameter(full.get(name, value)) for name, value in params.items()}
@@ -66,12 +66,12 @@ class Optimizer:
             inner = self.cls(given, **self.hyper)
         except (ValueError, TypeError) as error:
             raise InvalidArgument(
-                self.kind, expected="arguments that the class takes", found=str(error), mend="correct the arguments"
+                self.kind, expected="arguments that the class takes", found=str(error), fix="correct the arguments"
             ) from error
         for hyper, _ in members:
             if unknown := [key for key in hyper if key not in inner.defaults]:
                 raise InvalidArgument(
-                    "groups", expected=f"among {sorted(inner.defaults)}", found=unknown, mend="correct the name"
+                    "groups", expected=f"among {sorted(inner.defaults)}", found=unknown, fix="correct the name"
                 )
         names_of: dict[torch.Tensor, str] = {target: name for name, target in targets.items()}
         return OptimizerState(
@@ -109,7 +109,7 @@ class Optimizer:
             InvalidState: if the three do not belong together.
         """
         if unknown := [name for name in grads if name not in params]:
-            raise InvalidState("grads", expected="names of params", found=unknown, mend="use the same FQNs")
+            raise InvalidState("grads", expected="names of params", found=unknown, fix="use the same FQNs")
         fresh = {name: _parameter(value.detach().clone()) for name, value in params.items()}
         bound = self.bound_to(fresh)
         bound.bind(tree.map_tensors(lambda leaf: leaf.detach().clone(), opt_state))
@@ -157,7 +157,7 @@ def optimizer(
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise UnsupportedOptimizer(
-            "cls", expected="a class of torch optimizers", found=repr(cls), mend="pass the class and its arguments"
+            "cls", expected="a class of torch optimizers", found=repr(cls), fix="pass the class and its arguments"
         )
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -165,20 +165,20 @@ def optimizer(
             cls.__name__,
             expected="an optimizer that computes from gradients alone",
             found="one whose step needs a closure, which evaluates the loss again",
-            mend="choose an optimizer whose step(closure=None) works without one",
+            fix="choose an optimizer whose step(closure=None) works without one",
         )
     if cls.state_dict is not torch.optim.Optimizer.state_dict:
         raise UnsupportedOptimizer(
             cls.__name__,
             expected="an optimizer whose slots and groups are all of its state",
             found="one with a state_dict() of its own",
-            mend="use the optimizer itself in a loop of your own, with trainfold.attach(model, optimizer)",
+            fix="use the optimizer itself in a loop of your own, with trainfold.attach(model, optimizer)",
         )
     try:
         inspect.signature(cls).bind([], **hyper)
     except TypeError as error:
         raise InvalidArgument(
-            cls.__name__, expected=str(inspect.signature(cls)), found=str(error), mend="correct the arguments"
+            cls.__name__, expected=str(inspect.signature(cls)), found=str(error), fix="correct the arguments"
         ) from None
     rules = tuple((rule, dict(overrides)) for rule, overrides in groups or ())
     check_hyper(hyper, cls.__name__)
@@ -207,6 +207,6 @@ def pair_of(optimizer: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
             "optimizer",
             expected="what trainfold.optimizer returns, or a pair of pure functions (init, update)",
             found=f"a {type(optimizer).__qualname__}",
-            mend="pass trainfold.optimizer(torch.optim.AdamW, lr=...), the class and not an instance of it",
+            fix="pass trainfold.optimizer(torch.optim.AdamW, lr=...), the class and not an instance of it",
         )
     return pair[0], pair[1]

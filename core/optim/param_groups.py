@@ -45,7 +45,7 @@ def _search(rule: str | re.Pattern[str]) -> Callable[[str], Any]:
             f"groups: {rule!r}",
             expected="a regular expression, or a function of the name",
             found=str(error),
-            mend="escape what is meant literally, as in r'\\(', or give a function",
+            fix="escape what is meant literally, as in r'\\(', or give a function",
         ) from error
 
 
@@ -62,7 +62,7 @@ def check_hyper(hyper: Mapping[str, Any], where: str) -> None:
                 f"{where}[{name!r}]",
                 expected="a scalar, a tuple of scalars, or a tensor",
                 found=repr(value),
-                mend="hyperparameters are part of the state and are saved with it; functions are not",
+                fix="hyperparameters are part of the state and are saved with it; functions are not",
             )
 
 
@@ -84,5 +84,5 @@ def check_cover(groups: tuple[ParamGroup, ...], names: Iterable[str]) -> None:
             "state.optimizer.groups",
             expected="each parameter of the model in one group",
             found="; ".join(f"{kind}: {found}" for kind, found in wrong.items() if found),
-            mend="make the optimizer state with init(params) of this model",
+            fix="make the optimizer state with init(params) of this model",
         )

@@ -52,7 +52,7 @@ class Schedule:
         """
         if not _whole(step) or step < 0:
             raise InvalidSchedule(
-                "step", expected="a whole number >= 0", found=repr(step), mend="give state.trainer.step, an int"
+                "step", expected="a whole number >= 0", found=repr(step), fix="give state.trainer.step, an int"
             )
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -169,13 +169,13 @@ def horizon(*, total: int | None = None, max_steps: int | None = None, data_step
     for name, value in known:
         if value is not None:
             if not _whole(value) or value < 1:
-                raise InvalidSchedule(name, expected=">= 1 steps", found=repr(value), mend="count optimizer steps")
+                raise InvalidSchedule(name, expected=">= 1 steps", found=repr(value), fix="count optimizer steps")
             return value
     raise HorizonUnknown(
         "horizon",
         expected="one of total, max_steps, data_steps",
         found="none of them",
-        mend="a stream has no length: say total or max_steps",
+        fix="a stream has no length: say total or max_steps",
     )
 
 
@@ -214,7 +214,7 @@ def check_same(saved: object, wanted: Mapping[str, Scalar] | None) -> None:
         "state.scheduler",
         expected="the schedule that the step was made with: " + _table(new, show),
         found=_table(old, show),
-        mend="make the step with the schedule of the state, or set state.scheduler to None to change it on purpose",
+        fix="make the step with the schedule of the state, or set state.scheduler to None to change it on purpose",
     )
 
 
@@ -231,8 +231,8 @@ def _rest(total: int, warmup: int) -> int:
     return total - warmup if _whole(total) and _whole(warmup) else 0
 
 
-def _refuse(where: str, expected: str, found: object, mend: str) -> None:
-    raise InvalidSchedule(where, expected=expected, found=found, mend=mend)
+def _refuse(where: str, expected: str, found: object, fix: str) -> None:
+    raise InvalidSchedule(where, expected=expected, found=found, fix=fix)
 
 
 def _checked(schedule: Schedule) -> Schedule:
@@ -269,7 +269,7 @@ def _check_decay(schedule: Schedule) -> None:
             "total_steps",
             expected="the horizon that the decay ends at",
             found=None,
-            mend='give total_steps (see `horizon`), or set decay="none"',
+            fix='give total_steps (see `horizon`), or set decay="none"',
         )
     if schedule.kind == "wsd" and decay < 1:
         _refuse(

@@ -99,7 +99,7 @@ def _check_layout(path: str, leaf: torch.Tensor, param: torch.Tensor | None) -> 
             path,
             expected=f"a tensor that lies in memory as it would after a load: strides {list(usual.stride())}",
             found=f"strides {list(leaf.stride())}, and so other bits after a resume",
-            mend="use the optimizer itself in a loop of your own, with trainfold.attach(model, optimizer): its layouts are saved",
+            fix="use the optimizer itself in a loop of your own, with trainfold.attach(model, optimizer): its layouts are saved",
         )
 
 

@@ -78,6 +78,6 @@ def orders_of(environment: Mapping[str, str]) -> Orders | None:
             VARIABLE,
             expected="what `trainfold rehearse` sets for the programs that it starts",
             found=shown(text),
-            mend=f"unset {VARIABLE}: only a rehearsal sets it",
+            fix=f"unset {VARIABLE}: only a rehearsal sets it",
         )
     return Orders(**found)

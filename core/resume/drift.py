@@ -195,12 +195,12 @@ shape; nothing can be adapted
     for kind, verdict in mapping_given("policy", policy, values=str).items():
         if kind not in KINDS and not kind.startswith("contract:"):
             raise InvalidArgument(
-                f"policy[{kind!r}]", expected=f"a kind among {sorted(KINDS)}", found=kind, mend="correct the name"
+                f"policy[{kind!r}]", expected=f"a kind among {sorted(KINDS)}", found=kind, fix="correct the name"
             )
         _, allowed, about = KINDS["contract" if kind.startswith("contract:") else kind]
         if verdict not in allowed:
             raise InvalidArgument(
-                f"policy[{kind!r}]", expected=f"one of {sorted(allowed)}", found=repr(verdict), mend=about
+                f"policy[{kind!r}]", expected=f"one of {sorted(allowed)}", found=repr(verdict), fix=about
             )
         checked[kind] = verdict
     return checked

@@ -196,12 +196,12 @@ def _chosen(inventory: Inventory, request: ResumeRequest, target: Target) -> Man
 def _where_none_is_older(problem: Problem, inventory: Inventory, step: int | None = None) -> Problem:
     """A problem whose fix is an older checkpoint, where no usable one is there (before a step): then that is no fix."""
     usable = [each for each in inventory.entries if each.problem is None and each.head is not None]
-    if not problem.mend.startswith(OLDER) or any(
+    if not problem.fix.startswith(OLDER) or any(
         each.head is not None and (step is None or each.head.step < step) for each in usable
     ):
         return problem
     return attrs.evolve(
-        problem, mend="no older checkpoint is whole: copy the run again from where it is, or begin another run"
+        problem, fix="no older checkpoint is whole: copy the run again from where it is, or begin another run"
     )
 
 
@@ -213,7 +213,7 @@ def _check_names(manifest: Manifest, target: Target, request: ResumeRequest) -> 
             "components",
             expected=f"names among {sorted(known)}",
             found=unknown,
-            mend=f"{nearest(unknown, sorted(known))}correct the name",
+            fix=f"{nearest(unknown, sorted(known))}correct the name",
         )
 
 

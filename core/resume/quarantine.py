@@ -88,7 +88,7 @@ def outcome_of(error: BaseException | None) -> Outcome:
     """How an attempt ended, by what was raised in it, if anything.
 
     Examples:
-        >>> outcome_of(CheckpointTorn("step-7/a", expected="9 bytes", found="8", mend="")).ending
+        >>> outcome_of(CheckpointTorn("step-7/a", expected="9 bytes", found="8", fix="")).ending
         'damaged'
         >>> outcome_of(KeyError("x")).ending, outcome_of(KeyboardInterrupt()).ending, outcome_of(None).ending
         ('failed', 'interrupted', 'loaded')
@@ -195,7 +195,7 @@ def quarantine_problem(tried: Tried, run: str) -> Problem:
         f"{run}/{tried.checkpoint}",
         expected="a checkpoint that loads",
         found=f"{found} ({'; '.join(tried.reasons) or 'the process died in loading'})",
-        mend=f"ask for it with step={int(tried.checkpoint.removeprefix('step-'))} to try it again: it is free once it has loaded",
+        fix=f"ask for it with step={int(tried.checkpoint.removeprefix('step-'))} to try it again: it is free once it has loaded",
     )
     return problem_of(error)
 
@@ -234,7 +234,7 @@ def check_limit(limit: int) -> int:
     """
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise InvalidArgument(
-            "limit", expected="an int >= 1", found=shown(limit), mend="count the deaths in loading that are enough"
+            "limit", expected="an int >= 1", found=shown(limit), fix="count the deaths in loading that are enough"
         )
     return limit
 

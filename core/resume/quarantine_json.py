@@ -23,12 +23,12 @@ QUARANTINE_FILE: Final = "quarantine.json"
 QUARANTINE_FORMAT: Final = "trainfold-quarantine"
 QUARANTINE_VERSION: Final = 1
 QUARANTINE_LIMIT_BYTES: Final = 2**18
-QUARANTINE_MEND: Final = (
+QUARANTINE_FIX: Final = (
     f"nothing has to be done: no checkpoint is passed over for it; remove {QUARANTINE_FILE} when you have seen it"
 )
 _FIELDS = {"format", "version", "attempts", "digest"}
 _RECORD_FIELDS = {"checkpoint", "digest", "attempts", "is_damaged", "reasons"}
-_FILE: Final = SealedJson(QUARANTINE_FORMAT, QUARANTINE_VERSION, QUARANTINE_LIMIT_BYTES, QUARANTINE_MEND)
+_FILE: Final = SealedJson(QUARANTINE_FORMAT, QUARANTINE_VERSION, QUARANTINE_LIMIT_BYTES, QUARANTINE_FIX)
 
 
 def quarantine_to_json(attempts: Attempts) -> bytes:

@@ -73,11 +73,11 @@ def make_request(
         120
     """
     if step is not None and (type(step) is not int or step < 0):
-        raise InvalidArgument("step", expected="an int >= 0", found=repr(step), mend="name a saved step")
+        raise InvalidArgument("step", expected="an int >= 0", found=repr(step), fix="name a saved step")
     anew = mapping_given("reset", reset)
     for name, reason in anew.items():
         if not isinstance(reason, str) or not reason.strip():
             raise InvalidArgument(
-                f"reset[{name!r}]", expected="the reason in words", found=repr(reason), mend="say why it starts anew"
+                f"reset[{name!r}]", expected="the reason in words", found=repr(reason), fix="say why it starts anew"
             )
     return ResumeRequest(step, names_given(components), check_policy(policy), anew)

@@ -174,7 +174,7 @@ class Refusal:
         """
         drifts = [each for each in self.reasons if isinstance(each, Drift)]
         if self.reasons and isinstance(self.reasons[0], Problem):
-            return self.reasons[0].mend
+            return self.reasons[0].fix
         fixed = [each for each in drifts if each.to_type is None and each.reset is None]
         typed = ", ".join(f'"{kind}": "{verdict}"' for kind, verdict in _typed(drifts).items())
         resets = list(dict.fromkeys(each.reset for each in drifts if each.reset is not None))

@@ -150,7 +150,7 @@ def lost_fraction(  # noqa: PLR0913 - keywords
         0.00304
     """
     if type(every_steps) is not int or every_steps < 1:
-        raise InvalidArgument("every_steps", expected="an int >= 1", found=shown(every_steps), mend="count steps")
+        raise InvalidArgument("every_steps", expected="an int >= 1", found=shown(every_steps), fix="count steps")
     return _choice(every_steps, _checked(save_secs, step_secs, mtbf_secs, restart_secs, write_secs)).lost_fraction
 
 
@@ -213,5 +213,5 @@ def _secs(name: str, value: object, *, is_positive: bool = False) -> float:
     secs = real_given(value)
     if secs is None or not 0 <= secs < math.inf or (is_positive and secs == 0):
         raise InvalidArgument(name, expected=f"a finite number {'> 0' if is_positive else '>= 0'}", found=shown(value),
-                              mend="measure it in seconds")  # fmt: skip
+                              fix="measure it in seconds")  # fmt: skip
     return secs

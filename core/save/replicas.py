@@ -142,10 +142,10 @@ def disagreement(name: str, told: Sequence[tuple[int, str, str]], first: str) ->
     rank, (count, path, value) = next((rank, each) for rank, each in enumerate(told) if each[0])
     more = f", and {count - 1} more of {name}" if count > 1 else ""
     if name == "contract":
-        return RanksDisagree(f"contract[{path!r}]", expected=f"what rank 0 has: {first}", found=f"on rank {rank}: {value}{more}", mend=_SETTINGS)  # fmt: skip
+        return RanksDisagree(f"contract[{path!r}]", expected=f"what rank 0 has: {first}", found=f"on rank {rank}: {value}{more}", fix=_SETTINGS)  # fmt: skip
     return RanksDisagree(
         path,
         expected="the bits of rank 0, because one rank writes what all have",
         found=f"others on rank {rank}{more}",
-        mend=_STATISTICS.format(name) if is_buffer(path) else _VALUES,
+        fix=_STATISTICS.format(name) if is_buffer(path) else _VALUES,
     )

@@ -54,4 +54,4 @@ def checked_request(request: object) -> StopRequest:
         if isinstance(request, str) and request == known:
             return known
     raise InvalidArgument("request", expected=f"one of {', '.join(REQUESTS)}", found=shown(request),
-                          mend="'save_and_stop' is what most schedulers' warnings mean")  # fmt: skip
+                          fix="'save_and_stop' is what most schedulers' warnings mean")  # fmt: skip

@@ -44,7 +44,7 @@ class Retention:
     def _has_one(self, _: object, rules: tuple[Rule, ...]) -> None:
         if not isinstance(rules, tuple) or not rules:
             raise InvalidArgument("rules", expected="at least one rule, in a tuple", found=shown(rules),
-                                  mend="keep_last(1) keeps as little as can be")  # fmt: skip
+                                  fix="keep_last(1) keeps as little as can be")  # fmt: skip
 
     def __or__(self, other: "Retention") -> "Retention":
         """Keep what either keeps."""
@@ -119,7 +119,7 @@ def keep_newer(age_secs: float) -> Retention:
     """
     secs = real_given(age_secs)
     if secs is None or not 0 <= secs < math.inf:
-        raise InvalidArgument("age_secs", expected="a finite number >= 0", found=shown(age_secs), mend="count seconds")
+        raise InvalidArgument("age_secs", expected="a finite number >= 0", found=shown(age_secs), fix="count seconds")
     return Retention((Newer(secs),))
 
 
@@ -182,7 +182,7 @@ def plan_retention(
         ('step-10', 'step-15')
     """
     if isinstance(protected, str):
-        raise InvalidArgument("protected", expected="names", found=shown(protected), mend="put the name into a set")
+        raise InvalidArgument("protected", expected="names", found=shown(protected), fix="put the name into a set")
     return _planned(checkpoints, policy, written, protected)
 
 
@@ -235,14 +235,14 @@ def check_keep_last(keep_last: int | None, where: str = "keep_last") -> int | No
     """
     if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 0):
         raise InvalidArgument(
-            where, expected="an int >= 0, or None", found=shown(keep_last), mend="0 or None keeps all of them"
+            where, expected="an int >= 0, or None", found=shown(keep_last), fix="0 or None keeps all of them"
         )
     return keep_last
 
 
-def _positive(where: str, value: object, mend: str) -> int:
+def _positive(where: str, value: object, fix: str) -> int:
     if type(value) is not int or value < 1:
-        raise InvalidArgument(where, expected="an int >= 1", found=shown(value), mend=mend)
+        raise InvalidArgument(where, expected="an int >= 1", found=shown(value), fix=fix)
     return value
 
 

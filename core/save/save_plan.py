@@ -162,7 +162,7 @@ def plan_save(
     if not ranks or step < 0 or revision < 0 or step >= 10**18:
         raise InvalidArgument(
             "plan_save", expected="ranks, 0 <= step < 10**18 and revision >= 0", found=f"step {step}, {len(ranks)} ranks",
-            mend="save a state whose trainer component counts steps from 0",
+            fix="save a state whose trainer component counts steps from 0",
         )  # fmt: skip
     names = list(ranks[0])
     for rank, described in enumerate(ranks):
@@ -354,5 +354,5 @@ def _disagree(where: str, mine: object, theirs: object, rank: int) -> RanksDisag
         where,
         expected=f"what rank 0 has: {mine}",
         found=f"on rank {rank}: {theirs}",
-        mend="make it equal on all ranks, a count by summing it over them; what each rank has of its own is saved for its random streams and its loader alone",
+        fix="make it equal on all ranks, a count by summing it over them; what each rank has of its own is saved for its random streams and its loader alone",
     )

@@ -89,10 +89,10 @@ def make_triggers(*, every: int | None = None, every_secs: float | None = None, 
     secs = None if every_secs is None else real_given(every_secs)
     if every_secs is not None and (secs is None or not 0 < secs < math.inf):
         raise InvalidArgument("every_secs", expected="a finite number > 0, or None", found=shown(every_secs),
-                              mend="count seconds; None saves by steps alone")  # fmt: skip
+                              fix="count seconds; None saves by steps alone")  # fmt: skip
     if not isinstance(at_end, bool):
         raise InvalidArgument("at_end", expected="True or False", found=shown(at_end),
-                              mend="True saves the state that the run ends with")  # fmt: skip
+                              fix="True saves the state that the run ends with")  # fmt: skip
     return Triggers(every, secs, at_end)
 
 
@@ -209,6 +209,6 @@ def check_cadence(every: int | None) -> int | None:
             "every",
             expected="an int >= 1, or None",
             found=repr(every),
-            mend="count optimizer steps; None saves by hand",
+            fix="count optimizer steps; None saves by hand",
         )
     return every

@@ -39,7 +39,7 @@ def first_overlap(written: Named, others: Named = ()) -> tuple[str, str] | None:
     return None
 
 
-def check_apart(written: Named, others: Named = (), *, mend: str) -> None:
+def check_apart(written: Named, others: Named = (), *, fix: str) -> None:
     """Refuse tensors that share bytes.
 
     Raises:
@@ -48,7 +48,7 @@ def check_apart(written: Named, others: Named = (), *, mend: str) -> None:
     found = first_overlap(written, others)
     if found is not None:
         first, second = found
-        raise SharedStorage(second, expected="a storage of its own", found=f"the storage of {first}", mend=mend)
+        raise SharedStorage(second, expected="a storage of its own", found=f"the storage of {first}", fix=fix)
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:

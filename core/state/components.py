@@ -85,7 +85,7 @@ def validate_components(names: Iterable[str] | None, *, declared: Collection[str
             "components",
             expected=f"names among {known}",
             found=unknown,
-            mend=f"{nearest(unknown, known)}correct the name, or declare the component under `extra`",
+            fix=f"{nearest(unknown, known)}correct the name, or declare the component under `extra`",
         )
     return chosen
 
@@ -120,7 +120,7 @@ def check_likely(names: Iterable[str] | None) -> tuple[str, ...] | None:
             "components",
             expected=f"names among {list(BUILTIN_COMPONENTS)} or of your own components",
             found=odd,
-            mend=f"{nearest(odd, BUILTIN_COMPONENTS)}correct the name",
+            fix=f"{nearest(odd, BUILTIN_COMPONENTS)}correct the name",
         )
     return chosen
 
@@ -193,5 +193,5 @@ def _check_extra_name(name: object) -> None:
             f"state.extra[{name!r}]",
             expected="an identifier that is not a built-in component's name",
             found=repr(name),
-            mend="rename the component: it becomes a file name and a stable key (B15)",
+            fix="rename the component: it becomes a file name and a stable key (B15)",
         )

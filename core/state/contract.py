@@ -175,5 +175,5 @@ def _plain(value: Any, path: str) -> Json:
     if isinstance(value, Mapping):
         return {str(key): _plain(each, path) for key, each in value.items()}
     if tree.one_level(value) is not None or isinstance(value, torch.Tensor):
-        raise UnsupportedLeaf(path, expected="a plain value", found=type(value).__name__, mend="name its parts")
+        raise UnsupportedLeaf(path, expected="a plain value", found=type(value).__name__, fix="name its parts")
     return encode_scalar(value, path)

@@ -182,7 +182,7 @@ def _clash(name: str) -> InvalidState:
         f"model[{name!r}]",
         expected="one tensor for each name",
         found="two whose names are equal without the wrappers' prefixes",
-        mend="rename one of the submodules",
+        fix="rename one of the submodules",
     )
 
 
@@ -199,7 +199,7 @@ def check_real(model: torch.nn.Module) -> NamedTensors:
             "model",
             expected="initialised parameters",
             found=f"lazy ones: {lazy}",
-            mend="run the model once on a batch, so that their shapes are known",
+            fix="run the model once on a batch, so that their shapes are known",
         )
     meta = [name for name, value in {**named.params, **named.buffers}.items() if value.is_meta]
     if meta:
@@ -207,6 +207,6 @@ def check_real(model: torch.nn.Module) -> NamedTensors:
             "model",
             expected="parameters with values",
             found=f"{len(meta)} on the meta device, such as {meta[0]!r}",
-            mend="model.to_empty(device=...) and initialise it, or build it outside of torch.device('meta')",
+            fix="model.to_empty(device=...) and initialise it, or build it outside of torch.device('meta')",
         )
     return named

@@ -99,7 +99,7 @@ class Leaves(Mapping[str, T], Generic[T]):
                 leaf,
                 expected="a state that is alive",
                 found=f"one whose storage the step from {self._lease.consumed_by} consumed",
-                mend="use the state that the step returned, or make the step with donate=False",
+                fix="use the state that the step returned, or make the step with donate=False",
             )
         return self._items
 

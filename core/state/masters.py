@@ -47,7 +47,7 @@ def check_masters(masters: Mapping[str, torch.Tensor], params: Mapping[str, torc
             "state.optimizer.masters",
             expected={name: wanted.get(name) for name in wrong},
             found={name: (found.get(name), str(masters[name].dtype) if name in masters else None) for name in wrong},
-            mend="these masters belong to another model; set masters=None to clone them anew",
+            fix="these masters belong to another model; set masters=None to clone them anew",
         )
 
 

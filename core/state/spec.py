@@ -115,7 +115,7 @@ def leaf_spec(leaf: Any, path: str) -> AnySpec:
         path,
         expected="a tensor, a numpy array, None, bool, int, float, str or bytes",
         found=f"{type(leaf).__module__}.{type(leaf).__qualname__}",
-        mend="turn it into one of these before it enters the state: nothing is pickled",
+        fix="turn it into one of these before it enters the state: nothing is pickled",
     )
 
 

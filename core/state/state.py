@@ -215,6 +215,6 @@ def make_progress(*, step: int = 0, epoch: int = 0, samples: int = 0, tokens: in
     for name, value in counters.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise InvalidState(
-                f"state.trainer.{name}", expected="an int >= 0", found=repr(value), mend="count in whole units from 0"
+                f"state.trainer.{name}", expected="an int >= 0", found=repr(value), fix="count in whole units from 0"
             )
     return Progress(**counters)

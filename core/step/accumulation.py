@@ -55,7 +55,7 @@ def _windows(stream: Iterator[T], accumulate: int, tail: Tail) -> Iterator[list[
             "the stream of microbatches",
             expected=f"{accumulate} microbatches a window",
             found=f"an end after {len(window)} of them",
-            mend='choose tail="drop" or tail="step", or give the stream a whole number of windows',
+            fix='choose tail="drop" or tail="step", or give the stream a whole number of windows',
         )
     yield window
 
@@ -78,7 +78,7 @@ def accumulation_steps(*, per_step: int, per_microbatch: int, world_size: int = 
     """
     for name, value in (("per_step", per_step), ("per_microbatch", per_microbatch), ("world_size", world_size)):
         if value < 1:
-            raise InvalidArgument(name, expected=">= 1", found=value, mend="count samples or tokens in whole units")
+            raise InvalidArgument(name, expected=">= 1", found=value, fix="count samples or tokens in whole units")
     steps, rest = divmod(per_step, per_microbatch * world_size)
     if rest:
         raise BatchNotDivisible(
@@ -86,7 +86,7 @@ def accumulation_steps(*, per_step: int, per_microbatch: int, world_size: int = 
             expected=f"a multiple of per_microbatch x world_size = {per_microbatch} x {world_size} = "
             f"{per_microbatch * world_size}",
             found=f"{per_step} (a rest of {rest})",
-            mend=f"take {per_step - rest or per_microbatch * world_size} or {per_step - rest + per_microbatch * world_size}",
+            fix=f"take {per_step - rest or per_microbatch * world_size} or {per_step - rest + per_microbatch * world_size}",
         )
     return steps
 
@@ -122,7 +122,7 @@ def check_plan(
     _check_tail(tail)
     if epochs < 1 or (max_steps is not None and max_steps < 0):
         raise InvalidArgument(
-            "epochs, max_steps", expected=">= 1, >= 0", found=f"{epochs}, {max_steps}", mend="count in whole units"
+            "epochs, max_steps", expected=">= 1, >= 0", found=f"{epochs}, {max_steps}", fix="count in whole units"
         )
     if microbatches is None:
         return max_steps
@@ -134,7 +134,7 @@ def check_plan(
             "accumulate",
             expected=f"a divisor of {microbatches} microbatches x {epochs} epochs = {microbatches * epochs}",
             found=f"{accumulate} (a rest of {rest})",
-            mend=f'set max_steps <= {whole}, choose tail="drop" or tail="step", or change accumulate',
+            fix=f'set max_steps <= {whole}, choose tail="drop" or tail="step", or change accumulate',
         )
     steps = whole + (1 if rest and tail == "step" else 0)
     if steps == 0:
@@ -142,7 +142,7 @@ def check_plan(
             "microbatches",
             expected=f"at least accumulate = {accumulate} of them",
             found=f"{microbatches} x {epochs} epochs, and an incomplete window is dropped",
-            mend='lower accumulate, or choose tail="step"',
+            fix='lower accumulate, or choose tail="step"',
         )
     return steps
 
@@ -150,10 +150,10 @@ def check_plan(
 def _check_accumulate(accumulate: int) -> None:
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise InvalidArgument(
-            "accumulate", expected="an int >= 1", found=repr(accumulate), mend="1 means no accumulation"
+            "accumulate", expected="an int >= 1", found=repr(accumulate), fix="1 means no accumulation"
         )
 
 
 def _check_tail(tail: str) -> None:
     if tail not in get_args(Tail):
-        raise InvalidArgument("tail", expected=f"one of {get_args(Tail)}", found=repr(tail), mend="say what to do")
+        raise InvalidArgument("tail", expected=f"one of {get_args(Tail)}", found=repr(tail), fix="say what to do")

@@ -63,6 +63,6 @@ def bind_model(model: torch.nn.Module, state: TrainState) -> BoundModel:
     """
     if state.model is None:
         raise InvalidState(
-            "state.model", expected="a model component", found=None, mend="merge the weights into the state first"
+            "state.model", expected="a model component", found=None, fix="merge the weights into the state first"
         )
     return BoundModel(ModuleSpec(model).cast(), state.model)

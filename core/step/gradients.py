@@ -100,21 +100,21 @@ def judge(totals: Totals, norm_of: Norm, *, normalised: bool, where: str) -> Win
             "the sum of the loss weights",
             expected="> 0 over all microbatches and ranks",
             found=weight,
-            mend="drop batches without a valid token, or use larger windows",
+            fix="drop batches without a valid token, or use larger windows",
         )
     if not grads:
         raise InvalidArgument(
             "loss_fn",
             expected="a loss that depends on a parameter that requires a gradient",
             found=f"a loss of {loss_sum / weight} that does not depend on any parameter",
-            mend="compute it from the model that loss_fn is given, without detach() or no_grad(), and freeze less than all",
+            fix="compute it from the model that loss_fn is given, without detach() or no_grad(), and freeze less than all",
         )
     if not finite:
         raise NonFinite(
             where,
             expected="a finite loss and gradient norm on every rank",
             found=f"loss {loss_sum / weight}, gradient norm {grad_norm}{_blame(totals)}",
-            mend="nothing was updated: go on from error.skipped, which is past this batch, or lower the learning rate",
+            fix="nothing was updated: go on from error.skipped, which is past this batch, or lower the learning rate",
         )
     return WindowResult(
         loss=loss_sum / weight,

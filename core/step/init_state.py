@@ -52,7 +52,7 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
     _check_says_no_more(model, named)
     check_apart(
         [*named.params.items(), *named.buffers.items()],
-        mend="tie by assigning the same Parameter object, or give each a storage of its own",
+        fix="tie by assigning the same Parameter object, or give each a storage of its own",
     )
     params = {name: value.detach().clone() for name, value in named.params.items()}
     init, _ = pair_of(optimizer)
@@ -85,5 +85,5 @@ def _check_says_no_more(model: torch.nn.Module, named: NamedTensors) -> None:
             "model",
             expected="a state_dict() of parameters and buffers alone",
             found=f"{len(more)} more: {', '.join(map(repr, more[:4]))}",
-            mend="register what changes as a buffer; or use the model in a loop of your own, with trainfold.attach(model, optimizer), which saves it",
+            fix="register what changes as a buffer; or use the model in a loop of your own, with trainfold.attach(model, optimizer), which saves it",
         )

@@ -118,14 +118,14 @@ def check_loss(value: object) -> Loss:
     if isinstance(value, Loss) and isinstance(value.sum, torch.Tensor) and value.sum.numel() == 1:
         if value.sum.is_complex():
             raise InvalidArgument(
-                "loss_fn", expected="a real sum", found=str(value.sum.dtype), mend="take its real part or its modulus"
+                "loss_fn", expected="a real sum", found=str(value.sum.dtype), fix="take its real part or its modulus"
             )
         if isinstance(value.weight, bool) or not _is_number(value.weight):
             raise InvalidArgument(
                 "loss_fn",
                 expected="a weight that is a number, or a tensor",
                 found=shown(value.weight),
-                mend="return Loss(sum=..., weight=the number of terms in the sum)",
+                fix="return Loss(sum=..., weight=the number of terms in the sum)",
             )
         if value.metrics:
             _check_metrics(value.metrics)
@@ -137,7 +137,7 @@ def check_loss(value: object) -> Loss:
         "loss_fn",
         expected="Loss(sum=a tensor with one element, weight=...)",
         found=found,
-        mend='return Loss(sum=loss with reduction="sum", weight=its number of terms)',
+        fix='return Loss(sum=loss with reduction="sum", weight=its number of terms)',
     )
 
 
@@ -151,7 +151,7 @@ def _is_number(value: object) -> bool:
 def _check_metrics(metrics: Mapping[str, object]) -> None:
     if taken := sorted(_REPORTED & metrics.keys()):
         raise InvalidArgument(
-            "loss_fn", expected="metrics beside those of the step", found=taken, mend="choose other names"
+            "loss_fn", expected="metrics beside those of the step", found=taken, fix="choose other names"
         )
     for name, metric in metrics.items():
         pair = metric if isinstance(metric, tuple) and len(metric) == len(("num", "den")) else (metric,)
@@ -160,5 +160,5 @@ def _check_metrics(metrics: Mapping[str, object]) -> None:
                 f"loss_fn: metrics[{name!r}]",
                 expected="a number, a tensor, or a pair (num, den) of these",
                 found=shown(metric),
-                mend="return the sum and what it is to be divided by",
+                fix="return the sum and what it is to be divided by",
             )

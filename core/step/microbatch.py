@@ -41,7 +41,7 @@ def split(batch: Any, accumulate: int) -> tuple[list[Any], int]:
             "batch",
             expected=f"at least {accumulate} samples, one for each microbatch",
             found=samples,
-            mend="lower accumulate, or give larger batches",
+            fix="lower accumulate, or give larger batches",
         )
     size, longer = divmod(samples, accumulate)
     micro = []
@@ -60,7 +60,7 @@ def _ready_made(batch: list[Any], accumulate: int) -> tuple[list[Any], int]:
             "batch",
             expected=f"a list of 1 to accumulate = {accumulate} microbatches",
             found=f"a list of {len(batch)}",
-            mend="a list is read as ready-made microbatches; make the batch itself a tuple or a dict, "
+            fix="a list is read as ready-made microbatches; make the batch itself a tuple or a dict, "
             "or make the step with the right accumulate",
         )
     samples = 0
@@ -93,5 +93,5 @@ def _length(flat: list[Any], paths: Any, where: str) -> int:
         where,
         expected="a tree of tensors with one length > 0 in dimension 0",
         found=found,
-        mend="stack samples along dimension 0; give dicts, tuples or registered nodes of tensors",
+        fix="stack samples along dimension 0; give dicts, tuples or registered nodes of tensors",
     )

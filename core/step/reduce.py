@@ -67,7 +67,7 @@ def _global(summed: list[float], names: list[str], world_size: int) -> Totals:
     loss, weight, samples, digest, *rest = summed
     if digest != _digest(names) * world_size:
         raise RanksDisagree(
-            "metrics", expected=f"{names}, as on this rank", found="other names", mend="return the same on every rank"
+            "metrics", expected=f"{names}, as on this rank", found="other names", fix="return the same on every rank"
         )
     flags, ratios = rest[:world_size], rest[world_size:]
     return Totals(

@@ -89,14 +89,14 @@ class Step:
         """The key of a state that can be trained."""
         if not isinstance(state, TrainState):
             raise InvalidState(
-                "state", expected="a TrainState", found=type(state).__name__, mend="make the state with init_state"
+                "state", expected="a TrainState", found=type(state).__name__, fix="make the state with init_state"
             )
         if state.model is None or state.optimizer is None or state.trainer is None:
             raise InvalidState(
                 "state",
                 expected="the components model, optimizer and trainer",
                 found=[name for name in ("model", "optimizer", "trainer") if getattr(state, name) is None] + ["absent"],
-                mend="make the state with init_state, or merge the missing components into it",
+                fix="make the state with init_state, or merge the missing components into it",
             )
         state.model.params.alive("state.model.params")
         if isinstance(self._optimizer, Optimizer) and not isinstance(state.optimizer, OptimizerState):
@@ -104,7 +104,7 @@ class Step:
                 "state.optimizer",
                 expected="an OptimizerState",
                 found=type(state.optimizer).__name__,
-                mend="make it with init(params) of the optimizer that the step was made with",
+                fix="make it with init(params) of the optimizer that the step was made with",
             )
         check_same(state.scheduler, self._scheduler)
         self._check_contract(state)
@@ -114,7 +114,7 @@ class Step:
                 "state.rng",
                 expected="a Key, or None",
                 found=type(key).__name__,
-                mend="captured streams are for mutable loops; use rng=make_key(seed) with a step",
+                fix="captured streams are for mutable loops; use rng=make_key(seed) with a step",
             )
         return key
 
@@ -129,7 +129,7 @@ class Step:
                 f"schedule({state.trainer.step})",
                 expected="a finite number, the factor of the learning rates",
                 found=shown(said),
-                mend="nothing was updated: mend the schedule",
+                fix="nothing was updated: fix the schedule",
             )
         return factor
 
@@ -143,7 +143,7 @@ class Step:
                 "state.contract",
                 expected=", ".join(f"{name}={state.contract[name]!r}" for name in differs),
                 found="a step with " + ", ".join(f"{name}={self.contract[name]!r}" for name in differs),
-                mend="make the step as it was, or accept the change: state.evolve(contract={})",
+                fix="make the step as it was, or accept the change: state.evolve(contract={})",
             )
 
     def _measure(
@@ -341,23 +341,21 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         (-0.5, 1.0, 1)
     """
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise InvalidArgument(
-            "accumulate", expected="an int >= 1", found=repr(accumulate), mend="1 is one batch a step"
-        )
+        raise InvalidArgument("accumulate", expected="an int >= 1", found=repr(accumulate), fix="1 is one batch a step")
     largest = real_given(clip_norm)
     if clip_norm is not None and not (largest is not None and largest > 0):
-        raise InvalidArgument("clip_norm", expected="> 0, or None", found=shown(clip_norm), mend="None does not clip")
+        raise InvalidArgument("clip_norm", expected="> 0, or None", found=shown(clip_norm), fix="None does not clip")
     if not callable(loss_fn):
         raise InvalidArgument(
-            "loss_fn", expected="a function (model, batch) -> Loss", found=repr(loss_fn), mend="pass the function"
+            "loss_fn", expected="a function (model, batch) -> Loss", found=repr(loss_fn), fix="pass the function"
         )
     if not isinstance(model, torch.nn.Module):
-        raise InvalidArgument("model", expected="a torch module", found=type(model).__name__, mend="pass the module")
+        raise InvalidArgument("model", expected="a torch module", found=type(model).__name__, fix="pass the module")
     check_silent(model)
     init, update = pair_of(optimizer)
     if schedule is not None and not callable(schedule):
         raise InvalidArgument(
-            "schedule", expected="a function of the step", found=repr(schedule), mend="such as trainfold.cosine(...)"
+            "schedule", expected="a function of the step", found=repr(schedule), fix="such as trainfold.cosine(...)"
         )
     mine = isinstance(optimizer, Optimizer)
     if donate and not mine:
@@ -365,7 +363,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
             "donate",
             expected="False, because a function that returns a new state writes to no old one",
             found="True, with a pair of pure functions for an optimizer",
-            mend="leave donate out, or make the optimizer with trainfold.optimizer",
+            fix="leave donate out, or make the optimizer with trainfold.optimizer",
         )
     mould, ranks = ModuleSpec(model), None if collectives is None or collectives.world_size == 1 else collectives
     check_hooks(mould.hooks, alone=accumulate == 1 and ranks is None)
@@ -396,7 +394,7 @@ def _updated(result: Any) -> tuple[Mapping[str, torch.Tensor], Any]:
         "update",
         expected="(params, opt_state), params as FQN -> tensor",
         found=shown(result),
-        mend="return the new parameters, each under its name, and the new state of the optimizer",
+        fix="return the new parameters, each under its name, and the new state of the optimizer",
     )
 
 

@@ -107,7 +107,7 @@ def test_another_environment_is_a_warning_that_names_the_setting(make, key):
         load(store, like=make())
     with CHANGES[key](), pytest.raises(ResumeRefused, match=rf"environment.{key}") as refused:
         load(store, like=make(), policy={"environment": "refuse"})
-    assert 'policy={"environment": "adapt"}' in refused.value.mend
+    assert 'policy={"environment": "adapt"}' in refused.value.fix
     with warnings.catch_warnings(), CHANGES[key]():
         warnings.simplefilter("error")
         load(store, like=make(), policy={"environment": "adapt"})

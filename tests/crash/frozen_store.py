@@ -45,7 +45,7 @@ class FrozenStore:
         split_name(name)
         data = self.files.get(name)
         if isinstance(data, str):
-            raise CheckpointHostile(name, expected="a file", found="a link", mend="")
+            raise CheckpointHostile(name, expected="a file", found="a link", fix="")
         return None if data is None else len(data)
 
     def list(self, prefix: str = "") -> list[str]:

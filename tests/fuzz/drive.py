@@ -227,7 +227,7 @@ def refused(error: TrainfoldError) -> str:
     """Check an error: it says everything, and nothing that a terminal would act on."""
     reasons = error.reasons if isinstance(error, RestoreRefused) else ()
     for each in (error, *reasons):
-        assert all(str(part).strip() for part in (each.where, each.expected, each.found, each.mend)), repr(each)
+        assert all(str(part).strip() for part in (each.where, each.expected, each.found, each.fix)), repr(each)
         shown(str(each))
     return type(error).__name__
 

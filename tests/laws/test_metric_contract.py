@@ -417,7 +417,7 @@ def test_what_cannot_be_cut_is_no_evidence(samples):
     for doing in (lambda: check_metric(MeanOfTotals, samples), lambda: batch_invariant(MeanOfTotals(), samples[0])):
         with pytest.raises(InvalidArgument, match="expected two rows or more that can be cut") as caught:
             doing()
-        assert "torch.ones" in caught.value.mend
+        assert "torch.ones" in caught.value.fix
 
 
 def test_a_mean_of_batch_means_is_found_in_outputs_of_any_form():

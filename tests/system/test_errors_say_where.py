@@ -36,7 +36,7 @@ def test_a_save_that_fails_after_its_state_was_read_says_the_step(tmp_path):
         save(state_at(2), run)
     assert (told.value.step, told.value.rank) == (2, None)
     assert told.value.where
-    assert told.value.mend
+    assert told.value.fix
     assert told.value.__notes__ == ["at step 2"]
 
 
@@ -60,7 +60,7 @@ def test_a_damaged_checkpoint_says_its_step_and_its_path(tmp_path):
 
 
 def test_what_an_error_knows_stays_and_travels():
-    error = RankFailed("rank 1", expected="success", found="none", mend="look there")
+    error = RankFailed("rank 1", expected="success", found="none", fix="look there")
     place(error, rank=1)
     place(error, step=3, rank=0)
     assert (error.step, error.rank, error.__notes__) == (3, 1, ["on rank 1", "at step 3"])

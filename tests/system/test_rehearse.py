@@ -269,7 +269,7 @@ def test_a_kill_that_comes_after_the_last_save_is_not_blamed_on_the_program(rehe
     )
     found = rehearse(program(("manager.close()", "import time; time.sleep(0.5)\nmanager.close()")), every=6).error
     assert isinstance(found, NeverResumed), found
-    assert "--steps" in found.mend
+    assert "--steps" in found.fix
 
 
 def test_a_program_that_ends_before_its_kill_counts_as_ended(rehearse, monkeypatch):
@@ -287,7 +287,7 @@ def test_a_program_that_fails_after_its_last_step_is_told_so(rehearse):
         ProgramFailed, match=r"(?s)start 1 of whole.*exit code 1 after its last step, 12.*no test set"
     ) as failed:
         rehearse(PROGRAM + "raise RuntimeError('no test set')\n")
-    assert "manager.should_stop" in failed.value.mend
+    assert "manager.should_stop" in failed.value.fix
 
 
 def test_a_program_that_is_not_seeded_does_not_repeat_itself_also_where_it_cannot_go_on(rehearse):
@@ -296,7 +296,7 @@ def test_a_program_that_is_not_seeded_does_not_repeat_itself_also_where_it_canno
     assert isinstance(found, NotRepeatable), found
     assert "start 2 of killed" in found.found
     assert "the last batch of the position" in found.found
-    assert "torch.manual_seed(0)" in found.mend
+    assert "torch.manual_seed(0)" in found.fix
 
 
 @pytest.mark.parametrize("has_hidden_state", [False, True])
@@ -319,8 +319,8 @@ def test_a_count_that_ends_the_loop_is_named_as_what_is_not_saved(rehearse):
     )
     assert isinstance(answer.error, ResumeDiffers), answer.data
     assert [(each["kind"], each["step"]) for each in answer.data["differences"]] == [("end", 10)]
-    assert "the loop ended at another step" in answer.error.mend
-    assert "early stop" in answer.error.mend
+    assert "the loop ended at another step" in answer.error.fix
+    assert "early stop" in answer.error.fix
 
 
 def test_a_value_that_no_component_explains_is_told_apart_from_one_that_is(rehearse):
@@ -467,7 +467,7 @@ def test_a_program_without_a_manager_is_watched_by_its_checkpoints(rehearse, ben
 def test_without_a_manager_and_without_a_directory_it_says_what_is_missing(rehearse):
     answer = rehearse(FUNCTIONAL.replace("BEND", "1.0").replace("sys.argv[1]", "'runs'").replace("100", "9"))
     assert isinstance(answer.error, NeverSaved)
-    assert "{run}" in answer.error.mend
+    assert "{run}" in answer.error.fix
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def _draw(path: Path, one: report.RunRecord, other: report.RunRecord, comparison
             label="training loss, nats per byte",
         )
     except plot.PlotMissing as missing:
-        return f"not drawn: {missing.found} {missing.expected}; {missing.mend}"
+        return f"not drawn: {missing.found} {missing.expected}; {missing.fix}"
     return str(path)
 
 

@@ -48,7 +48,7 @@ def windows(text: bytes, context: int) -> torch.Tensor:
     """
     if len(text) <= context:
         raise InvalidArgument(
-            "windows.text", expected=f"more than {context} bytes", found=len(text), mend="give more text"
+            "windows.text", expected=f"more than {context} bytes", found=len(text), fix="give more text"
         )
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, context + 1, context)
 

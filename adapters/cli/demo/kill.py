@@ -192,5 +192,5 @@ def _check_end(process: "subprocess.Popen[bytes]", run: Path) -> None:
             str(run),
             expected="a run that ends by itself with exit code 0",
             found=f"exit code {process.returncode}, saying:\n{said[-4000:]}\n",
-            mend="this is a defect of the demo or of this machine: see the text above",
+            fix="this is a defect of the demo or of this machine: see the text above",
         )

@@ -96,7 +96,7 @@ class Comparison:
                 "the killed run",
                 expected="the bits of the run that was never killed",
                 found=f"differences in {', '.join(differs)}",
-                mend="`trainfold diff` on the two runs names the leaves; please report this as a defect",
+                fix="`trainfold diff` on the two runs names the leaves; please report this as a defect",
             )
         kept = {size["kept"] for size in self.measured.get("sizes", {}).values()}
         if len(kept) > 1:
@@ -104,7 +104,7 @@ class Comparison:
                 "the evaluation",
                 expected="the same bits for the same values, whatever the batch size",
                 found=", ".join(sorted(kept)),
-                mend="please report this as a defect",
+                fix="please report this as a defect",
             )
         kills = [attempt.kill for attempt in self.attempts if attempt.kill is not None]
         in_save = sum(kill.during == "save" for kill in kills)
@@ -114,7 +114,7 @@ class Comparison:
                 "the killed run",
                 expected=f"{self.wanted_kills} kills or more, one of them during a save, and as many resumes from a checkpoint",
                 found=f"{len(kills)} kills, {in_save} during a save, {resumes} resumes from a checkpoint",
-                mend="run it again with more --steps: this machine was too fast or too slow for the moments chosen",
+                fix="run it again with more --steps: this machine was too fast or too slow for the moments chosen",
             )
         return None
 

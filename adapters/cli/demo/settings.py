@@ -80,10 +80,10 @@ def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: 
             "--steps",
             expected=f"{_MIN_STEPS} or more, so that there are moments to kill the run at",
             found=steps,
-            mend="ask for more steps",
+            fix="ask for more steps",
         )
     if not 0 <= seed < 2**63:
-        raise InvalidArgument("--seed", expected="an int in [0, 2**63)", found=seed, mend="choose another seed")
+        raise InvalidArgument("--seed", expected="an int in [0, 2**63)", found=seed, fix="choose another seed")
     accumulate = accumulation_steps(per_step=_BATCH_SIZE, per_microbatch=_MICROBATCH_SIZE)
     check_plan(microbatches=None, accumulate=accumulate, max_steps=steps)  # the text has no end: it is read again
     size = (

@@ -76,7 +76,7 @@ def _by_outcome(settings: RehearsalSettings, conclusion: Conclusion) -> Trainfol
             "the resumed program",
             expected="a checkpoint after the resume, of a step and in a place that the whole run has one too",
             found="none",
-            mend="save at each boundary with manager.step(live), or pass --every with a divisor of --steps",
+            fix="save at each boundary with manager.step(live), or pass --every with a divisor of --steps",
         )
     if conclusion.outcome == "differs":
         return _differs(conclusion)
@@ -89,7 +89,7 @@ def _never_saved(rehearsed: Rehearsed) -> TrainfoldError:
         "the program",
         expected=f"a checkpoint within {rehearsed.settings.steps} steps",
         found=f"none after {rehearsed.whole.stretch.last_step} steps" if has_manager else "no CheckpointManager and no checkpoint",
-        mend="call live.advance() and manager.step(live) after each optimizer step"
+        fix="call live.advance() and manager.step(live) after each optimizer step"
         if has_manager
         else "make a CheckpointManager; or, for a program that calls trainfold.save, put {run} into the command where it saves",
     )  # fmt: skip
@@ -101,14 +101,14 @@ def _never_resumed(not_resumed: Sequence[Start]) -> TrainfoldError:
             f"start {not_resumed[0].stretch.number} of the killed run",
             expected="a program that goes on from its newest checkpoint",
             found="one that began at step 0, beside the checkpoints of the one that was killed",
-            mend="call manager.restore(live) before the loop, and save into the same place at each start: a directory with a "
+            fix="call manager.restore(live) before the loop, and save into the same place at each start: a directory with a "
             "date in its name is another one each time",
         )
     return NeverResumed(
         "the program",
         expected="a program that is still running after its first save",
         found="one that was over before it could be killed",
-        mend="ask for more steps: --steps; or save earlier: --every",
+        fix="ask for more steps: --steps; or save earlier: --every",
     )
 
 
@@ -122,7 +122,7 @@ def _fails_since_restless(conclusion: Conclusion, failed: ProgramFailed) -> Trai
         "the program",
         expected="the same bits twice",
         found=f"{_noise(conclusion)}; and {failed.where} failed: {failed.found}",
-        mend="make it repeat itself: seed all that it draws from, such as with torch.manual_seed(0) before the model and the data are made",
+        fix="make it repeat itself: seed all that it draws from, such as with torch.manual_seed(0) before the model and the data are made",
     )
 
 
@@ -138,18 +138,18 @@ def _not_repeatable(settings: RehearsalSettings, conclusion: Conclusion) -> Trai
             f"start {worst.number} of the killed run",
             expected=f"{worst.name} within {settings.tolerance} of what the killed process had",
             found=f"{float_of(worst.after)} and not {float_of(worst.before)} in step {worst.step}, {worst.apart:.2g} apart",
-            mend=f"{noise}; make the program repeat itself to find what a resume loses",
+            fix=f"{noise}; make the program repeat itself to find what a resume loses",
         )
     if not conclusion.again:
-        mend = "make it repeat itself (seeds, torch.use_deterministic_algorithms); or record values with live.record(loss=loss) and name a --tolerance"
-        return NotRepeatable("the program", expected="the same bits twice", found=noise, mend=mend)
+        fix = "make it repeat itself (seeds, torch.use_deterministic_algorithms); or record values with live.record(loss=loss) and name a --tolerance"
+        return NotRepeatable("the program", expected="the same bits twice", found=noise, fix=fix)
     assert worst is not None
     return NotRepeatable(
         "the program",
         expected="the same bits twice, or a --tolerance",
         found=f"{noise}; after a resume, {len(conclusion.again)} values computed again are "
         + (f"up to {worst.apart:.2g} apart ({worst.name} of step {worst.step})" if worst.apart else "all the same"),
-        mend="make it repeat itself (seeds, torch.use_deterministic_algorithms), or name what you accept, such as --tolerance 1e-3",
+        fix="make it repeat itself (seeds, torch.use_deterministic_algorithms), or name what you accept, such as --tolerance 1e-3",
     )
 
 
@@ -164,7 +164,7 @@ def _differs(conclusion: Conclusion) -> TrainfoldError:
         f"start {first.number} of the killed run, resumed at step {first.resumed_at}",
         expected="the bits of the run that was never killed",
         found=f"a difference in {_named(first)} first{where}",
-        mend=conclusion.reasons[0] if conclusion.reasons else _ATTACH,
+        fix=conclusion.reasons[0] if conclusion.reasons else _ATTACH,
     )
 
 

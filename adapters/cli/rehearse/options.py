@@ -101,5 +101,5 @@ def make_settings(  # noqa: PLR0913 - keywords
     return RehearsalSettings(tuple(command), steps, kills, cadence, seed, tolerance, patience_secs)
 
 
-def _bad(where: str, expected: str, found: Any, mend: str) -> InvalidArgument:
-    return InvalidArgument(where, expected=expected, found=shown(found), mend=mend)
+def _bad(where: str, expected: str, found: Any, fix: str) -> InvalidArgument:
+    return InvalidArgument(where, expected=expected, found=shown(found), fix=fix)

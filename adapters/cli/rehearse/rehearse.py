@@ -174,7 +174,7 @@ def _draw(path: Path, rehearsed: Rehearsed) -> str:
         try:
             plot.draw_losses(path, uninterrupted=whole, killed=killed, kills=kills, verdict=verdict, label=name)
         except plot.PlotMissing as missing:
-            return f"not drawn: {missing.found} {missing.expected}; {missing.mend}"
+            return f"not drawn: {missing.found} {missing.expected}; {missing.fix}"
     return str(path)
 
 

@@ -62,5 +62,5 @@ class Room:
                 str(self._directory),
                 expected=f"about {b} for {most_kept(self._settings)} checkpoints of {a}",
                 found=f"{size_text(free)} free",
-                mend="name a directory on another disk: --dir; or save less often: --every, half of --steps at most",
+                fix="name a directory on another disk: --dir; or save less often: --every, half of --steps at most",
             )

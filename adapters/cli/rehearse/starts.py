@@ -200,20 +200,20 @@ class Run:
         whence = (
             f", resumed from {resumed}" if resumed else ", beside the checkpoints of the one before" if is_again else ""
         )
-        mend = "correct the program: it does so without being killed"
+        fix = "correct the program: it does so without being killed"
         if _is_over(seen, self._settings):
             after = f"after its last step, {step}"
-            mend = (
+            fix = (
                 "correct what it does after its loop; one that asks for another start by its exit code, since manager.should_stop is true, "
                 "is rehearsed with a command that ends with 0 then, such as sh -c 'python train.py; test $? = 75'"
             )
         elif is_again:
-            mend = "read its text: the program was fine until it was killed, and cannot go on"
+            fix = "read its text: the program was fine until it was killed, and cannot go on"
         return ProgramFailed(
             f"start {self._number} of {self._home.name}{whence}",
             expected="a program that ends with exit code 0",
             found=f"{end} {after}, saying:\n{said}\n",
-            mend=f"{mend}; all that it said is in {notes / 'output.txt'}",
+            fix=f"{fix}; all that it said is in {notes / 'output.txt'}",
         )
 
 

@@ -145,8 +145,8 @@ def give_up(failed: OutputFailed) -> int | None:
 
 
 def _output_failed(error: OSError) -> OutputFailed:
-    mend = "write it elsewhere, or free some space"
-    return OutputFailed("standard output", expected="room for the answer", found=error, mend=mend)
+    fix = "write it elsewhere, or free some space"
+    return OutputFailed("standard output", expected="room for the answer", found=error, fix=fix)
 
 
 def _send_nowhere(stream: TextIO | None) -> None:
@@ -215,7 +215,7 @@ def show_error(error: TrainfoldError) -> None:
     """Write an error to the standard error: what it concerns, what was expected and found, and the next move."""
     console = Console(stderr=True)
     console.print(Text(f"{type(error).__name__}: {printable(error.where)}", style="bold red"), soft_wrap=True)
-    for name, value in (("expected", error.expected), ("found", error.found), ("mend", error.mend)):
+    for name, value in (("expected", error.expected), ("found", error.found), ("fix", error.fix)):
         text = printable(str(value), keep="\n" if error.has_lines else "")  # a refusal lists its reasons, one a line
         console.print(Text(f"  {name:<9} {text}"), soft_wrap=True)
 
@@ -228,7 +228,7 @@ def error_fields(error: TrainfoldError) -> dict[str, Any]:
         "where": error.where,
         "expected": str(error.expected),
         "found": str(error.found),
-        "mend": error.mend,
+        "fix": error.fix,
     }
 
 

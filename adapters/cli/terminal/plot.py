@@ -37,7 +37,7 @@ def draw_losses(  # noqa: PLR0913 - keywords
         from matplotlib.figure import Figure
     except ImportError as missing:
         raise PlotMissing(
-            str(path), expected="matplotlib", found="no such package", mend="pip install 'trainfold[plot]'"
+            str(path), expected="matplotlib", found="no such package", fix="pip install 'trainfold[plot]'"
         ) from missing
     figure = Figure(
         figsize=(9, 5), dpi=120, layout="constrained"

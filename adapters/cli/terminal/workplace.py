@@ -56,7 +56,7 @@ class Workplace:
                 str(directory),
                 expected="a directory that can be written",
                 found=error.strerror,
-                mend=f"name another: {self.option}",
+                fix=f"name another: {self.option}",
             ) from error
         try:
             try:
@@ -66,7 +66,7 @@ class Workplace:
                     str(directory),
                     expected=f"no {self.noun} running there",
                     found="one",
-                    mend=f"wait for it, or name another: {self.option}",
+                    fix=f"wait for it, or name another: {self.option}",
                 ) from None
             for name in sorted(self.names - {self.lock}):
                 path = directory / name
@@ -93,7 +93,7 @@ class Workplace:
                 str(directory),
                 expected=f"no directory, an empty one, or one with an earlier {self.noun}",
                 found=shown,
-                mend=f"name another directory: {self.option} DIR; nothing was touched",
+                fix=f"name another directory: {self.option} DIR; nothing was touched",
             )
 
     def _is_marked(self, path: Path) -> bool:

@@ -128,5 +128,5 @@ def _torn(where: str, expected_bytes: int, found_bytes: int) -> CheckpointTorn:
         where,
         expected=f"at least {expected_bytes} bytes",
         found=f"{found_bytes}",
-        mend="this file was cut off: load an earlier checkpoint",
+        fix="this file was cut off: load an earlier checkpoint",
     )

@@ -60,8 +60,8 @@ class HeaderCheck:
             raise self._damaged(name, f"the header that was written, or {file.digest}", f"another header, and {found}")
 
     def _damaged(self, name: str, expected: str, found: str) -> CheckpointDamaged:
-        mend = "the bytes changed on disk or on the way: verify the run, and load another checkpoint"
-        return CheckpointDamaged(f"{self._store.url}/{name}: its header", expected=expected, found=found, mend=mend)
+        fix = "the bytes changed on disk or on the way: verify the run, and load another checkpoint"
+        return CheckpointDamaged(f"{self._store.url}/{name}: its header", expected=expected, found=found, fix=fix)
 
 
 def _says_the_same(found: bytes, wanted: bytes) -> bool:

@@ -166,7 +166,7 @@ def _check(store: Store, request: ReadRequest, sizes: dict[str, int | None]) -> 
             where,
             expected=f"a file of at least {request.stop} bytes",
             found="no file" if size is None else f"{size} bytes",
-            mend="this checkpoint lost bytes after it was committed: load an earlier one",
+            fix="this checkpoint lost bytes after it was committed: load an earlier one",
         )
     out = request.out
     if out is not None and (str(out.dtype) != f"torch.{request.dtype}" or tuple(out.shape) != request.shape):
@@ -174,7 +174,7 @@ def _check(store: Store, request: ReadRequest, sizes: dict[str, int | None]) -> 
             f"out for {request.path or request.name}",
             expected=f"torch.{request.dtype}{list(request.shape)}",
             found=f"{out.dtype}{list(out.shape)}",
-            mend="pass a tensor like the saved one",
+            fix="pass a tensor like the saved one",
         )
 
 
@@ -243,7 +243,7 @@ def _read(store: Store, request: ReadRequest, target: torch.Tensor, read_into: R
             f"{store.url}/{request.name} {request.path}".rstrip(),
             expected=request.digest,
             found=found,
-            mend="the bytes changed on disk or on the way: verify the run, and load another checkpoint",
+            fix="the bytes changed on disk or on the way: verify the run, and load another checkpoint",
         )
 
 
@@ -253,9 +253,9 @@ def _lies_plainly(tensor: torch.Tensor) -> bool:
 
 
 def _hostile(where: str, expected: object, found: object) -> CheckpointHostile:
-    return CheckpointHostile(where, expected=expected, found=found, mend="do not use this checkpoint")
+    return CheckpointHostile(where, expected=expected, found=found, fix="do not use this checkpoint")
 
 
 def _too_large(where: str, expected: str, needed_bytes: int) -> CheckpointHostile:
-    mend = "if you trust this checkpoint, load it where there is more memory, or fewer components; else an older one"
-    return CheckpointHostile(where, expected=expected, found=f"{needed_bytes} bytes to load", mend=mend)
+    fix = "if you trust this checkpoint, load it where there is more memory, or fewer components; else an older one"
+    return CheckpointHostile(where, expected=expected, found=f"{needed_bytes} bytes to load", fix=fix)

@@ -144,7 +144,7 @@ class _Stream:
             f"{self._where}: {what}",
             expected=expected,
             found=found,
-            mend="plan the save again from the state that is saved; it changed after it was planned",
+            fix="plan the save again from the state that is saved; it changed after it was planned",
         )
 
 
@@ -153,4 +153,4 @@ def _check_bools(piece: memoryview, where: str) -> None:
     largest = int(np.frombuffer(piece, dtype=np.uint8).max(initial=0))
     if largest > 1:
         raise SaveFailed(where, expected="bools whose bytes are 0 or 1", found=f"a byte of {largest}",
-                         mend="write leaf = leaf.view(torch.uint8) != 0 before it is saved; no copy of torch would keep that byte")  # fmt: skip
+                         fix="write leaf = leaf.view(torch.uint8) != 0 before it is saved; no copy of torch would keep that byte")  # fmt: skip

@@ -155,7 +155,7 @@ class Template:
                     f"state.model.buffers[{name!r}]",
                     expected="a tensor",
                     found="None, assigned by the forward",
-                    mend="register the buffer with persistent=False if it may be absent",
+                    fix="register the buffer with persistent=False if it may be absent",
                 )
             self._buffers[name] = value.detach().clone()
         self._place(self._buffers)
@@ -184,7 +184,7 @@ def check_model(
         raise SpecMismatch("state.model", differences)
     if ties != mould.ties:
         raise InvalidState(
-            "state.model.ties", expected=mould.ties, found=ties, mend="build the model as it was when it was saved"
+            "state.model.ties", expected=mould.ties, found=ties, fix="build the model as it was when it was saved"
         )
     for name, value in [*params.items(), *buffers.items()]:
         if value.device.type != mould.device.type:
@@ -192,7 +192,7 @@ def check_model(
                 f"state.model[{name!r}]",
                 expected=f"a tensor on {mould.device}, where the model is",
                 found=f"one on {value.device}",
-                mend="move the model there before the step is made",
+                fix="move the model there before the step is made",
             )
 
 
@@ -215,7 +215,7 @@ def check_silent(model: torch.nn.Module) -> None:
                 f"model.{name}" if name else "model",
                 expected="a module whose backward does not communicate",
                 found=f"{type(module).__module__}.{type(module).__qualname__}",
-                mend="pass the module inside (model.module for DDP) and collectives=..., and the step averages over ranks",
+                fix="pass the module inside (model.module for DDP) and collectives=..., and the step averages over ranks",
             )
 
 
@@ -227,7 +227,7 @@ def _copied(model: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
             f"model{_uncopyable(model, memo)}",
             expected="something that copy.deepcopy can copy",
             found=str(error).partition(".")[0],
-            mend="use torch.nn.utils.parametrizations in the place of old weight_norm, keep locks, files and graphs out of "
+            fix="use torch.nn.utils.parametrizations in the place of old weight_norm, keep locks, files and graphs out of "
             "the model, or give it a __deepcopy__",
         ) from error
 

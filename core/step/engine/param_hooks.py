@@ -78,7 +78,7 @@ def check_hooks(hooks: Mapping[str, Hooks], *, alone: bool) -> None:
             f"model: the hooks of {next(iter(hooks))}",
             expected="none, where a step has several microbatches or ranks",
             found="a hook on its gradient, which is divided by the weight of the whole step only after all of them",
-            mend="train with accumulate=1 on one rank, or write it into the model, as a parametrization or a mask in forward",
+            fix="train with accumulate=1 on one rank, or write it into the model, as a parametrization or a mask in forward",
         )
 
 
@@ -89,7 +89,7 @@ def _check_apart(name: str, hook: Hook) -> None:
             f"model: a hook of {name}",
             expected="a function of the gradient, or of the parameter that it is given",
             found=f"one that holds a {type(held).__name__} of its own, whose values are not those of the state",
-            mend="use register_post_accumulate_grad_hook, whose function is given the parameter with its gradient",
+            fix="use register_post_accumulate_grad_hook, whose function is given the parameter with its gradient",
         )
 
 

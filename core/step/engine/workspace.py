@@ -17,7 +17,7 @@ from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 from trainfold.core.step.engine.grad_norm import Norm
 from trainfold.core.step.engine.module_template import ModuleSpec
 
-_MEND = "give each leaf a storage of its own (clone one of them), or make the step with donate=False"
+_FIX = "give each leaf a storage of its own (clone one of them), or make the step with donate=False"
 
 
 @final
@@ -53,7 +53,7 @@ class StepWorkspace:
                 *tree.named_leaves(state.model, "state.model"),
                 *tree.named_leaves(state.optimizer, "state.optimizer"),
             ]
-            check_apart(_tensors(written), _tensors(tree.named_leaves(state.extra, "state.extra")), mend=_MEND)
+            check_apart(_tensors(written), _tensors(tree.named_leaves(state.extra, "state.extra")), fix=_FIX)
         elif state.extra is not self._seen_extra and state.extra:
             self._check_extra(state.extra)
         self._seen_extra = state.extra
@@ -111,7 +111,7 @@ class StepWorkspace:
         for path, leaf in _tensors(tree.named_leaves(extra, "state.extra")):
             if leaf.data_ptr() in starts:
                 name = f"state.model.params[{starts[leaf.data_ptr()]!r}]"
-                check_apart([(name, leaf)], [(path, leaf)], mend=_MEND)
+                check_apart([(name, leaf)], [(path, leaf)], fix=_FIX)
 
 
 @final

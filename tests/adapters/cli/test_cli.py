@@ -37,7 +37,7 @@ from trainfold.core.resume.quarantine import LIMIT
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.core.step.init_state import init_state
 
-EXPLAINED = ("expected", "found", "mend")
+EXPLAINED = ("expected", "found", "fix")
 
 
 def state_at(step, *, seed=0, total=10):
@@ -151,7 +151,7 @@ def test_an_empty_run_is_not_a_missing_one(run, tmp_path, answered):
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "plan"])
 def test_a_foreign_directory_is_named_and_left_as_it_is(tmp_path, command, call):
-    """R09: the path and the mend, on the standard error, and nothing on the standard output."""
+    """R09: the path and the fix, on the standard error, and nothing on the standard output."""
     (tmp_path / "thesis.tex").write_text("mine")
     out, err = call(command, tmp_path, code=11)
     assert out == ""
@@ -232,7 +232,7 @@ def test_verify_names_the_file_and_the_leaf_of_a_flipped_bit(run, call, answered
     assert all("model.params" in leaf for leaf in leaves)
     out, err = call("verify", run, code=14)
     assert "damaged" in out
-    assert "mend" in err
+    assert "fix" in err
 
 
 @pytest.mark.parametrize(
@@ -572,13 +572,13 @@ def test_the_code_of_an_error_outlives_a_reader_that_has_seen_enough(tmp_path):
 
 
 def test_an_answer_with_an_error_shows_both(capsys):
-    error = CheckpointDamaged("f", expected="a", found="b", mend="c")
+    error = CheckpointDamaged("f", expected="a", found="b", fix="c")
     assert deliver(lambda: Answer({"x": 1}, (), error), as_json=True) == 14
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     assert found["x"] == 1
     assert found["error"] == {
-        "kind": "CheckpointDamaged", "exit_code": 14, "where": "f", "expected": "a", "found": "b", "mend": "c"
+        "kind": "CheckpointDamaged", "exit_code": 14, "where": "f", "expected": "a", "found": "b", "fix": "c"
     }  # fmt: skip
     assert captured.err.startswith("CheckpointDamaged: f")
 
@@ -589,7 +589,7 @@ def test_looking_takes_no_lock(run, answered):
             answered(command, run)
 
 
-def test_a_mend_names_only_commands_that_there_are():
+def test_a_fix_names_only_commands_that_there_are():
     """R09: a next move that is none helps nobody."""
     package = Path(trainfold.__file__).parent
     named = {

@@ -266,7 +266,7 @@ def test_a_fresh_start_is_said_to_whoever_configured_no_logging(tmp_path):
     ids=lambda value: "absent" if value is None else repr(value[:40]),
 )
 def test_what_a_damaged_run_file_needs_is_said_and_helps(tmp_path, damaged):
-    """R09: no older checkpoint can help; the manifests know the id, so the mend names the whole file."""
+    """R09: no older checkpoint can help; the manifests know the id, so the fix names the whole file."""
     for step in (1, 2):
         save(TrainState(trainer=Progress(step=step)), tmp_path)
     path = tmp_path / "run.json"
@@ -279,17 +279,17 @@ def test_what_a_damaged_run_file_needs_is_said_and_helps(tmp_path, damaged):
     with pytest.raises(ResumeRefused) as caught:
         load(tmp_path, like=like)
     assert "older" not in str(caught.value)
-    mend = caught.value.refusal.reasons[0].mend
-    assert "copy" in mend
-    assert whole in mend
+    fix = caught.value.refusal.reasons[0].fix
+    assert "copy" in fix
+    assert whole in fix
     with pytest.raises(CheckpointError) as again:
         CheckpointManager(tmp_path)
-    assert whole in again.value.mend
+    assert whole in again.value.fix
     path.write_text(whole)
     assert load(tmp_path, like=like).trainer.step == 2
 
 
-def test_a_damaged_run_file_beside_no_checkpoint_has_a_mend_too(tmp_path):
+def test_a_damaged_run_file_beside_no_checkpoint_has_a_fix_too(tmp_path):
     (tmp_path / "run.json").write_bytes(b"{")
     with pytest.raises(CheckpointHostile, match="copy of the run, or save into another folder"):
         CheckpointManager(tmp_path)

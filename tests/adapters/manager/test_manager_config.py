@@ -194,7 +194,7 @@ def test_what_is_not_allowed_is_not_imported(path, monkeypatch):
     """U03, O02: `ours.` lets nothing in that only begins like it; the import does not happen."""
     monkeypatch.setattr("trainfold.adapters.manager.config.import_module", lambda name: pytest.fail(f"imported {name}"))
     error = refusal(ManagerNotAllowed, path)
-    assert "nothing was imported" in error.mend
+    assert "nothing was imported" in error.fix
 
 
 @given(st.text(alphabet="abours._", max_size=12))
@@ -256,11 +256,11 @@ def test_a_module_that_is_not_there_is_told_apart_from_one_that_fails(ours):
     """O02: with the cause, and its own next move."""
     missing = refusal(ManagerNotImportable, "ours.nowhere.Whole")
     assert isinstance(missing.__cause__, ModuleNotFoundError)
-    assert "correct the path" in missing.mend
+    assert "correct the path" in missing.fix
     ours("import nothing_of_that_name", name="needy")
     needy = refusal(ManagerNotImportable, "ours.needy.Whole")
     assert isinstance(needy.__cause__, ModuleNotFoundError)
-    assert "see the cause" in needy.mend
+    assert "see the cause" in needy.fix
     for name, statement, cause in [
         ("broken", "1 / 0", ZeroDivisionError),
         ("quits", "raise SystemExit(3)", SystemExit),
@@ -275,7 +275,7 @@ def test_a_name_that_is_not_in_the_module_is_told_with_those_that_are(ours):
     ours()
     error = refusal(ManagerNotFound, "ours.managers.Whol")
     assert isinstance(error.__cause__, AttributeError)
-    assert "['Whole']" in error.mend
+    assert "['Whole']" in error.fix
     ours("def __getattr__(name): raise RuntimeError(name)", name="lazy")
     assert isinstance(refusal(ManagerNotFound, "ours.lazy.Whol").__cause__, RuntimeError)
 
@@ -454,7 +454,7 @@ def test_what_fails_in_building_is_chained_and_what_is_ours_is_raised_as_it_is(o
         class Fails(Whole):
             def __init__(self, config): raise KeyError("region")
         class Locked(Whole):
-            def __init__(self, config): raise RunLocked("a", expected="b", found="c", mend="d")
+            def __init__(self, config): raise RunLocked("a", expected="b", found="c", fix="d")
         class Strange(Whole):
             @classmethod
             def from_config(cls, config): return config

@@ -154,8 +154,8 @@ def test_a_setting_of_a_scheduler_that_is_none_of_torchs_is_refused_once_with_a_
         with CheckpointManager(store, policy=policy) as manager, pytest.raises(ResumeRefused) as told:
             manager.restore(scheduled(kind, 100)[3])
         assert "attached.scheduler.own._total: saved 12, wanted 100" in str(told.value)
-        assert 'policy={"scheduler_own": "warn"}' in told.value.mend
-        assert '"adapt"' not in told.value.mend
+        assert 'policy={"scheduler_own": "warn"}' in told.value.fix
+        assert '"adapt"' not in told.value.fix
     *_, scheduler, live = scheduled(kind, 100)
     with CheckpointManager(store, policy={"scheduler_own": "warn"}) as manager, pytest.warns(ResumeDrift):
         manager.restore(live)
@@ -373,7 +373,7 @@ def test_other_samples_to_draw_are_refused_at_an_epochs_end_too(name, several):
         manager.restore(run(old)[2])
     with CheckpointManager(store) as manager, pytest.raises(ResumeRefused, match=said) as told:
         manager.restore(run(new)[2])
-    assert 'policy={"samples": "adapt"}' in told.value.mend
+    assert 'policy={"samples": "adapt"}' in told.value.fix
     with CheckpointManager(store, policy={"samples": "adapt"}) as manager:
         manager.restore(run(new)[2])
 
@@ -391,7 +391,7 @@ def test_a_dataset_of_another_length_is_one_reason():
     with CheckpointManager(store) as manager, pytest.raises(ResumeRefused) as told:
         manager.restore(run(12))
     assert [reason.where for reason in told.value.refusal.reasons] == ["dataset_size"]
-    assert 'put it back, or begin with the first epoch of these data with reset={"dataset": "why"}' in told.value.mend
+    assert 'put it back, or begin with the first epoch of these data with reset={"dataset": "why"}' in told.value.fix
     with CheckpointManager(store) as manager:
         live = run(12)
         manager.restore(live, reset={"dataset": "samples were added"})

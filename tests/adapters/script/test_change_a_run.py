@@ -128,9 +128,9 @@ def test_another_optimizer_is_one_reason_whose_fix_works():
     simple(torch.optim.AdamW, store=store)
     error = told(simple(torch.optim.SGD), store)
     assert [reason.where for reason in error.refusal.reasons] == ["optimizer.kind"]
-    assert 'reset={"optimizer": "why"}' in error.mend
-    assert "policy" not in error.mend
-    assert '"Change the optimizer"' in error.mend
+    assert 'reset={"optimizer": "why"}' in error.fix
+    assert "policy" not in error.fix
+    assert '"Change the optimizer"' in error.fix
     restored(simple(torch.optim.SGD), store, reset={"optimizer": "SGD from here on"})
     restored(simple(torch.optim.SGD), store)  # and the next start needs no word
 
@@ -148,7 +148,7 @@ def test_a_scheduler_that_is_new_or_gone_is_one_reason_whose_fix_works(is_new):
     error = told(simple(schedule=after), store)
     assert [reason.where for reason in error.refusal.reasons] == ["scheduler"]
     typed = {"missing_component": "adapt"} if is_new else {"scheduler": "adapt"}
-    assert f"policy={typed}".replace("'", '"') in error.mend
+    assert f"policy={typed}".replace("'", '"') in error.fix
     live = simple(schedule=after)
     restored(live, store, policy=typed)
     rate = live.optimizers["optimizer"].param_groups[0]["lr"]
@@ -175,9 +175,9 @@ def test_a_pruned_model_is_told_to_be_pruned_before_it_is_attached_and_adapt_say
         go_on(live)
         manager.save(live)
     error = told(simple(), store)
-    assert error.mend.startswith("change the model before attach as it was changed when it was saved (pruned,")
-    assert "what is missing begins at the script's values, and what is unexpected is dropped" in error.mend
-    assert '"Change the layers"' in error.mend
+    assert error.fix.startswith("change the model before attach as it was changed when it was saved (pruned,")
+    assert "what is missing begins at the script's values, and what is unexpected is dropped" in error.fix
+    assert '"Change the layers"' in error.fix
     with caplog.at_level(logging.WARNING):
         caplog.clear()
         restored(simple(), store, policy={"missing": "adapt", "unexpected": "adapt"})
@@ -209,8 +209,8 @@ def test_a_group_that_was_added_as_the_run_went_is_to_be_added_before_attach(cap
     with CheckpointManager(store) as manager:
         manager.save(live)
     error = told(build(added=False)[2], store)
-    assert error.mend.startswith("give the optimizer these parameters before attach, as with add_param_group, or pass")
-    assert '"Unfreeze layers"' in error.mend
+    assert error.fix.startswith("give the optimizer these parameters before attach, as with add_param_group, or pass")
+    assert '"Unfreeze layers"' in error.fix
     live = build(added=True)[2]
     frozen = {"contract:attached.optimizer.frozen": "adapt"}
     restored(live, store, policy=frozen)  # the right move: all moments are there
@@ -229,7 +229,7 @@ def test_a_fix_is_told_once_and_no_older_checkpoint_where_there_is_none(tmp_path
     manifest = tmp_path / "step-00000002" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-40])
     error = told(simple(), tmp_path)
-    assert str(error).count(error.mend) == 1
+    assert str(error).count(error.fix) == 1
     assert "use an older checkpoint" not in str(error)
 
 
@@ -263,7 +263,7 @@ def test_unfreezing_keeps_the_moments_of_the_others_and_begins_the_new_ones_with
         manager.restore(new[3])
     kinds = {reason.kind for reason in told.value.refusal.reasons}
     assert kinds == ({"missing", "contract", "scheduler"} if own_group else {"missing", "contract"})
-    assert '"missing": "adapt"' in told.value.mend
+    assert '"missing": "adapt"' in told.value.fix
     with CheckpointManager(store, policy=dict.fromkeys(kinds, "adapt")) as manager:
         manager.restore(new[3])
         moments = {name: dict(held) for name, held in new[3].capture().optimizer.slots.items()}
@@ -337,8 +337,8 @@ def test_the_refusal_of_a_common_change_says_the_line_to_type_and_names_its_reci
     start(**before)
     with pytest.raises(ResumeRefused) as told:
         start(**after)
-    assert line in told.value.mend
-    assert told.value.mend.endswith(f": {recipes} in {PAGE}")
+    assert line in told.value.fix
+    assert told.value.fix.endswith(f": {recipes} in {PAGE}")
 
 
 def test_a_refusal_of_the_live_objects_says_nothing_of_policies():

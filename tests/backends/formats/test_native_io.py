@@ -211,7 +211,7 @@ def test_memory_that_cannot_be_had_is_a_named_error(error, monkeypatch):
         read_tensors(store, requests(plan, found))
     assert next(iter(leaves)) in caught.value.where
     assert caught.value.found == "36 bytes to load"
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 def test_more_than_the_machine_has_is_refused_before_any_of_it_is_touched(monkeypatch):
@@ -372,7 +372,7 @@ def test_a_damaged_header_is_read_right_or_refused_by_name_and_never_worse(data)
     try:
         header = read_header(store, "a")
     except CheckpointError as error:
-        assert error.mend  # noqa: PT017 - one of two right outcomes
+        assert error.fix  # noqa: PT017 - one of two right outcomes
         return
     spans = [(entry.start, entry.stop) for entry in header.tensors.values()]
     assert all(0 <= start <= stop <= len(changed) for start, stop in spans)

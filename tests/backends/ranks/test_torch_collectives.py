@@ -376,7 +376,7 @@ def slow(collectives):
     return collectives.gather(collectives.rank)
 
 
-def test_a_rank_that_is_late_is_named_and_the_mend_is_more_time(processes):
+def test_a_rank_that_is_late_is_named_and_the_fix_is_more_time(processes):
     """A share that takes longer than the ranks wait is no fault of a network."""
     for ended in processes.outcomes(3, slow, collectives={"timeout_secs": 2.0, "grace_secs": 2.0}):
         assert ended.error == "RankFailed"

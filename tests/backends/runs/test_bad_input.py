@@ -1,4 +1,4 @@
-"""What a run on a real disk answers to bad input: a named error with the place and the mend, and nothing is touched."""
+"""What a run on a real disk answers to bad input: a named error with the place and the fix, and nothing is touched."""
 
 import contextlib
 import errno
@@ -65,7 +65,7 @@ def refused(run, like=None, **request):
 
 def says_all(error):
     """Check that an error names the place, both sides and the next move."""
-    assert all(str(part).strip() for part in (error.where, error.expected, error.found, error.mend)), error
+    assert all(str(part).strip() for part in (error.where, error.expected, error.found, error.fix)), error
 
 
 def falls_back(run, match=None, **options):
@@ -379,25 +379,25 @@ def test_all_ranks_pass_over_what_one_of_them_cannot_use(run, monkeypatch):
 
     monkeypatch.setattr(run_load, "run_resume", failing)
     failing.threads = set()
-    for error in (errors.CheckpointHostile("x", expected="a", found="b", mend="c"), OSError(errno.EIO, "Input/output")):
+    for error in (errors.CheckpointHostile("x", expected="a", found="b", fix="c"), OSError(errno.EIO, "Input/output")):
         failing.error = error
         with pytest.warns(CheckpointPassedOver):
             assert run_threads(2, body) == [1, 1]
-    failing.error = errors.InvalidState("like", expected="a", found="b", mend="c")
+    failing.error = errors.InvalidState("like", expected="a", found="b", fix="c")
     seen = []
 
     def told(world):
         try:
             body(world)
         except errors.TrainfoldError as error:
-            seen.append((world.rank, type(error), error.mend))
+            seen.append((world.rank, type(error), error.fix))
 
     run_threads(2, told)
     assert sorted(seen, key=lambda each: each[0]) == [(0, errors.RankFailed, "c"), (1, errors.InvalidState, "c")]
 
 
 def wrong_place(run, tmp_path, case):
-    """A path that a person might give by mistake, and a part of the mend."""
+    """A path that a person might give by mistake, and a part of the fix."""
     other = tmp_path / "other"
     if case == "a step":
         return run / "step-00000001", "the folder above"
@@ -424,13 +424,13 @@ FORMATS = {
 @pytest.mark.parametrize("case", ["a step", "latest", "runs", *FORMATS])
 def test_a_path_that_is_no_run_never_starts_one(run, tmp_path, case):
     """V04: several runs in one place raise. V15: the format is detected from disk and must agree with the request."""
-    place, mend = wrong_place(run, tmp_path, case)
+    place, fix = wrong_place(run, tmp_path, case)
     before = listing(tmp_path)
     refusal = refused(place)
     assert names_of(refusal) == ["CheckpointForeign"]
-    assert mend in str(refusal)
+    assert fix in str(refusal)
     assert not refusal.refusal.finds_nothing
-    with pytest.raises(errors.CheckpointForeign, match=mend) as caught:
+    with pytest.raises(errors.CheckpointForeign, match=fix) as caught:
         trainfold.save(state_at(5), place)
     says_all(caught.value)
     assert listing(tmp_path) == before

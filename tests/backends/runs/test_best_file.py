@@ -444,7 +444,7 @@ def test_saving_an_equal_best_again_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("contents", ["", "{}", "0.5", "\x00" * 100, "x" * 20_000])
 def test_a_best_that_cannot_be_read_is_an_error_and_never_a_fresh_start(tmp_path, contents):
-    """E09: neither loading nor saving takes it for nothing; and its mend works."""
+    """E09: neither loading nor saving takes it for nothing; and its fix works."""
     save_at(tmp_path, 10)
     (tmp_path / "best.json").write_text(contents)
     for action in (lambda: load_best(tmp_path, WANTED), lambda: save_best(tmp_path, won(0.5, 10))):

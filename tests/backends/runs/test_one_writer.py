@@ -130,7 +130,7 @@ def test_a_writer_whose_run_was_removed_and_made_anew_leaves_the_new_one_alone(t
         with pytest.raises(RunReplaced, match="another") as caught:
             first.save(at(3))
         assert str(run) in caught.value.where
-        assert "restore" in caught.value.mend
+        assert "restore" in caught.value.fix
         assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     with CheckpointManager(run) as third:
         third.load(at(0))

@@ -139,14 +139,14 @@ def test_an_attempt_of_several_ranks_ended_as_for_the_worst(outcomes):
     ("error", "ending"),
     [
         (None, "loaded"),
-        (CheckpointDamaged("a", expected="b", found="c", mend="d"), "damaged"),
-        (CheckpointTorn("a", expected="b", found="c", mend="d"), "damaged"),
-        (CheckpointHostile("a", expected="b", found="c", mend="d"), "damaged"),
-        (CheckpointUnreadable("a", expected="b", found="c", mend="d"), "failed"),
+        (CheckpointDamaged("a", expected="b", found="c", fix="d"), "damaged"),
+        (CheckpointTorn("a", expected="b", found="c", fix="d"), "damaged"),
+        (CheckpointHostile("a", expected="b", found="c", fix="d"), "damaged"),
+        (CheckpointUnreadable("a", expected="b", found="c", fix="d"), "failed"),
         (MemoryError(), "failed"),
         (RecursionError("deep"), "failed"),
-        (FutureVersion("a", expected="b", found="c", mend="d"), "interrupted"),
-        (CheckpointMissing("a", expected="b", found="c", mend="d"), "interrupted"),
+        (FutureVersion("a", expected="b", found="c", fix="d"), "interrupted"),
+        (CheckpointMissing("a", expected="b", found="c", fix="d"), "interrupted"),
         (RestoreRefused("a", ()), "interrupted"),
         (KeyboardInterrupt(), "interrupted"),
         (SystemExit(1), "interrupted"),
@@ -246,7 +246,7 @@ def test_after_so_many_deaths_the_next_older_one_is_used(store):
     assert str(problem).startswith(
         f"CheckpointQuarantined: {store.url}/{EIGHT}: expected a checkpoint that loads, found tried 3 times"
     )
-    assert "step=8" in problem.mend
+    assert "step=8" in problem.fix
     assert {SEVEN, EIGHT} <= set(store.list())
 
 
@@ -309,7 +309,7 @@ def test_what_is_known_of_a_deleted_checkpoint_goes_with_the_next_change(store):
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("x"), KeyboardInterrupt(), CheckpointDamaged("a", expected="", found="", mend="")]
+    "error", [ValueError("x"), KeyboardInterrupt(), CheckpointDamaged("a", expected="", found="", fix="")]
 )
 def test_what_is_raised_in_an_attempt_is_raised_and_noted(store, error):
     with pytest.raises(type(error)), attempting(store, EIGHT):
@@ -376,7 +376,7 @@ def test_a_manager_remembers_wrong_bytes_and_a_person_can_ask_for_them_again(tmp
         with pytest.warns(CheckpointPassedOver, match="CheckpointQuarantined"):
             assert manager.load(weights(0)).trainer.step == 7
         assert manager.should_load(weights(0)).step == 7
-        flip(tmp_path / EIGHT)  # a person has mended it
+        flip(tmp_path / EIGHT)  # a person has fixed it
         assert manager.should_load(weights(0)).step == 7
         assert manager.load(weights(0), manager.should_load(weights(0), step=8)).trainer.step == 8
         assert manager.load(weights(0)).trainer.step == 8

@@ -111,10 +111,10 @@ def test_a_bare_state_adopts_components_that_it_does_not_have():
 
 
 def test_a_missing_run_and_an_empty_one_are_refused_by_name():
-    """An empty run: a named error with the mend."""
+    """An empty run: a named error with the fix."""
     with pytest.raises(ResumeRefused, match="CheckpointMissing") as caught:
         load(MemoryStore(), like=state_at(0))
-    assert caught.value.refusal.reasons[0].mend
+    assert caught.value.refusal.reasons[0].fix
     store = MemoryStore()
     store.commit("run.json", b'{"format":"trainfold-run","version":1,"run_id":"a"}')
     with pytest.raises(ResumeRefused, match="RunEmpty"):
@@ -346,14 +346,14 @@ def test_a_save_that_fails_at_any_effect_changes_nothing_that_was_there(code):
             save(state_at(2), store)
         except SaveFailed as error:
             failures += 1
-            assert error.mend  # noqa: PT017 - either outcome is legal
+            assert error.fix  # noqa: PT017 - either outcome is legal
         found = load(store, like=state_at(0))
         assert fingerprint(found) == fingerprint(state_at(found.trainer.step))
         if found.trainer.step == 1:
             assert store.list("step-00000002") == []
-        mended = store.after_crash(len(store.effects), keep_unsynced=True)
-        save(state_at(3), mended)
-        assert load(mended, like=state_at(0)).trainer.step == 3
+        fixed = store.after_crash(len(store.effects), keep_unsynced=True)
+        save(state_at(3), fixed)
+        assert load(fixed, like=state_at(0)).trainer.step == 3
     assert failures > 5
 
 
@@ -555,7 +555,7 @@ def test_a_disk_that_fails_one_rank_fails_the_save_on_all_and_they_can_go_on(eff
     def train(world):
         with pytest.raises(SaveFailed) as caught:
             save(state_at(2), store, collectives=world)
-        assert caught.value.mend
+        assert caught.value.fix
         return type(caught.value), save(state_at(3), store, collectives=world).step
 
     outcomes = run_threads(3, train)
@@ -628,7 +628,7 @@ def test_a_data_file_that_is_lost_before_the_commit_fails_the_save(lost, keep):
     disk = saved_run(1)
     with pytest.raises(SaveFailed, match=f"step-00000002/{lost}") as caught:
         save(state_at(2), LosesFiles(disk, lost, keep))
-    assert caught.value.mend
+    assert caught.value.fix
     assert "before the commit" in caught.value.expected
     assert disk.size("step-00000002/manifest.json") is None
     assert disk.point_target("latest") == "step-00000001"

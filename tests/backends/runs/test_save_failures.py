@@ -13,7 +13,7 @@ from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import NoSpace, NotWritable, RankFailed, SaveFailed, SaveFailedElsewhere, problem_of
 from trainfold.core.state.state import Progress, TrainState
 
-FULL = NoSpace("disk", expected="room", found="none", mend="make room")
+FULL = NoSpace("disk", expected="room", found="none", fix="make room")
 
 
 def state_at(step):
@@ -68,7 +68,7 @@ def test_a_save_without_a_manager_tells_the_same():
 
 
 def test_a_failure_elsewhere_is_both_of_a_save_and_of_a_rank_and_can_travel():
-    error = SaveFailedElsewhere("rank 1", expected="every rank to succeed", found="no space", mend="make room")
+    error = SaveFailedElsewhere("rank 1", expected="every rank to succeed", found="no space", fix="make room")
     assert isinstance(error, RankFailed)
     assert problem_of(pickle.loads(pickle.dumps(error))) == problem_of(error)
     assert error.exit_code not in {kind.exit_code for kind in (SaveFailed, *SaveFailed.__subclasses__())} - {36}

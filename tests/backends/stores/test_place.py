@@ -27,7 +27,7 @@ def test_a_url_without_a_store_is_refused_and_makes_no_folder(url, tmp_path, mon
         ):
             with pytest.raises(InvalidArgument, match=r"found '(?i:s3|gs|hdfs|http|az)") as refused:
                 call()
-            assert "pass a store of your own" in refused.value.mend
+            assert "pass a store of your own" in refused.value.fix
     for command in (
         ["ls", url],
         ["plan", url],

@@ -105,7 +105,7 @@ class ReservesNothing(Liar):
 class ReservesByAnotherError(Liar):
     def reserve(self, size_bytes):
         if size_bytes > 1 << 40:
-            raise SaveFailed("here", expected="less", found=size_bytes, mend="save less")
+            raise SaveFailed("here", expected="less", found=size_bytes, fix="save less")
 
 
 class ReservesInFiles(Liar):

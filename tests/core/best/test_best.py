@@ -518,7 +518,7 @@ def test_a_sealed_record_that_cannot_be_is_refused(old, new, error):
     assert old in WHOLE
     with pytest.raises(error) as caught:
         best_from_json(sealed(WHOLE.replace(old, new)))
-    assert "remove it" in caught.value.mend or error is FutureVersion
+    assert "remove it" in caught.value.fix or error is FutureVersion
 
 
 KEPT = best_to_json(best_from_json(BEST)[0], timeline=1, kept=[(BestEntry(0.5, 10), 1), (BestEntry(0.25, 5), 0)])

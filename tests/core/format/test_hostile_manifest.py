@@ -192,7 +192,7 @@ def check_whole(loaded, like, plan):
 
 def says_all(error):
     """Check that an error names the place, both sides and the next move."""
-    assert all(str(part).strip() for part in (error.where, error.expected, error.found, error.mend)), error
+    assert all(str(part).strip() for part in (error.where, error.expected, error.found, error.fix)), error
 
 
 def read_everywhere(root, likes):
@@ -272,7 +272,7 @@ FOUND = {  # each was a raw error, or gave something else than was saved; the on
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_what_was_found_by_changing_manifests_stays_mended(saved, case):
+def test_what_was_found_by_changing_manifests_stays_fixed(saved, case):
     """U05: hostile contents fail by name."""
     root, likes, document = saved
     change, can_be_loaded = FOUND[case]

@@ -191,7 +191,7 @@ def test_a_document_changed_anywhere_is_read_or_refused_by_name(data):
     try:
         decode_manifest(reseal(changed), "m")
     except TrainfoldError as error:
-        assert error.mend  # noqa: PT017 - both outcomes are legal
+        assert error.fix  # noqa: PT017 - both outcomes are legal
 
 
 def test_an_old_document_goes_through_every_upgrade_in_turn():

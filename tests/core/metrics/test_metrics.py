@@ -983,7 +983,7 @@ MISUSES = {
 def test_outputs_that_make_no_sense_are_refused_by_name(metric, outputs, names):
     with pytest.raises(InvalidArgument, match=names) as caught:
         metric.observe(metric.zero(), *outputs)
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 @pytest.mark.parametrize(
@@ -1009,7 +1009,7 @@ def test_outputs_that_make_no_sense_are_refused_by_name(metric, outputs, names):
 def test_metrics_that_make_no_sense_are_refused_when_they_are_made(make):
     with pytest.raises(InvalidArgument) as caught:
         make()
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 def test_a_default_device_is_not_where_numbers_go():

@@ -105,7 +105,7 @@ class Tree(RuleBasedStateMachine):
 
     @precondition(lambda self: self.there)
     @rule(data=st.data())
-    def damage_or_mend(self, data):
+    def damage_or_fix(self, data):
         """Or put into quarantine, and free."""
         self.bad ^= {data.draw(st.sampled_from(sorted(self.there)))}
 

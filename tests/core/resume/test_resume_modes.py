@@ -184,7 +184,7 @@ def test_a_state_holds_its_next_step_to_what_trained_it():
     other = trainfold.make_step(model, loss_fn, sgd, accumulate=2)
     with pytest.raises(ContractMismatch, match=r"step\.accumulate=4, step\.clip_norm=1\.0") as caught:
         other(resumed, torch.ones(4, 4))
-    assert caught.value.mend
+    assert caught.value.fix
     assert other(resumed.evolve(contract={}), torch.ones(4, 4))[0].trainer.step == 2
     trained_otherwise, _ = other(fresh, torch.ones(4, 4))
     refusal = trainfold.plan(store, like=trained_otherwise)

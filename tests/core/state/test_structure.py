@@ -96,7 +96,7 @@ def test_a_leaf_that_would_need_pickle_is_refused_by_name(leaf):
     with pytest.raises(UnsupportedLeaf) as caught:
         describe({"deep": [leaf]}, "extra")
     assert caught.value.where == "extra['deep'][0]"
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 def test_a_tree_that_contains_itself_is_refused():

@@ -940,7 +940,7 @@ def test_a_loss_function_that_finds_its_own_loss_not_finite_is_skipped_like_any_
     """A09."""
 
     def loss_fn(model, batch):
-        raise NonFinite("my loss", expected="a finite one", found="inf", mend="look at the batch")
+        raise NonFinite("my loss", expected="a finite one", found="inf", fix="look at the batch")
 
     sgd = optimizer(torch.optim.SGD, lr=0.1)
     model = torch.nn.Linear(2, 1)
