@@ -1,5 +1,6 @@
 """Sphinx: MyST pages by hand, the reference from docstrings; built with -W -n, so that a broken link fails."""
 
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -55,10 +56,23 @@ def modules_of(package: str) -> list[str]:
     return [root.__name__, *sorted(found.name for found in walked if not re.search(r"\._", found.name))]
 
 
+def homes() -> dict[str, str]:
+    """Each public name, and the module that it is documented in: those of the modules by subject, and those at the top."""
+    found = {}
+    for subject in trainfold._MODULES:  # noqa: SLF001
+        tree = ast.parse(Path(str(getattr(trainfold, subject).__file__)).read_text())
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        found.update({alias.name: str(node.module) for node in imports for alias in node.names})
+    return found | dict(trainfold._MODULE_OF)  # noqa: SLF001
+
+
 def first_line(value: object) -> str:
     """The one line that a docstring starts with."""
     line = (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ")
     return re.sub(r"\s+\([A-Z]\d\d(?:, [A-Z]\d\d)*\)", "", line)
+
+
+HOMES = homes()
 
 
 def write_reference(_app: Sphinx) -> None:
@@ -69,18 +83,10 @@ def write_reference(_app: Sphinx) -> None:
         for name in names:
             pages[name] = f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n   :members:\n{contents(name, names)}"
         pages[package] = f"{root}\n{'=' * len(root)}\n\n{says}\n{contents(root, names)}"
-    rows = []
-    for name in sorted(set(trainfold.__all__) - {"__version__"}, key=str.lower):
-        value = getattr(trainfold, name)
-        home = trainfold._MODULE_OF[name]  # noqa: SLF001 the table is the source of the page
-        role = "mod" if isinstance(value, types.ModuleType) else "obj"
-        target = f"{home}.{name}"
-        rows.append(f"   * - :py:{role}:`{name} <{target}>`\n     - {first_line(value)}")
-    pages["facade"] = (
-        "The names of ``trainfold``\n==========================\n\n"
-        ".. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows) + "\n"
-    )
-    pages["metrics"] = page_of_metrics()
+    pages["facade"] = page_of_names()
+    for name in trainfold._MODULES:  # noqa: SLF001 the table is the source of the pages
+        title = f"trainfold.{name}"
+        pages[name] = f"{title}\n{'=' * len(title)}\n\n.. automodule:: {title}\n   :members:\n   :imported-members:\n"
     pages["drift-kinds"] = table_of_kinds()
     pages["exit-codes"] = table_of_exit_codes()
     GENERATED.mkdir(parents=True, exist_ok=True)
@@ -99,15 +105,16 @@ def contents(package: str, names: list[str]) -> str:
     return "\n.. toctree::\n   :maxdepth: 1\n\n" + "\n".join(listed) + "\n" if listed else ""
 
 
-def page_of_metrics() -> str:
-    """The page of ``trainfold.metrics``, whose names are documented where they live."""
-    name = trainfold.metrics.__name__
+def page_of_names() -> str:
+    """The page of the names at the top, and of the modules by subject below them."""
+    title = "The names of ``trainfold``"
     rows = [
-        f"   * - :py:obj:`{kind} <{value.__module__}.{kind}>`\n     - {first_line(value)}"
-        for kind, value in ((kind, getattr(trainfold.metrics, kind)) for kind in trainfold.metrics.__all__)
+        f"   * - :py:obj:`{name} <{home}.{name}>`\n     - {first_line(getattr(trainfold, name))}"
+        for name, home in HOMES.items()
+        if name in trainfold.__all__
     ]
-    listed = ".. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows)
-    return f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n   :no-members:\n\n{listed}\n"
+    below = "\n.. toctree::\n   :maxdepth: 1\n\n" + "\n".join(f"   {name}" for name in trainfold._MODULES)  # noqa: SLF001
+    return f"{title}\n{'=' * len(title)}\n\n.. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows) + f"\n{below}\n"
 
 
 def table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -148,8 +155,8 @@ def link_names(_app: Sphinx, _what: str, name: str, _obj: object, _options: obje
 
     def link(found: re.Match[str]) -> str:
         word = found[1]
-        if word in trainfold._MODULE_OF:  # noqa: SLF001
-            return f":py:obj:`{word} <{trainfold._MODULE_OF[word]}.{word}>`"  # noqa: SLF001
+        if word in HOMES:
+            return f":py:obj:`{word} <{HOMES[word]}.{word}>`"
         if module is not None and getattr(getattr(module, word, None), "__module__", None) == module.__name__:
             return f":py:obj:`{word} <{module.__name__}.{word}>`"
         return found[0]

@@ -62,7 +62,7 @@ def make_windows() -> torch.Tensor:
 
 def main(run: Path, batch_size: int) -> None:
     """Evaluate to the end, from wherever the run is."""
-    ranks: trainfold.Collectives = trainfold.SingleProcess()
+    ranks: trainfold.ranks.Collectives = trainfold.SingleProcess()
     if "RANK" in os.environ:  # started by torchrun
         torch.distributed.init_process_group("gloo")
         ranks = trainfold.TorchCollectives()
@@ -81,31 +81,35 @@ def main(run: Path, batch_size: int) -> None:
         }
 
     # the state of an evaluation: what the metrics have seen, and which samples that were
-    fresh = trainfold.TrainState(trainer=trainfold.make_progress())
+    fresh = trainfold.TrainState(trainer=trainfold.states.make_progress())
     plan = trainfold.plan(run, like=fresh)
     is_fresh = isinstance(plan, trainfold.Refusal) and plan.finds_nothing
     # what it has beside `fresh` comes as it was saved
     state = fresh if is_fresh else trainfold.load(run, like=fresh, collectives=ranks)
     assert state.trainer is not None
     part, tally = state.trainer.step, state.extra.get("tally")
-    cursor = trainfold.make_eval_cursor(len(windows), global_batch_size=batch_size, after=state.extra.get("cursor"))
+    cursor = trainfold.evaluation.make_eval_cursor(
+        len(windows), global_batch_size=batch_size, after=state.extra.get("cursor")
+    )
     if ranks.rank == 0:
         print(f"from sample {cursor.next_index} of {cursor.length}", flush=True)
 
     while not cursor.is_done:
-        batches = trainfold.eval_batches(
+        batches = trainfold.evaluation.eval_batches(
             cursor, lambda at: windows[at.start : at.stop], collectives=ranks, limit=PART_STEPS
         )
         result = trainfold.evaluate(forward, batches, SUITE, collectives=ranks, start=tally)
         cursor, tally, part = batches.after, result.tally, part + 1
         if ranks.rank == 0:  # the result is the same on every rank
             extra = {"tally": tally, "cursor": cursor}
-            found = trainfold.TrainState(trainer=trainfold.make_progress(step=part), extra=extra)
+            found = trainfold.TrainState(trainer=trainfold.states.make_progress(step=part), extra=extra)
             trainfold.save(found, run, collectives=trainfold.SingleProcess())
             print(f"{cursor.next_index} samples: loss {result['loss']:.6f}, complete: {result.complete}", flush=True)
 
     if ranks.rank == 0:
-        for name, value in trainfold.evaluation_of(SUITE, tally or trainfold.no_tally(SUITE)).items():
+        for name, value in trainfold.evaluation.evaluation_of(
+            SUITE, tally or trainfold.evaluation.no_tally(SUITE)
+        ).items():
             shown = value.hex() if isinstance(value, float) else [round(each, 3) for each in value[:4]]
             print(f"{name}: {shown}")
     if "RANK" in os.environ:

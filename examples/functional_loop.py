@@ -39,22 +39,22 @@ def start_or_resume(run: Path, fresh: TrainState) -> TrainState:
 def main(run: Path) -> None:
     """Train to the end, from wherever the run is."""
     # a plan that cannot work raises here, before there is a model; the run and its schedule have one number of steps
-    accumulate = trainfold.accumulation_steps(per_step=BATCH_SIZE, per_microbatch=MICROBATCH_SIZE)
-    data_steps = trainfold.check_plan(
+    accumulate = trainfold.accumulation.accumulation_steps(per_step=BATCH_SIZE, per_microbatch=MICROBATCH_SIZE)
+    data_steps = trainfold.accumulation.check_plan(
         microbatches=SAMPLES // MICROBATCH_SIZE, accumulate=accumulate, epochs=EPOCHS, max_steps=MAX_STEPS
     )
-    steps = trainfold.horizon(data_steps=data_steps)
+    steps = trainfold.schedules.horizon(data_steps=data_steps)
 
     x, y = make_data()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1))
     adamw = trainfold.optimizer(torch.optim.AdamW, lr=1e-2)
-    schedule = trainfold.wsd(steps, warmup_steps=5, decay_steps=20)
+    schedule = trainfold.schedules.wsd(steps, warmup_steps=5, decay_steps=20)
     step = trainfold.make_step(
         model, loss_fn, adamw, schedule=schedule, accumulate=accumulate, clip_norm=1.0, donate=True
     )
 
-    cursor = trainfold.make_cursor(len(x), seed=0)
+    cursor = trainfold.data.make_cursor(len(x), seed=0)
     fresh = trainfold.init_state(model, adamw, seed=0, schedule=schedule, dataset=cursor)
     state = start_or_resume(run, fresh)
     assert state.trainer is not None

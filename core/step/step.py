@@ -355,7 +355,10 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
     init, update = pair_of(optimizer)
     if schedule is not None and not callable(schedule):
         raise InvalidArgument(
-            "schedule", expected="a function of the step", found=repr(schedule), fix="such as trainfold.cosine(...)"
+            "schedule",
+            expected="a function of the step",
+            found=repr(schedule),
+            fix="such as trainfold.schedules.cosine(...)",
         )
     mine = isinstance(optimizer, Optimizer)
     if donate and not mine:

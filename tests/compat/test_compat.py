@@ -41,8 +41,10 @@ def test_training_goes_on_from_an_old_checkpoint(tmp_path):
     shutil.copytree(COMPAT / "v1" / "run", tmp_path / "run", symlinks=True)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     adamw = trainfold.optimizer(torch.optim.AdamW, lr=0.01)
-    schedule = trainfold.wsd(10, warmup_steps=2, decay_steps=3)
-    like = trainfold.init_state(model, adamw, seed=1, schedule=schedule, dataset=trainfold.make_cursor(100, seed=3))
+    schedule = trainfold.schedules.wsd(10, warmup_steps=2, decay_steps=3)
+    like = trainfold.init_state(
+        model, adamw, seed=1, schedule=schedule, dataset=trainfold.data.make_cursor(100, seed=3)
+    )
     state = trainfold.load(tmp_path / "run", like=like, contract={"batch_size": 4})
     assert state.extra["tied"]["a"] is state.extra["tied"]["b"]
     assert state.dataset.next_index == 8

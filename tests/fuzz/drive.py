@@ -55,8 +55,8 @@ def functional_state() -> TrainState:
     """A small state with every built-in component, and a tree of a user's own."""
     model = torch.nn.Linear(2, 1).bfloat16()
     adam = trainfold.optimizer(torch.optim.AdamW, lr=0.01, masters=True)
-    schedule = trainfold.constant(warmup_steps=2)
-    state = trainfold.init_state(model, adam, seed=0, schedule=schedule, dataset=trainfold.make_cursor(10, seed=3))
+    schedule = trainfold.schedules.constant(warmup_steps=2)
+    state = trainfold.init_state(model, adam, seed=0, schedule=schedule, dataset=trainfold.data.make_cursor(10, seed=3))
     step = trainfold.make_step(
         model, lambda model, batch: trainfold.Loss(sum=model(batch).float().sum(), weight=8), adam, schedule=schedule
     )

@@ -55,7 +55,7 @@ def make(seed=0, *, dropout=0.3, cls=torch.optim.AdamW, **options):
     torch.manual_seed(seed)
     model = Net(dropout)
     optimizer = trainfold.optimizer(cls, lr=0.05)
-    schedule = trainfold.cosine(20, warmup_steps=3)
+    schedule = trainfold.schedules.cosine(20, warmup_steps=3)
     state = trainfold.init_state(model, optimizer, seed=seed, schedule=schedule, dataset=make_cursor(100, seed=seed))
     return trainfold.make_step(model, loss_fn, optimizer, schedule=schedule, **options), state
 
@@ -164,7 +164,7 @@ def test_pure_steps_equal_a_hand_written_loop():
     torch.manual_seed(0)
     model = Net(0.0)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, trainfold.cosine(20, warmup_steps=3))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, trainfold.schedules.cosine(20, warmup_steps=3))
 
     def loop(batch):
         optimizer.zero_grad()

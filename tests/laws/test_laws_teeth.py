@@ -263,7 +263,7 @@ def test_a_step_that_hides_something_is_not_pure(hiding, at_step):
 @pytest.mark.parametrize("donate", [False, True])
 def test_the_detour_that_finds_hidden_state_costs_an_honest_step_nothing(donate):
     """Neither the order of the batches nor their number is left: runs of one batch, and of none, are runs too."""
-    step, state = make(donate=donate, schedule=trainfold.cosine(4))
+    step, state = make(donate=donate, schedule=trainfold.schedules.cosine(4))
     for count in (0, 1, 2, 4):
         laws.resumes_exactly(step, state, some_batches(count))
     calls = []

@@ -140,14 +140,31 @@ def test_every_name_of_the_facade_is_there(name):
 def test_the_type_checker_sees_the_names_that_there_are(root):
     """The lazy table and the block under TYPE_CHECKING say the same, or an editor would believe in a name that is not."""
     source = (root / "src" / "trainfold" / "__init__.py").read_text()
-    block = source.partition("if TYPE_CHECKING:")[2].partition("\n\n\n")[0]
+    block = source.partition("if _CHECKED:")[2].partition("\n\n\n")[0]
     typed = {
         name: module
         for module, names in re.findall(r"from ([\w.]+) import (\([^)]*\)|[^\n]+)", block)
         for name in re.findall(r"(\w+) as \1\b", names)
     }
-    assert typed == trainfold._MODULE_OF
+    modules = dict.fromkeys(trainfold._MODULES, "trainfold")
+    assert typed == trainfold._MODULE_OF | modules
     assert set(trainfold.__all__) == {*typed, "__version__"}
+
+
+def test_the_top_is_short_and_shows_no_import_of_its_own():
+    """DESIGN 2a: at most 45 names; `dir` shows those and nothing else."""
+    assert len(set(trainfold.__all__) - {"__version__"}) <= 45
+    assert dir(trainfold) == sorted(trainfold.__all__)
+
+
+@pytest.mark.parametrize("subject", trainfold._MODULES)
+def test_a_module_by_subject_has_what_it_says(subject):
+    module = getattr(trainfold, subject)
+    assert (module.__doc__ or "").strip()
+    public = {
+        name for name, value in vars(module).items() if not name.startswith("_") and not isinstance(value, type(sys))
+    }
+    assert public == set(module.__all__)
 
 
 def test_the_guide_in_the_docstring_names_what_there_is():

@@ -34,7 +34,7 @@ from trainfold.core.metrics.total import Sum
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Opaque, Progress, TrainState
 
-FRESH = trainfold.make_best_record(metric="loss", direction="min")
+FRESH = trainfold.retention.make_best_record(metric="loss", direction="min")
 PATIENT = {"timeout_secs": 60.0, "grace_secs": 10.0}
 
 
@@ -214,8 +214,10 @@ ALONE = {
     "save": lambda run, **ranks: save(state_at(1), run, **ranks),
     "load": lambda run, **ranks: load(run, like=state_at(0), **ranks),
     "evaluate": lambda run, **ranks: trainfold.evaluate(lambda x: {"n": x}, [torch.ones(3)], {"n": Sum()}, **ranks),
-    "save_best": lambda run, **ranks: trainfold.save_best(run, attrs.evolve(FRESH, score=0.5, step=1), **ranks),
-    "load_best": lambda run, **ranks: trainfold.load_best(run, FRESH, **ranks),
+    "save_best": lambda run, **ranks: trainfold.retention.save_best(
+        run, attrs.evolve(FRESH, score=0.5, step=1), **ranks
+    ),
+    "load_best": lambda run, **ranks: trainfold.retention.load_best(run, FRESH, **ranks),
     "DisabledManager": lambda run, **ranks: trainfold.DisabledManager(**ranks).finish(state_at(1)),
 }
 

@@ -499,7 +499,7 @@ def test_an_evaluation_goes_on_from_a_saved_tally(tmp_path_factory, values, cut,
     half = run_threads(before, lambda ranks: part(ranks, first))[0]
     state = trainfold.TrainState(
         **dict.fromkeys(["model", "optimizer", "scheduler", "dataset", "rng"]),
-        trainer=trainfold.make_progress(step=1),
+        trainer=trainfold.states.make_progress(step=1),
         extra={"evaluation": half.tally},
     )
     run = str(tmp_path_factory.mktemp("run"))
@@ -621,10 +621,10 @@ def test_the_loss_of_an_evaluation_knows_nothing_of_accumulation():
 def test_an_evaluation_sees_the_step_that_it_is_of_and_all_samples_in_batches_of_its_own_size():
     """Q08: a loss that depends on the schedule; the remainder is counted."""
     x = torch.arange(11.0)
-    state = trainfold.TrainState(trainer=trainfold.make_progress(step=0))
+    state = trainfold.TrainState(trainer=trainfold.states.make_progress(step=0))
     found = []
     for step in range(3):
-        state = state.evolve(trainer=trainfold.make_progress(step=step))
+        state = state.evolve(trainer=trainfold.states.make_progress(step=step))
 
         def measure(batch, state=state):
             return {"loss": (batch * state.trainer.step, len(batch))}
@@ -656,11 +656,13 @@ def test_a_process_that_never_imported_metrics_reads_a_checkpoint_that_has_a_tal
         "rate": M.AcceptanceRate(),
         **SUITE,
     }
-    state = trainfold.TrainState(trainer=trainfold.make_progress(), extra={"evaluation": trainfold.no_tally(suite)})
+    state = trainfold.TrainState(
+        trainer=trainfold.states.make_progress(), extra={"evaluation": trainfold.evaluation.no_tally(suite)}
+    )
     trainfold.save(state, tmp_path / "run")
     manifest = (tmp_path / "run" / "step-00000000" / "manifest.json").read_text()
     named = set(re.findall(r'"node": ?"(trainfold\.\w+)"', manifest))
-    assert {"trainfold.Tally", "trainfold.Quotient", "trainfold.Bins"} <= named
+    assert {"trainfold.evaluation.Tally", "trainfold.Quotient", "trainfold.Bins"} <= named
     script = "from trainfold.core.format.rebuild import registered_classes; print(*registered_classes())"
     known = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert named <= set(known)
@@ -682,13 +684,15 @@ SUM = {"sum": M.Sum()}
 
 def test_a_limit_of_time_around_a_part_does_not_make_it_whole():
     """Q12: complete is what both of them say; where a time limit stopped is no position."""
-    cursor = trainfold.make_eval_cursor(20, global_batch_size=2)
-    part = trainfold.eval_batches(cursor, lambda at: numbers()[at.start : at.stop], limit=2)
-    found = trainfold.evaluate(summed, trainfold.time_limit(part, secs=3600), SUM)
+    cursor = trainfold.evaluation.make_eval_cursor(20, global_batch_size=2)
+    part = trainfold.evaluation.eval_batches(cursor, lambda at: numbers()[at.start : at.stop], limit=2)
+    found = trainfold.evaluate(summed, trainfold.evaluation.time_limit(part, secs=3600), SUM)
     assert not found.complete
     ticks = itertools.count()
-    cut = trainfold.time_limit(
-        trainfold.eval_batches(cursor, lambda at: numbers()[at.start : at.stop]), secs=3, clock=lambda: next(ticks)
+    cut = trainfold.evaluation.time_limit(
+        trainfold.evaluation.eval_batches(cursor, lambda at: numbers()[at.start : at.stop]),
+        secs=3,
+        clock=lambda: next(ticks),
     )
     assert not trainfold.evaluate(summed, cut, SUM).complete
     with pytest.raises(AttributeError, match="time was up"):
@@ -697,16 +701,16 @@ def test_a_limit_of_time_around_a_part_does_not_make_it_whole():
 
 def test_a_partial_result_stays_partial_in_copies_and_by_its_tally():
     """Q12: whatever is made of it."""
-    cursor = trainfold.make_eval_cursor(20, global_batch_size=2)
-    part = trainfold.eval_batches(cursor, lambda at: numbers()[at.start : at.stop], limit=2)
+    cursor = trainfold.evaluation.make_eval_cursor(20, global_batch_size=2)
+    part = trainfold.evaluation.eval_batches(cursor, lambda at: numbers()[at.start : at.stop], limit=2)
     found = trainfold.evaluate(summed, part, SUM)
-    record = trainfold.make_best_record(metric="sum", direction="max")
-    for each in (found, found.copy(), found | {"more": 1.0}, trainfold.evaluation_of(SUM, found.tally)):
+    record = trainfold.retention.make_best_record(metric="sum", direction="max")
+    for each in (found, found.copy(), found | {"more": 1.0}, trainfold.evaluation.evaluation_of(SUM, found.tally)):
         assert not each.complete
         assert each["sum"] == 6.0
-        assert not trainfold.is_better(record, each)
+        assert not trainfold.retention.is_better(record, each)
     assert "partial" in repr(found)
-    rest = trainfold.eval_batches(part.after, lambda at: numbers()[at.start : at.stop])
+    rest = trainfold.evaluation.eval_batches(part.after, lambda at: numbers()[at.start : at.stop])
     whole = trainfold.evaluate(summed, rest, SUM, start=found.tally)
     assert whole.complete
     assert repr(whole) == "{'sum': 190.0}"
@@ -722,7 +726,7 @@ def test_a_partial_result_stays_partial_in_copies_and_by_its_tally():
 )
 def test_a_start_of_another_metric_of_the_same_name_is_refused(before, after):
     """P30: its accumulator would be merged, and mean something else."""
-    tally = trainfold.no_tally({"m": before})
+    tally = trainfold.evaluation.no_tally({"m": before})
     with pytest.raises(InvalidArgument, match="start") as caught:
         trainfold.evaluate(summed, [], {"m": after}, start=tally)
     assert type(before).__name__ in str(caught.value)
@@ -735,9 +739,9 @@ def test_batches_of_other_ranks_or_of_another_position_are_refused():
     def work(ranks, kind):
         size = 4 + ranks.rank if kind == "batch size" else 4
         at = 4 * ranks.rank if kind == "position" else 0
-        cursor = trainfold.make_eval_cursor(20, global_batch_size=size, next_index=at)
+        cursor = trainfold.evaluation.make_eval_cursor(20, global_batch_size=size, next_index=at)
         of = None if kind == "without ranks" else ranks
-        batches = trainfold.eval_batches(cursor, lambda at: numbers()[at.start : at.stop], collectives=of)
+        batches = trainfold.evaluation.eval_batches(cursor, lambda at: numbers()[at.start : at.stop], collectives=of)
         return trainfold.evaluate(summed, batches, SUM, collectives=None if kind == "alone" else ranks)
 
     for kind in ("batch size", "position", "without ranks"):
@@ -750,10 +754,10 @@ def test_batches_of_other_ranks_or_of_another_position_are_refused():
 
 def test_an_evaluation_that_begins_late_and_has_no_start_is_partial():
     """P30: half of the data is not all of it."""
-    cursor = trainfold.make_eval_cursor(20, global_batch_size=4, next_index=8)
-    batches = trainfold.eval_batches(cursor, lambda at: numbers()[at.start : at.stop])
+    cursor = trainfold.evaluation.make_eval_cursor(20, global_batch_size=4, next_index=8)
+    batches = trainfold.evaluation.eval_batches(cursor, lambda at: numbers()[at.start : at.stop])
     assert not trainfold.evaluate(summed, batches, SUM).complete
-    assert not trainfold.evaluate(summed, batches, SUM, start=trainfold.no_tally(SUM)).complete
+    assert not trainfold.evaluate(summed, batches, SUM, start=trainfold.evaluation.no_tally(SUM)).complete
 
 
 def test_steps_on_some_ranks_only_are_a_disagreement_on_every_rank():
@@ -932,7 +936,7 @@ def test_what_cannot_go_on_is_refused_before_anything_is_evaluated():
         return {"m": batch}
 
     with pytest.raises(InvalidArgument, match="start"):
-        trainfold.evaluate(counting, [numbers()], {"m": M.Max()}, start=trainfold.no_tally({"m": M.Min()}))
+        trainfold.evaluate(counting, [numbers()], {"m": M.Max()}, start=trainfold.evaluation.no_tally({"m": M.Min()}))
     suites = [{"m": M.Max()}, {"m": M.Min()}]
     outcomes = thread_outcomes(
         2, lambda ranks: trainfold.evaluate(counting, [numbers()], suites[ranks.rank], collectives=ranks)
@@ -955,15 +959,15 @@ def test_batches_may_be_anything_that_can_be_iterated_over():
 
 
 def part_of(cursor, limit=None):
-    return trainfold.eval_batches(cursor, lambda at: numbers()[at.start : at.stop], limit=limit)
+    return trainfold.evaluation.eval_batches(cursor, lambda at: numbers()[at.start : at.stop], limit=limit)
 
 
 def test_a_start_has_to_end_where_the_batches_begin():
     """P30: neither a gap nor a sample twice."""
-    cursor = trainfold.make_eval_cursor(20, global_batch_size=4)
+    cursor = trainfold.evaluation.make_eval_cursor(20, global_batch_size=4)
     half = trainfold.evaluate(summed, part_of(cursor, limit=2), SUM)
     for at in (0, 12):
-        other = trainfold.make_eval_cursor(20, global_batch_size=4, next_index=at)
+        other = trainfold.evaluation.make_eval_cursor(20, global_batch_size=4, next_index=at)
         with pytest.raises(InvalidArgument, match="sample 8"):
             trainfold.evaluate(summed, part_of(other), SUM, start=half.tally)
     assert not trainfold.evaluate(summed, [], SUM, start=half.tally).complete
@@ -994,11 +998,11 @@ class Bar:
 )
 def test_a_part_behind_a_wrapper_is_still_a_part(wrapped):
     """Q12: what a progress bar or a map hides."""
-    cursor = trainfold.make_eval_cursor(20, global_batch_size=4)
+    cursor = trainfold.evaluation.make_eval_cursor(20, global_batch_size=4)
     assert not trainfold.evaluate(summed, wrapped(part_of(cursor, limit=2)), SUM).complete
     assert trainfold.evaluate(summed, wrapped(part_of(cursor)), SUM).complete
     ticks = itertools.count()
-    cut = trainfold.time_limit([numbers()] * 9, secs=3, clock=lambda: next(ticks))
+    cut = trainfold.evaluation.time_limit([numbers()] * 9, secs=3, clock=lambda: next(ticks))
     assert not trainfold.evaluate(summed, wrapped(cut), SUM).complete
 
 
@@ -1337,7 +1341,7 @@ def test_a_generator_that_is_left_changes_nothing_afterwards(made, wrapped, cut)
         trainfold.evaluate(summed, batches, SUM, steps=1)
     elif cut == "time":
         ticks = itertools.count()
-        trainfold.evaluate(summed, trainfold.time_limit(batches, secs=2, clock=lambda: next(ticks)), SUM)
+        trainfold.evaluate(summed, trainfold.evaluation.time_limit(batches, secs=2, clock=lambda: next(ticks)), SUM)
     else:
         with pytest.raises(ZeroDivisionError):
             trainfold.evaluate(lambda _: 1 / 0, batches, SUM)

@@ -127,7 +127,7 @@ def test_real_ranks_with_a_real_model_get_the_bits_of_one_in_chunks(processes):
 
 def evaluate_part(collectives, run, size, limit, step):
     """Go on from the last checkpoint, evaluate so many steps, save."""
-    state = trainfold.TrainState(trainer=trainfold.make_progress(step=step))
+    state = trainfold.TrainState(trainer=trainfold.states.make_progress(step=step))
     index, tally = 0, None
     if (
         step
@@ -139,7 +139,7 @@ def evaluate_part(collectives, run, size, limit, step):
     found = evaluate(forward, batches, SUITE, collectives=collectives, start=tally)
     after = {"evaluation": {"cursor": batches.after, "tally": found.tally}}
     trainfold.save(
-        state.evolve(trainer=trainfold.make_progress(step=step + 1), extra=after), run, collectives=collectives
+        state.evolve(trainer=trainfold.states.make_progress(step=step + 1), extra=after), run, collectives=collectives
     )
     return bits(found), found.complete, batches.after.next_index
 

@@ -78,9 +78,9 @@ def loop(store, steps, *, restore=True, **options):
 
 
 def record_best(run, step):
-    best = trainfold.make_best_record(metric="loss", direction="min")
-    best, _ = trainfold.decide_best(best, {"loss": 1.0}, step=step)
-    trainfold.save_best(run, best)
+    best = trainfold.retention.make_best_record(metric="loss", direction="min")
+    best, _ = trainfold.retention.decide_best(best, {"loss": 1.0}, step=step)
+    trainfold.retention.save_best(run, best)
 
 
 def heads(store):

@@ -306,7 +306,7 @@ def test_a_limit_of_time_on_batches_in_chunks_is_partial():
     seconds = itertools.count()
     data = make_data(20)
     batches = eval_batches(make_eval_cursor(20, global_batch_size=6), lambda mine: rows(data, mine))
-    limited = trainfold.time_limit(batches, secs=2.5, clock=lambda: next(seconds))
+    limited = trainfold.evaluation.time_limit(batches, secs=2.5, clock=lambda: next(seconds))
     found = evaluate(forward, limited, SUITE, chunk=4)
     assert (found.complete, found.tally.next_index, found.batches) == (False, -1, 4)
 

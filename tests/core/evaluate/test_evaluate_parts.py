@@ -27,8 +27,8 @@ def summed(batch):
 
 
 def part_of(length, at, *, size=4, limit=None, ranks=None):
-    cursor = trainfold.make_eval_cursor(length, global_batch_size=size, next_index=at)
-    return trainfold.eval_batches(cursor, powers, collectives=ranks, limit=limit)
+    cursor = trainfold.evaluation.make_eval_cursor(length, global_batch_size=size, next_index=at)
+    return trainfold.evaluation.eval_batches(cursor, powers, collectives=ranks, limit=limit)
 
 
 def after_some(part, count):
@@ -44,7 +44,7 @@ def ahead_of(part):
 
 def limited(part, count):
     ticks = itertools.count()
-    return trainfold.time_limit(part, secs=count, clock=lambda: next(ticks))
+    return trainfold.evaluation.time_limit(part, secs=count, clock=lambda: next(ticks))
 
 
 CUTS = {
@@ -180,5 +180,5 @@ def test_a_loader_with_a_rank_of_its_own_may_be_limited():
     class Loader(list):
         rank, world_size, cursor, steps = 1, 4, "mine", 3
 
-    batches = trainfold.time_limit(Loader([powers(range(3))]), secs=3600)
+    batches = trainfold.evaluation.time_limit(Loader([powers(range(3))]), secs=3600)
     assert trainfold.evaluate(summed, batches, SUITE) == {"sum": 21.0}

@@ -38,12 +38,12 @@ def whole_state():
     """A state with every built-in component and node class, low-precision parameters, and trees of a user's own."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).bfloat16()
     adam = trainfold.optimizer(torch.optim.AdamW, lr=0.01, masters=True)
-    state = trainfold.init_state(model, adam, seed=0, schedule=trainfold.constant(warmup_steps=2))
+    state = trainfold.init_state(model, adam, seed=0, schedule=trainfold.schedules.constant(warmup_steps=2))
     step = trainfold.make_step(
         model,
         lambda model, batch: trainfold.Loss(sum=model(batch).float().sum(), weight=8),
         adam,
-        schedule=trainfold.constant(warmup_steps=2),
+        schedule=trainfold.schedules.constant(warmup_steps=2),
     )
     state, _ = step(state, torch.ones(8, 2, dtype=torch.bfloat16))
     tied = torch.arange(3.0)

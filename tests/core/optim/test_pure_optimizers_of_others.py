@@ -166,7 +166,7 @@ def test_what_an_update_draws_depends_on_the_step_alone(pure):
         {name: value - state.model.params[name] for name, value in after.model.params.items()}
         for after in (
             step(state, batch(0))[0],
-            step(state.evolve(trainer=trainfold.make_progress(step=1)), batch(0))[0],
+            step(state.evolve(trainer=trainfold.states.make_progress(step=1)), batch(0))[0],
         )
     ]
     assert not torch.equal(moved[0]["head.weight"], moved[1]["head.weight"])

@@ -29,7 +29,7 @@ def trained(steps=3, *, dtype=torch.float32, masters=False, seed=0):
     torch.manual_seed(seed)
     model = nn.Linear(4, 4).to(dtype)
     adamw = trainfold.optimizer(torch.optim.AdamW, lr=1e-3, masters=masters)
-    schedule = trainfold.cosine(50, warmup_steps=2)
+    schedule = trainfold.schedules.cosine(50, warmup_steps=2)
     fresh = trainfold.init_state(model, adamw, seed=seed, schedule=schedule)
     step = trainfold.make_step(model, loss_fn, adamw, schedule=schedule)
     state = fresh
@@ -83,7 +83,7 @@ def described(*, lr=0.1, seed=0):
     """A state whose optimizer, dataset and step have something to say in the contract."""
     torch.manual_seed(0)
     model, adamw = nn.Linear(4, 4), trainfold.optimizer(torch.optim.AdamW, lr=lr)
-    cursor = trainfold.DataCursor(length=100, seed=seed, epoch=0, next_index=0)
+    cursor = trainfold.data.DataCursor(length=100, seed=seed, epoch=0, next_index=0)
     return trainfold.init_state(model, adamw).evolve(dataset=cursor, contract={"step.accumulate": 1 + seed})
 
 
@@ -245,14 +245,14 @@ def as_an_older_version_wrote_it(state):
     ("change", "kind"),
     [
         (lambda state: state.evolve(scheduler={**state.scheduler, "total_steps": 60}), "horizon"),
-        (lambda state: state.evolve(dataset=trainfold.DataCursor(0, 4, 13, seed=1)), "dataset_size"),
+        (lambda state: state.evolve(dataset=trainfold.data.DataCursor(0, 4, 13, seed=1)), "dataset_size"),
         (lambda state: with_rate(state, 0.5), "hyperparameters"),
     ],
 )
 def test_what_an_old_contract_does_not_say_is_proved_by_its_components(change, kind):
     """V09: legacy checkpoints that miss a key: derive it if provable, as the horizon from the scheduler's state."""
     _, _, state = trained()
-    state = state.evolve(dataset=trainfold.DataCursor(0, 4, 12, seed=1))
+    state = state.evolve(dataset=trainfold.data.DataCursor(0, 4, 12, seed=1))
     store = as_an_older_version_wrote_it(state)
     assert fingerprint(trainfold.load(store, like=state)) == fingerprint(state)
     refusal = trainfold.plan(store, like=change(state))

@@ -1,0 +1,22 @@
+"""Evaluation in parts: positions, tallies, their sum, results.
+
+The names are re-exports, each documented where it lives.
+"""
+
+from trainfold.adapters.bridges.torchmetrics import TorchMetric
+from trainfold.adapters.evaluation.time_limit import time_limit
+from trainfold.core.data.eval_cursor import DistributedEvalCursor, eval_batches, make_eval_cursor
+from trainfold.core.evaluate.evaluation import Evaluation, evaluation_of
+from trainfold.core.evaluate.suite import Tally, no_tally
+
+__all__ = [
+    "DistributedEvalCursor",
+    "Evaluation",
+    "Tally",
+    "TorchMetric",
+    "eval_batches",
+    "evaluation_of",
+    "make_eval_cursor",
+    "no_tally",
+    "time_limit",
+]

@@ -1,0 +1,26 @@
+"""The parts of a state, and what a tree of leaves looks like without its values.
+
+The names are re-exports, each documented where it lives.
+"""
+
+from trainfold.core.optim.optimizer import Optimizer
+from trainfold.core.state.components import validate_components
+from trainfold.core.state.masters import refresh_masters
+from trainfold.core.state.spec import Difference, LeafSpec, ScalarSpec, diff_specs, spec_of
+from trainfold.core.state.state import ModelState, Opaque, OptimizerState, ParamGroup, make_progress
+
+__all__ = [
+    "Difference",
+    "LeafSpec",
+    "ModelState",
+    "Opaque",
+    "Optimizer",
+    "OptimizerState",
+    "ParamGroup",
+    "ScalarSpec",
+    "diff_specs",
+    "make_progress",
+    "refresh_masters",
+    "spec_of",
+    "validate_components",
+]

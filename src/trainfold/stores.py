@@ -1,0 +1,10 @@
+"""Places for checkpoints.
+
+The names are re-exports, each documented where it lives.
+"""
+
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.backends.stores.protocol import Store
+
+__all__ = ["LocalStore", "MemoryStore", "Store"]
