@@ -30,7 +30,7 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.describe import Described, describe
 from trainfold.core.format.manifest import Head
 from trainfold.core.resume.planner import next_to_examine, plan_resume
-from trainfold.core.resume.request import ResumeRequest, make_request
+from trainfold.core.resume.request import ResumeRequest, resume_request
 from trainfold.core.resume.request import Target as Resumer
 from trainfold.core.resume.resume_plan import ResumePlan
 from trainfold.core.save.save_plan import plan_save
@@ -96,7 +96,7 @@ def measure_plans(leaves: int, repeats: int) -> dict[str, float]:
     wanted = {
         "plan_resume_secs": (state, ResumeRequest()),
         "plan_resume_fresh_secs": (without_slots(state), ResumeRequest()),
-        "plan_resume_dtype_secs": (with_other_dtype(state), make_request(policy=adapt)),
+        "plan_resume_dtype_secs": (with_other_dtype(state), resume_request(policy=adapt)),
     }
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"

@@ -19,7 +19,7 @@ from trainfold.core.format.manifest import Manifest
 from trainfold.core.resume.inventory import Inventory
 from trainfold.core.resume.planner import chosen_manifest, plan_resume
 from trainfold.core.resume.quarantine import with_quarantined
-from trainfold.core.resume.request import ResumeRequest, Target, make_request
+from trainfold.core.resume.request import ResumeRequest, Target, resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.save.cadence import Cadence, advise_cadence
 
@@ -57,7 +57,7 @@ def plan_run(run: Path, *, step: int | None = None, costs: Mapping[str, float | 
         InvalidArgument: for a step below 0.
         UsageError: if only a part is given of what the advice needs, or a duration that cannot be.
     """
-    request = make_request(step=step)  # first: a step that cannot be is wrong whatever the run holds
+    request = resume_request(step=step)  # first: a step that cannot be is wrong whatever the run holds
     cadence = _advice(costs or {})
     if cadence is None:
         return _resume(run, request)

@@ -11,13 +11,13 @@ from trainfold.adapters.manager.protocol import LoadDecision, load_decision
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.runs.best_reader import measured_best
 from trainfold.backends.runs.load import Loaded, Quarantine, load_run, plan_run
-from trainfold.backends.runs.snapshot import prove_alike, take_snapshot
+from trainfold.backends.runs.snapshot import describe_state, prove_alike
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import InvalidState, Refused, ResumeRefused
 from trainfold.core.format.file_names import step_of
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import Drift
-from trainfold.core.resume.request import make_request
+from trainfold.core.resume.request import resume_request
 from trainfold.core.state.audit import component_of
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.state import Descent, TrainState
@@ -50,7 +50,7 @@ class RunLoader:
     def decide(self, run: Live | TrainState, *, step: int | None) -> LoadDecision:
         """Say whether there is something to resume; loads nothing."""
         names, like = self._like(run)
-        request = make_request(step=step, components=names, policy=self.policy)
+        request = resume_request(step=step, components=names, policy=self.policy)
         outcome = plan_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives)
         mine = load_decision(outcome, step=step)
         return next((each for each in self.collectives.gather(mine) if not each), mine)
@@ -76,14 +76,14 @@ class RunLoader:
         if isinstance(run, Live):
             on_all_ranks(self.collectives, lambda: run.restore(loaded.state, components=names, policy=self.policy))
             if self.proves and self.collectives.world_size > 1:
-                prove_alike(lambda: take_snapshot(run.capture(), components=names), self.collectives)
+                prove_alike(lambda: describe_state(run.capture(), components=names), self.collectives)
         self.descent = loaded.descent
         return loaded.state
 
     def _loaded(
         self, like: TrainState, names: tuple[str, ...] | None, step: int | None, reset: Mapping[str, str] | None
     ) -> Loaded:
-        request = make_request(step=step, components=names, policy=self.policy, reset=reset)
+        request = resume_request(step=step, components=names, policy=self.policy, reset=reset)
         return load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
                         quarantine=Quarantine())  # fmt: skip
 
@@ -101,7 +101,7 @@ class RunLoader:
         _, like = self._like(run)
         step = step_of(name)
         assert step is not None  # the name was made of it
-        request = make_request(step=step, components=["model"], policy=self.policy)
+        request = resume_request(step=step, components=["model"], policy=self.policy)
         state = load_run(
             self.store, like=like, request=request, contract=self.contract, collectives=self.collectives
         ).state

@@ -18,7 +18,7 @@ from trainfold.adapters.parallel.ddp import sent_buffers
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.runs.background import Saver
 from trainfold.backends.runs.save import SaveResult
-from trainfold.backends.runs.snapshot import Snapshot, save_snapshot, step_of_state, take_snapshot
+from trainfold.backends.runs.snapshot import Snapshot, describe_state, save_snapshot, step_of_state
 from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import error_text
@@ -290,7 +290,7 @@ class SaveRunner:
         if isinstance(run, Live) and self._world.world_size > 1 and not self._proofs:
             run.check_whole()  # again, because what is attached may have been wrapped since
         names = validate_components(self._components, declared=run.names) if isinstance(run, Live) else self._components
-        found = take_snapshot(state, components=names, contract=self._contract, describe=self._describer.describe)
+        found = describe_state(state, components=names, contract=self._contract, describe=self._describer.describe)
         if self._world.world_size == 1:
             return found
         if isinstance(run, Live):

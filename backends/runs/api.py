@@ -9,12 +9,12 @@ from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.runs.load import load_run, plan_run
 from trainfold.backends.runs.save import SaveResult
-from trainfold.backends.runs.snapshot import check_state, save_snapshot, take_snapshot
+from trainfold.backends.runs.snapshot import check_state, describe_state, save_snapshot
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.world import Collectives
-from trainfold.core.resume.request import make_request
+from trainfold.core.resume.request import resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.scalars import shown
 from trainfold.core.state.state import TrainState
@@ -79,7 +79,7 @@ def save(  # noqa: PLR0913 - keywords
     """
     check_state(state, "state")
     return save_snapshot(
-        lambda: take_snapshot(state, components=components, contract=contract),
+        lambda: describe_state(state, components=components, contract=contract),
         open_store(run),
         collectives=world_given(collectives, os.environ, where="save.collectives"),
         lock=lock,
@@ -119,7 +119,7 @@ def plan(  # noqa: PLR0913 - keywords
         3
     """
     check_state(like, "like")
-    request = make_request(step=step, components=components, policy=policy, reset=reset)
+    request = resume_request(step=step, components=components, policy=policy, reset=reset)
     store = open_store(run)
     return plan_run(store, like=like, request=request, contract=contract, collectives=SingleProcess())
 
@@ -172,6 +172,6 @@ def load(  # noqa: PLR0913 - keywords
         96
     """
     check_state(like, "like")
-    request = make_request(step=step, components=components, policy=policy, reset=reset)
+    request = resume_request(step=step, components=components, policy=policy, reset=reset)
     world = world_given(collectives, os.environ, where="load.collectives")
     return load_run(open_store(run), like=like, request=request, contract=contract, collectives=world).state

@@ -92,7 +92,7 @@ def plan_run(
 ) -> ResumePlan | Refusal:
     """Say what `load_run` would do; see `trainfold.plan`. The arguments are those of `load_run`."""
     known = passed_over(store, request, collectives)
-    target = target_of(like, contract, collectives)
+    target = resume_target(like, contract, collectives)
     return _planned(store, with_quarantined(read_inventory(store), known), target, request)[1]
 
 
@@ -116,7 +116,7 @@ def load_run(  # noqa: PLR0913 - keywords
         quarantine: what counts the attempts; None for a reader that may not write into the run. What is in quarantine is passed
             over by all, unless its step is asked for.
     """
-    world, target = collectives, target_of(like, contract, collectives)
+    world, target = collectives, resume_target(like, contract, collectives)
     known = passed_over(store, request, world)
     inventory = listed = read_inventory(store)
     relistings = 0
@@ -157,10 +157,24 @@ def passed_over(store: Store, request: ResumeRequest, world: Collectives) -> Map
 
 
 @without_collecting
-def target_of(like: TrainState, contract: Mapping[str, Any] | None, world: Collectives) -> Target:
-    """What a run that looks like this wants to resume."""
+def resume_target(
+    like: TrainState, contract: Mapping[str, Any] | None = None, world: Collectives | None = None
+) -> Target:
+    """Say what a run that looks like this wants to resume.
+
+    Args:
+        like: a state with its components, shapes and dtypes; no value is looked at.
+        contract: what must be equal beside what ``like`` says.
+        world: which ranks there are; None for one process.
+
+    Examples:
+        >>> from trainfold.core.state.state import Progress
+        >>> sorted(resume_target(TrainState(trainer=Progress())).components)
+        ['trainer']
+    """
+    rank, world_size = (0, 1) if world is None else (world.rank, world.world_size)
     components = {name: describe(component, name)[0] for name, component in components_of(like).items()}
-    return Target(components, full_contract(like, contract), world.rank, world.world_size, library_versions())
+    return Target(components, full_contract(like, contract), rank, world_size, library_versions())
 
 
 @without_collecting
@@ -173,7 +187,14 @@ def _planned(
 
 
 def examined(store: Store, inventory: Inventory, request: ResumeRequest, wanted: Collection[str] = ()) -> Inventory:
-    """The inventory with what the manifests say that matter for a request of a run with these components."""
+    """Read the manifests that a request needs, newest first, until one can do what it asks for.
+
+    Args:
+        store: the run.
+        inventory: from `read_inventory`.
+        request: from `resume_request`.
+        wanted: the components of the run that wants to resume.
+    """
     while (name := next_to_examine(inventory, request, wanted)) is not None:
         inventory = examine(store, inventory, name)
     return inventory

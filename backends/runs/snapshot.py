@@ -132,7 +132,7 @@ class Snapshot:
 
 
 @without_collecting
-def take_snapshot(
+def describe_state(
     state: TrainState,
     *,
     components: Sequence[str] | None = None,
@@ -156,7 +156,7 @@ def take_snapshot(
 
     Examples:
         >>> from trainfold.core.state.state import Progress
-        >>> take_snapshot(TrainState(trainer=Progress(step=3))).step
+        >>> describe_state(TrainState(trainer=Progress(step=3))).step
         3
     """
     check_state(state, "state")
@@ -255,7 +255,7 @@ def _saved(  # noqa: PLR0913 - keywords
                 check_place(store)  # before the lock, which is a file
                 if lock:
                     held.enter_context(store.lock())
-                return _decide(store, snapshot.step, descends_from)
+                return begin_checkpoint(store, snapshot.step, descends_from=descends_from)
 
         head, old = on_rank_zero(collectives, begin)
         plan = without_collecting(plan_save)(
@@ -339,8 +339,23 @@ def check_state(state: object, argument: str) -> None:
         )
 
 
-def _decide(store: Store, step: int, descends_from: Descent | None) -> tuple[Head, bytes | None]:
-    """The head of the next checkpoint, and the manifest that it replaces; the run is made here if it is new."""
+def begin_checkpoint(store: Store, step: int, *, descends_from: Descent | None = None) -> tuple[Head, bytes | None]:
+    """Say what the next checkpoint of a run is; the run is made here if it is new. The caller holds its lock.
+
+    Args:
+        store: the run.
+        step: of the state that is to be saved.
+        descends_from: what that state was loaded from; None where nobody knows, and the steps decide.
+
+    Returns:
+        Its head: which run it belongs to, and what it follows. And the manifest that it replaces, if that step was saved before.
+
+    Examples:
+        >>> from trainfold.backends.stores.memory import MemoryStore
+        >>> head, replaced = begin_checkpoint(MemoryStore(), 120)
+        >>> head.step, replaced
+        (120, None)
+    """
     run_id = read_run_id(store)
     if run_id is None:
         check_place(store)

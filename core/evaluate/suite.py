@@ -175,7 +175,7 @@ def merge_tallies(suite: Suite, one: Tally, other: Tally) -> Tally:
 
 
 def results_of(suite: Suite, tally: Tally) -> dict[str, Any]:
-    """What each metric says; those that have nothing to say, such as a ratio without a denominator, are absent."""
+    """Return what each metric says; those that have nothing to say, such as a ratio without a denominator, are absent."""
     if tally.batches == 0:
         return {}
     found = {name: metric.result(tally.accumulators[name]) for name, metric in suite.items()}

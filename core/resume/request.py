@@ -35,7 +35,7 @@ class Target:
 @final
 @attrs.frozen
 class ResumeRequest:
-    """What the caller asks for. Make it with `make_request`.
+    """What the caller asks for. Make it with `resume_request`.
 
     Attributes:
         step: an explicit step, or None for the newest of the current timeline.
@@ -50,7 +50,7 @@ class ResumeRequest:
     reset: Mapping[str, str] = attrs.field(factory=dict)
 
 
-def make_request(
+def resume_request(
     *,
     step: int | None = None,
     components: Sequence[str] | None = None,
@@ -69,7 +69,7 @@ def make_request(
         InvalidArgument: for a negative step, an unknown kind, an empty reason, or what is no mapping and no list of names.
 
     Examples:
-        >>> make_request(step=120, reset={"rng": "a new seed on purpose"}).step
+        >>> resume_request(step=120, reset={"rng": "a new seed on purpose"}).step
         120
     """
     if step is not None and (type(step) is not int or step < 0):

@@ -7,7 +7,7 @@ from trainfold.adapters.bridges.torchmetrics import TorchMetric
 from trainfold.adapters.evaluation.time_limit import time_limit
 from trainfold.core.data.eval_cursor import DistributedEvalCursor, eval_batches, make_eval_cursor
 from trainfold.core.evaluate.evaluation import Evaluation, evaluation_of
-from trainfold.core.evaluate.suite import Tally, no_tally
+from trainfold.core.evaluate.suite import Tally, merge_tallies, no_tally, observe, results_of
 
 __all__ = [
     "DistributedEvalCursor",
@@ -17,6 +17,9 @@ __all__ = [
     "eval_batches",
     "evaluation_of",
     "make_eval_cursor",
+    "merge_tallies",
     "no_tally",
+    "observe",
+    "results_of",
     "time_limit",
 ]

@@ -13,7 +13,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load
-from trainfold.backends.runs.snapshot import save_snapshot, take_snapshot
+from trainfold.backends.runs.snapshot import describe_state, save_snapshot
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RankFailed, SaveFailed
 from trainfold.core.format.fingerprint import fingerprint
@@ -50,7 +50,7 @@ class StandingStore:
 
 def written_through_a_hold(state, store, world, check=lambda _: None):
     """Save a state whose leaves are all held; ``check`` comes before what the save looks at in the end."""
-    snapshot = take_snapshot(state)
+    snapshot = describe_state(state)
     hold = Hold(snapshot.named())
     real = hold.check_unchanged
     hold.check_unchanged = lambda: (check(hold), real())

@@ -18,7 +18,7 @@ from trainfold.backends.runs.best_file import BestIgnored, best_scores, load_bes
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt, quarantined
 from trainfold.backends.runs.scan import read_inventory, read_manifest
-from trainfold.backends.runs.snapshot import save_snapshot, take_snapshot
+from trainfold.backends.runs.snapshot import describe_state, save_snapshot
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash
 from trainfold.core.best.record import make_best_record, updated
@@ -45,7 +45,7 @@ def state_at(step, value=None):
 def save_from(store, descent, step, value=None, *, world=None, keeper=None):
     """Save, and delete what may go, as a manager does; the result."""
     result = save_snapshot(
-        lambda: take_snapshot(state_at(step, value)),
+        lambda: describe_state(state_at(step, value)),
         store,
         collectives=world or SingleProcess(),
         lock=False,
@@ -247,7 +247,7 @@ def test_a_generation_goes_as_a_whole(tmp_path):
         def save_one(world, state=state):
             part = make_shard(torch.full((8,), float(world.rank)), shape=(24,), starts=(8 * world.rank,))
             mine = state.evolve(extra={"w": part})
-            return save_snapshot(lambda: take_snapshot(mine), store, collectives=world, lock=world.rank == 0)
+            return save_snapshot(lambda: describe_state(mine), store, collectives=world, lock=world.rank == 0)
 
         results = run_threads(3, save_one)
         keeper.retain(results[0])
@@ -287,7 +287,7 @@ def test_a_load_that_failed_and_the_weights_of_the_best_do_not_change_where_a_st
     store, live = MemoryStore(), attach(torch.nn.Linear(1, 1))
     for _ in range(2):
         live.advance(samples=1)
-        save_snapshot(lambda: take_snapshot(live.capture()), store, collectives=SingleProcess())
+        save_snapshot(lambda: describe_state(live.capture()), store, collectives=SingleProcess())
     save_best(store, updated(WANTED, {"loss": 0.0}, step=2))
     resumer = resumer_of(store)
     resumer.load(live, step=1, reset=None)
