@@ -9,7 +9,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.metrics.metric import Metric
-from trainfold.core.metrics.text import text_of
+from trainfold.core.metrics.text import public_text, text_of
 from trainfold.core.plain import check_plain
 from trainfold.core.scalars import shown
 
@@ -92,7 +92,8 @@ def check_tally(where: str, suite: Suite, tally: object) -> None:
         InvalidArgument: naming the metrics that differ.
     """
     wanted = texts_of(suite)
-    found = dict(tally.metrics) if isinstance(tally, Tally) and isinstance(tally.metrics, Mapping) else {}
+    texts = tally.metrics if isinstance(tally, Tally) and isinstance(tally.metrics, Mapping) else {}
+    found = {name: public_text(text) if isinstance(text, str) else text for name, text in texts.items()}
     is_whole = isinstance(tally, Tally) and isinstance(tally.accumulators, Mapping)
     if found == wanted and is_whole and tally.accumulators.keys() == wanted.keys():  # type: ignore[attr-defined]
         return

@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import re
 import types
 from collections.abc import Mapping
 from fractions import Fraction
@@ -14,6 +15,7 @@ from trainfold.core.digest import digest_of, tensor_bytes
 
 _PLAIN = (str, bytes, int, float, complex, Fraction, type(None), torch.dtype, torch.Size, enum.Enum)
 _DEPTH = 8
+_MODULE = re.compile(r"\btrainfold\.core\.metrics\.\w+\.(?=[A-Z])")
 
 
 def text_of(value: Any, depth: int = _DEPTH) -> str:
@@ -22,7 +24,7 @@ def text_of(value: Any, depth: int = _DEPTH) -> str:
     Examples:
         >>> from trainfold.core.metrics.topk import TopK
         >>> text_of(TopK(5))
-        'trainfold.core.metrics.topk.TopK(ignore_index=-100, k=5)'
+        'trainfold.metrics.TopK(ignore_index=-100, k=5)'
         >>> text_of({"b": frozenset({2, 1}), "a": max})
         "{'a': builtins.max, 'b': frozenset(1, 2)}"
     """
@@ -32,7 +34,7 @@ def text_of(value: Any, depth: int = _DEPTH) -> str:
         return f"device({value.type})"  # ranks have one each
     if isinstance(value, _PLAIN):
         return repr(value)
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    name = public_text(f"{type(value).__module__}.{type(value).__qualname__}")
     if depth == 0:
         return name
     inner = functools.partial(text_of, depth=depth - 1)
@@ -54,6 +56,16 @@ def text_of(value: Any, depth: int = _DEPTH) -> str:
         fields = sorted(f"{field}={inner(each)}" for field, each in _fields(value).items())
         text = f"{name}({', '.join(fields)})"
     return text
+
+
+def public_text(text: str) -> str:
+    """The text of a metric with each of trainfold's own under its public name: older tallies name the module that it lay in.
+
+    Examples:
+        >>> public_text("trainfold.core.metrics.topk.TopK(k=5)")
+        'trainfold.metrics.TopK(k=5)'
+    """
+    return _MODULE.sub("trainfold.metrics.", text)
 
 
 def _of_array(value: Any, inner: Any) -> str:
