@@ -57,13 +57,16 @@ def modules_of(package: str) -> list[str]:
 
 
 def homes() -> dict[str, str]:
-    """Each public name, and the module that it is documented in: those of the modules by subject, and those at the top."""
+    """Each public name, and the module that it is documented in; not those of other names for a type, which have no page."""
     found = {}
     for subject in trainfold._MODULES:  # noqa: SLF001
         tree = ast.parse(Path(str(getattr(trainfold, subject).__file__)).read_text())
         imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
         found.update({alias.name: str(node.module) for node in imports for alias in node.names})
-    return found | dict(trainfold._MODULE_OF)  # noqa: SLF001
+    found |= trainfold._MODULE_OF  # noqa: SLF001
+    places = [trainfold, *(getattr(trainfold, subject) for subject in trainfold._MODULES)]  # noqa: SLF001
+    values = {name: getattr(place, name) for place in places for name in place.__all__}
+    return {name: home for name, home in found.items() if getattr(values.get(name), "__module__", None) == home}
 
 
 def first_line(value: object) -> str:

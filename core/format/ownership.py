@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from trainfold.core.scalars import Json
 
-_OPAQUE: Final = "trainfold.states.Opaque"
+_OPAQUE: Final = "trainfold.Opaque"
 
 
 def belongs_to_rank(name: str, node: Json) -> bool:
@@ -14,7 +14,7 @@ def belongs_to_rank(name: str, node: Json) -> bool:
     A position in global units, such as a `DataCursor`, is the same on all ranks.
 
     Examples:
-        >>> belongs_to_rank("rng", {}), belongs_to_rank("dataset", {"node": "trainfold.data.DataCursor"}), belongs_to_rank("ema", {})
+        >>> belongs_to_rank("rng", {}), belongs_to_rank("dataset", {"node": "trainfold.DataCursor"}), belongs_to_rank("ema", {})
         (True, False, False)
     """
     return name == "rng" or (name == "dataset" and is_opaque(node))
@@ -29,7 +29,7 @@ def is_between_epochs(node: Json) -> bool:
     """Whether the position of a loader is certain to be between two epochs: a share of the data ends there for every rank.
 
     Examples:
-        >>> is_between_epochs({"node": "trainfold.states.Opaque", "fields": {"value": {"dict": {"epoch": 1, "batches": 0}}}})
+        >>> is_between_epochs({"node": "trainfold.Opaque", "fields": {"value": {"dict": {"epoch": 1, "batches": 0}}}})
         True
     """
     counts = list(_counts(node))

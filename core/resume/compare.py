@@ -22,8 +22,8 @@ from trainfold.core.state.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.state.state import TrainState
 
 _GROUPS = "optimizer.groups["
-_OPTIMIZER = "trainfold.states.OptimizerState"
-_OWNERS = frozenset({"trainfold.states.Opaque", "trainfold.OwnOptimizerState"})  # whose owner compares what is in it
+_OPTIMIZER = "trainfold.OptimizerState"
+_OWNERS = frozenset({"trainfold.Opaque", "trainfold.OwnOptimizerState"})  # whose owner compares what is in it
 _SCALAR = ScalarSpec("scalar")
 
 

@@ -1,1 +1,1 @@
-"""Formats of checkpoints, one room each."""
+"""A training step as a function. May import `optim`, `metrics`, `state` and what lies below them, and `engine`, its own."""

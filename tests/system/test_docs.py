@@ -104,7 +104,8 @@ def test_every_public_name_is_in_the_reference(inventory):
     wanted = {f"{module}.{name}" for name, module in trainfold._MODULE_OF.items()}
     for subject in trainfold._MODULES:
         module = getattr(trainfold, subject)
-        wanted |= {f"trainfold.{subject}"} | {f"trainfold.{subject}.{name}" for name in module.__all__}
+        named = [name for name in module.__all__ if isinstance(getattr(module, name), type | types.FunctionType)]
+        wanted |= {f"trainfold.{subject}"} | {f"trainfold.{subject}.{name}" for name in named}
     assert wanted <= described, sorted(wanted - described)
 
 
@@ -139,11 +140,7 @@ def test_each_line_of_what_is_exact_names_the_test_that_holds_it(root):
     seen, _, unseen = page.partition("## Not seen")
     lines = [line for line in seen.splitlines() if line.startswith("| ") and line != "| what | test |"]
     assert len(lines) > 80
-    assert [
-        line
-        for line in lines
-        if "`tests/test_" not in line and "`tests/crash/" not in line and "`tests/fuzz/" not in line
-    ] == []
+    assert [line for line in lines if not re.search(r"`tests/(\w+/)*test_", line)] == []
     assert all(line.count(" | ") == 1 for line in unseen.splitlines() if line.startswith("| "))
 
 

@@ -662,7 +662,7 @@ def test_a_process_that_never_imported_metrics_reads_a_checkpoint_that_has_a_tal
     trainfold.save(state, tmp_path / "run")
     manifest = (tmp_path / "run" / "step-00000000" / "manifest.json").read_text()
     named = set(re.findall(r'"node": ?"(trainfold\.\w+)"', manifest))
-    assert {"trainfold.evaluation.Tally", "trainfold.Quotient", "trainfold.Bins"} <= named
+    assert {"trainfold.Tally", "trainfold.Quotient", "trainfold.Bins"} <= named
     script = "from trainfold.core.format.rebuild import registered_classes; print(*registered_classes())"
     known = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert named <= set(known)

@@ -2,6 +2,7 @@
 
 import itertools
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from trainfold import metrics as M
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree
+from trainfold.core.evaluate.suite import check_tally, no_tally
 from trainfold.core.format.codec import leaf_digest
 
 SUITE = {"sum": M.Sum()}
@@ -182,3 +184,15 @@ def test_a_loader_with_a_rank_of_its_own_may_be_limited():
 
     batches = trainfold.evaluation.time_limit(Loader([powers(range(3))]), secs=3600)
     assert trainfold.evaluate(summed, batches, SUITE) == {"sum": 21.0}
+
+
+def test_a_tally_that_names_the_module_of_a_metric_is_gone_on_with():
+    """Q01: older tallies say `trainfold.core.metrics.topk.TopK`; the class has one public name, wherever it lies."""
+    suite = {"top": M.TopK(2), "loss": M.Ratio()}
+    tally = no_tally(suite)
+    assert tally.metrics["top"].startswith("trainfold.metrics.TopK(")
+    old = {"top": tally.metrics["top"].replace("trainfold.metrics.", "trainfold.core.metrics.topk."),
+           "loss": tally.metrics["loss"].replace("trainfold.metrics.", "trainfold.core.metrics.ratio.")}  # fmt: skip
+    check_tally("start", suite, attrs.evolve(tally, metrics=old))
+    with pytest.raises(InvalidArgument, match="TopK"):
+        check_tally("start", suite | {"top": M.TopK(3)}, attrs.evolve(tally, metrics=old))
