@@ -833,4 +833,4 @@ ManagerAndDisk.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 TestManagerAndDisk = ManagerAndDisk.TestCase
-TestManagerAndDisk.pytestmark = [pytest.mark.timeout(0 if EXAMPLES > 600 else 300)]
+TestManagerAndDisk.pytestmark = [pytest.mark.timeout(0 if EXAMPLES > 30 else 300)]
