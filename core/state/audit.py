@@ -93,7 +93,7 @@ def changed(before: Facts, now: Facts) -> dict[str, Fact]:
 
     - what was not there, or was None or empty, and is there now: it may be changed by the next look;
     - a tensor of another shape, as one that grows with the longest sequence so far;
-    - a number that is a size of such a tensor in the same object.
+    - a number or a length that is a size of such a tensor in the same object.
 
     A tensor with a graph that the next forward reads is no cache, and is one of the changes as soon as it is there.
 
@@ -119,7 +119,11 @@ def changed(before: Facts, now: Facts) -> dict[str, Fact]:
     for path, fact in now.items():
         if fact.kind in _SIZED and (path not in before or before[path].shape != fact.shape):
             grown.setdefault(fact.owner, set()).update(map(str, fact.shape))
-    return {path: fact for path, fact in found.items() if fact.value not in grown.get(fact.owner, ())}
+    return {
+        path: fact
+        for path, fact in found.items()
+        if fact.kind not in (NUMBER, LENGTH) or fact.value not in grown.get(fact.owner, ())
+    }
 
 
 def _differs(before: Fact, now: Fact) -> bool:

@@ -12,7 +12,7 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -707,6 +707,10 @@ LOOKS = st.dictionaries(
 
 
 @given(before=LOOKS, now=LOOKS)
+@example(
+    before={"m.a": audit.Fact(audit.NUMBER, "0", "m"), "m.c[0]": audit.Fact(audit.GENERATOR, "0", "m")},
+    now={"m.c[0]": audit.Fact(audit.GENERATOR, "1", "m"), "m.a": audit.Fact(audit.TENSOR, "0", "m", (1,))},
+)
 def test_only_what_was_there_before_and_differs_is_a_change(before, now):
     found = audit.changed(before, now)
     assert found == {path: now[path] for path in found}
