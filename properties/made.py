@@ -1,7 +1,6 @@
 """`made_by`: a step that is made anew where a process would be, and the new process itself, for `laws.resumes_exactly`."""
 
 import multiprocessing
-import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -98,7 +97,9 @@ def elsewhere(
             task = Task(maker.make, folder, like, batches, torch.get_num_threads())
             process = context.Process(target=resume, args=(task, there))
             process.start()
-        except (AttributeError, TypeError, ValueError, RuntimeError, pickle.PicklingError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # whatever cannot be sent says so in a way of its own
             raise InvalidArgument(
                 "made_by.make",
                 expected="a maker that a new process can import, and a state and batches that can be sent to it",
