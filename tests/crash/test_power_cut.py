@@ -103,9 +103,15 @@ def test_after_a_power_cut_in_mid_save_the_run_goes_on_from_what_was_acknowledge
 
 
 def promised_by(said):
-    """What a writer has promised, and how many checkpoints went; what a manager does not keep goes when the next one is there."""
+    """What a writer has promised, and how many checkpoints went; what a manager does not keep goes when the next one is there.
+
+    An async save may still be deleting in the background when another best is written: what was the best until then may go at once.
+    """
     promised, kept, count = Promised(), (), 0
     for what, step, about in said:
+        if about.get("best") is not None:
+            kept = kept[:KEPT]
+            promised = attrs.evolve(promised, standing=tuple(pair for pair in promised.standing if pair[0] in kept))
         if what == "ack" and "kept" in about:
             kept = tuple(about["kept"])
         staying = kept if what == "ack" else (*kept[: KEPT - 1], *kept[KEPT:])
