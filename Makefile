@@ -15,7 +15,7 @@ help:  ## show this list
 demo: $(DEMO)  ## train, kill, resume, compare (about a minute)
 	$(BIN)/trainfold demo
 
-test: check docs  ## every gate and every test
+test: check  ## every gate, every test, and the strict build of the docs
 	$(PYTEST) -n 2 --dist loadfile
 
 check: $(DEV)  ## the static gates (seconds)
