@@ -122,7 +122,7 @@ def test_an_interrupt_at_any_moment_loses_no_state_and_stops_nobody(scene, mode,
     """A14, D05, D07, P11: Ctrl-C, or a handler that raises; then `finish` and `close` as in any loop."""
     logging.disable(logging.CRITICAL)
     few = {"a close": 1, "an update": 3}  # they have few places
-    stride = min(STRIDE, few.get(scene, STRIDE if mode == "sync" else 61))
+    stride = min(STRIDE, few.get(scene, STRIDE if mode == "sync" else 127))
     at, ended = 1 + (kind is TimeIsUp) * (stride // 2), False
     try:
         while not ended:
