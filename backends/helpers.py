@@ -116,8 +116,9 @@ class Task(Generic[T]):
 class _Helper:
     """What one thread does. Its end is told by it, and not by `Thread.join`, which believes it to be over when interrupted."""
 
-    def __init__(self, waiting: "SimpleQueue[Task[object] | None]") -> None:
+    def __init__(self, waiting: "SimpleQueue[Task[object] | None]", idle: "SimpleQueue[Inbox]") -> None:
         self._waiting = waiting
+        self._idle = idle  # where its block looked for it: a thread that begins late goes back there
         self.has_begun = False
         self.end = Latch()
 
@@ -128,7 +129,7 @@ class _Helper:
             while (task := self._waiting.get()) is not None:
                 task.carry_out(self)
                 del task  # and with it what it holds on to, while this waits for the next one
-            _IDLE.put(inbox)  # before the end is told, so that the next block finds this thread
+            self._idle.put(inbox)  # before the end is told, so that the next block finds this thread
         finally:
             self.end.is_over = True  # as above
             self.end.tell()
@@ -180,9 +181,10 @@ class Helpers:
 
     def __enter__(self) -> "Helpers":
         for _ in range(self._count):
-            helper = _Helper(self._waiting)
+            idle = _IDLE
+            helper = _Helper(self._waiting, idle)
             try:
-                _IDLE.get_nowait().put(helper)
+                idle.get_nowait().put(helper)
             except Empty:
                 try:
                     _thread.start_new_thread(_be_a_thread, (helper,))

@@ -42,10 +42,7 @@ def no_idle_threads(monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch):
-    """A list with an item for each thread that is started.
-
-    There may be fewer than a test needs: a thread of an earlier test that began late, on a busy machine, is idle now, and is used again.
-    """
+    """A list with an item for each thread that is started."""
     found = []
 
     def count(function, args):
@@ -71,7 +68,7 @@ def test_threads_are_made_once_and_used_again(started):
     first = done_by_two()
     assert len(first) == 2
     assert all(done_by_two() == first for _ in range(50))
-    assert len(started) <= 2
+    assert len(started) == 2
 
 
 def test_files_are_written_by_the_same_threads(started, tmp_path):
@@ -81,7 +78,7 @@ def test_files_are_written_by_the_same_threads(started, tmp_path):
         with (tmp_path / f"{number}").open("wb", buffering=0) as file:
             direct_io.write_stream(file.fileno(), [bytes([number]) * size], size_bytes=size)
         assert (tmp_path / f"{number}").read_bytes() == bytes([number]) * size
-    assert len(started) <= direct_io.WRITERS
+    assert len(started) == direct_io.WRITERS
 
 
 def test_blocks_at_the_same_time_have_threads_of_their_own(started):
@@ -95,7 +92,7 @@ def test_blocks_at_the_same_time_have_threads_of_their_own(started):
             assert does.wait(20), "it is not behind the task of the other block"
         gate.set()
         waits.result()
-    assert len(started) <= 2
+    assert len(started) == 2
 
 
 def test_a_forked_child_makes_its_own(started):
@@ -104,7 +101,7 @@ def test_a_forked_child_makes_its_own(started):
     child = os.fork()
     if child == 0:
         try:
-            os._exit(0 if len(done_by_two()) == 2 and len(started) <= 4 else 1)
+            os._exit(0 if len(done_by_two()) == 2 and len(started) == 4 else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -119,7 +116,7 @@ def test_a_thread_that_a_failure_has_ended_is_not_used_again(started, monkeypatc
     assert helpers._IDLE.empty()
     with Helpers(1) as other:
         assert other.give(Task(lambda: 7)).result() == 7
-    assert len(started) <= 2
+    assert len(started) == 2
 
 
 @pytest.mark.parametrize("start", [REAL, never, refuses, without_memory, late])
