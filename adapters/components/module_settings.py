@@ -3,6 +3,7 @@
 import re
 import types
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any, Final
 
 import torch
@@ -65,8 +66,8 @@ def settings_of_root(root: torch.nn.Module, path: str) -> dict[str, Json]:
         >>> settings_of_root(torch.nn.Dropout(0.1), "m")
         {'m.kind': 'Dropout', 'm.p': 0.1, 'm.inplace': False}
     """
-    modules = [module for place, module in _places(root) if not place]
-    return {f"{path}.{key}": value for module in modules for key, value in _settings(module)}
+    outermost = takewhile(lambda found: not found[0], _places(root))  # what lies in them comes after them
+    return {f"{path}.{key}": value for _, module in outermost for key, value in _settings(module)}
 
 
 def _places(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
