@@ -8,10 +8,12 @@ import attrs
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, FutureVersion
 from trainfold.core.format.manifest import END, TAIL
-from trainfold.core.format.strict_json import count, strict_json
+from trainfold.core.format.strict_json import Read, count, digest_text, positive, strict_json, text_of
 from trainfold.core.scalars import Json, canonical_json, shown
 
 T = TypeVar("T")
+SEAL: Final[dict[str, Read]] = {"format": text_of, "version": positive, "digest": digest_text}
+"""The fields that every sealed object has; a reader's own table is ``SEAL | {...}``, for `read_fields`."""
 _TAIL_BYTES: Final = len(TAIL) + len(digest_of(b"")) + len(END)
 
 

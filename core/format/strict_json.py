@@ -1,8 +1,9 @@
 """Strict reading of JSON that may be hostile: one object, no duplicate keys, and checked fields (U04, U05)."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointHostile
@@ -12,6 +13,11 @@ from trainfold.core.scalars import Json, shown
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 _HEX = frozenset("0123456789abcdef")
 _MAX_COUNT = 2**62
+
+Read: TypeAlias = Callable[[Any, str], Any]
+"""Checks one JSON value and returns what it stands for; the text says where the value is, for messages."""
+Table: TypeAlias = Mapping[str, Read]
+"""Field name -> how to read it: the whole schema of an object."""
 
 
 def strict_json(text: bytes, where: str) -> dict[str, Any]:
@@ -69,10 +75,81 @@ def fields(document: Json, names: set[str], where: str, *, exact: bool) -> None:
         )
 
 
+def read_fields(document: Json, table: Table, where: str) -> dict[str, Any]:
+    """Read an object that has exactly the fields of a table.
+
+    Examples:
+        >>> read_fields({"step": 7, "scores": [0.5]}, {"step": count, "scores": items(finite, most=3)}, "best.json")
+        {'step': 7, 'scores': (0.5,)}
+        >>> read_fields({"step": -1}, {"step": count}, "best.json")
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.CheckpointHostile: best.json: step: expected an int in 0..2**62, found -1; do not use this \
+checkpoint; fall back to an older one
+    """
+    values = mapping_of(document, where)
+    fields(values, set(table), where, exact=True)
+    return {name: read(values[name], f"{where}: {name}") for name, read in table.items()}
+
+
+def items(read: Read, *, most: int, least: int = 0) -> Read:
+    """How to read a list of ``least`` to ``most`` values of one kind; it becomes a tuple.
+
+    Examples:
+        >>> items(count, most=2)([1, 2, 3], "best.json: kept")
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.CheckpointHostile: best.json: kept: expected 0 to 2 items, found 3; do not use this \
+checkpoint; fall back to an older one
+    """
+
+    def read_items(value: Any, where: str) -> tuple[Any, ...]:
+        found = list_of(value, where)
+        if not least <= len(found) <= most:
+            raise hostile(where, f"{least} to {most} items", len(found))
+        return tuple(read(each, f"{where}[{index}]") for index, each in enumerate(found))
+
+    return read_items
+
+
+def row(*reads: Read) -> Read:
+    """How to read a list of fixed length, each place in its own way; it becomes a tuple.
+
+    Examples:
+        >>> row(finite, count)([0.5, 7], "best.json: kept[0]")
+        (0.5, 7)
+    """
+
+    def read_row(value: Any, where: str) -> tuple[Any, ...]:
+        found = sized(value, len(reads), where)
+        return tuple(read(each, where) for read, each in zip(reads, found, strict=True))
+
+    return read_row
+
+
 def count(value: object, where: str, *, least: int = 0) -> int:
     """A checked int in ``least..2**62``."""
     if type(value) is not int or not least <= value <= _MAX_COUNT:
         raise hostile(where, f"an int in {least}..2**62", shown(value))
+    return value
+
+
+def positive(value: object, where: str) -> int:
+    """A checked int in ``1..2**62``."""
+    return count(value, where, least=1)
+
+
+def finite(value: object, where: str) -> float:
+    """A checked finite float; an int is not one."""
+    if type(value) is not float or not math.isfinite(value):
+        raise hostile(where, "a finite float", shown(value))
+    return value
+
+
+def yes_or_no(value: object, where: str) -> bool:
+    """A checked bool; 0 and 1 are not bools."""
+    if not isinstance(value, bool):
+        raise hostile(where, "true or false", shown(value))
     return value
 
 
