@@ -14,28 +14,23 @@ from trainfold.core.state.spec import diff_specs, spec_of
 from trainfold.core.state.state import ModelState
 
 
-def capture_module(module: torch.nn.Module) -> ModelState:
+def module_state(named: NamedTensors, *, view: bool = False) -> ModelState:
     """A module's tensors as a value; they are the module's own, not copies.
 
-    Non-persistent buffers are left out (B17), tied parameters are in it once (B19), wrappers leave no trace in the
-    names (B11).
+    Non-persistent buffers are left out, tied parameters are in it once, wrappers leave no trace in the names.
 
-    Raises:
-        InvalidState: if two tensors have the same canonical name.
+    Args:
+        named: the tensors of the module, by canonical name.
+        view: whether parameters may be the module's own objects, which require gradients: for a caller that only reads, at once.
 
     Examples:
-        >>> state = capture_module(torch.nn.Linear(2, 1))
+        >>> state = module_state(named_tensors(torch.nn.Linear(2, 1)))
         >>> list(state.params), list(state.buffers)
         (['weight', 'bias'], [])
     """
-    return ModulePart(module).capture()
-
-
-def lent_module(named: NamedTensors) -> ModelState:
-    """As `capture_module`, with the parameters themselves: for somebody who only reads, and at once."""
     params: dict[str, torch.Tensor] = dict(named.params)
-    if not set(map(type, params.values())) <= DENSE:
-        params = {name: value if type(value) in DENSE else value.detach() for name, value in params.items()}
+    if not view or not set(map(type, params.values())) <= DENSE:
+        params = {name: value if view and type(value) in DENSE else value.detach() for name, value in params.items()}
     return ModelState(params=Leaves(params), buffers=Leaves(named.buffers), ties=named.ties)
 
 
@@ -56,8 +51,7 @@ class ModulePart:
 
     def capture(self) -> ModelState:
         """The module's tensors, not copied."""
-        found = lent_module(named_tensors(self.module))
-        return attrs.evolve(found, params=Leaves({name: value.detach() for name, value in found.params.items()}))
+        return module_state(named_tensors(self.module))
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every missing, unexpected and differing tensor at once."""

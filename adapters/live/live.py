@@ -17,7 +17,7 @@ from trainfold.adapters.components.component import (
     copied_containers,
 )
 from trainfold.adapters.components.held_optimizers import Attached
-from trainfold.adapters.components.module import ModulePart, lent_module
+from trainfold.adapters.components.module import ModulePart, module_state
 from trainfold.adapters.components.module_settings import settings_of_modules, settings_of_root
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.own_modules import OwnModulePart, late_problems, own_module_parts
@@ -424,28 +424,31 @@ class Live:
             IncompleteWindow: inside an accumulation window, as far as it shows: a batch was handed out, or the optimizer
                 stepped, without `advance`; `advance` with ``steps=0``; gradients that changed since `advance` (A06).
         """
-        self.check_boundary()
-        return self._state_of(captured(self._parts(self._named()), self.optional))
+        return self._read().state
 
-    def lend(self) -> LiveView:
-        """As `capture`, for a save; parameters in it are the model's own objects."""
+    def view(self) -> LiveView:
+        """As `capture`, with the parameter objects themselves, and the random streams read but not yet made values: for a save, at once."""
+        return self._read(view=True)
+
+    def _read(self, *, view: bool = False) -> LiveView:
         self.check_boundary()
         named = self._named()
         parts = self._parts(named)
         rng = parts.pop("rng")
         assert isinstance(rng, RngPart)
-        others = captured(
-            {name: part for name, part in parts.items() if not isinstance(part, ModulePart)}, self.optional
-        )
+        late = named.keys() - self.optional  # read after the user's code
+        found = captured({name: part for name, part in parts.items() if name not in late}, self.optional)
         streams = rng.read()  # last, because the user's objects may draw to say what they hold
         if any(isinstance(part, ObjectPart | TreePart | OwnModulePart) for part in parts.values()):
-            named = self._named()  # code of the user's has run, and may have put other tensors into the modules
-        lent = {
-            name: lent_module(named[name]) if name in named else others[name]
+            named = self._named()  # the user's code has run, and may have put other tensors into the modules
+        values = {
+            name: module_state(named[name], view=view) if name in named else found[name]
             for name in parts
-            if name in named or name in others
+            if name in late or name in found
         }
-        return LiveView(self._state_of(lent), named, streams)
+        if not view:
+            return LiveView(self._state_of({**values, "rng": streams()}), named)
+        return LiveView(self._state_of(values), named, streams)
 
     def restore(
         self,

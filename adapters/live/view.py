@@ -1,4 +1,4 @@
-"""`LiveView`: a live run as a value for a save, which reads it at once; so nothing is made that only a keeper would need."""
+"""`LiveView`: a no-copy view of a live run, valid only during a save call."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -15,9 +15,10 @@ class LiveView:
     """A live run at a boundary.
 
     Attributes:
-        state: what the loop has a hand on: as `Live.capture` returns it, with the parameters themselves and without random streams.
-        modules: what the attached modules hold, by component.
-        rng: makes the component of the random streams, which were read already; in any thread. None where the state has it.
+        state: the run as `Live.capture` returns it, with the parameter objects themselves and without the random streams.
+        modules: the tensors of the attached modules, by component.
+        rng: makes the component of the random streams, which were read already; may be called in any thread. None where
+            the state has the streams.
     """
 
     state: TrainState

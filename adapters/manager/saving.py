@@ -317,7 +317,7 @@ class SaveRunner:
 
 
 def _lent(run: Live | TrainState) -> LiveView:
-    return run.lend() if isinstance(run, Live) else LiveView(run)
+    return run.view() if isinstance(run, Live) else LiveView(run)
 
 
 def _raising(error: Exception) -> Callable[[], Snapshot]:

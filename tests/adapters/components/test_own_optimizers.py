@@ -331,7 +331,7 @@ def test_what_an_own_way_writes_at_any_moment_is_copied_in_the_call():
     """W05, D02: a hook before the step protects only what nothing but the step writes to."""
     for make, is_copied in ((several, True), (MAKERS["own"], True), (MAKERS["writing"], False)):
         run = Run(make, 0).train(1)
-        lent = run.live.lend()
+        lent = run.live.view()
         leaves = {}
         for name in ("model", "optimizer"):
             leaves |= {(name, path): leaf for path, leaf in describe(getattr(lent.state, name), name)[1].items()}

@@ -116,6 +116,22 @@ def test_a_module_of_another_shape_is_left_out_if_it_is_the_only_reason():
             manager.restore(run(3, width=2))
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_optional_module_that_cannot_be_saved_is_absent_too(mode):
+    """B07: a module is read by other code than an object with a state_dict, and is left out alike."""
+    store, log = MemoryStore(), torch.nn.Linear(1, 1)
+    log.register_buffer("index", torch.eye(2).to_sparse())
+    live = attach(torch.nn.Linear(1, 1), extra={"log": log}, optional=["log"])
+    with pytest.warns(OptionalLeftOut, match="log is left out: it cannot be saved"):
+        assert "log" not in live.capture().extra
+    live.advance(samples=1)
+    with CheckpointManager(store, mode=mode) as manager:
+        with pytest.warns(OptionalLeftOut, match="log is left out"):
+            manager.save(live)
+        manager.drain()
+    assert {"model", "log"} & names_in(store) == {"model"}
+
+
 def test_one_that_fails_on_one_rank_is_absent_for_all():
     """It must not look as if all ranks had it."""
     store = MemoryStore()
