@@ -9,7 +9,7 @@ import torch
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.evaluate.tensor_packing import pack, unpack
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 _REDUCTIONS = {f"dim_zero_{name}": name for name in ("sum", "min", "max", "cat")}
 _MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -9,7 +9,7 @@ import attrs
 from trainfold.adapters.own_state.read_back import first_difference
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
-from trainfold.core.scalars import SCALARS
+from trainfold.core.json_values import SCALARS
 from trainfold.core.state.state import Opaque
 
 Undo = Callable[[], None]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trainfold.core.errors import InvalidState, TrainfoldError
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 _COUNTS: Final = ("last_epoch", "_step_count")
 _EACH_GROUP: Final = ("base_lrs", "_last_lr")

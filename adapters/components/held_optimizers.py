@@ -10,7 +10,7 @@ import torch
 from trainfold.adapters.components.component import kind_of
 from trainfold.adapters.own_state.plain_form import to_plain
 from trainfold.core.errors import InvalidState
-from trainfold.core.scalars import SCALARS
+from trainfold.core.json_values import SCALARS
 
 _TORCHS: Final = "torch.optim."
 _TORCHS_OWN: Final = frozenset({"state", "param_groups", "defaults"})

@@ -10,7 +10,7 @@ import torch
 
 from trainfold.adapters.own_state.attributes import attributes
 from trainfold.core.digest import digest_of
-from trainfold.core.scalars import Json, canonical_json, encode_scalar
+from trainfold.core.json_values import Json, canonical_json, encode_scalar
 from trainfold.core.state.fqn import canonical_name
 
 _OF_MODULES: Final = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl", "_version"})

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainfold.adapters.own_state.attributes import attributes as attributes_of
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import UnsupportedLeaf
-from trainfold.core.scalars import Json, canonical_json, encode_scalar
+from trainfold.core.json_values import Json, canonical_json, encode_scalar
 
 # What moves as a scheduler steps, and what follows from a setting of the same scheduler.
 _MOVES: Final = frozenset(

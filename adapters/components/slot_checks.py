@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from trainfold.core.errors import InvalidState, TrainfoldError
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 from trainfold.core.state.state import OptimizerState, ParamGroup
 
 # Slots that every optimizer of torch.optim makes with zeros_like or full_like of the parameter or its gradient.

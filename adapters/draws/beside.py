@@ -18,7 +18,7 @@ from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.adapters.streams.stream_reader import StreamReader, set_streams
 from trainfold.core import tree
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.scalars import SCALARS
+from trainfold.core.json_values import SCALARS
 from trainfold.core.state.state import Opaque
 
 KEY: Final = "extra"  # where such values stand among the streams of a batch

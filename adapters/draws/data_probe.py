@@ -8,8 +8,8 @@ from trainfold.adapters.draws.batch_digest import PREFIX
 from trainfold.adapters.draws.draws import Drawn, Last
 from trainfold.adapters.draws.feed import mismatch
 from trainfold.core.errors import DataPositionMismatch
+from trainfold.core.json_values import shown
 from trainfold.core.resume.drift import DriftAction, verdict_of
-from trainfold.core.scalars import shown
 
 _LOG = logging.getLogger("trainfold")
 _WHERE: Final = "state.dataset.draws.last"

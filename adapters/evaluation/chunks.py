@@ -8,7 +8,7 @@ from trainfold.adapters.evaluation.batch_source import Source
 from trainfold.core.data.chunks import Columns, columns_of, joined
 from trainfold.core.errors import InvalidArgument, InvalidBatch
 from trainfold.core.evaluate.suite import Tally
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 _END: Final[Any] = object()
 

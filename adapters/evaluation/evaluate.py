@@ -32,9 +32,9 @@ from trainfold.core.evaluate.combine import Layout, check_layouts, layout_of, pa
 from trainfold.core.evaluate.evaluation import Evaluation, evaluation_of
 from trainfold.core.evaluate.suite import Suite, Tally, check_suite, check_tally, merge_tallies, no_tally
 from trainfold.core.format.codec import leaf_digest
+from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
 from trainfold.core.metrics.metric import Metric
-from trainfold.core.scalars import shown
 
 T = TypeVar("T")
 

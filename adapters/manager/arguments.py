@@ -8,8 +8,8 @@ from trainfold.adapters.manager.protocol import LoadDecision
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.stores.direct_io import BUFFER_BYTES, BUFFERS
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.json_values import shown
 from trainfold.core.save.retention import Retention, check_keep_last, keep_last
-from trainfold.core.scalars import shown
 
 _WRITERS_BYTES: Final = BUFFERS * BUFFER_BYTES
 

@@ -31,8 +31,8 @@ from trainfold.core.errors import (
     TrainfoldError,
     error_text,
 )
+from trainfold.core.json_values import shown
 from trainfold.core.save.retention import Retention
-from trainfold.core.scalars import shown
 
 _WHERE: Final = "CheckpointConfig.manager"
 _RUN: Final = object()  # stands for a run, a decision: `bind` looks at how many there are and how they are named

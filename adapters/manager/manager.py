@@ -41,8 +41,8 @@ from trainfold.backends.runs.scan import check_place
 from trainfold.backends.runs.snapshot import step_of_state
 from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.wakeup import Latch
+from trainfold.core.checks import mapping_given
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text
-from trainfold.core.given import mapping_given
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import check_policy
 from trainfold.core.save.events import Event

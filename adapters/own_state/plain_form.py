@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.scalars import SCALARS, shown
+from trainfold.core.json_values import SCALARS, shown
 
 _TAG: Final = "__trainfold__"
 _FACTORIES: Final[Mapping[str, Callable[[], Any]]] = {

@@ -9,7 +9,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.digest import byte_view
 from trainfold.core.format.codec import as_tensor, is_tensor_leaf
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 Difference: TypeAlias = tuple[str, str, str]
 

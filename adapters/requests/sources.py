@@ -18,8 +18,8 @@ from typing import Protocol, TypeVar, final, runtime_checkable
 from trainfold.adapters.requests.signal_handlers import Disposition, deliver_again, disposition_of, hand_on, put_back
 from trainfold.adapters.requests.stop_file import FILES, StopFile
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.json_values import shown
 from trainfold.core.save.requests import StopRequest, checked_request
-from trainfold.core.scalars import shown
 
 __all__ = ["FILES", "SIGNALS", "Asked", "Combined", "RequestSource", "SignalRequests", "StopFile"]
 

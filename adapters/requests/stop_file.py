@@ -11,8 +11,8 @@ from typing import final
 
 from trainfold.backends.stores.place import local_path
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.json_values import shown
 from trainfold.core.save.requests import StopRequest, checked_request
-from trainfold.core.scalars import shown
 
 _LOG = logging.getLogger("trainfold")
 

@@ -19,8 +19,8 @@ from trainfold.adapters.streams.generator import is_generator
 from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.backends.runs.load import ResumeDrift
 from trainfold.core.digest import digest_of
+from trainfold.core.json_values import Json
 from trainfold.core.resume.drift import Drift, DriftAction, make_drift
-from trainfold.core.scalars import Json
 from trainfold.core.state.contract import checked_contract
 
 _MOST: Final = 1 << 20  # elements of which a digest is made; of more, as many in equal distances

@@ -19,7 +19,7 @@ from trainfold.adapters.components.scheduler import SchedulerPart, opaques
 from trainfold.adapters.script.script_contract import SCHEDULED, bare
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
-from trainfold.core.scalars import Json
+from trainfold.core.json_values import Json
 from trainfold.core.state.contract_kinds import BASE_RATES
 from trainfold.core.state.state import Opaque, OptimizerState, OwnOptimizerState
 

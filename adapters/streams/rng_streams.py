@@ -17,8 +17,8 @@ import torch
 from trainfold.adapters.components.component import Undo, wrong_kind
 from trainfold.adapters.streams.stream_states import check_numpy_state, check_python_state, check_torch_state
 from trainfold.core.errors import InvalidState, TrainfoldError
+from trainfold.core.json_values import shown
 from trainfold.core.rng import fold_in, make_key, seed_of
-from trainfold.core.scalars import shown
 from trainfold.core.state.state import Opaque
 
 Streams: TypeAlias = dict[str, Any]

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 _WORDS: Final = 624  # of a Mersenne Twister, which python, numpy and torch have
 _PYTHON_VERSION: Final = 3

@@ -13,7 +13,7 @@ from trainfold.adapters.draws.feed import generators_of
 from trainfold.adapters.loaders.choose import loaders_by_path
 from trainfold.adapters.watch.facts import Look, lists_in, path_of, text_of, token_of_rows, token_of_value, values_in
 from trainfold.core.errors import HiddenState, HiddenStateRefused, InvalidArgument
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 from trainfold.core.state.audit import (
     LENGTH,
     MODE,

@@ -20,7 +20,7 @@ import torch
 
 from trainfold.core.digest import tensor_bytes
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.scalars import Json
+from trainfold.core.json_values import Json
 from trainfold.core.state.spec import dtype_name
 
 _PLAIN: Final = frozenset({int, float, str, bool, type(None)})

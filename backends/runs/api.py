@@ -13,10 +13,10 @@ from trainfold.backends.runs.snapshot import check_state, describe_state, save_s
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.request import resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
-from trainfold.core.scalars import shown
 from trainfold.core.state.state import TrainState
 
 Run: TypeAlias = "str | Path | Store"

@@ -36,8 +36,8 @@ from trainfold.core.best.top_n import BestEntry, ranked
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, RunLocked
 from trainfold.core.format.file_names import MANIFEST, directory_of
+from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
-from trainfold.core.scalars import shown
 
 __all__ = ["BEST_POINTER", "BestIgnored", "best_checkpoint", "best_checkpoints", "best_scores", "load_best", "load_best_n",
            "save_best"]  # fmt: skip

@@ -9,6 +9,7 @@ from trainfold.core.digest import digest_of, tensor_bytes
 from trainfold.core.format.codec import leaf_digest
 from trainfold.core.format.describe import Described
 from trainfold.core.format.ownership import belongs_to_rank
+from trainfold.core.json_values import Json
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.replicas import (
     SMALL_BYTES,
@@ -20,7 +21,6 @@ from trainfold.core.save.replicas import (
     first_in_doubt,
     is_trained,
 )
-from trainfold.core.scalars import Json
 
 
 def copies_of(

@@ -20,13 +20,13 @@ from trainfold.core.format.manifest import (
     TensorRecord,
 )
 from trainfold.core.format.rebuild import places, rebuild
+from trainfold.core.json_values import shown
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box, intersect
 from trainfold.core.optim.slot_layout import beside_params, laid_out_like
 from trainfold.core.resume.regroup import regrouped
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.rng import KEY_BITS, Key
-from trainfold.core.scalars import shown
 from trainfold.core.state.components import components_of, state_of
 from trainfold.core.state.contract import noted_settings, run_contract
 from trainfold.core.state.masters import refresh_masters

@@ -32,9 +32,9 @@ from trainfold.core.format.manifest import (
     encode_manifest,
 )
 from trainfold.core.format.manifest_reader import decode_head, decode_manifest
+from trainfold.core.json_values import Json
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.save_plan import ComponentPlan, SavePlan
-from trainfold.core.scalars import Json
 from trainfold.core.state.state import Descent
 
 

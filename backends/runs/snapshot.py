@@ -21,19 +21,19 @@ from trainfold.backends.runs.save import SaveResult, run_save
 from trainfold.backends.runs.scan import check_place, examine, read_inventory, read_run_id, run_document
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
 from trainfold.backends.stores.protocol import Store
+from trainfold.core.checks import mapping_given
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, place
 from trainfold.core.format.codec import DENSE, as_tensor
 from trainfold.core.format.describe import Describe, Described, describe
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.format.validate import check_kinds
-from trainfold.core.given import mapping_given
+from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.world import Collectives
 from trainfold.core.optim.slot_layout import check_layouts
 from trainfold.core.resume.inventory import next_head
 from trainfold.core.save.replicas import Leaves, Proof, summary
 from trainfold.core.save.save_plan import plan_save
-from trainfold.core.scalars import Json, shown
 from trainfold.core.state.components import components_of, in_order, select
 from trainfold.core.state.contract import checked_contract, contract_of, is_of_live_run
 from trainfold.core.state.state import Descent, OptimizerState, TrainState

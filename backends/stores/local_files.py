@@ -12,7 +12,7 @@ from typing import Final
 from trainfold.backends.stores import run_lock
 from trainfold.backends.stores.os_errors import missing, not_a_directory
 from trainfold.core.errors import CheckpointHostile, InvalidArgument
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 STAGED_PREFIX: Final = ".tmp-"
 _NAME_BYTES: Final = 255

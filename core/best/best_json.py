@@ -14,7 +14,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.format.sealed_json import SealedJson
 from trainfold.core.format.strict_json import count, fields, hostile, list_of, single_name, sized
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 BEST_FILE = "best.json"
 BEST_FORMAT = "trainfold-best"

@@ -10,10 +10,10 @@ from typing import Any, TypeVar, final
 import attrs
 
 from trainfold.core.best.score import Direction, beats, checked_direction, checked_step, finite_given
+from trainfold.core.checks import real_given
 from trainfold.core.errors import InvalidArgument, RankFailed, error_text
-from trainfold.core.given import real_given
+from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
-from trainfold.core.scalars import shown
 
 _T = TypeVar("_T")
 

@@ -4,9 +4,9 @@ import math
 from fractions import Fraction
 from typing import Literal, TypeAlias
 
+from trainfold.core.checks import real_given
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.given import real_given
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 Direction: TypeAlias = Literal["min", "max"]
 

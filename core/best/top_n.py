@@ -8,8 +8,8 @@ import attrs
 from trainfold.core.best.record import BestRecord, score_of, told_by_rank_zero, updated
 from trainfold.core.best.score import Direction, checked_direction, checked_step, finite_given
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
-from trainfold.core.scalars import shown
 
 _Kept = TypeVar("_Kept", BestRecord, "tuple[BestEntry, ...]")
 

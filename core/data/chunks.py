@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from trainfold.core import tree
+from trainfold.core.checks import check_plain
 from trainfold.core.errors import InvalidBatch
-from trainfold.core.plain import check_plain
 
 _ALIGNMENT_BYTES: Final = (
     64  # of torch's own memory on a CPU; kernels may round otherwise where memory begins elsewhere

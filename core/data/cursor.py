@@ -9,7 +9,7 @@ from trainfold.core import tree
 from trainfold.core.data.permutation import MAX_LENGTH, Indices, Permutation, sample_order
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 __all__ = ["DataCursor", "check_cursor", "make_cursor", "sample_order", "shard_of"]
 

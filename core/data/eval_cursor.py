@@ -9,8 +9,8 @@ from trainfold.core import tree
 from trainfold.core.data.permutation import MAX_LENGTH
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState
+from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
-from trainfold.core.scalars import shown
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ import torch
 
 from trainfold.core.digest import digest_of, tensor_bytes
 from trainfold.core.errors import UnsupportedLeaf
+from trainfold.core.json_values import canonical_json, encode_scalar
 from trainfold.core.layout.shard import Shard
-from trainfold.core.scalars import canonical_json, encode_scalar
 from trainfold.core.state.spec import dtype_name
 
 

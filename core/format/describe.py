@@ -17,7 +17,7 @@ from trainfold.core import tree
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.format.codec import DENSE, as_tensor, check_type, is_tensor_leaf
 from trainfold.core.format.rebuild import KEYS, MAX_DEPTH, class_name
-from trainfold.core.scalars import SCALARS, Json, encode_scalar
+from trainfold.core.json_values import SCALARS, Json, encode_scalar
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.spec import LeafSpec, leaf_spec
 

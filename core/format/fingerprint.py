@@ -11,7 +11,7 @@ from trainfold.core.digest import digest_of
 from trainfold.core.format.codec import leaf_digest
 from trainfold.core.format.describe import describe
 from trainfold.core.format.rebuild import places
-from trainfold.core.scalars import Json
+from trainfold.core.json_values import Json
 from trainfold.core.state.components import components_of
 from trainfold.core.state.spec import leaf_spec
 from trainfold.core.state.state import TrainState

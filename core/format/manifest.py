@@ -11,8 +11,8 @@ import attrs
 
 from trainfold.core.digest import digest_of
 from trainfold.core.format.upgrade import SCHEMA_VERSION
+from trainfold.core.json_values import Json, canonical_json
 from trainfold.core.layout.slices import Box
-from trainfold.core.scalars import Json, canonical_json
 from trainfold.core.state.spec import LeafSpec
 
 FORMAT = "trainfold"

@@ -31,8 +31,8 @@ from trainfold.core.format.strict_json import (
 )
 from trainfold.core.format.upgrade import upgraded
 from trainfold.core.format.validate import misfit_of
+from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.slices import check_cover
-from trainfold.core.scalars import Json, shown
 from trainfold.core.state.components import BUILTIN_COMPONENTS, is_extra_name
 
 _MAX_DIMENSIONS = 64

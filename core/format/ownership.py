@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Final
 
-from trainfold.core.scalars import Json
+from trainfold.core.json_values import Json
 
 _OPAQUE: Final = "trainfold.Opaque"
 

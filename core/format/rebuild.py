@@ -18,10 +18,10 @@ from trainfold.core.data.cursor import DataCursor
 from trainfold.core.data.eval_cursor import DistributedEvalCursor
 from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
 from trainfold.core.evaluate.suite import Tally
+from trainfold.core.json_values import SCALAR_TAGS, Json, decode_scalar, shown
 from trainfold.core.metrics.nodes import ACCUMULATORS
 from trainfold.core.printable import printable
 from trainfold.core.rng import Key
-from trainfold.core.scalars import SCALAR_TAGS, Json, decode_scalar, shown
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import TrainState
 

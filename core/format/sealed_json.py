@@ -9,7 +9,7 @@ from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, FutureVersion
 from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.format.strict_json import Read, count, digest_text, positive, strict_json, text_of
-from trainfold.core.scalars import Json, canonical_json, shown
+from trainfold.core.json_values import Json, canonical_json, shown
 
 T = TypeVar("T")
 SEAL: Final[dict[str, Read]] = {"format": text_of, "version": positive, "digest": digest_text}

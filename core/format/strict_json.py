@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointHostile
+from trainfold.core.json_values import Json, shown
 from trainfold.core.printable import printable
-from trainfold.core.scalars import Json, shown
 
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 _HEX = frozenset("0123456789abcdef")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainfold.core.errors import CheckpointHostile, FutureVersion
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 SCHEMA_VERSION = 1
 

@@ -14,7 +14,7 @@ import torch
 
 from trainfold.core.errors import CheckpointHostile, InvalidState
 from trainfold.core.format.rebuild import class_name, places, registered_classes
-from trainfold.core.scalars import SCALAR_TAGS, Json, shown
+from trainfold.core.json_values import SCALAR_TAGS, Json, shown
 from trainfold.core.state.components import BUILTIN_COMPONENTS
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import TrainState

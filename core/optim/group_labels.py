@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from trainfold.core.scalars import Json
+from trainfold.core.json_values import Json
 
 
 def relabelled(

@@ -7,7 +7,7 @@ from typing import Final, final
 import attrs
 
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 VARIABLE: Final = "TRAINFOLD_REHEARSAL"
 RECORD_NAME: Final = "record.jsonl"

@@ -11,10 +11,10 @@ from trainfold.core.errors import Problem, TrainfoldError
 from trainfold.core.format.describe import Described
 from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.format.rebuild import places, rebuild
+from trainfold.core.json_values import Json
 from trainfold.core.layout.world import World
 from trainfold.core.optim.group_labels import relabelled
 from trainfold.core.resume.drift import ENVIRONMENT, Drift, DriftAction, make_drift, verdict_of
-from trainfold.core.scalars import Json
 from trainfold.core.state.contract import contract_of
 from trainfold.core.state.contract_kinds import BASE_RATES, contract_kind, is_of_rank_zero
 from trainfold.core.state.notes import NOTES, RATES

@@ -5,8 +5,8 @@ from typing import Final, Literal, TypeAlias, final
 
 import attrs
 
+from trainfold.core.checks import mapping_given
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.given import mapping_given
 from trainfold.core.printable import printable
 
 DriftAction: TypeAlias = Literal["refuse", "warn", "adapt"]

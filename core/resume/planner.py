@@ -10,17 +10,17 @@ from typing import Final
 
 import attrs
 
+from trainfold.core.checks import nearest
 from trainfold.core.errors import Problem, UnknownComponent
 from trainfold.core.format.manifest import ComponentRecord, Manifest
 from trainfold.core.format.ownership import is_between_epochs, is_opaque
-from trainfold.core.given import nearest
+from trainfold.core.json_values import Json
 from trainfold.core.layout.world import World
 from trainfold.core.resume.compare import Findings, compare_component, compare_contract
 from trainfold.core.resume.drift import Drift, verdict_of
 from trainfold.core.resume.inventory import OLDER, Inventory, lineage
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import ComponentAction, Refusal, ResumePlan
-from trainfold.core.scalars import Json
 from trainfold.core.state.components import BUILTIN_COMPONENTS
 from trainfold.core.state.contract import step_contract
 from trainfold.core.state.contract_kinds import contract_kind

@@ -22,8 +22,8 @@ from trainfold.core.errors import (
     error_text,
     problem_of,
 )
+from trainfold.core.json_values import shown
 from trainfold.core.resume.inventory import Inventory
-from trainfold.core.scalars import shown
 
 LIMIT: Final = 3
 MAX_RECORDS: Final = 64

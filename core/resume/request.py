@@ -5,11 +5,11 @@ from typing import final
 
 import attrs
 
+from trainfold.core.checks import mapping_given, names_given
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.describe import Described
-from trainfold.core.given import mapping_given, names_given
+from trainfold.core.json_values import Json
 from trainfold.core.resume.drift import DriftAction, check_policy
-from trainfold.core.scalars import Json
 
 
 @final

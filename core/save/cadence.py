@@ -5,9 +5,9 @@ from typing import final
 
 import attrs
 
+from trainfold.core.checks import real_given
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.given import real_given
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 _RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _MOST_STEPS = 2.0**53

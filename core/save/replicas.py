@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import RanksDisagree
-from trainfold.core.scalars import Json, canonical_json
+from trainfold.core.json_values import Json, canonical_json
 from trainfold.core.state.audit import UNSAVED
 from trainfold.core.state.contract_kinds import is_of_rank_zero
 from trainfold.core.state.notes import RATES

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Literal, TypeAlias, get_args
 
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 StopRequest: TypeAlias = Literal["save", "stop", "save_and_stop", "abort"]
 """``save``: save now and go on. ``stop``: end here as at the last step. ``save_and_stop``: end here, and save whatever the

@@ -7,10 +7,10 @@ from typing import final
 import attrs
 
 from trainfold.core.best.score import Direction, checked_direction
+from trainfold.core.checks import real_given
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.given import real_given
+from trainfold.core.json_values import shown
 from trainfold.core.save.retention_rules import All, Best, Every, Last, Newer, Rule, Saved
-from trainfold.core.scalars import shown
 
 __all__ = ["Retention", "RetentionPlan", "Rule", "Saved", "check_keep_last", "keep_all", "keep_best", "keep_every", "keep_last",
            "keep_newer", "plan_left_behind", "plan_retention"]  # fmt: skip

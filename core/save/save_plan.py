@@ -16,8 +16,8 @@ from trainfold.core.format.describe import Described
 from trainfold.core.format.file_names import directory_of, storage_key
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.ownership import belongs_to_rank
+from trainfold.core.json_values import Json, canonical_json
 from trainfold.core.layout.slices import Box, check_cover, volume, whole_box
-from trainfold.core.scalars import Json, canonical_json
 from trainfold.core.state.spec import LeafSpec
 
 ALIGNMENT_BYTES = 4096

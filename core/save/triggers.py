@@ -9,10 +9,10 @@ from typing import Final, final
 
 import attrs
 
+from trainfold.core.checks import real_given
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.given import real_given
+from trainfold.core.json_values import shown
 from trainfold.core.save.requests import StopRequest, merge_requests
-from trainfold.core.scalars import shown
 
 _MEANING: Final = {
     "every": "the cadence in steps",

@@ -5,8 +5,8 @@ from difflib import get_close_matches
 from operator import attrgetter
 from typing import Any
 
+from trainfold.core.checks import names_given, nearest
 from trainfold.core.errors import InvalidArgument, UnknownComponent
-from trainfold.core.given import names_given, nearest
 from trainfold.core.state.masters import with_fitting_masters
 from trainfold.core.state.state import OptimizerState, TrainState
 

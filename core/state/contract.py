@@ -8,7 +8,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import UnsupportedLeaf
-from trainfold.core.scalars import SCALARS, Json, encode_scalar
+from trainfold.core.json_values import SCALARS, Json, encode_scalar
 from trainfold.core.state.state import OptimizerState, TrainState
 
 STEP_PREFIX = "step."

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 Number: TypeAlias = int | float | torch.Tensor
 _REPORTED = frozenset({"loss", "grad_norm", "lr", "weight"})

@@ -9,14 +9,14 @@ import attrs
 import torch
 
 from trainfold.core import tree
+from trainfold.core.checks import real_given
 from trainfold.core.data.cursor import DataCursor
 from trainfold.core.errors import ContractMismatch, InvalidArgument, InvalidState, NonFinite
-from trainfold.core.given import real_given
+from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.world import Collectives
 from trainfold.core.optim.optimizer import Optimizer, pair_of
 from trainfold.core.optim.schedule import ScheduleFunction, check_same, describe
 from trainfold.core.rng import Key, fold_in, forked_rng, make_key
-from trainfold.core.scalars import Json, shown
 from trainfold.core.state.contract import STEP_PREFIX, checked_contract, noted_settings, settings_at_risk
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, Progress, Scalar, TrainState

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import attrs
 
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.scalars import shown
+from trainfold.core.json_values import shown
 
 PLACEHOLDER: Final = "{run}"
 _SAVES: Final = 8
