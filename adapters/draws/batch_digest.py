@@ -1,4 +1,4 @@
-"""`batch_digest`: what a batch holds, as a text that another draw of it can be compared with."""
+"""`batch_digest`: the contents of a batch as a short text, to compare with the same batch drawn again."""
 
 import ctypes
 from collections.abc import Mapping
@@ -16,21 +16,22 @@ from trainfold.core.errors import TrainfoldError
 from trainfold.core.format.codec import leaf_digest
 
 _DEPTH: Final = 4
-_COPIED: Final = 1 << 16  # a copy of so many bytes costs less than an array over them; of more bytes, blocks are read
+_COPIED: Final = 1 << 16  # up to this size a copy is cheaper than a view; above it, only blocks are read
 _BLOCKS: Final = 16
 _BLOCK: Final = 1 << 12
 _SHOWN: Final = 4
-PREFIX: Final = "xxh3-blocks:"  # an older trainfold read every byte, and wrote "xxh3:"
+PREFIX: Final = "xxh3-blocks:"  # older versions read every byte and wrote "xxh3:"
 
 
 def batch_digest(batch: Any) -> str:
-    """The digest of a batch's tensors, arrays and plain values, in any containers.
+    """Digest the tensors, arrays and plain values of a batch, in any containers.
 
-    The attributes of an object are looked at as well. What else it holds counts by its class alone, since its text may
-    hold an address.
+    The digest includes the attributes of objects. Any other value counts by its class alone, because its `repr` may contain
+    an address.
 
-    Of a tensor or array of more than 64 KiB only 16 blocks of 4 KiB are read, evenly spaced, the first and the last bytes among them. Another
-    dataset, transform, tokenizer or collate changes nearly every sample, and so shows in them; a few changed pixels may not.
+    For a tensor or array above 64 KiB, only 16 evenly spaced blocks of 4 KiB are read, including the first and the last
+    bytes. A different dataset, transform, tokenizer or collate changes nearly every sample, so the blocks show it. A few
+    changed pixels may go unseen.
 
     Examples:
         >>> one = batch_digest({"x": torch.zeros(2), "y": [1, "a"]})
@@ -43,7 +44,7 @@ def batch_digest(batch: Any) -> str:
 
 
 def batch_kind(batch: Any, depth: int = 2) -> str:
-    """In a few words, what a batch looks like, so that an error can say what differs.
+    """Describe a batch in a few words, so that an error can show what differs.
 
     Examples:
         >>> batch_kind([torch.zeros(2, 3), {"y": torch.zeros(2, dtype=torch.int64)}, "a"])
@@ -63,7 +64,7 @@ def batch_kind(batch: Any, depth: int = 2) -> str:
 
 
 def content(batch: Any) -> str:
-    """The digests of a batch's leaves, one after another.
+    """The digests of a batch's leaves, separated by spaces.
 
     Examples:
         >>> content([1, 2]).count(" ")
@@ -85,13 +86,15 @@ def _add(found: Any, value: Any, depth: int) -> None:
         found.update(b"[%d" % len(value))
         for each in value:
             _add(found, each, depth)
-    elif isinstance(value, torch.Tensor) and value.is_nested:  # its shape is none, or has another name at each draw
+    elif (
+        isinstance(value, torch.Tensor) and value.is_nested
+    ):  # it has no shape, or one that prints differently each time
         found.update(b"nested")
         _add(found, value.unbind(), depth)
     elif isinstance(value, torch.Tensor):
         found.update(_heading(value.dtype, value.shape))
         found.update(_leaf(value).encode())
-    elif isinstance(value, Mapping):  # a class of its own too, such as the batch of a tokenizer
+    elif isinstance(value, Mapping):  # also classes such as a tokenizer's batch
         for key, each in value.items():
             found.update(f"{key}:".encode())
             _add(found, each, depth)
@@ -116,7 +119,7 @@ def _add_other(found: Any, value: Any, depth: int) -> None:
 
 
 def _add_memory(found: Any, place: int, size: int) -> None:
-    """Bytes that lie together; of many of them, blocks."""
+    """Add contiguous bytes; blocks of them if there are many."""
     if size <= _COPIED:
         found.update(ctypes.string_at(place, size) if size else b"")
         return

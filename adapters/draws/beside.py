@@ -1,4 +1,4 @@
-"""`Beside`: what is saved under ``extra`` beside a loader, where its batches may be drawn from it, or move it."""
+"""`Beside`: the components under ``extra`` that a loader's batches may draw from or change."""
 
 import types
 import weakref
@@ -21,7 +21,7 @@ from trainfold.core.errors import TrainfoldError
 from trainfold.core.json_values import SCALARS
 from trainfold.core.state.state import Opaque
 
-KEY: Final = "extra"  # where such values stand among the streams of a batch
+KEY: Final = "extra"  # the key of these values among the streams of a batch
 _DEPTH: Final = 3
 _MOST_OBJECTS: Final = 2000
 _MOST_LEAVES: Final = 1000
@@ -32,15 +32,15 @@ _MOST_BYTES: Final = 1 << 16
 class Beside:
     """The generators, objects and pairs of functions under ``extra``, as a loader sees them.
 
-    A dataset or a sampler may draw from one of them. What the loader can be seen to reach is read when a batch is drawn, so that
-    the batch can be drawn again with it; all the others are only kept as they are.
+    A dataset or a sampler may draw from one of them. The components that the loader visibly references are read for each
+    batch, so that the batch can be drawn again from the same values. All others are only put back.
 
     Args:
-        loader: whose dataset, samplers and collate are looked into.
+        loader: the loader; its dataset, samplers and collate function are searched for references.
     """
 
     def __init__(self, loader: Any) -> None:
-        # weak: a sampler's tap holds on to this, and a loader in a cycle would keep its workers until a collection
+        # weak: a sampler's tap references this object, and a loader in a cycle would keep its workers until a collection
         self._loader = weakref.ref(loader) if isinstance(loader, DataLoader) else lambda: None
         self._reader: StreamReader | None = None
         self._all: Mapping[str, ComponentAdapter] = {}
@@ -49,11 +49,11 @@ class Beside:
         self._seen = -1
 
     def attend(self, parts: Mapping[str, ComponentAdapter]) -> None:
-        """Take the components of the run that are neither modules nor optimizers; later ones may be added to the dict."""
+        """Use these components of the run, which are neither modules nor optimizers; the dict may grow later."""
         self._all, self._seen = parts, -1
 
     def now(self) -> dict[str, Any]:
-        """What the batch that comes next may be drawn with: of those components that the loader reaches, the small ones."""
+        """The values that the next batch may be drawn from: the small components that the loader references."""
         if self._seen != len(self._all):
             self._look()
         if not self._near:
@@ -62,7 +62,7 @@ class Beside:
         for name, part in list(self._near.items()):
             value = self._quietly(part)
             if value is None:
-                continue  # its owner cannot say it yet
+                continue  # its owner cannot return it yet
             if _is_small(value[0]):
                 found[name] = value[0]
             else:
@@ -70,7 +70,7 @@ class Beside:
         return found
 
     def _quietly(self, part: ComponentAdapter) -> tuple[Any] | None:
-        """A copy of what a component holds; the user's code may draw to say it, and that is put back."""
+        """Copy a component's value; if the user's code draws random numbers to return it, the streams are put back."""
         if isinstance(part, GeneratorPart):
             return (_value_of(part),)
         if self._reader is None:
@@ -83,7 +83,7 @@ class Beside:
         return value
 
     def at_start(self) -> dict[str, Any]:
-        """What the order of an epoch may be drawn from: every generator too."""
+        """The values that an epoch's order may be drawn from: those of `now`, and every generator."""
         found = self.now()
         for name, part in self._parts.items():
             if isinstance(part, GeneratorPart) and name not in found:
@@ -91,23 +91,23 @@ class Beside:
         return found
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Write those values that are given, where they differ."""
+        """Write the given values where they differ."""
         for name, value in values.items():
             part = self._all.get(name)
             if part is not None and first_difference(value, _value_of(part), name) is not None:
                 part.write(Opaque(value))
 
     def differs(self, name: str, value: Any) -> bool:
-        """Whether a component holds something else now."""
+        """Whether a component's value is now a different one."""
         part = self._parts.get(name)
         return part is not None and first_difference(value, _value_of(part), name) is not None
 
     @contextmanager
     def kept(self, *, everything: bool = True) -> Iterator["KeptBeside"]:
-        """Run a block and leave every component as it was.
+        """Run a block and put every component back afterwards.
 
         Args:
-            everything: and not only those of `at_start`.
+            everything: all components; False for those of `at_start` only.
         """
         if self._seen != len(self._all):
             self._look()
@@ -118,7 +118,7 @@ class Beside:
             kept.put_back()
 
     def problems(self, values: Any, *, where: str) -> list[TrainfoldError]:
-        """Every reason why values from a position cannot be written."""
+        """List every reason why values from a position cannot be written."""
         if not isinstance(values, dict):
             return [mismatch(where, "values by the name of a component", repr(values)[:80], OTHER)]
         found: list[TrainfoldError] = []
@@ -130,7 +130,7 @@ class Beside:
 
     def _look(self) -> None:
         self._seen = len(self._all)
-        own = {id(each) for each in generators_of(self._loader()).values()}  # the feed puts these back by itself
+        own = {id(each) for each in generators_of(self._loader()).values()}  # the feed itself puts these back
         self._parts = {
             name: part
             for name, part in self._all.items()
@@ -142,10 +142,10 @@ class Beside:
 
 @final
 class KeptBeside:
-    """Components as they were.
+    """The values that components had before a block.
 
     Args:
-        parts: by name.
+        parts: the components, by name.
     """
 
     def __init__(self, parts: Mapping[str, ComponentAdapter]) -> None:
@@ -157,12 +157,12 @@ class KeptBeside:
                     self._before[name] = part, tree.map_tensors(_on_host, value[0])
 
     def leave(self, names: set[str]) -> None:
-        """Do not put these back."""
+        """Leave these as the block left them."""
         for name in names:
             self._before.pop(name, None)
 
     def changed(self) -> list[str]:
-        """Those that are not as they were."""
+        """The components whose values have changed."""
         with preserved_rng():
             return [
                 name
@@ -171,12 +171,12 @@ class KeptBeside:
             ]
 
     def drawn_from(self) -> list[str]:
-        """Those that the block has changed; what never says the same twice, such as a clock, changes by itself."""
+        """The components that the block has changed, without those that change by themselves, such as a clock."""
         with preserved_rng():
             return [name for name in self.changed() if _is_steady(self._before[name][0])]
 
     def put_back(self) -> None:
-        """Write those back that are not as they were."""
+        """Put back the components that have changed."""
         for name in self.changed():
             part, value = self._before[name]
             with preserved_rng():
@@ -184,7 +184,7 @@ class KeptBeside:
 
 
 def streams_only(before: Any) -> Any:
-    """The streams of a batch without the components that were drawn from.
+    """The streams of a batch, without the components beside the loader.
 
     Examples:
         >>> streams_only({"torch": 1, "extra": {"noise": 2}})
@@ -204,11 +204,11 @@ def _value_of(part: ComponentAdapter) -> Any:
 
 
 def _read(part: ComponentAdapter) -> tuple[Any] | None:
-    """A copy of what a component holds; None where its owner cannot say it yet."""
+    """A copy of a component's value; None if its owner cannot return it yet."""
     try:
         value = _value_of(part)
         return (value if _is_constant(value) else copied(value),)
-    except Exception:  # noqa: BLE001 - the user's code raises what it likes; a save would say it
+    except Exception:  # noqa: BLE001 - the user's code may raise anything; a save reports it
         return None
 
 
@@ -218,7 +218,7 @@ def _is_steady(part: ComponentAdapter) -> bool:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether it is little, and on the host: it is read for each batch."""
+    """Whether a value is small and on the host, since it is read for each batch."""
     if type(value) in SCALARS:
         return True
     leaves = tree.leaves(value)
@@ -250,7 +250,7 @@ def _roots(loader: Any) -> list[Any]:
 
 
 def _reached(roots: list[Any], *, names: bool, depth: int = _DEPTH) -> dict[int, Any]:
-    """Objects that can be reached by attributes, containers and closures, by their ids."""
+    """The objects reachable through attributes, containers and closures, by id."""
     found: dict[int, Any] = {id(each): each for each in roots}
     level = list(roots)
     for _ in range(depth):

@@ -1,4 +1,4 @@
-"""`Drawer`: draws batches from a DataLoader, each with how it was drawn; the loader is left as it is."""
+"""`Drawer`: draws batches from a DataLoader and records how each was drawn; the loader itself does not change."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -20,20 +20,21 @@ from trainfold.core.errors import InvalidArgument
 
 @final
 class Watch:
-    """The streams of this process, and what is beside the loader, looked at when an index leaves the sampler.
+    """Reads the streams of this process, and the components beside the loader, when an index leaves the sampler.
 
-    It knows no loader, because a sampler's tap holds on to it: a loader in a cycle would keep its workers until a collection.
+    It has no reference to a loader, because a sampler's tap references it: a loader in a cycle would keep its workers until
+    a collection.
     """
 
     def __init__(self, beside: Beside) -> None:
         self.beside = beside
         self.reader: StreamReader | None = None  # None where workers draw
         self.before: Streams = {}
-        self.put_back: dict[str, Any] = {}  # what is beside the loader, before a batch is drawn once more
-        self.again: deque[Streams] = deque()  # for batches to be drawn once more: the streams that they were drawn with
+        self.put_back: dict[str, Any] = {}  # the components beside the loader, before a batch is drawn again
+        self.again: deque[Streams] = deque()  # for batches to draw again: the streams that they were drawn with
 
     def look(self) -> None:
-        """What moves the streams from now on is the dataset and the collate."""
+        """Read the streams; from here on only the dataset and the collate function can move them."""
         if self.reader is None:
             return
         held = self.beside.now()
@@ -51,8 +52,8 @@ class Drawer:
     """The iterators of a loader.
 
     Args:
-        loader: whose attributes are other ones for the time that an iterator is made, and then its own again.
-        beside: what is under ``extra`` beside it.
+        loader: the loader; some of its attributes are replaced while an iterator is made, and then put back.
+        beside: the components under ``extra`` beside it.
     """
 
     def __init__(self, loader: "DataLoader[Any]", beside: Beside) -> None:
@@ -64,11 +65,11 @@ class Drawer:
         """Make an iterator.
 
         Args:
-            trace: what goes into new workers; None where none are started.
-            others: other attributes of the loader.
+            trace: the trace for new workers; None if none are started.
+            others: more attributes of the loader to replace.
 
         Raises:
-            InvalidArgument: for a loader that makes an iterator of its own kind over workers.
+            InvalidArgument: if the loader makes its own class of iterator over workers.
         """
         loader = self._loader
         now: dict[str, Any] = dict(others)
@@ -111,7 +112,7 @@ class Drawer:
 
 @contextmanager
 def replaced(loader: "DataLoader[Any]", values: Mapping[str, Any]) -> Iterator[None]:
-    """Give a loader other attributes for the time of a block; they cannot be set in the ordinary way.
+    """Replace attributes of a loader during a block; a DataLoader does not allow setting them directly.
 
     Examples:
         >>> loader = DataLoader([1])
@@ -130,18 +131,18 @@ def replaced(loader: "DataLoader[Any]", values: Mapping[str, Any]) -> Iterator[N
 
 
 def unpaired(loader: Any, found: str) -> InvalidArgument:
-    """The error for a loader that may change what its workers made, and with it their reports."""
+    """The error for a loader that may change its workers' batches, and so the reports that come with them."""
     return InvalidArgument(
         "attach.loader",
-        expected="a loader with workers that hands out what they made",
-        found=f"a {type(loader).__qualname__}, whose __iter__ makes {found} of it",
+        expected="a loader with workers that yields their batches unchanged",
+        found=f"a {type(loader).__qualname__}, whose __iter__ returns {found}",
         fix="attach a plain DataLoader and change its batches in the loop over live.batches(), or num_workers=0",
     )
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Run a block and leave every stream as it was, those of the GPUs included."""
+    """Run a block and put every stream back afterwards, including those of the GPUs."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         with preserved_rng():

@@ -1,4 +1,4 @@
-"""`Draws`: where the random streams stand that a loader draws its batches with, and what its last batches were."""
+"""`Draws`: the state of the random streams that a loader draws batches with, and a record of its last batches."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ class Drawn:
     """How one batch was drawn.
 
     Attributes:
-        worker: which one drew it; None for this process.
-        digest: of the batch.
-        moved: a worker's streams that it moved, as they are after it. In this process: any that it moved.
-        before: this process's streams before it, and what was beside the loader; empty in a worker.
-        kind: in a few words, what the batch looks like.
+        worker: the worker that drew it; None for this process.
+        digest: the digest of the batch.
+        moved: the streams that the batch moved, as they are after it; in this process, some of them are enough.
+        before: this process's streams before the batch, and the components beside the loader; empty in a worker.
+        kind: a short description of the batch.
     """
 
     worker: int | None
@@ -40,7 +40,7 @@ class Drawn:
 
     @classmethod
     def by_worker(cls, report: Report) -> "Drawn":
-        """What a worker has reported."""
+        """The record of a batch from a worker's report."""
         return cls(report.worker, report.digest, report.moved, kind=report.kind)
 
 
@@ -50,10 +50,10 @@ class Last:
     """A batch that was consumed in this epoch: the last one, or the last one of its worker.
 
     Attributes:
-        digest: what it held.
-        samples: how many it had.
-        before: the streams that it was drawn with, in the process that drew it; what was beside the loader, under `KEY`.
-        kind: in a few words, what it looked like.
+        digest: the digest of its contents.
+        samples: its number of samples.
+        before: the streams that it was drawn with, in the process that drew it; under `KEY`, the components beside the loader.
+        kind: a short description of the batch.
     """
 
     digest: str
@@ -64,17 +64,17 @@ class Last:
 
 @final
 class Draws:
-    """The streams after the last batch that was consumed. What was drawn ahead leaves no trace here.
+    """The streams after the last consumed batch. Batches that were drawn ahead do not count.
 
     Args:
-        workers: how many the loader has.
-        persistent: whether they live on from epoch to epoch.
+        workers: the number of workers of the loader.
+        persistent: whether the workers stay alive between epochs.
 
     Attributes:
         moved: whether any batch of this run has moved a stream.
-        born: everything that the seed of living workers was drawn from; None for workers that live for one epoch.
-        streams: what each worker has moved, since it was seeded.
-        next: the worker whose turn it is.
+        born: everything that the seed of persistent workers was drawn from; None for workers that live for one epoch.
+        streams: for each worker, the streams that it has moved since it was seeded.
+        next: the worker that makes the next batch.
         lasts: the last batch of each worker in this epoch, oldest first; without workers, the last batch.
     """
 
@@ -88,7 +88,7 @@ class Draws:
         self.lasts: deque[Last] = deque(maxlen=max(1, workers))
 
     def consume(self, drawn: Drawn, samples: int) -> None:
-        """Count a batch."""
+        """Count a consumed batch."""
         self.moved = self.moved or bool(drawn.moved)
         before = drawn.before
         if drawn.worker is not None:
@@ -102,7 +102,7 @@ class Draws:
         self.lasts.append(Last(drawn.digest, samples, held, drawn.kind))
 
     def absorb(self, drawn: Drawn) -> None:
-        """Take the streams of a batch that nobody trains on: its worker goes on after it."""
+        """Take the streams of a batch that is not trained on: its worker continues after it."""
         self.moved = self.moved or bool(drawn.moved)
         if drawn.worker is not None:
             self.streams[drawn.worker] = {**self.streams[drawn.worker], **drawn.moved}
@@ -115,7 +115,11 @@ class Draws:
             self.streams = [{} for _ in range(self.workers)]
 
     def starts(self, *, probe: bool) -> dict[int, Streams]:
-        """The streams that each worker starts with: those of its next batch, or those of its last one to draw it again."""
+        """The streams that each worker starts with.
+
+        Args:
+            probe: whether each worker draws its last batch again first; it then starts with the streams of that batch.
+        """
         found = dict(enumerate(self.streams))
         if probe:
             found.update((worker, last.before) for worker, last in zip(self.last_workers, self.lasts, strict=True))
@@ -123,25 +127,25 @@ class Draws:
 
     @property
     def last_workers(self) -> list[int]:
-        """The workers that made the `lasts`, in their order; none without workers."""
+        """The workers that made the `lasts`, in the same order; empty without workers."""
         if not self.workers:
             return []
         return [(self.next - back) % self.workers for back in range(len(self.lasts), 0, -1)]
 
     @property
     def first_worker(self) -> int:
-        """The worker whose turn it is, if the `lasts` are drawn again."""
+        """The worker that makes the first batch if the `lasts` are drawn again."""
         return (self.next - len(self.lasts)) % self.workers
 
     def afters(self) -> dict[int, Streams]:
-        """Of each worker that draws its last batch again: the streams that it goes on with."""
+        """For each worker that draws its last batch again, the streams that it continues with."""
         return {worker: self.streams[worker] for worker in self.last_workers}
 
     def capture(self, born: Opaque | None) -> dict[str, Any]:
-        """As plain values.
+        """Return the record as plain values.
 
         Args:
-            born: what the seed of the workers of this epoch was drawn from.
+            born: everything that the seed of this epoch's workers was drawn from.
         """
         return {
             "count": self.workers,
@@ -163,15 +167,15 @@ class Draws:
         tied: bool = False,
         beside: Beside | None = None,
     ) -> list[TrainfoldError]:
-        """Every reason why a saved one cannot be gone on with here.
+        """List every reason why a run cannot continue here from a saved record.
 
         Args:
-            saved: from `capture`; None where the position is older than this record.
-            generators: those of the loader.
+            saved: from `capture`; None if the position is older than this record.
+            generators: the generators of the loader.
             policy: what to do about another number of workers.
             inside: whether the position is in the middle of an epoch.
-            tied: whether the loader's own state is of no use to another number of workers.
-            beside: what is under ``extra`` beside the loader.
+            tied: whether the loader's own state fits only the same number of workers.
+            beside: the components under ``extra`` beside the loader.
         """
         where = "state.dataset.draws"
         accepts = verdict_of("num_workers", where, policy) != "refuse"
@@ -182,8 +186,8 @@ class Draws:
                 mismatch(
                     where,
                     f"the random streams of {self.workers} workers",
-                    "none: an older trainfold saved this position, and did not read them",
-                    'resume at the end of an epoch; or go on with new streams, with policy={"num_workers": "warn"}',
+                    "none: an older trainfold saved this position and did not read them",
+                    'resume at the end of an epoch; or continue with new streams, with policy={"num_workers": "warn"}',
                 )
             ]
         found = self._malformed(saved, generators, beside)
@@ -191,8 +195,8 @@ class Draws:
         if found or (accepts and not (tied and differs)):
             return found
         fix = (
-            f"make the loader with num_workers={saved['count']}, persistent_workers={saved['persistent']}; or go on "
-            'with other samples than the run would have had, with policy={"num_workers": "warn"}'
+            f"make the loader with num_workers={saved['count']}, persistent_workers={saved['persistent']}; or accept "
+            'other samples than the run would have had, with policy={"num_workers": "warn"}'
         )
         if tied:
             fix = fix.partition(";")[0]
@@ -217,8 +221,8 @@ class Draws:
             return [mismatch(where, f"a record of {sorted(kinds)}", repr(saved)[:80], OTHER)]
         count = saved["count"]
         if count < 0 or len(saved["streams"]) != count or not 0 <= saved["next"] < max(count, 1):
-            found = f"{len(saved['streams'])} for {count}, the next is {saved['next']}"
-            return [mismatch(f"{where}.streams", "those of each worker", found, OTHER)]
+            found = f"{len(saved['streams'])} for {count} workers, the next is worker {saved['next']}"
+            return [mismatch(f"{where}.streams", "the streams of each worker", found, OTHER)]
         problems: list[TrainfoldError] = []
         for worker, streams in enumerate(saved["streams"]):
             problems.extend(moved_stream_problems(streams, path=f"{where}.streams[{worker}]"))
@@ -226,7 +230,7 @@ class Draws:
             problems.extend(order_problems(saved["born"], dict(generators), beside, where=f"{where}.born"))
         lasts = _lasts_of(saved)
         if not isinstance(lasts, list) or len(lasts) > max(1, count):
-            return [*problems, mismatch(f"{where}.lasts", "a batch of each worker", repr(lasts)[:80], OTHER)]
+            return [*problems, mismatch(f"{where}.lasts", "at most one batch of each worker", repr(lasts)[:80], OTHER)]
         for number, last in enumerate(lasts):
             path = f"{where}.lasts[{number}]"
             kinds = {"digest": str, "samples": int, "kind": str}
@@ -240,7 +244,7 @@ class Draws:
         return problems
 
     def take(self, saved: Any) -> None:
-        """Go on with a saved one; with new streams, where the number of workers is another."""
+        """Continue from a saved record; with new streams if the number of workers has changed."""
         fresh: list[Streams] = [{} for _ in range(self.workers)]
         if saved is None:
             self.moved, self.born, self.streams, self.next = True, None, list(fresh), 0
@@ -256,14 +260,14 @@ class Draws:
 
 
 def _lasts_of(saved: Any) -> Any:
-    """The last batches of a record; an older one has the last one alone."""
+    """The last batches of a record; an older record has only the very last one."""
     if "lasts" in saved:
         return saved["lasts"]
     return [] if saved.get("last") is None else [saved["last"]]
 
 
 def plain(streams: Streams) -> Streams:
-    """Streams as they are saved: a tensor for torch's.
+    """Streams in the form in which they are saved: torch's as a tensor.
 
     Examples:
         >>> plain({"torch": np.zeros(2, np.uint8)})
@@ -274,4 +278,4 @@ def plain(streams: Streams) -> Streams:
 
 
 def _workers(count: int, *, persistent: bool) -> str:
-    return f"{count} workers" + (", kept from epoch to epoch" if persistent else "")
+    return f"{count} worker{'' if count == 1 else 's'}" + (", persistent" if persistent else "")

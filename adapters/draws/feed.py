@@ -1,4 +1,4 @@
-"""What every feed needs: the protocol, the batches on their way, the generators of a loader, checks of a position."""
+"""What every feed needs: the protocol, the batches in flight, the generators of a loader, and checks of a position."""
 
 import logging
 from collections import deque
@@ -17,77 +17,77 @@ from trainfold.core.state.state import Opaque
 _LOG = logging.getLogger("trainfold")
 OTHER = "attach the loader that the state was captured from, or leave dataset out with components="
 END = object()
-OPENED = object()  # what `Feed.batches` yields first, when the loader's iterator is made
+OPENED = object()  # the first item of `Feed.batches`: the loader's iterator has been made
 Generators = dict[str, torch.Tensor]
 
 
 class Feed(Protocol):
-    """A loader with a position; a `ComponentAdapter` of the component ``dataset`` too.
+    """A loader with a position; also a `ComponentAdapter`, of the component ``dataset``.
 
     Attributes:
-        policy: what the restore that comes next, or came last, does about the differences that only the feed sees.
+        policy: what the next or the latest restore does about differences that only the feed sees.
     """
 
     policy: Mapping[str, DriftAction]
 
     @property
     def epoch(self) -> int:
-        """Epochs whose samples were all consumed."""
+        """The number of epochs whose samples were all consumed."""
 
     @property
     def is_inside(self) -> bool:
-        """Whether a batch of the epoch was consumed, and the epoch goes on."""
+        """Whether a batch of the epoch was consumed and the epoch has not ended."""
 
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
-        """Look after the components under ``extra`` that batches may be drawn from."""
+        """Follow the components under ``extra`` that batches may be drawn from."""
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
-        """Batches from the position on, epoch after epoch, until there were ``epochs`` or ``done()`` says so.
+        """Yield batches from the position on, epoch after epoch, until ``epochs`` are over or ``done()`` is true.
 
-        `OPENED` comes before the first.
+        `OPENED` comes before the first batch.
         """
 
     def advance(self, samples: int | None) -> int:
-        """Count batches that were handed out as consumed; return how many samples that is."""
+        """Count delivered batches as consumed; return their number of samples."""
 
     def check_samples(self, samples: int | None) -> None:
-        """Raise what `advance` would raise; nothing is counted."""
+        """Raise what `advance` would raise, without counting anything."""
 
     def waiting_samples(self) -> int | None:
-        """The samples of the batches that were handed out and not consumed; None where only the caller knows."""
+        """The samples of the batches that were delivered and not consumed; None if only the caller knows."""
 
     def undelivered(self) -> int:
-        """How many batches were handed out and not consumed."""
+        """The number of batches that were delivered and not consumed."""
 
     def drop(self) -> int:
-        """Give up the batches that were handed out and not consumed; return their samples."""
+        """Drop the batches that were delivered and not consumed; return their number of samples."""
 
     def rewind(self) -> None:
-        """Forget them: they will be handed out again."""
+        """Take these batches back: they will be delivered again."""
 
     def leave_epoch(self) -> None:
-        """Begin the next epoch, as a plain loop that leaves this one early does."""
+        """Start the next epoch, as a plain loop does that leaves this one early."""
 
     def contract(self) -> dict[str, Any]:
-        """What must be the same at a resume."""
+        """The settings that must be the same at a resume."""
 
     def capture(self) -> Opaque:
         """The position."""
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Every reason why this position cannot be taken."""
+        """List every reason why this position cannot be written."""
 
     def write(self, saved: Any) -> Undo:
-        """Take a position."""
+        """Move the loader to a position."""
 
 
 @attrs.frozen
 class Delivery:
-    """A batch that was handed out.
+    """A batch that was delivered to the loop.
 
     Attributes:
-        samples: how many it has; None where only the caller knows.
-        last: whether it was the epoch's last.
+        samples: its number of samples; None if only the caller knows.
+        last: whether it was the last of its epoch.
         drawn: how it was drawn.
     """
 
@@ -97,30 +97,30 @@ class Delivery:
 
 
 class Deliveries:
-    """Batches that were handed out and not consumed yet, in order."""
+    """The batches that were delivered and not consumed yet, in order."""
 
     def __init__(self) -> None:
         self.waiting: deque[Delivery] = deque()
 
     @property
     def samples(self) -> int | None:
-        """Of all that wait; None where only the caller knows."""
+        """The number of samples in all waiting batches; None if only the caller knows."""
         sizes = [each.samples for each in self.waiting if each.samples is not None]
         return sum(sizes) if len(sizes) == len(self.waiting) else None
 
     def take(self, samples: int | None) -> list[Delivery]:
-        """Take batches of exactly so many samples, or all of them.
+        """Remove the first batches with exactly this many samples, or all batches for None.
 
         Raises:
-            DataPositionMismatch: if no number of waiting batches has so many samples; nothing is taken.
+            DataPositionMismatch: if no number of waiting batches has exactly this many samples; nothing is removed.
         """
         return [self.waiting.popleft() for _ in range(self.count_of(samples))]
 
     def count_of(self, samples: int | None) -> int:
-        """How many batches have exactly so many samples: all of them for None, or where only the caller knows.
+        """How many of the first batches have exactly this many samples: all of them for None, or if only the caller knows.
 
         Raises:
-            DataPositionMismatch: if no number of waiting batches has so many samples.
+            DataPositionMismatch: if no number of waiting batches has exactly this many samples.
         """
         if len(self.waiting) == 1 and samples in (None, self.waiting[0].samples):
             return 1  # nearly always
@@ -141,7 +141,7 @@ class Deliveries:
 
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
-    """The torch generators that a loader and its samplers hold, each once."""
+    """The torch generators of a loader and its samplers, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = {
         "loader": loader,
@@ -179,11 +179,11 @@ def set_generators(generators: dict[str, torch.Generator], states: Generators) -
 
 
 def generator_problems(generators: dict[str, torch.Generator], saved: Any, where: str) -> list[TrainfoldError]:
-    """Every reason why states cannot be written into these generators."""
+    """List every reason why states cannot be written into these generators."""
     if not isinstance(saved, dict) or set(saved) != set(generators):
         names = sorted(saved) if isinstance(saved, dict) else saved
-        fix = "give the loader and its samplers generators as they had"
-        return [mismatch(where, f"those of {sorted(generators)}", names, fix)]
+        fix = "give the loader and its samplers the same generators as in the saved run"
+        return [mismatch(where, f"the states of {sorted(generators)}", names, fix)]
     found: list[TrainfoldError] = []
     for name, generator in generators.items():
         try:
@@ -196,7 +196,7 @@ def generator_problems(generators: dict[str, torch.Generator], saved: Any, where
 def position_problems(
     saved: Any, kind: str, counters: tuple[str, ...], *, versions: tuple[int, ...]
 ) -> list[TrainfoldError]:
-    """Whether a value is a position of this kind of loader, of a known version (G13), with sound counters."""
+    """List what is wrong with a position: its kind of loader, its version, its counters."""
     value = saved.value if isinstance(saved, Opaque) else None
     if not isinstance(value, dict) or value.get("kind") != kind:
         held = value.get("kind") if isinstance(value, dict) else type(saved).__qualname__
@@ -211,21 +211,21 @@ def position_problems(
     ]
 
 
-def say_if_old(value: dict[str, Any], *, inside: bool) -> None:
-    """Warn of a position that does not say how its batches were drawn (V09, W02); a refusal has come first, where workers need it."""
+def warn_if_old(value: dict[str, Any], *, inside: bool) -> None:
+    """Warn about a position without a record of how its batches were drawn. Where workers need it, a refusal has come first."""
     if inside and value.get("version") == 1:
         _LOG.warning(
-            "the position comes from an older trainfold, which did not write how many loader workers there were, whether their "
-            "random streams had moved, and what the last batch was. If the run had num_workers > 0 and drew in its workers, the "
-            "rest of this epoch has other samples than it would have had, and other data are not noticed. The cure: resume from "
-            "the end of an epoch, where nothing of this matters"
+            "the position comes from an older trainfold, which did not record the number of loader workers, whether their "
+            "random streams had moved, and the last batch. If the run had num_workers > 0 and drew random numbers in its workers, the "
+            "rest of this epoch has other samples than it would have had, and a change of the data goes unnoticed. To avoid both, resume "
+            "from the end of an epoch"
         )
 
 
-def tell_epoch(loader: Any, epoch: int) -> None:
-    """Tell every sampler that wants to know, as a ``DistributedSampler`` does, and the dataset."""
+def set_epochs(loader: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of the loader, its samplers and its dataset, each once, where they have it, as a ``DistributedSampler`` does."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    told: list[Any] = []
+    called: list[Any] = []
     for owner in (
         loader,
         getattr(loader, "sampler", None),
@@ -234,13 +234,13 @@ def tell_epoch(loader: Any, epoch: int) -> None:
         getattr(loader, "dataset", None),
     ):
         set_epoch = getattr(owner, "set_epoch", None)
-        if callable(set_epoch) and not any(owner is known for known in told):
-            told.append(owner)
+        if callable(set_epoch) and not any(owner is known for known in called):
+            called.append(owner)
             if epoch and getattr(owner, "epoch", None) == 0 and getattr(owner, "shuffle", True):
                 _LOG.warning(
-                    "set_epoch(%d) is called on the %s, here and at the start of each epoch, and so each epoch has an order of its own, as "
-                    "torch's documentation asks for. A plain loop that never calls it has the order of epoch 0 each time. To keep that, "
-                    "give the loader a sampler without set_epoch. To hear no more of it, call set_epoch(epoch) yourself in the body of live.epochs()",
+                    "set_epoch(%d) is called on the %s, here and at the start of each epoch, so each epoch has a different order, as "
+                    "torch's documentation recommends. A plain loop that never calls it repeats the order of epoch 0. To keep that order, "
+                    "give the loader a sampler without set_epoch. To silence this warning, call set_epoch(epoch) in the body of live.epochs()",
                     epoch,
                     type(owner).__qualname__,
                 )
@@ -248,7 +248,7 @@ def tell_epoch(loader: Any, epoch: int) -> None:
 
 
 def length_of(value: Any) -> int | None:
-    """``len(value)``, or None where there is none."""
+    """``len(value)``, or None if it has no length."""
     try:
         return len(value)
     except (TypeError, NotImplementedError):
@@ -256,7 +256,7 @@ def length_of(value: Any) -> int | None:
 
 
 def stale() -> InvalidState:
-    """The error for an iterator that goes on after another one, or a restore, took its place."""
+    """The error for an iterator that is used after another one, or a restore, has replaced it."""
     return InvalidState(
         "live.batches",
         expected="one iteration at a time",
@@ -266,5 +266,5 @@ def stale() -> InvalidState:
 
 
 def mismatch(where: str, expected: object, found: object, fix: str) -> DataPositionMismatch:
-    """A `DataPositionMismatch`, in one line."""
+    """Make a `DataPositionMismatch`, in one line."""
     return DataPositionMismatch(where, expected=expected, found=found, fix=fix)

@@ -1,4 +1,4 @@
-"""`HandedOut`: how a loader with a state of its own gave a batch, so that it can give it once more."""
+"""`HandedOut`: how a loader with its own state delivered a batch, so that it can deliver the batch again."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, final
@@ -16,10 +16,10 @@ _MOST_BYTES: Final = 1 << 20
 @final
 @attrs.frozen
 class Mark:
-    """Where a loader stood before it gave a batch while the loop had not counted the one before.
+    """The state of a loader before a batch that it delivered while the loop had not yet counted the one before.
 
     Attributes:
-        place: what a position says of the loader.
+        place: the loader's part of a position.
         streams: everything that the batch was drawn from.
     """
 
@@ -30,12 +30,12 @@ class Mark:
 @final
 @attrs.frozen
 class HandedOut:
-    """How a batch was given.
+    """How a batch was delivered.
 
     Attributes:
-        drawn: its digest and streams; None where nobody looks at them.
-        before: the state that the loader had before it; None where that is not known.
-        mark: where the loader stood, if the loop is ahead.
+        drawn: its digest and streams; None if they are not recorded.
+        before: the state that the loader had before it; None if that is not known.
+        mark: the state of the loader, if batches were delivered ahead of the count.
     """
 
     drawn: Drawn | None = None
@@ -45,11 +45,11 @@ class HandedOut:
 
 @final
 class Counted:
-    """A ``collate_fn`` that knows how many samples its last batch had.
+    """A ``collate_fn`` that remembers how many samples its last batch had.
 
     Args:
-        collate: the loader's own.
-        counts: whether it gets a list of samples.
+        collate: the loader's own function.
+        counts: whether it is called with a list of samples.
     """
 
     def __init__(self, collate: Any, *, counts: bool) -> None:
@@ -58,14 +58,14 @@ class Counted:
         self.samples: int | None = None
 
     def __call__(self, samples: Any) -> Any:
-        """Collate."""
+        """Collate a batch and count its samples."""
         self.samples = len(samples) if self._counts else None
         return self._collate(samples)
 
 
 @final
 class Unreported:
-    """An iterator without the reports that come with its batches; the last one is kept.
+    """An iterator over batches without their reports; the last report is kept.
 
     Args:
         made: an iterator of pairs of a batch and its report.
@@ -86,7 +86,7 @@ class Unreported:
 
 
 def is_large(state: Any) -> bool:
-    """Whether a loader's state is too large to be taken for each batch, such as that of a shuffle buffer.
+    """Whether a loader's state is too large to read for each batch, such as that of a shuffle buffer.
 
     Examples:
         >>> is_large({"at": 5}), is_large({"buffer": list(range(5000))}), is_large({"buffer": [bytes(2_000_000)]})

@@ -1,4 +1,4 @@
-"""`PullWatch`: whether a sampler draws from a global random stream as an epoch goes on, so that its order cannot be drawn again."""
+"""`PullWatch`: sees a sampler that draws from a global random stream during an epoch, so that its order cannot be drawn again."""
 
 import logging
 from collections.abc import Callable
@@ -17,14 +17,14 @@ _CURE = (
 
 @final
 class PullWatch:
-    """Looks at the global streams before and after an index is asked for.
+    """Reads the global streams before and after each index that the sampler gives.
 
-    A resume starts the sampler again with the streams that the epoch began with. What a sampler draws at its start is drawn again like
-    that. What it draws later came from streams that the training had moved meanwhile; with workers, it was drawn ahead of the training.
+    A resume restarts the sampler with the streams from the start of the epoch, so what it draws at its start is drawn again.
+    What it draws later comes from streams that the training has moved meanwhile; with workers, it is drawn ahead of the training.
 
     Args:
-        kind: what the sampler is called.
-        is_ahead: whether indices are asked for ahead of the training, as loader workers need them.
+        kind: the name of the sampler's class.
+        is_ahead: whether indices are read ahead of the training, because there are loader workers.
     """
 
     def __init__(self, kind: str, *, is_ahead: bool) -> None:
@@ -33,19 +33,19 @@ class PullWatch:
         self._reader = StreamReader()
         self._own: set[str] = set()
         self._of_others: set[str] = set()
-        self._has_said = False
+        self._has_warned = False
 
     @property
     def late(self) -> list[str]:
-        """The streams that stand in the way of a resume inside an epoch."""
+        """The streams that prevent a resume inside an epoch."""
         return sorted(self._own if self._is_ahead else self._own & self._of_others)
 
     def pull(self, ask: Callable[[], Any], *, is_first: bool) -> Any:
-        """Ask for an index.
+        """Get an index.
 
         Args:
-            ask: asks the sampler.
-            is_first: whether the sampler has been started just now, and draws what it draws at its start.
+            ask: gets it from the sampler.
+            is_first: whether the sampler has just been started, so that it may still draw its order.
         """
         of_others = self._reader.moved()
         item = ask()
@@ -53,11 +53,11 @@ class PullWatch:
         if not is_first:
             self._of_others.update(of_others)
             self._own.update(own)
-            if self.late and not self._has_said:
-                self._has_said = True
+            if self.late and not self._has_warned:
+                self._has_warned = True
                 _LOG.warning(
-                    "the sampler %s draws from the global random streams of %s while an epoch goes on, and so does the training or the "
-                    "dataset, or loader workers are ahead of them. A resume inside an epoch could not draw the same order again, and will "
+                    "the sampler %s draws from the global random streams of %s during an epoch, and so does the training or the "
+                    "dataset, or loader workers read ahead of them. A resume inside an epoch could not draw the same order again, and will "
                     "be refused: %s",
                     self._kind,
                     ", ".join(self.late),
@@ -67,7 +67,7 @@ class PullWatch:
 
 
 def late_problems(saved: Any) -> list[TrainfoldError]:
-    """The refusal of a position inside an epoch whose order cannot be drawn again."""
+    """Refuse a position inside an epoch whose order cannot be drawn again."""
     if not saved:
         return []
     found = ", ".join(map(str, saved))[:80] if isinstance(saved, list) else repr(saved)[:80]
@@ -75,14 +75,14 @@ def late_problems(saved: Any) -> list[TrainfoldError]:
         mismatch(
             "state.dataset.late",
             "an order that the sampler draws when the epoch begins",
-            f"one that it drew from the global random streams of {found} while the epoch went on",
+            f"one that it drew from the global random streams of {found} during the epoch",
             _CURE,
         )
     ]
 
 
 def is_foreign(loader: Any) -> bool:
-    """Whether a sampler of a loader is a class of the user's; those of torch draw at their start, or from generators of their own.
+    """Whether a sampler of a loader is the user's own class. Torch's samplers draw at their start, or from their own generators.
 
     Examples:
         >>> from torch.utils.data import DataLoader

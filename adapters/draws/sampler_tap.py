@@ -1,4 +1,4 @@
-"""`Tap`: stands between a DataLoader and its sampler, to start an epoch's order again and to skip in it."""
+"""`Tap`: wraps the sampler of a DataLoader, to restart an epoch's order and to skip in it."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,21 +17,21 @@ from trainfold.core.state.state import Opaque
 
 
 class Tap:
-    """Stands between a loader and its sampler: takes the streams at the start of an epoch, skips, counts what passes."""
+    """Wraps a loader's sampler: captures the streams at the start of an epoch, skips to a position, counts the indices."""
 
     def __init__(self, sampler: Any, generators: dict[str, torch.Generator], beside: Beside, *, counts: bool) -> None:
         self.sampler = sampler
         self.generators = generators
         self.beside = beside
         self.counts = counts
-        self.start: Opaque | None = None  # to start from, or None to start from the streams as they are
+        self.start: Opaque | None = None  # the streams to start from; None to start from the current ones
         self.skip = 0
-        self.seeks = False  # whether the first index is taken at once, as long as the streams are those of the start
-        self.empty = 0  # empty tasks that go to workers before the first index
+        self.seeks = False  # whether to read the first index immediately, while the streams are those of the start
+        self.empty = 0  # empty tasks for the workers before the first index
         self.look: Callable[[], None] = nothing  # called when an index has left the sampler
         self.started_from: Opaque | None = None
         self.current: _TapIterator | None = None
-        self.watch: PullWatch | None = None  # for a sampler that may draw as it goes
+        self.watch: PullWatch | None = None  # for a sampler that may draw during the epoch
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -42,10 +42,10 @@ class Tap:
 
 
 class _TapIterator:
-    """One epoch of a sampler, whose last index batch is known as such.
+    """One epoch of a sampler, which also reports which index batch is the last.
 
-    Where the sampler knows its length, it is asked for nothing before its time: it may draw from a stream that the dataset
-    draws from too. Where it does not, it is asked for one index batch ahead.
+    If the sampler has a length, it is never read ahead, because it may draw from a stream that the dataset also draws from.
+    If it has none, it is read one index batch ahead.
     """
 
     def __init__(self, tap: Tap) -> None:
@@ -57,9 +57,7 @@ class _TapIterator:
         self.stopped = False
         self.is_sought = False  # whether the position is reached
         self.is_first = True
-        self.at_first: dict[
-            str, Any
-        ] = {}  # what is beside the loader, when a sampler that is started again has given its first index
+        self.at_first: dict[str, Any] = {}  # the components beside the loader, after a restarted sampler's first index
         self.empty = tap.empty
         self.passed: deque[tuple[int, bool]] = deque()
 
@@ -84,7 +82,7 @@ class _TapIterator:
         return item
 
     def prime(self) -> None:
-        """Start the sampler, where it is not started: only now, because some draw the order of the epoch from a stream."""
+        """Start the sampler if it has not started. Not earlier, because some samplers draw the epoch's order from a stream."""
         if self.indices is not None:
             return
         tap = self.tap
@@ -119,14 +117,14 @@ class _TapIterator:
 
 
 def unfollowed(loader: Any, found: str) -> InvalidArgument:
-    """The error for a loader whose batches cannot be told from what passes its sampler."""
+    """The error for a loader whose batches do not correspond to the indices from its sampler."""
     workers = "persistent_workers" if getattr(loader, "persistent_workers", False) else ""
     return InvalidArgument(
         "attach.loader",
         expected="a DataLoader whose iterator starts its sampler, and yields one batch for each that the sampler gives",
-        found=f"{found}, of a {type(loader).__qualname__}"
+        found=f"{found}, from a {type(loader).__qualname__}"
         + (f" with {workers} that may run already" if workers else ""),
-        fix="make a new loader and iterate over live.batches() only: persistent_workers hold on to the order that they "
+        fix="make a new loader and iterate over live.batches() only: persistent_workers keep the order that they "
         "were started with"
         if workers
         else "attach a plain DataLoader and change its batches in the loop over live.batches(), or give the loader "
@@ -135,17 +133,17 @@ def unfollowed(loader: Any, found: str) -> InvalidArgument:
 
 
 def not_between(samples: int, read: int, *, is_end: bool) -> DataPositionMismatch:
-    """The error for a position that is inside a batch, or at or behind the end of the epoch."""
+    """The error for a position inside a batch, or at or past the end of the epoch."""
     return mismatch(
         "state.dataset.samples",
         "a position between two batches of this epoch",
-        f"{samples}, where batches end at {read}" + (" and the epoch too" if is_end else ""),
+        f"{samples}, where batches end at {read}" + (" and so does the epoch" if is_end else ""),
         "use a batch size that divides the position, and the dataset and sampler that the run was started with",
     )
 
 
 def capture_order(generators: dict[str, torch.Generator], beside: Beside | None = None) -> Opaque:
-    """Everything that the order of an epoch may be drawn from, as it is now."""
+    """Capture everything that the order of an epoch may be drawn from."""
     states = {name: generator.get_state() for name, generator in generators.items()}
     found = {"streams": capture_streams(), "generators": states}
     held = {} if beside is None else beside.at_start()
@@ -153,7 +151,7 @@ def capture_order(generators: dict[str, torch.Generator], beside: Beside | None 
 
 
 def restore_order(order: Opaque, generators: dict[str, torch.Generator], beside: Beside | None = None) -> None:
-    """Put all of it back."""
+    """Put back what `capture_order` captured."""
     if beside is not None:
         beside.write(order.value.get(KEY, {}))
     restore_streams(order.value["streams"])
@@ -167,7 +165,7 @@ def order_problems(
     *,
     where: str = "state.dataset.order",
 ) -> list[TrainfoldError]:
-    """Every reason why it cannot be put back."""
+    """List every reason why a captured order cannot be put back."""
     if not isinstance(order, dict) or "streams" not in order:
         return [mismatch(where, "what the epoch's order was drawn from", "nothing", OTHER)]
     return [

@@ -1,7 +1,7 @@
-"""`WorkerTrace`: what goes with a loader into its workers, and sends with each batch where their random streams stand.
+"""`WorkerTrace`: travels into a loader's workers and reports, with each batch, the state of their random streams.
 
-It stands for the loader's ``collate_fn`` and ``worker_init_fn``. It draws nothing, so that the samples are those of the
-loader without it.
+It replaces the loader's ``collate_fn`` and ``worker_init_fn`` and calls them. It draws no random numbers, so the samples are
+the same as without it.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,14 +17,14 @@ from trainfold.adapters.streams.stream_reader import StreamReader, Streams, set_
 @final
 @attrs.frozen
 class Report:
-    """What comes with a batch.
+    """The report that comes with a batch.
 
     Attributes:
-        worker: which one made it.
-        moved: its streams after the batch, those that the batch has moved.
-        digest: of the batch; None for an empty task, which has none.
-        samples: how many it has; None where that is not known.
-        kind: in a few words, what it looks like.
+        worker: the worker that made the batch.
+        moved: the worker's streams that the batch moved, as they are after it.
+        digest: the digest of the batch; None for an empty task, which has no batch.
+        samples: the number of samples; None if it is not known.
+        kind: a short description of the batch.
     """
 
     worker: int
@@ -36,11 +36,11 @@ class Report:
 
 @final
 class Empty(list[Any]):
-    """The index of an empty task: it takes a worker's turn, and nothing is read for it."""
+    """The index of an empty task: it uses up a worker's turn, and no sample is read for it."""
 
 
 class SkippingDataset:
-    """A dataset that reads nothing for an empty task. The user's code in a worker sees the dataset itself."""
+    """A dataset that reads nothing for an empty task. The user's code in a worker sees the original dataset."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -54,14 +54,14 @@ class SkippingDataset:
 
 @final
 class SkippingBatches(SkippingDataset):
-    """The same for a dataset that reads whole batches."""
+    """A `SkippingDataset` for a dataset that reads whole batches."""
 
     def __getitems__(self, indices: Any) -> Any:
         return indices if isinstance(indices, Empty) else self.inner.__getitems__(indices)
 
 
 def skipping(dataset: Any, *, batches: bool) -> Any:
-    """A dataset that can be asked with `Empty`; the same object where an empty list of indices asks it nothing.
+    """A dataset that accepts `Empty` as an index; the dataset itself if an empty list of indices reads nothing from it.
 
     Examples:
         >>> skipping([1, 2], batches=True)
@@ -79,12 +79,12 @@ class WorkerTrace:
     """Starts each worker with its own streams, and reports them.
 
     Args:
-        collate: the loader's own.
+        collate: the loader's own ``collate_fn``.
         init: the loader's own ``worker_init_fn``, or None.
-        starts: worker -> the streams that it starts with; those that are left out are as the worker was seeded.
+        starts: worker -> the streams that it starts with; the streams that are left out stay as the worker was seeded.
         empty: workers below this number get an empty task first.
-        afters: worker whose first batch is only compared -> the streams that it goes on with then.
-        counts: whether what is collated is a list of samples.
+        afters: worker whose first batch is only compared -> the streams that it continues with after that batch.
+        counts: whether ``collate`` is called with a list of samples.
     """
 
     def __init__(  # noqa: PLR0913 - keywords
@@ -108,10 +108,10 @@ class WorkerTrace:
         self._seeded: Streams = {}
 
     def start(self, worker: int) -> None:
-        """The loader's ``worker_init_fn``, and then the worker's streams."""
+        """Call the loader's ``worker_init_fn``, then set the worker's streams."""
         info: Any = get_worker_info()
         if info is not None and isinstance(info.dataset, SkippingDataset):
-            object.__setattr__(info, "dataset", info.dataset.inner)  # the class is frozen; its user is ours
+            object.__setattr__(info, "dataset", info.dataset.inner)  # the class is frozen, and the user's code reads it
         if self._init is not None:
             self._init(worker)
         self._worker = worker
@@ -121,7 +121,7 @@ class WorkerTrace:
         self._reader = StreamReader()
 
     def collate(self, samples: Any) -> tuple[Any, Report]:
-        """The loader's ``collate_fn``, and a report."""
+        """Call the loader's ``collate_fn`` and make a report."""
         assert self._reader is not None, "a worker starts before it collates"
         if self._worker < self._empty:
             self._empty = 0

@@ -38,7 +38,7 @@ from trainfold.adapters.script.attached_settings import (
     attached_settings,
     changed_settings,
     saved_settings,
-    say_changed,
+    warn_changed,
 )
 from trainfold.adapters.script.rates import Rates
 from trainfold.adapters.script.schedules import Schedules
@@ -539,7 +539,7 @@ class Live:
         if reasons:
             raise RestoreRefused(f"live.register({name!r})", tuple(reasons))
         write_all(owed, self._pending)
-        say_changed(drifts)
+        warn_changed(drifts)
         self._script |= settings
         self._owed = {key: value for key, value in self._owed.items() if key not in saved_settings(self._owed, name)}
         self._pending = {each: held for each, held in self._pending.items() if each not in owed}

@@ -23,10 +23,10 @@ from trainfold.adapters.draws.feed import (
     length_of,
     mismatch,
     position_problems,
-    say_if_old,
+    set_epochs,
     set_generators,
     stale,
-    tell_epoch,
+    warn_if_old,
 )
 from trainfold.adapters.draws.pull_watch import PullWatch, is_foreign, late_problems
 from trainfold.adapters.draws.sampler_tap import (
@@ -247,7 +247,7 @@ class MapFeed:
     def _open(self) -> Iterator[Any]:
         """An iterator of the loader at the position; `set_epoch` comes before the seek (G04)."""
         if self._tells_epoch:
-            tell_epoch(self._loader, self._drawing)
+            set_epochs(self._loader, self._drawing)
         self._tap.start, self._tap.skip, self._tap.empty, self._tap.seeks = None, 0, 0, False
         order = self._orders.get(self._drawing)
         return self._begin() if order is None else self._seek(order)
@@ -529,7 +529,7 @@ class MapFeed:
             self._drawer.watch.again.extend(value.get("again", []))
             self._drawer.knows_that_streams_move = self._draws.moved
 
-        say_if_old(saved.value, inside=bool(saved.value["samples"]))
+        warn_if_old(saved.value, inside=bool(saved.value["samples"]))
         take(copied(saved).value)
         return lambda: take(before.value)
 

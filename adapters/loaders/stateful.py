@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from trainfold.adapters.components.component import ComponentAdapter, Stateful, Undo, copied, copied_containers, kind_of
 from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
 from trainfold.adapters.draws.beside import KEY, Beside, KeptBeside
-from trainfold.adapters.draws.data_probe import compared, is_wanted, say_uncompared
+from trainfold.adapters.draws.data_probe import compared, is_wanted, warn_uncompared
 from trainfold.adapters.draws.draw_batches import replaced, undisturbed, unpaired
 from trainfold.adapters.draws.draws import Drawn, Draws, Last
 from trainfold.adapters.draws.feed import (
@@ -26,10 +26,10 @@ from trainfold.adapters.draws.feed import (
     mismatch,
     position_problems,
     samplers_of,
-    say_if_old,
+    set_epochs,
     set_generators,
     stale,
-    tell_epoch,
+    warn_if_old,
 )
 from trainfold.adapters.draws.hand_out import Counted, HandedOut, Mark, Unreported, is_large
 from trainfold.adapters.draws.pull_watch import PullWatch, is_foreign, late_problems
@@ -322,10 +322,10 @@ class StatefulFeed:
             set_generators(self._generators, now)
 
     def _open(self) -> Iterator[Any]:
-        tell_epoch(self._loader, self._drawing)
+        set_epochs(self._loader, self._drawing)
         if not isinstance(self._loader, DataLoader):
             if self._probe_due and self._drawn > 0:
-                self._say_uncompared("it is known to the loader alone how it goes back")
+                self._warn_uncompared("it is known to the loader alone how it goes back")
             self._loaded = None
             return iter(self._loader)
         if self._drawn > 0:
@@ -379,7 +379,7 @@ class StatefulFeed:
         if not self._probe_due or not is_wanted(self.policy):
             return ()
         if not self._draws.lasts or not self._back():
-            self._say_uncompared(
+            self._warn_uncompared(
                 "its state before the last batch is not in the position, because it is large, or older than this release"
             )
             return ()
@@ -397,9 +397,9 @@ class StatefulFeed:
         if before["first"] and before["state"] is not None:
             self._end_again(before["state"], before["samplers"], again=True)
 
-    def _say_uncompared(self, why: str) -> None:
+    def _warn_uncompared(self, why: str) -> None:
         self._probe_due = False
-        say_uncompared(kind_of(self._loader), why, self.policy)
+        warn_uncompared(kind_of(self._loader), why, self.policy)
 
     def _compared(
         self, iterator: Iterator[Any], lasts: tuple[Last, ...], kept: KeptBeside
@@ -445,7 +445,7 @@ class StatefulFeed:
         if hasattr(loader.sampler, "next_yielded"):
             # torchdata 0.11: a StatefulDistributedSampler at the end of an epoch would skip the whole next one
             loader.sampler.next_yielded = None
-        tell_epoch(loader, self._drawing)
+        set_epochs(loader, self._drawing)
 
     def _give(self, state: Any) -> None:
         self._loader.load_state_dict({} if state is None else copied(state))
@@ -685,7 +685,7 @@ class StatefulFeed:
             self._deliveries.waiting.clear()
             set_generators(self._generators, value["generators"])
 
-        say_if_old(saved.value, inside=bool(saved.value["batches"]))
+        warn_if_old(saved.value, inside=bool(saved.value["batches"]))
         try:
             take(copied(saved).value)
         except Exception:

@@ -88,7 +88,7 @@ def changed_settings(
     )
 
 
-def say_changed(drifts: tuple[Drift, ...]) -> None:
+def warn_changed(drifts: tuple[Drift, ...]) -> None:
     """Warn of each that the policy neither refuses nor takes."""
     for drift in drifts:
         if drift.verdict == "warn":

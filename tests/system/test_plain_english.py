@@ -44,7 +44,7 @@ STRINGS = {
 # Folders that are not edited yet; a name goes with the last finding in its folder.
 PENDING: Final = (
     ".", "adapters/bridges", "adapters/cli", "adapters/cli/demo", "adapters/cli/rehearse", "adapters/cli/terminal",
-    "adapters/components", "adapters/draws", "adapters/evaluation", "adapters/guards", "adapters/live", "adapters/loaders",
+    "adapters/components", "adapters/evaluation", "adapters/guards", "adapters/live", "adapters/loaders",
     "adapters/manager", "adapters/own_state", "adapters/requests", "adapters/script", "adapters/streams", "adapters/watch",
     "backends", "backends/formats/native", "backends/hold", "backends/ranks", "backends/runs", "backends/stores",
     "core", "core/best", "core/data", "core/evaluate", "core/exact", "core/format",

@@ -156,7 +156,7 @@ def test_other_data_are_still_refused_where_the_dataset_draws_from_extra(name, k
         dataset.draw = lambda: -1.0
         return dataset, extra
 
-    with pytest.raises(DataPositionMismatch, match="looks the same and has other values"):
+    with pytest.raises(DataPositionMismatch, match="looks the same but has other values"):
         Run(make, kind, state=first.state()).read(4)
 
 
@@ -298,7 +298,7 @@ def test_a_position_without_what_the_order_was_drawn_from_is_refused_by_name():
     state = first.state()
     value = state.dataset.value
     old = {**value, "order": {name: held for name, held in value["order"].items() if name != "extra"}}
-    with pytest.raises(DataPositionMismatch, match="and its sampler"):
+    with pytest.raises(DataPositionMismatch, match="collate_fn and sampler"):
         start(state=state.evolve(dataset=Opaque(old))).read(4)
 
 

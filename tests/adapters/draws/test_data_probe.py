@@ -77,7 +77,9 @@ def test_other_data_behind_the_same_length_are_refused_before_training_goes_on(n
         live = start(workers, kind=kind, **OTHERS[name])
         live.restore(state)
         for _ in range(2):
-            with pytest.raises(DataPositionMismatch, match="transforms, the tokenizer and the collate_fn"):
+            with pytest.raises(
+                DataPositionMismatch, match="use the dataset, transforms, tokenizer, collate_fn and sampler"
+            ):
                 next(live.batches())
 
 
@@ -312,7 +314,7 @@ def test_of_a_large_tensor_blocks_are_compared(kind):
 def test_the_error_says_what_differs_and_names_the_sampler():
     """W03: shapes, types and keys of both batches, where they differ."""
     state = stopped(0, 3)
-    for dataset, differs in ((Data(scale=3.0), "looks the same and has other values"), (Whole(), r"int64\[2\]")):
+    for dataset, differs in ((Data(scale=3.0), "looks the same but has other values"), (Whole(), r"int64\[2\]")):
         live = start(0, dataset)
         live.restore(state)
         with pytest.raises(DataPositionMismatch, match=rf"float64\[2, 1\].*{differs}.*sampler.*extra="):

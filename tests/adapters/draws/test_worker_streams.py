@@ -255,7 +255,7 @@ def test_workers_that_live_on_are_another_loop_than_workers_that_do_not():
     """W02: a plain loop draws a seed for new workers in each epoch, and so other orders."""
     run = Run(partial(LOADERS["torch"], num_workers=1))
     run.read(3)
-    with pytest.raises(RestoreRefused, match="kept from epoch to epoch"):
+    with pytest.raises(RestoreRefused, match="1 worker, persistent"):
         run.resumed(partial(LOADERS["torch"], num_workers=1, persistent_workers=True))
 
 
