@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))  # for `kit`: what several test files share
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 ASYNC_BATTERY = {
-    "test_async_save", "test_direct_io", "test_due", "test_events", "test_hold", "test_interrupts", "test_manager_end", "test_manager_load",
+    "test_async_failures", "test_async_interrupts", "test_async_memory", "test_async_save", "test_direct_io", "test_due", "test_events", "test_hold", "test_hold_memory", "test_interrupts", "test_manager_end", "test_manager_load",
     "test_manager_machine", "test_moment_of_a_save", "test_save_failures", "test_unannounced_writes",
 }  # fmt: skip
 

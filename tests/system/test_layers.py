@@ -130,3 +130,10 @@ def test_a_room_that_is_full_or_silent_and_a_name_that_is_there_twice_are_found(
         "backends: LocalStore twice",
     ):
         assert problem in said
+
+
+def test_no_test_file_has_more_than_600_lines(root):
+    """Tests are read as often as code: a file that grows past a screenful of screens holds two subjects."""
+    lines = {path: len(path.read_text().splitlines()) for path in (root / "tests").rglob("*.py")}
+    assert len(lines) > 100
+    assert {str(path.relative_to(root)): count for path, count in lines.items() if count > 600} == {}

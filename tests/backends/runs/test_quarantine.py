@@ -1,18 +1,17 @@
 """Checkpoints that do not load are passed over after a counted number of attempts, and no record of that is in the way (P07)."""
 
-import errno
-import json
 import os
 import signal
 import subprocess
 import sys
 import warnings
 
-import attrs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import quarantine_cases
+from kit.quarantine_cases import DAMAGED, EIGHT, SEVEN, SOME, die, document, save_at, sealed, usable
 
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
@@ -20,7 +19,6 @@ from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.quarantine_file import (
-    QuarantineIgnored,
     attempting,
     begin_attempt,
     end_attempt,
@@ -28,11 +26,10 @@ from trainfold.backends.runs.quarantine_file import (
 )
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
-from trainfold.backends.stores.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash, read_only
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
     CheckpointDamaged,
-    CheckpointError,
     CheckpointForeign,
     CheckpointHostile,
     CheckpointMissing,
@@ -45,14 +42,13 @@ from trainfold.core.errors import (
     RunNotRestored,
 )
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.resume.inventory import lineage, next_head
+from trainfold.core.resume.inventory import next_head
 from trainfold.core.resume.quarantine import (
     LIMIT,
     MAX_REASONS,
     MAX_RECORDS,
     Attempts,
     Outcome,
-    Tried,
     after_attempt,
     after_outcome,
     after_success,
@@ -70,34 +66,10 @@ from trainfold.core.resume.quarantine_json import (
 )
 from trainfold.core.state.state import Progress, TrainState
 
-SEVEN, EIGHT = directory_of(7), directory_of(8)
-DAMAGED = Outcome("damaged", "a digest differs")
+store = quarantine_cases.store
+
+
 ENDINGS = ("loaded", "interrupted", "failed", "damaged")
-
-
-def save_at(store, *steps):
-    for step in steps:
-        save(TrainState(trainer=Progress(step=step)), store)
-
-
-def usable(store, *, limit=LIMIT):
-    """What a resume would take, in its order."""
-    return [entry.name for entry in lineage(with_quarantined(read_inventory(store), quarantined(store, limit=limit)))]
-
-
-def die(store, name, *, times=LIMIT):
-    for _ in range(times):
-        begin_attempt(store, name)
-
-
-@pytest.fixture(params=["memory", "disk"])
-def store(request, tmp_path):
-    made = MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "run")
-    save_at(made, 7, 8)
-    return made
-
-
-# --- the law ---------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200)
@@ -180,20 +152,6 @@ def test_what_was_deleted_is_forgotten():
 
 
 # --- the file's bytes ------------------------------------------------------------------------------------------------
-
-SOME = after_outcome(after_attempt(Attempts(), SEVEN, digest_of(b"7")), SEVEN, digest_of(b"7"), DAMAGED)
-
-
-def sealed(document):
-    """A document with the digest that fits it."""
-    covered = json.dumps(document, separators=(",", ":")).encode()[:-1]
-    return covered + b',\n"digest":"' + digest_of(covered).encode() + b'"}\n'
-
-
-def document(**changes):
-    record = {"checkpoint": SEVEN, "digest": digest_of(b""), "attempts": 1, "is_damaged": False, "reasons": []}
-    record |= changes.pop("record", {})
-    return {"format": "trainfold-quarantine", "version": 1, "attempts": [record], **changes}
 
 
 def test_every_byte_that_changes_and_every_cut_is_noticed():
@@ -429,175 +387,3 @@ def test_ranks_agree_on_what_is_quarantined():
 
 
 # --- crashes and faults ----------------------------------------------------------------------------------------------
-
-
-def test_after_any_crash_the_record_is_whole_and_counts_each_attempt_that_was_acknowledged():
-    """P07: a begin that returned is counted until its end; one that did not may be; nothing torn is ever seen."""
-    store = MemoryStore()
-    save_at(store, 7, 8)
-    least, most = [], []  # before and after each effect: what may be counted for step 8
-    counts = [0, 1, 2, 1, 2, 0, 1, 1]
-    actions = [
-        lambda: begin_attempt(store, EIGHT),
-        lambda: begin_attempt(store, EIGHT),
-        lambda: end_attempt(store, EIGHT, Outcome("interrupted")),
-        lambda: begin_attempt(store, EIGHT),
-        lambda: end_attempt(store, EIGHT),
-        lambda: begin_attempt(store, EIGHT),
-        lambda: end_attempt(store, EIGHT, DAMAGED),
-    ]
-    first = len(store.effects)
-    marks = [first]
-    for action in actions:
-        action()
-        marks.append(len(store.effects))
-    assert len(set(marks)) == len(marks), "each of them has an effect"
-    for length in range(first, len(store.effects) + 1):
-        done = sum(mark <= length for mark in marks) - 1
-        allowed = {counts[done], counts[min(done + 1, len(actions))]}
-        for how in ({}, {"keep_unsynced": True}, {"keep_unsynced": True, "torn_write": True}):
-            survivor = store.after_crash(length, **how)
-            quarantined(survivor)  # warns of nothing
-            known = QUARANTINE_FILE in survivor.list() and quarantine_from_json(survivor.read(QUARANTINE_FILE)).records
-            found = known[0].attempts if known else 0
-            if length in marks:
-                assert found == counts[marks.index(length)], (length, how)
-            assert found in allowed, (length, how)
-            least.append(found)
-            most.append(found)
-    assert (min(least), max(most)) == (0, 2)
-
-
-@settings(max_examples=150)
-@given(data=st.data())
-def test_whatever_crashes_and_fails_the_record_never_stops_a_load_and_never_quarantines_the_innocent(data):
-    """P07: across restarts at any effect, with any error of the disk: at most as many are counted as were begun."""
-    store = MemoryStore()
-    save_at(store, 7, 8)
-    begun = {SEVEN: 0, EIGHT: 0}
-    for _ in range(data.draw(st.integers(1, 5))):
-        kind = data.draw(st.sampled_from(["none", "crash", "error", "read only"]))
-        at = data.draw(st.integers(0, 9))
-        faults = {"none": None, "crash": CrashAt(at), "read only": read_only}
-        lasting = data.draw(st.booleans())
-        machine = MemoryStore(fault=faults[kind] if kind in faults else ErrorAt(at, errno.ENOSPC, lasting=lasting))
-        machine._disk = store._disk
-        name = data.draw(st.sampled_from([SEVEN, EIGHT]))
-        died = False
-        try:
-            begun[name] += 1
-            begin_attempt(machine, name)
-            died = data.draw(st.booleans())
-            if not died:
-                end_attempt(machine, name)
-        except SimulatedCrash:
-            machine._disk.crash(keep_unsynced=data.draw(st.booleans()), torn_write=False)
-        store = MemoryStore()
-        store._disk = machine._disk
-        known = QUARANTINE_FILE in store.list() and quarantine_from_json(store.read(QUARANTINE_FILE)).records
-        for record in known or ():
-            assert 1 <= record.attempts <= begun[record.checkpoint]
-        assert all(begun[each] >= LIMIT for each in quarantined(store))
-        if kind == "none":
-            counted = {record.checkpoint: record.attempts for record in known or ()}
-            assert bool(counted.get(name)) == died
-
-
-def test_a_disk_that_cannot_be_written_is_said_and_nothing_is_raised(caplog):
-    """P07: a run on a full disk still loads."""
-    store = MemoryStore()
-    save_at(store, 7)
-    store._fault = read_only
-    with attempting(store, SEVEN):
-        pass
-    assert "an attempt to load is not recorded" in caplog.text
-    assert QUARANTINE_FILE not in store.list()
-
-
-# --- a record that is bad itself -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"{}", b"\xff" * 100, quarantine_to_json(SOME)[:-5], sealed(document(format="other"))]
-)
-def test_a_record_that_cannot_be_read_stops_nothing_and_is_kept_aside(store, data, caplog):
-    """P07: it is said, the run loads, and the bytes are there for whoever wants to look."""
-    store.commit(QUARANTINE_FILE, data)
-    with pytest.warns(QuarantineIgnored, match="is not used"):
-        assert usable(store) == [EIGHT, SEVEN]
-    assert store.read(QUARANTINE_FILE) == data  # reading changes nothing
-    die(store, EIGHT)
-    (aside,) = [name for name in store.list() if name.startswith("quarantine-damaged-")]
-    assert store.read(aside) == data
-    assert f"what it held is in {aside}" in caplog.text
-    assert usable(store) == [SEVEN]
-    assert read_inventory(store).problem is None
-
-
-def test_a_record_of_a_newer_version_is_left_alone(store, caplog):
-    data = sealed(document(version=2))
-    store.commit(QUARANTINE_FILE, data)
-    with pytest.warns(QuarantineIgnored, match="upgrade trainfold"):
-        assert usable(store) == [EIGHT, SEVEN]
-    die(store, EIGHT, times=1)
-    assert store.read(QUARANTINE_FILE) == data
-    assert "not recorded" in caplog.text
-
-
-def test_a_record_that_is_a_link_a_folder_or_absurd_stops_nothing(tmp_path, caplog):
-    """U05: it is neither followed nor read whole nor replaced."""
-    outside = tmp_path / "outside"
-    outside.write_bytes(quarantine_to_json(SOME))
-    for index, make in enumerate(
-        [
-            lambda path: path.symlink_to(outside),
-            lambda path: path.write_bytes(b" " * (QUARANTINE_LIMIT_BYTES + 1)),
-        ]
-    ):
-        store = LocalStore(tmp_path / f"run{index}")
-        save_at(store, 7)
-        make(tmp_path / f"run{index}" / QUARANTINE_FILE)
-        with pytest.warns(QuarantineIgnored):
-            assert usable(store) == [SEVEN]
-        caplog.clear()
-        with attempting(store, SEVEN):
-            pass
-        assert "not recorded" in caplog.text
-    assert outside.read_bytes() == quarantine_to_json(SOME)
-    folder = LocalStore(tmp_path / "folder")
-    save_at(folder, 7)
-    (tmp_path / "folder" / QUARANTINE_FILE).mkdir()
-    with attempting(folder, SEVEN):
-        pass
-    assert usable(folder) == [SEVEN]
-
-
-def test_a_record_that_another_wrote_in_the_meantime_is_not_overwritten():
-    """Both attempts count."""
-
-    @attrs.frozen
-    class Racing:
-        """A store in which another process is always a little faster, `left` times."""
-
-        store: MemoryStore
-        left: list
-
-        def __getattr__(self, name):
-            return getattr(self.store, name)
-
-        def commit(self, name, data, *, replaces=None):
-            if self.left:
-                self.left.pop()
-                begin_attempt(self.store, SEVEN)
-            self.store.commit(name, data, replaces=replaces)
-
-    for times in (1, 2):
-        store = MemoryStore()
-        save_at(store, 7, 8)
-        die(store, SEVEN, times=1)
-        begin_attempt(Racing(store, [0] * times), EIGHT)
-        counted = {
-            record.checkpoint: record.attempts for record in quarantine_from_json(store.read(QUARANTINE_FILE)).records
-        }
-        assert counted == {SEVEN: 1 + times, EIGHT: 1}
-    assert not isinstance(Tried(SEVEN, "d"), CheckpointError)

@@ -1,0 +1,31 @@
+"""What the tests of best file share."""
+
+import pytest
+
+from trainfold.backends.runs.api import save
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.best.record import make_best_record, updated
+from trainfold.core.state.state import Progress, TrainState
+
+WANTED = make_best_record(metric="loss", direction="min")
+
+
+LIKE = TrainState(trainer=Progress())
+
+
+def save_at(run, *steps):
+    for step in steps:
+        save(TrainState(trainer=Progress(step=step)), run)
+
+
+def won(score, step, record=WANTED):
+    return updated(record, {"loss": score}, step=step)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def store(request, tmp_path):
+    return MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "run")
+
+
+# --- restarts --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,16 @@
+"""What the tests of hold share."""
+
+from trainfold.core.digest import tensor_bytes
+
+PIECE = 64
+
+
+W = ("model", "w")
+
+
+def name_of(number):
+    return ("model", f"leaf-{number}")
+
+
+def bytes_of(tensor):
+    return bytes(tensor_bytes(tensor))

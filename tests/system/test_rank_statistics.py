@@ -1,0 +1,339 @@
+"""Batch statistics, shares and drift over real ranks."""
+
+import contextlib
+import os
+import signal
+
+import pytest
+import torch
+from kit.rank_refusals_cases import PATIENT, disagreements, refusal
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from trainfold.adapters.live.live import attach
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
+from trainfold.backends.runs.api import load, save
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.errors import (
+    DataPositionMismatch,
+    InvalidArgument,
+    RankFailed,
+    RanksDisagree,
+    RestoreRefused,
+    ResumeRefused,
+)
+from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, Progress, TrainState
+
+
+def train_statistics(collectives, folder, mode, *, leave_at=None, die_at=None):
+    """Each rank has its own data, and so its own batch statistics; DDP sends rank 0's before each forward. Accumulates over two batches."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model = nn.parallel.DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(48, 3))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=True, seed=3))
+    live = attach(model, optimizer, loader=loader)
+    compared = []
+    with CheckpointManager(f"{folder}/{mode}", every=2, mode=mode, collectives=collectives) as manager:
+        manager.restore(live)
+        for number, (x,) in enumerate(live.batches(epochs=3)):
+            with contextlib.nullcontext() if number % 2 else model.no_sync():
+                (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            live.advance(steps=number % 2)
+            manager.step(live)
+            compared.append(len(set(collectives.gather(inner[1].running_mean[0].item()))))
+            if live.progress.step == leave_at:
+                return None
+            if live.progress.step == die_at:
+                manager.drain()
+                os.kill(os.getpid(), signal.SIGKILL)
+        manager.finish(live)
+    return fingerprint(live.capture().evolve(rng=None)), max(compared)
+
+
+def train_and_die(collectives, folder):
+    train_statistics(collectives, folder, "sync", leave_at=5)
+    train_statistics(collectives, folder, "async", die_at=5)
+
+
+def resume_both(collectives, parts, whole):
+    return [[train_statistics(collectives, folder, mode) for folder in (parts, whole)] for mode in ("sync", "async")]
+
+
+def test_batch_statistics_that_ddp_sends_are_saved_as_those_of_rank_0_and_resumed_exactly(processes, tmp_path):
+    """W24: two real ranks, killed after a save; then the bits of the run that nobody killed, on each rank."""
+    parts, whole = str(tmp_path / "parts"), str(tmp_path / "whole")
+    ended = processes.outcomes(2, train_and_die, parts, collectives=PATIENT)
+    assert [rank.code for rank in ended] == [-signal.SIGKILL] * 2
+    for modes in processes.run(2, resume_both, parts, whole, collectives=PATIENT):
+        for (resumed, _), (uninterrupted, differing) in modes:
+            assert resumed == uninterrupted
+            assert differing == 2, "the statistics of the two ranks differ between the forwards"
+
+
+def statistics_that_nobody_sends(collectives, folder):
+    """Everything under which rank 0's are not certain to be everybody's."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    told = {}
+
+    def saved(name, model, wrapped=None, after=None, around=contextlib.nullcontext):
+        live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        wrapped = model if wrapped is None else wrapped
+        with around():
+            wrapped(torch.randn(8, 4, generator=torch.Generator().manual_seed(collectives.rank))).sum().backward()
+            if after is not None:
+                after(wrapped)
+            live.advance(samples=1)
+            with CheckpointManager(f"{folder}/{name}", collectives=collectives) as manager:
+                told[name] = refusal(lambda: manager.save(live))
+
+    def ddp(**options):
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.0))
+        inner.register_buffer("of_all", torch.zeros(40))
+        return nn.parallel.DistributedDataParallel(inner, **options)
+
+    saved("sent", ddp())
+    # a copy of the wrapper: nothing is ever sent to its buffers
+    model = ddp()
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer, extra={"ema": average})
+    model(torch.randn(8, 4, generator=torch.Generator().manual_seed(collectives.rank))).sum().backward()
+    optimizer.step()
+    average.update_parameters(model)
+    live.advance(samples=1)
+    with CheckpointManager(f"{folder}/average", collectives=collectives) as manager:
+        told["average"] = refusal(lambda: manager.save(live))
+    hooked = ddp()
+    state = PowerSGDState(None)
+    hooked.register_comm_hook(state, powerSGD_hook)
+    told["hook"] = refusal(lambda: attach(hooked))
+    for state in (None, torch.distributed.group.WORLD):  # as torch's documentation registers it
+        plain = ddp()
+        plain.register_comm_hook(state, fp16_compress_hook)
+        told.setdefault("plain hook", []).append(refusal(lambda plain=plain: attach(plain)))
+    saved("off", ddp(broadcast_buffers=False))
+    model = ddp()
+    saved("inner", model.module, wrapped=model)
+    ignored = ddp()
+    ignored.parameters_to_ignore.add("1.running_mean")
+    saved("ignored", ignored)
+
+    def without_sync(model):
+        with model.no_sync():
+            model(torch.randn(8, 4, generator=torch.Generator().manual_seed(7 + collectives.rank))).sum().backward()
+
+    saved("not next", ddp(), after=without_sync)
+    joined = ddp()
+    saved("joined", joined, around=joined.join)
+    by_hook = ddp()
+    by_hook._register_buffer_comm_hook(None, lambda *_: None)
+    saved("by hook", by_hook)
+    halves = [torch.distributed.new_group([rank]) for rank in range(2)]
+    saved("other group", ddp(process_group=halves[collectives.rank]))
+    return told
+
+
+def test_batch_statistics_that_nobody_sends_are_refused(processes, tmp_path):
+    """W24: broadcast_buffers is off, the wrapper is not attached, it leaves the buffer out, or does not send before the next forward.
+
+    Inside of `join` another rank may be the one that sends, and a hook of the user's may do anything.
+    """
+    for told in processes.run(2, statistics_that_nobody_sends, str(tmp_path), collectives=PATIENT):
+        assert told.pop("sent") == "nothing"
+        assert told.pop("plain hook") == ["nothing"] * 2
+        assert "PowerSGDState" in told.pop("hook")
+        average = told.pop("average")
+        assert average.startswith("RanksDisagree: ema.buffers[")
+        assert "for buffer in ema.buffers()" in average
+        assert len(told) == 7
+        for name, text in told.items():
+            assert text.startswith("RanksDisagree: model.buffers['1.running_mean']"), (name, text)
+            assert "broadcast_buffers" in text
+
+
+def uneven_shares(world, store, *, steps, sizes=(9, 8)):
+    """Each rank reads a dataset of its own, in as many batches of 3 as the other; the last one has 3 and 2 samples."""
+    data = TensorDataset(torch.arange(float(sizes[world.rank])).unsqueeze(1))
+    model = nn.Linear(1, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    live = attach(model, loader=DataLoader(data, batch_size=3))
+    seen = []
+    with CheckpointManager(store, collectives=world) as manager:
+        manager.restore(live)
+        for (x,) in live.batches(epochs=2):
+            seen.append(x.flatten().tolist())
+            live.advance(samples=sum(world.gather(len(x))))
+            manager.save(live)
+            if live.progress.step == steps:
+                break
+    return seen, live.progress.samples
+
+
+def test_shares_of_different_sizes_are_saved_and_resumed_where_samples_are_summed(monkeypatch):
+    """W24, G02: a dataset of its own for each rank had no save: the lengths differed, and a sum over the ranks was of no batch."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store = MemoryStore()
+    assert {samples for _, samples in run_threads(2, lambda world: uneven_shares(world, store, steps=5))} == {17 + 12}
+    (one, samples), (other, _) = run_threads(2, lambda world: uneven_shares(world, store, steps=6))
+    assert (one, other, samples) == ([[6.0, 7.0, 8.0]], [[6.0, 7.0]], 2 * 17)
+
+
+def test_samples_that_each_rank_counts_for_itself_are_refused_with_the_sum_as_the_cure():
+    """W24: shares of different sizes are no replica's; the leaf is named, and not the component."""
+    store = MemoryStore()
+
+    def work(world):
+        live = attach(nn.Linear(1, 1))
+        live.advance(samples=3 - world.rank)
+        save(live.capture(), store, collectives=world)
+
+    text = disagreements(thread_outcomes(2, work))
+    assert text.startswith("trainer.samples: expected what rank 0 has: 3, found on rank 1: 2")
+    assert "summing it over them" in text
+
+
+def test_samples_of_no_batch_are_refused_where_there_is_one_rank():
+    """G02: only where there are several ranks can a larger number be their sum."""
+    live = attach(nn.Linear(1, 1), loader=DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2))
+    next(iter(live.batches()))
+    with pytest.raises(DataPositionMismatch, match=r"\[2\] are waiting, found 4"):
+        live.advance(samples=4)
+
+
+def test_another_length_of_the_dataset_of_any_rank_is_refused(monkeypatch):
+    """G02: rank 0 compares it in the contract, and each other rank in its position."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store = MemoryStore()
+    run_threads(2, lambda world: uneven_shares(world, store, steps=1))
+    for rank, sizes, refused in ((0, (12, 8), ResumeRefused), (1, (9, 11), RestoreRefused)):
+        outcomes = thread_outcomes(2, lambda world, sizes=sizes: uneven_shares(world, store, steps=2, sizes=sizes))
+        own, others = outcomes[rank].error, outcomes[1 - rank].error
+        assert isinstance(own, refused)
+        assert isinstance(others, RankFailed)
+        for error in (own, others):
+            assert f"{sizes[rank]}" in str(error), "each rank says what is in the way"
+            assert f"{(9, 8)[rank]}" in str(error)
+
+
+def test_what_one_rank_alone_refuses_is_said_by_it_and_by_the_others():
+    """V05: the others said that they see other files, and so did the rank with the reason."""
+    store = MemoryStore()
+    state = TrainState(trainer=Progress(step=1), contract={"environment.threads": 1})
+    run_threads(2, lambda world: save(state, store, collectives=world))
+
+    def resume(world):
+        like = TrainState(trainer=Progress(), contract={"environment.threads": 2})
+        load(store, like=like, collectives=world, policy={"environment": "refuse"})
+
+    first, other = (outcome.error for outcome in thread_outcomes(2, resume))
+    assert isinstance(first, ResumeRefused)
+    assert isinstance(other, RankFailed)
+    assert other.where == "rank 0"
+    for error in (first, other):
+        assert "environment.threads" in str(error)
+
+
+# --- how much is compared ---------------------------------------------------------------------------------------------
+
+
+def found_at(level, drifts, *, leaf=3, size=2**14):
+    """At which save of 1, 2, ... a drift after the first one is found; None where it never is."""
+    store = MemoryStore()
+
+    def work(world):
+        with CheckpointManager(store, collectives=world, replica_check=level) as manager:
+            for step in range(1, 22):
+                weights = {"small": torch.zeros(3), "large": torch.zeros(size), "queue": torch.zeros(size)}
+                if step > 1 and world.rank == 1:
+                    for name, index in drifts:
+                        weights[name][index] = 1.0
+                queue = weights.pop("queue")
+                ema = ModelState(params=Leaves(weights), buffers=Leaves({}))
+                try:
+                    manager.save(TrainState(trainer=Progress(step=step), extra={"ema": ema, "queue": {"keys": queue}}))
+                except RanksDisagree:
+                    return step
+        return None
+
+    first, other = run_threads(2, work)
+    assert first == other
+    return first
+
+
+def test_drift_after_the_first_save_is_found_in_time():
+    """B06, W24: at the next save; one element of a large parameter within sixteen.
+
+    What no step keeps alike, such as a queue or a generator under ``extra``, is compared whole each time.
+    """
+    assert found_at("quick", [("small", 1)]) == 2
+    assert found_at("quick", [("queue", 2**13)]) == found_at("quick", [("queue", 2**14 - 1)]) == 2
+    assert found_at("quick", [("large", slice(None))]) == 2
+    assert {found_at("quick", [("large", index)]) for index in (0, 2**13, 2**14 - 1)} == {2, 10, 17}
+    assert found_at("tensor", [("large", 2**13)]) == found_at("full", [("large", 2**13)]) == 2
+    assert found_at("none", [("small", 1), ("large", slice(None))]) is None
+
+
+def test_a_level_that_is_none_is_refused():
+    with pytest.raises(InvalidArgument, match=r"replica_check.*'none' or 'quick' or 'tensor' or 'full', found 'ful'"):
+        CheckpointManager(MemoryStore(), replica_check="ful")
+
+
+def restored_otherwise(collectives, level, store):
+    """An object that takes another state on one rank than the one that it was given."""
+    value = {"x": torch.zeros(3)}
+
+    def take(tree):
+        value["x"].copy_(tree["x"] + (collectives.rank if collectives.world_size > 1 else 0))
+
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    live = attach(model, extra={"ema": (lambda: value, take)})
+    with CheckpointManager(store, collectives=collectives, replica_check=level) as manager:
+        if manager.restore(live).is_fresh:
+            live.advance(samples=1)
+            manager.save(live)
+    return "nothing"
+
+
+def test_the_level_full_compares_what_a_restore_has_made():
+    store = MemoryStore()
+    run_threads(2, lambda ranks: restored_otherwise(ranks, "quick", store))
+    assert run_threads(2, lambda ranks: refusal(lambda: restored_otherwise(ranks, "tensor", store))) == ["nothing"] * 2
+    for text in run_threads(2, lambda ranks: refusal(lambda: restored_otherwise(ranks, "full", store))):
+        assert text.startswith("RanksDisagree: ema.value['x']")
+
+
+def restored_on_one(collectives, store):
+    live = attach(
+        nn.Linear(1, 1), extra={"ema": (lambda: {"x": torch.zeros(1)}, lambda tree: tree[f"x{collectives.rank or ''}"])}
+    )
+    with CheckpointManager(store, collectives=collectives, components=["model", "ema", "trainer"]) as manager:
+        manager.restore(live)
+
+
+def test_a_restore_that_fails_on_one_rank_fails_on_all():
+    """B07: the others went on, into a forward that waits for it."""
+    store = MemoryStore()
+    live = attach(nn.Linear(1, 1), extra={"ema": (lambda: {"x": torch.zeros(1)}, print)})
+    save(live.capture(), store)
+    first, other = (outcome.error for outcome in thread_outcomes(2, lambda ranks: restored_on_one(ranks, store)))
+    assert isinstance(other, RestoreRefused), other
+    assert isinstance(first, RankFailed)
+    assert "rank 1" in str(first)
+    assert "KeyError" in str(first)
