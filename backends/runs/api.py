@@ -159,7 +159,7 @@ def load(  # noqa: PLR0913 - keywords
         InvalidArgument: if there are several ranks, and ``collectives`` does not say which.
         ResumeRefused: with every reason, when there is nothing to resume or it would not be exact.
         CheckpointDamaged: if the step asked for has bytes with another digest.
-        CheckpointHostile: if what it says of itself cannot be, such as a data position beyond the data.
+        CheckpointHostile: if what the step asked for holds does not fit into memory.
         RanksDisagree: if ranks see different checkpoints (V05).
         RankFailed: if another rank could not load its part.
 

@@ -1,32 +1,24 @@
 """The interpreter of a `ResumePlan`: it reads what the plan says into fresh memory, and decides nothing."""
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
-from trainfold.backends.formats.native.header_check import HeaderCheck
-from trainfold.backends.formats.native.reader import ReadRequest, fresh_tensor, read_tensors
+from trainfold.backends.formats.native.plan_reader import PlanReader
 from trainfold.backends.stores.protocol import Store
 from trainfold.core import tree
-from trainfold.core.data.cursor import DataCursor, check_cursor
-from trainfold.core.errors import CheckpointHostile, InvalidState
-from trainfold.core.format.codec import STORED, torch_dtype
-from trainfold.core.format.manifest import (
-    Manifest,
-    TensorRecord,
-)
-from trainfold.core.format.rebuild import places, rebuild
-from trainfold.core.json_values import shown
+from trainfold.core.format.codec import torch_dtype
+from trainfold.core.format.manifest import Manifest
+from trainfold.core.format.rebuild import Leaf, rebuild
 from trainfold.core.layout.shard import Shard
-from trainfold.core.layout.slices import Box, intersect
-from trainfold.core.optim.slot_layout import beside_params, laid_out_like
+from trainfold.core.layout.slices import Box
+from trainfold.core.optim.slot_layout import beside_params
+from trainfold.core.resume.reads import plan_reads
 from trainfold.core.resume.regroup import regrouped
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
-from trainfold.core.rng import KEY_BITS, Key
 from trainfold.core.state.components import components_of, state_of
 from trainfold.core.state.contract import noted_settings, run_contract
 from trainfold.core.state.masters import refresh_masters
@@ -56,18 +48,30 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
     Raises:
         CheckpointDamaged: if bytes that are used have another digest, or the header of their file is not the one that was written.
         CheckpointTorn: if a file ends too early.
-        CheckpointHostile: if the saved data position is one that cannot be (G02).
+        CheckpointHostile: if what is needed does not fit into memory.
     """
     mine = components_of(like)
-    headers = HeaderCheck(store, plan.checkpoint, plan.manifest)
+    targets = {
+        action.name: dict(tree.named_leaves(mine[action.name], action.name))
+        for action in plan.actions
+        if action.name in mine and action.verb in ("load", "adopt")
+    }
+    reads = plan_reads(
+        plan, {name: {path: _box_of(leaf) for path, leaf in each.items()} for name, each in targets.items()}
+    )
+    reader = PlanReader(store, plan.checkpoint, plan.manifest)
     found: dict[str, Any] = {}
     for action in plan.actions:
         if action.verb in ("keep", "reset"):
             if action.name in mine:
                 found[action.name] = mine[action.name]
         else:
-            found[action.name] = _component(plan, action, mine, store, headers)
-            _check_position(found[action.name], f"{plan.run}/{plan.checkpoint}")
+            planned, leaves = reads.components[action.name], targets.get(action.name, {})
+            tensors = reader.read(planned, leaves)
+            if action.verb == "adopt":
+                found[action.name] = _adopted(action, plan.manifest, tensors, mine)
+            else:
+                found[action.name] = _loaded(action, planned.leaves, tensors, leaves, mine[action.name])
     head = plan.manifest.head
     is_resumed = any(each.name == "trainer" and each.verb not in ("keep", "reset") for each in plan.actions)
     runs = {head.run_id: Descent(head.timeline, head.step, head.forks)} if is_resumed else {}
@@ -84,7 +88,7 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
         },
         origin=Origin({**like.origin.runs, **runs}, adapts),
     )
-    return _with_fresh_masters(state, {action.name: action.verb for action in plan.actions})
+    return _with_fresh_masters(state) if plan.fresh_masters else state
 
 
 def _listed(plan: ResumePlan) -> dict[str, Any]:
@@ -92,139 +96,65 @@ def _listed(plan: ResumePlan) -> dict[str, Any]:
     return {key: value for key, value in plan.manifest.contract.items() if key == RATES}
 
 
-def _check_position(component: Any, where: str) -> None:
-    if isinstance(component, Key) and not 0 <= component.bits < 1 << KEY_BITS:
-        raise CheckpointHostile(f"{where}: rng.bits", expected=f"{KEY_BITS} bits", found=shown(component.bits),
-                                fix='start a new key with reset={"rng": "why"}, or load an older step')  # fmt: skip
-    if not isinstance(component, DataCursor):
-        return
-    try:
-        check_cursor(component, length=component.length)
-    except InvalidState as error:
-        raise CheckpointHostile(
-            f"{where}: {error.where}",
-            expected=error.expected,
-            found=error.found,
-            fix='start the data anew with reset={"dataset": "why"}, or load an older step',
-        ) from error
-
-
-def _with_fresh_masters(state: TrainState, verbs: Mapping[str, str]) -> TrainState:
-    """Weights that came without their optimizer make its fp32 masters anew: the old ones would revert them (B08, P19)."""
-    kept = verbs.get("optimizer", "keep") in ("keep", "reset") and verbs.get("model") in ("load", "adopt")
+def _with_fresh_masters(state: TrainState) -> TrainState:
     optimizer = state.optimizer
-    if kept and state.model is not None and isinstance(optimizer, OptimizerState) and optimizer.masters is not None:
+    if state.model is not None and isinstance(optimizer, OptimizerState) and optimizer.masters is not None:
         return state.evolve(optimizer=refresh_masters(optimizer, state.model.params))
     return state
 
 
-def _component(
-    plan: ResumePlan, action: ComponentAction, mine: Mapping[str, Any], store: Store, headers: HeaderCheck
+def _adopted(
+    action: ComponentAction, manifest: Manifest, tensors: Mapping[int, torch.Tensor], mine: Mapping[str, Any]
 ) -> Any:
-    saved = plan.manifest.component(action.name)
-    assert saved is not None  # the plan names only components that are saved
-    records, node = saved.tensors[action.part], saved.nodes[action.part]
-    wanted = mine.get(action.name)
-    targets: dict[str, Any] = dict(tree.named_leaves(wanted, action.name)) if action.name in mine else {}
-    at = {leaf.path: leaf for leaf in places(node, action.name)}
-    needed = set(at) if action.verb == "adopt" else set(at) & set(targets)
-    indices = sorted({at[path].tensor for path in needed if at[path].tensor is not None and path not in action.kept})  # type: ignore[type-var]
-    first_path = {at[path].tensor: path for path in reversed(list(at)) if path in needed}
-    chosen = [records[index] for index in indices if index is not None]
-    wants = [targets.get(first_path[index]) for index in indices]
-    loaded: dict[int | None, Any] = dict(
-        zip(indices, _read(store, plan.checkpoint, plan.manifest, chosen, wants), strict=True)
-    )
-    headers.check(
-        chain.from_iterable(map(_files_of, chosen, wants))
-    )  # afterwards: what cannot fit into memory is refused by then
+    """A component in the structure that was saved; an optimizer's state is placed beside this run's parameters."""
+    saved = manifest.component(action.name)
+    assert saved is not None  # only components that are saved are adopted
+    records = saved.tensors[action.part]
 
-    def take(index: int, path: str, *, as_numpy: bool) -> Any:
-        value = loaded[index]
-        if path in action.cast:
-            value = value.to(torch_dtype(action.cast[path]))
-        return value.numpy() if as_numpy else value
+    def tensor(index: int, as_numpy: bool) -> Any:  # noqa: FBT001 - the signature of `rebuild`
+        return _cast(tensors[index], action.cast.get(records[index].path), as_numpy=as_numpy)
 
-    if action.verb == "adopt":
-        built = rebuild(node, action.name, lambda index, as_numpy: take(index, records[index].path, as_numpy=as_numpy))
-        model = mine.get("model")
-        return _of_this_run(built, wanted, model.params if isinstance(model, ModelState) else None, action.kept)
-    leaves = []
-    for path, leaf in targets.items():
-        if path in action.kept or path not in at:
-            leaves.append(leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)  # the new state shares nothing
-        elif at[path].tensor is None:
-            leaves.append(at[path].value)
+    built = rebuild(saved.nodes[action.part], action.name, tensor)
+    model = mine.get("model")
+    params = model.params if isinstance(model, ModelState) else None
+    return _of_this_run(built, mine.get(action.name), params, action.kept)
+
+
+def _loaded(
+    action: ComponentAction,
+    leaves: Mapping[str, Leaf],
+    tensors: Mapping[int, torch.Tensor],
+    targets: Mapping[str, Any],
+    wanted: Any,
+) -> Any:
+    """A component in the structure of the target, with the saved values; the target's own where the plan keeps them."""
+    kept = frozenset(action.kept)
+    values = []
+    for path, target in targets.items():
+        saved = None if path in kept else leaves.get(path)
+        if saved is None:
+            values.append(
+                target.clone() if isinstance(target, torch.Tensor) else target
+            )  # shares no memory with `like`
+        elif saved.tensor is None:
+            values.append(saved.value)
         else:
-            value = take(at[path].tensor, path, as_numpy=isinstance(leaf, np.ndarray))  # type: ignore[arg-type]
-            leaves.append(Shard(value, leaf.shape, leaf.starts) if isinstance(leaf, Shard) else value)
-    return tree.unflatten(tree.structure(wanted), leaves)
+            as_numpy = isinstance(target, np.ndarray)
+            value = _cast(tensors[saved.tensor], action.cast.get(path), as_numpy=as_numpy)
+            values.append(Shard(value, target.shape, target.starts) if isinstance(target, Shard) else value)
+    return tree.unflatten(tree.structure(wanted), values)
 
 
-def _read(
-    store: Store, directory: str, manifest: Manifest, records: list[TensorRecord], targets: list[Any]
-) -> list[torch.Tensor]:
-    """Read tensors, whole or the box that a `Shard` target wants, onto the target's device."""
-    whole = [
-        len(record.shards) == 1 and not isinstance(target, Shard)
-        for record, target in zip(records, targets, strict=True)
-    ]
-    requests = [_request(directory, manifest, record, 0) for record, yes in zip(records, whole, strict=True) if yes]
-    dense = iter(read_tensors(store, requests))
-    return [
-        _onto(next(dense) if yes else _assemble(store, directory, manifest, record, target), target)
-        for record, target, yes in zip(records, targets, whole, strict=True)
-    ]
+def _cast(value: torch.Tensor, dtype: str | None, *, as_numpy: bool) -> Any:
+    value = value if dtype is None else value.to(torch_dtype(dtype))
+    return value.numpy() if as_numpy else value
 
 
-def _request(directory: str, manifest: Manifest, record: TensorRecord, which: int) -> ReadRequest:
-    shard = record.shards[which]
-    return ReadRequest(
-        name=f"{directory}/{manifest.files[shard.file].name}",
-        start=shard.start,
-        stop=shard.stop,
-        dtype=record.dtype,
-        stored=STORED[record.dtype].name,
-        shape=tuple(stop - start for start, stop in shard.box),
-        digest=shard.digest,
-        path=record.path,
-    )
-
-
-def _assemble(store: Store, directory: str, manifest: Manifest, record: TensorRecord, target: Any) -> torch.Tensor:
-    box = _box_of(record, target)
-    where = f"{store.url}/{directory} {record.path}"
-    out = fresh_tensor(tuple(stop - start for start, stop in box), record.dtype, where)
-    used = _used(record, box)
-    pieces = read_tensors(store, [_request(directory, manifest, record, i) for i in used])
-    for i, piece in zip(used, pieces, strict=True):
-        common = intersect(record.shards[i].box, box) or ()
-        source = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, record.shards[i].box, strict=True))
-        place = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, box, strict=True))
-        out[place] = piece[source]
-    return out
-
-
-def _box_of(record: TensorRecord, target: Any) -> Box:
-    """The part of a tensor that a target wants."""
-    if isinstance(target, Shard):
-        return tuple((start, start + size) for start, size in zip(target.starts, target.tensor.shape, strict=True))
-    return tuple((0, size) for size in record.shape)
-
-
-def _used(record: TensorRecord, box: Box) -> list[int]:
-    return [i for i, shard in enumerate(record.shards) if intersect(shard.box, box) is not None or not record.shape]
-
-
-def _files_of(record: TensorRecord, target: Any) -> list[int]:
-    """The files in which the bytes are that a target wants."""
-    if len(record.shards) == 1 and not isinstance(target, Shard):
-        return [record.shards[0].file]
-    return [record.shards[i].file for i in _used(record, _box_of(record, target))]
-
-
-def _onto(value: torch.Tensor, target: Any) -> torch.Tensor:
-    return laid_out_like(value, target.tensor if isinstance(target, Shard) else target)
+def _box_of(leaf: Any) -> Box | None:
+    """The slice of the global tensor that a leaf of this run holds; None for all of it."""
+    if not isinstance(leaf, Shard):
+        return None
+    return tuple((start, start + size) for start, size in zip(leaf.starts, leaf.tensor.shape, strict=True))
 
 
 def _of_this_run(

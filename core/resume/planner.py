@@ -19,6 +19,7 @@ from trainfold.core.layout.world import World
 from trainfold.core.resume.compare import Findings, compare_component, compare_contract
 from trainfold.core.resume.drift import Drift, verdict_of
 from trainfold.core.resume.inventory import OLDER, Inventory, lineage
+from trainfold.core.resume.positions import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import ComponentAction, Refusal, ResumePlan
 from trainfold.core.state.components import BUILTIN_COMPONENTS
@@ -50,6 +51,7 @@ def next_to_examine(inventory: Inventory, request: ResumeRequest, wanted: Collec
     """
     if inventory.problem is not None:
         return None
+    inventory = with_positions_checked(inventory, request)
     if request.step is not None:
         chosen = [entry for entry in inventory.entries if entry.head and entry.head.step == request.step]
         return next((entry.name for entry in chosen if entry.manifest is None and entry.problem is None), None)
@@ -116,6 +118,7 @@ def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) ->
         >>> print(plan_resume(Inventory("runs/a", "r", ()), Target({}), ResumeRequest()))
           RunEmpty: runs/a: expected a complete checkpoint, found none; train from the start, or point at another run
     """
+    inventory = with_positions_checked(inventory, request)
     manifest = _chosen(inventory, request, target)
     if not isinstance(manifest, Manifest):
         return Refusal(inventory.run, None, manifest)
@@ -150,7 +153,14 @@ def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) ->
         passed,
         _notes(inventory, manifest),
         _carried_contract(manifest, actions, request),
+        _fresh_masters(actions),
     )
+
+
+def _fresh_masters(actions: Sequence[ComponentAction]) -> bool:
+    """Whether weights are loaded without the optimizer that trained them."""
+    loaded = {action.name for action in actions if action.verb in ("load", "adopt")}
+    return "model" in loaded and "optimizer" not in loaded
 
 
 def _carried_contract(

@@ -64,6 +64,8 @@ class ResumePlan:
         passed_over: checkpoints that would have been preferred, and what is wrong with each.
         notes: what was ignored or assumed.
         contract: what the resumed state will hold its next step to.
+        fresh_masters: whether the fp32 masters of the optimizer are made again from the weights. They are if the weights are loaded and
+            the optimizer is not: its old masters would revert them.
     """
 
     run: str
@@ -74,6 +76,7 @@ class ResumePlan:
     passed_over: tuple[Problem, ...]
     notes: tuple[str, ...] = ()
     contract: Mapping[str, Json] = attrs.field(factory=dict)
+    fresh_masters: bool = False
 
     @property
     def step(self) -> int:

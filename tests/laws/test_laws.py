@@ -12,8 +12,8 @@ from torch import nn
 
 import trainfold
 from trainfold import Loss
+from trainfold.backends.formats.native import plan_reader
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.runs import restore as run_resume
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore, SimulatedCrash
@@ -371,7 +371,7 @@ def test_a_lossy_store_is_found_out():
 
 def test_a_load_that_loses_a_bit_after_its_digest_was_checked_is_found_out(monkeypatch):
     """The law, and not the digest, sees it."""
-    honest = run_resume.read_tensors
+    honest = plan_reader.read_tensors
 
     def careless(store, requests):
         tensors = honest(store, requests)
@@ -382,7 +382,7 @@ def test_a_load_that_loses_a_bit_after_its_digest_was_checked_is_found_out(monke
 
     state = TrainState(trainer=Progress(1), extra={"ema": {"w": torch.zeros(3)}})
     laws.round_trips(state)
-    monkeypatch.setattr(run_resume, "read_tensors", careless)
+    monkeypatch.setattr(plan_reader, "read_tensors", careless)
     with pytest.raises(LawBroken, match=r"round trip: ema\['w'\]: element 0 is 0\.0 against 1\.4"):
         laws.round_trips(state)
 

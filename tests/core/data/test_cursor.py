@@ -8,18 +8,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.runs.api import load, save
+from trainfold.backends.runs.api import load, plan, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.data.cursor import DataCursor, check_cursor, make_cursor, sample_order
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import (
-    CheckpointError,
     CheckpointHostile,
     DataPositionMismatch,
     InvalidArgument,
     InvalidState,
+    ResumeRefused,
 )
+from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.state.state import TrainState, make_progress
 
 seeds = st.integers(0, 2**64 - 1)
@@ -275,9 +276,13 @@ def test_a_saved_position_that_cannot_be_is_not_resumed(fields, field):
     state = TrainState(trainer=make_progress(step=3), dataset=DataCursor(**{**good, **fields}))
     save(state, store)
     like = state.evolve(dataset=make_cursor(8, seed=state.dataset.seed if field != "seed" else 0))
-    with pytest.raises(CheckpointHostile, match=rf"step-00000003: state\.dataset\.{field}: .*reset="):
+    found = plan(store, like=state, step=3)  # before a byte is loaded
+    assert isinstance(found, Refusal)
+    assert [reason.error for reason in found.reasons] == ["CheckpointHostile"]
+    with pytest.raises(ResumeRefused, match=rf"(?s)step-00000003: state\.dataset\.{field}: .*reset=") as caught:
         load(store, like=state, step=3)
-    with pytest.raises(CheckpointError, match=rf"state\.dataset\.{field}"):
+    assert caught.value.refusal.exit_code == CheckpointHostile.exit_code
+    with pytest.raises(ResumeRefused, match=rf"state\.dataset\.{field}"):
         load(store, like=state)
     anew = load(store, like=like, reset={"dataset": "the position was lost"}, policy={"dataset": "adapt"})
     assert anew.dataset == like.dataset

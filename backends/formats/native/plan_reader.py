@@ -1,0 +1,92 @@
+"""`PlanReader`: carries out a `ReadPlan` on a store; which bytes are read is not decided here."""
+
+from collections.abc import Mapping
+from typing import Any, Final, final
+
+import torch
+
+from trainfold.backends.formats.native.header_check import HeaderCheck
+from trainfold.backends.formats.native.reader import ReadRequest, fresh_tensor, read_tensors
+from trainfold.backends.stores.protocol import Store
+from trainfold.core.format.codec import STORED
+from trainfold.core.format.manifest import Manifest, ShardRecord, TensorRecord
+from trainfold.core.layout.shard import Shard
+from trainfold.core.layout.slices import Box, intersect, whole_box
+from trainfold.core.optim.slot_layout import laid_out_like
+from trainfold.core.resume.reads import ComponentReads, TensorRead
+
+
+@final
+class PlanReader:
+    """Reads the tensors of one checkpoint into fresh memory on the devices of their targets.
+
+    Args:
+        store: the run.
+        directory: the checkpoint's.
+        manifest: its proved manifest.
+    """
+
+    def __init__(self, store: Store, directory: str, manifest: Manifest) -> None:
+        self._store: Final = store
+        self._directory: Final = directory
+        self._files: Final = manifest.files
+        self._headers: Final = HeaderCheck(store, directory, manifest)
+
+    def read(self, reads: ComponentReads, targets: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+        """Read what a component needs.
+
+        Args:
+            reads: the component's part of the plan.
+            targets: leaf path -> the leaf of this run that decides the device and the memory layout.
+
+        Returns:
+            Index in the component's table -> tensor; a slice where a slice was planned.
+
+        Raises:
+            CheckpointTorn: if a file is missing or too short.
+            CheckpointDamaged: if bytes that are used have another digest, or the header of their file is not the one that was written.
+            CheckpointHostile: if what is needed does not fit into memory.
+        """
+        single = {index: each for index, each in reads.tensors.items() if each.is_one_shard}
+        requests = [self._request(each.record, each.record.shards[0]) for each in single.values()]
+        dense = dict(zip(single, read_tensors(self._store, requests), strict=True))
+        found = {
+            index: _onto(dense.pop(index) if index in single else self._assembled(each), targets.get(each.path))
+            for index, each in reads.tensors.items()
+        }
+        self._headers.check(reads.files)  # last: a checkpoint that does not fit into memory is refused by then
+        return found
+
+    def _assembled(self, read: TensorRead) -> torch.Tensor:
+        """A slice that is spread over several shards, or is a part of one."""
+        record = read.record
+        box = whole_box(record.shape) if read.box is None else read.box
+        where = f"{self._store.url}/{self._directory} {record.path}"
+        out = fresh_tensor(tuple(stop - start for start, stop in box), record.dtype, where)
+        shards = [record.shards[each.shard] for each in read.shards]
+        pieces = read_tensors(self._store, [self._request(record, shard) for shard in shards])
+        for shard, piece in zip(shards, pieces, strict=True):
+            common = intersect(shard.box, box) or ()
+            out[_within(common, box)] = piece[_within(common, shard.box)]
+        return out
+
+    def _request(self, record: TensorRecord, shard: ShardRecord) -> ReadRequest:
+        return ReadRequest(
+            name=f"{self._directory}/{self._files[shard.file].name}",
+            start=shard.start,
+            stop=shard.stop,
+            dtype=record.dtype,
+            stored=STORED[record.dtype].name,
+            shape=tuple(stop - start for start, stop in shard.box),
+            digest=shard.digest,
+            path=record.path,
+        )
+
+
+def _within(part: Box, box: Box) -> tuple[slice, ...]:
+    """Where a part of a box lies in the memory of the box."""
+    return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True))
+
+
+def _onto(value: torch.Tensor, target: Any) -> torch.Tensor:
+    return laid_out_like(value, target.tensor if isinstance(target, Shard) else target)

@@ -1,0 +1,208 @@
+"""`plan_reads`: which stored bytes a restore reads, and for which tensors; decided before any byte is read.
+
+A shard is read whole or not at all, because its digest covers all of it. The cost is linear in the shards of the tensors that are
+needed. The number of ranks, of the saved run or of this one, does not enter.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias, final
+
+import attrs
+
+from trainfold.core.format.describe import Described
+from trainfold.core.format.manifest import TensorRecord
+from trainfold.core.format.rebuild import Leaf, places
+from trainfold.core.layout.slices import Box, intersect
+from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
+
+Boxes: TypeAlias = Mapping[str, Box | None]
+"""Leaf path -> the slice of the global tensor that this rank holds; None for all of it."""
+
+
+class ShardRead(NamedTuple):
+    """One stored shard to read. Reads sort in the order of their bytes.
+
+    Attributes:
+        file: the index of its file in the manifest.
+        start: first byte in the file.
+        stop: one past the last.
+        tensor: the index of the tensor in the component's table.
+        shard: the index of the shard in the tensor's record.
+    """
+
+    file: int
+    start: int
+    stop: int
+    tensor: int
+    shard: int
+
+
+@final
+@attrs.frozen
+class TensorRead:
+    """One stored tensor of which all or a slice is needed.
+
+    Attributes:
+        path: the first leaf that it is for; tied leaves share one tensor.
+        record: the tensor in the manifest.
+        box: the slice that is needed; None for all of it.
+        shards: what is read for it, in the order of the record.
+    """
+
+    path: str
+    record: TensorRecord
+    box: Box | None
+    shards: tuple[ShardRead, ...]
+
+    @property
+    def is_one_shard(self) -> bool:
+        """Whether one stored shard is exactly what is needed, so that nothing has to be assembled."""
+        return self.box is None and len(self.record.shards) == 1
+
+
+@final
+@attrs.frozen
+class ComponentReads:
+    """What is read for one component.
+
+    Attributes:
+        leaves: leaf path -> the saved leaf, in the order of the saved structure.
+        tensors: index in the component's table -> its read, in the order of the bytes of the first shard.
+    """
+
+    leaves: Mapping[str, Leaf] = attrs.field(repr=False)
+    tensors: Mapping[int, TensorRead]
+
+    @property
+    def shards(self) -> Iterable[ShardRead]:
+        """Every read of the component; no shard twice."""
+        return (shard for tensor in self.tensors.values() for shard in tensor.shards)
+
+    @property
+    def files(self) -> frozenset[int]:
+        """The files that are read, by their index in the manifest."""
+        return frozenset(shard.file for shard in self.shards)
+
+
+@final
+@attrs.frozen
+class ReadPlan:
+    """Everything that one rank reads at a restore. Prints as a table of its files.
+
+    Attributes:
+        checkpoint: the directory.
+        files: the name of each file of the checkpoint, in the order of the manifest.
+        components: component -> its reads, in the order of the plan.
+    """
+
+    checkpoint: str
+    files: tuple[str, ...]
+    components: Mapping[str, ComponentReads]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that are read."""
+        return sum(shard.stop - shard.start for reads in self.components.values() for shard in reads.shards)
+
+    @property
+    def ranges(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """File name -> the byte ranges that are read: sorted, disjoint, and merged where they touch."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for shard in sorted(shard for reads in self.components.values() for shard in reads.shards):
+            spans = found.setdefault(self.files[shard.file], [])
+            if spans and spans[-1][1] == shard.start:
+                spans[-1] = (spans[-1][0], shard.stop)
+            elif shard.start < shard.stop:
+                spans.append((shard.start, shard.stop))
+        return {name: tuple(spans) for name, spans in found.items()}
+
+    def __str__(self) -> str:
+        rows = [
+            f"{name:44} {len(spans):>7} ranges {sum(stop - start for start, stop in spans):>15,} bytes"
+            for name, spans in self.ranges.items()
+        ]
+        return "\n".join([f"read {self.checkpoint}: {len(rows)} files, {self.size_bytes:,} bytes", *rows])
+
+
+def plan_reads(plan: ResumePlan, targets: Mapping[str, Boxes]) -> ReadPlan:
+    """Decide which shards a restore reads.
+
+    Laws: the reads of a tensor cover the slice that is needed; no byte is read twice; every shard that is read holds a part of the
+    slice; leaves that keep the target's value, and components that are kept or reset, are not read.
+
+    Args:
+        plan: the resume, as decided.
+        targets: component -> the leaves of this rank's state. `boxes_of` makes them from a description. Leaves that hold no tensor may
+            be in it or not.
+
+    Returns:
+        The reads of this rank.
+
+    Examples:
+        >>> from trainfold.core.format.manifest import FileRecord, Head, Manifest, ComponentRecord, ShardRecord
+        >>> shards = tuple(ShardRecord(rank, 8, 16, ((2 * rank, 2 * rank + 2),), "xxh3:") for rank in range(4))
+        >>> table = (TensorRecord("ema['w']", "float32", (8,), shards),)
+        >>> files = tuple(FileRecord(f"ema-{rank}", "ema", rank, 16, "xxh3:") for rank in range(4))
+        >>> ema = ComponentRecord("ema", ({"dict": {"w": {"t": 0}}},), (table,), "xxh3:")
+        >>> manifest = Manifest(Head("r", 7), 4, (ema,), (), {}, {}, files)
+        >>> plan = ResumePlan("runs/a", "step-00000007", manifest, (ComponentAction("ema", "load"),), (), ())
+        >>> print(plan_reads(plan, {"ema": {"ema['w']": ((3, 6),)}}))
+        read step-00000007: 2 files, 16 bytes
+        ema-1                                              1 ranges               8 bytes
+        ema-2                                              1 ranges               8 bytes
+    """
+    manifest = plan.manifest
+    components: dict[str, ComponentReads] = {}
+    for action in plan.actions:
+        saved = manifest.component(action.name)
+        if saved is not None and action.verb in ("load", "adopt"):
+            leaves = {leaf.path: leaf for leaf in places(saved.nodes[action.part], action.name)}
+            needed = _needed(action, leaves, targets.get(action.name, {}))
+            components[action.name] = ComponentReads(leaves, _tensor_reads(saved.tensors[action.part], needed))
+    return ReadPlan(plan.checkpoint, tuple(file.name for file in manifest.files), components)
+
+
+def boxes_of(described: Described) -> dict[str, Box | None]:
+    """The leaves of one rank's component and the slice of each that it holds, for `plan_reads`.
+
+    Examples:
+        >>> import torch
+        >>> from trainfold.core.format.describe import describe
+        >>> from trainfold.core.layout.shard import make_shard
+        >>> mine = {"w": make_shard(torch.zeros(2), shape=(8,), starts=(4,)), "n": torch.zeros(3)}
+        >>> boxes_of(describe(mine, "ema")[0])
+        {"ema['n']": None, "ema['w']": ((4, 6),)}
+    """
+    return {path: spec.slices[0] if spec.slices else None for path, spec in described.tensors.items()}
+
+
+def _needed(action: ComponentAction, leaves: Mapping[str, Leaf], boxes: Boxes) -> dict[int, tuple[str, Box | None]]:
+    """Tensor index -> the first leaf that needs it, and which slice; an adopted component needs every saved leaf."""
+    kept = frozenset(action.kept)
+    found: dict[int, tuple[str, Box | None]] = {}
+    for path, leaf in leaves.items():
+        if leaf.tensor is None or leaf.tensor in found or path in kept:
+            continue
+        if action.verb == "adopt" or path in boxes:
+            found[leaf.tensor] = (path, boxes.get(path))
+    return found
+
+
+def _tensor_reads(
+    records: Sequence[TensorRecord], needed: Mapping[int, tuple[str, Box | None]]
+) -> dict[int, TensorRead]:
+    """The reads of one table of tensors, in the order of their bytes."""
+    found = [
+        (index, TensorRead(path, records[index], box, _shard_reads(index, records[index], box)))
+        for index, (path, box) in needed.items()
+    ]
+    return dict(sorted(found, key=lambda pair: pair[1].shards[:1]))
+
+
+def _shard_reads(index: int, record: TensorRecord, box: Box | None) -> tuple[ShardRead, ...]:
+    shards = record.shards
+    return tuple(
+        ShardRead(shard.file, shard.start, shard.stop, index, number)
+        for number, shard in enumerate(shards)
+        if box is None or not record.shape or intersect(shard.box, box) is not None
+    )

@@ -1,0 +1,169 @@
+"""`plan_reads`: carried out on a simple model it gives the bytes that are wanted, and reads nothing else."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+import trainfold.core.resume.reads as reads_module
+from trainfold.core.format.manifest import ComponentRecord, FileRecord, Head, Manifest, ShardRecord, TensorRecord
+from trainfold.core.layout.slices import intersect
+from trainfold.core.resume.reads import plan_reads
+from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
+
+ITEM_BYTES = 2
+BASE = 8
+
+
+@st.composite
+def boxes(draw, shape):
+    """Any box inside a shape."""
+    sides = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in shape]
+    return tuple((start, stop) for start, stop in sides)
+
+
+@st.composite
+def tables(draw, most_files=3):
+    """Tensors with values, each cut into a grid of shards, which lie anywhere in some files; and the bytes of the files."""
+    count = draw(st.integers(1, 4))
+    files = [bytearray(BASE) for _ in range(most_files)]
+    values, pieces = [], []
+    for index in range(count):
+        shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+        values.append(np.arange(math.prod(shape), dtype=np.int16).reshape(shape) + 1000 * (index + 1))
+        cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+        grid = itertools.product(*(list(itertools.pairwise(cut)) or [(0, 0)] for cut in cuts))
+        pieces += [(index, box) for box in grid]
+    shards = {index: [] for index in range(count)}
+    for index, box in draw(st.permutations(pieces)):
+        number = draw(st.integers(0, most_files - 1))
+        data = values[index][tuple(slice(*side) for side in box)].tobytes()
+        files[number] += bytes(draw(st.sampled_from([0, 0, 2])))
+        start = len(files[number])
+        files[number] += data
+        shards[index].append(ShardRecord(number, start, start + len(data), box, "xxh3:"))
+    table = tuple(
+        TensorRecord(f"ema[{index}]", "int16", value.shape, tuple(sorted(shards[index], key=lambda shard: shard.box)))
+        for index, value in enumerate(values)
+    )
+    return values, table, [bytes(file) for file in files]
+
+
+def resume_of(table, places, *, verb="load", kept=(), files=3):
+    """A plan that loads a list whose elements are tensors, by their index in a table."""
+    node = {"list": [{"t": index} for index in places]}
+    records = tuple(FileRecord(f"ema-{number}", "ema", number, 10**6, "xxh3:") for number in range(files))
+    component = ComponentRecord("ema", (node,), (table,), "xxh3:")
+    manifest = Manifest(Head("run", 7), files, (component,), (), {}, {}, records)
+    action = ComponentAction("ema", verb, kept=kept)
+    return ResumePlan("runs/a", "step-00000007", manifest, (action,), (), ())
+
+
+def carried_out(read, files):
+    """The slice that a tensor's reads give: every shard is read whole and copied to where it belongs."""
+    record = read.record
+    box = read.box if read.box is not None else tuple((0, size) for size in record.shape)
+    out = np.full([stop - start for start, stop in box], -1, dtype=np.int16)
+    for each in read.shards:
+        shard = record.shards[each.shard]
+        assert (each.file, each.start, each.stop) == (shard.file, shard.start, shard.stop)
+        sizes = [stop - start for start, stop in shard.box]
+        piece = np.frombuffer(files[each.file][each.start : each.stop], dtype=np.int16).reshape(sizes)
+        common = intersect(shard.box, box)
+        if common is None:
+            continue
+        source = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, shard.box, strict=True))
+        place = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, box, strict=True))
+        out[place] = piece[source]
+    return out
+
+
+@given(data=st.data(), case=tables())
+def test_the_reads_give_the_bytes_of_each_leaf_and_no_byte_is_read_twice_or_in_vain(data, case):
+    """V12, H02: whatever slices were saved, and whatever slices this rank holds."""
+    values, table, files = case
+    targets = {
+        record.path: data.draw(st.none() | boxes(record.shape)) for record in data.draw(st.permutations(table)) if data.draw(st.booleans())
+    }  # fmt: skip
+    plan = plan_reads(resume_of(table, range(len(table))), {"ema": targets})
+    found = plan.components["ema"].tensors
+    assert {read.path for read in found.values()} == set(targets)
+    for index, read in found.items():
+        box = targets[read.path]
+        wanted = values[index] if box is None else values[index][tuple(slice(*side) for side in box)]
+        assert np.array_equal(carried_out(read, files), wanted)
+        for each in read.shards:  # a shard without a single element that is wanted is not read
+            assert box is None or intersect(table[index].shards[each.shard].box, box) is not None or not wanted.shape
+    once = [(each.file, byte) for each in plan.components["ema"].shards for byte in range(each.start, each.stop)]
+    assert len(once) == len(set(once)) == plan.size_bytes
+    check_ranges(plan, once)
+    event(f"{len(plan.ranges)} files")
+
+
+def check_ranges(plan, once):
+    """The ranges are the same bytes: sorted, apart from each other, none of them empty."""
+    by_file = {name: {byte for number, byte in once if plan.files[number] == name} for name in plan.files}
+    for name, spans in plan.ranges.items():
+        assert all(start < stop for start, stop in spans)
+        assert all(one[1] < other[0] for one, other in itertools.pairwise(spans))
+        assert {byte for start, stop in spans for byte in range(start, stop)} == by_file[name]
+    assert sum(stop - start for spans in plan.ranges.values() for start, stop in spans) == plan.size_bytes
+
+
+@given(case=tables())
+def test_reads_are_in_the_order_of_bytes_and_the_order_of_the_targets_makes_no_difference(case):
+    _, table, _ = case
+    paths = [record.path for record in table]
+    one = plan_reads(resume_of(table, range(len(table))), {"ema": dict.fromkeys(paths)})
+    other = plan_reads(resume_of(table, range(len(table))), {"ema": dict.fromkeys(reversed(paths))})
+    assert (one, str(one)) == (other, str(other))
+    first = [read.shards[0] for read in one.components["ema"].tensors.values() if read.shards]
+    assert first == sorted(first)
+
+
+def two_tensors():
+    return tuple(
+        TensorRecord(f"ema[{i}]", "int16", (4,), (ShardRecord(0, 8 + 8 * i, 16 + 8 * i, ((0, 4),), "xxh3:"),))
+        for i in range(2)
+    )
+
+
+def test_tied_leaves_are_read_once_and_kept_ones_not_at_all():
+    """B19."""
+    targets = {"ema": {"ema[0]": None, "ema[1]": None, "ema[2]": None}}
+    plan = plan_reads(resume_of(two_tensors(), [0, 1, 0], kept=("ema[1]",)), targets)
+    assert plan.ranges == {"ema-0": ((8, 16),)}
+    tied = plan_reads(resume_of(two_tensors(), [0, 1, 0], kept=("ema[0]",)), targets)  # the other of the two needs it
+    assert tied.ranges == {"ema-0": ((8, 24),)}
+    assert tied.components["ema"].tensors[0].path == "ema[2]"
+
+
+def test_an_adopted_component_needs_every_leaf_and_a_loaded_one_those_of_the_target():
+    """B10: slots appear lazily, so that the target may not have them yet."""
+    some = {"ema": {"ema[0]": None}}
+    assert plan_reads(resume_of(two_tensors(), [0, 1]), some).size_bytes == 8
+    assert plan_reads(resume_of(two_tensors(), [0, 1], verb="adopt"), some).size_bytes == 16
+
+
+@pytest.mark.parametrize("verb", ["keep", "reset"])
+def test_what_is_not_loaded_is_not_read(verb):
+    plan = plan_reads(resume_of(two_tensors(), [0, 1], verb=verb), {"ema": {"ema[0]": None}})
+    assert plan.components == {}
+    assert str(plan) == "read step-00000007: 0 files, 0 bytes"
+
+
+def test_the_cost_is_linear_in_the_shards_and_does_not_depend_on_the_number_of_ranks(monkeypatch):
+    """H02: one rank of 16,384 compares its slice with each stored shard once, and reads one."""
+    world = 16_384
+    shards = tuple(ShardRecord(rank, 8, 10, ((rank, rank + 1),), "xxh3:") for rank in range(world))
+    table = (TensorRecord("ema[0]", "int16", (world,), shards),)
+    plan = resume_of(table, [0], files=world)
+    calls = []
+    monkeypatch.setattr(reads_module, "intersect", lambda one, other: calls.append(one) or intersect(one, other))
+    for rank in (0, 7_777, world - 1):
+        found = plan_reads(plan, {"ema": {"ema[0]": ((rank, rank + 1),)}})
+        assert found.ranges == {f"ema-{rank}": ((8, 10),)}
+    assert len(calls) == 3 * world
