@@ -15,7 +15,7 @@ from trainfold.core import errors
 from trainfold.core.errors import Problem
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.resume.inventory import Inventory, current_head
+from trainfold.core.history.inventory import Inventory, current_head
 
 
 @final

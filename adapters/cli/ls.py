@@ -9,8 +9,8 @@ from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine
 from trainfold.core.errors import RunEmpty
-from trainfold.core.resume.inventory import Entry, lineage
-from trainfold.core.resume.quarantine import with_quarantined
+from trainfold.core.history.inventory import Entry, lineage
+from trainfold.core.history.quarantine import with_quarantined
 
 
 def list_run(run: Path) -> Answer:

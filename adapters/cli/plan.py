@@ -16,9 +16,9 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointError, InvalidArgument, Problem, ResumeRefused, TrainfoldError
 from trainfold.core.format.describe import Described
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.resume.inventory import Inventory
+from trainfold.core.history.inventory import Inventory
+from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.resume.planner import chosen_manifest, plan_resume
-from trainfold.core.resume.quarantine import with_quarantined
 from trainfold.core.resume.request import ResumeRequest, Target, resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.save.cadence import Cadence, advise_cadence

@@ -14,8 +14,8 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BestFile
 from trainfold.core.digest import digest_of
 from trainfold.core.format.file_names import MANIFEST, directory_of, is_data_file, step_of
-from trainfold.core.resume.inventory import Entry, Inventory, lineage
-from trainfold.core.resume.quarantine import with_quarantined
+from trainfold.core.history.inventory import Entry, Inventory, lineage
+from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.save.events import Event
 from trainfold.core.save.retention import Retention, Saved, plan_left_behind, plan_retention
 

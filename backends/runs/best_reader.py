@@ -11,7 +11,7 @@ from trainfold.core.best.top_n import BestEntry
 from trainfold.core.errors import InvalidState
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.manifest import Head
-from trainfold.core.resume.inventory import lineage
+from trainfold.core.history.inventory import lineage
 
 BEST_POINTER: Final = "best"
 

@@ -22,7 +22,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.manifest import MANIFEST_LIMIT_BYTES
-from trainfold.core.resume.quarantine import (
+from trainfold.core.history.quarantine import (
     LIMIT,
     Attempts,
     Outcome,
@@ -34,7 +34,7 @@ from trainfold.core.resume.quarantine import (
     outcome_of,
     quarantine_problem,
 )
-from trainfold.core.resume.quarantine_json import (
+from trainfold.core.history.quarantine_json import (
     QUARANTINE_FILE,
     QUARANTINE_FIX,
     QUARANTINE_LIMIT_BYTES,

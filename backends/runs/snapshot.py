@@ -28,10 +28,10 @@ from trainfold.core.format.describe import Describe, Described, describe
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.format.validate import check_kinds
+from trainfold.core.history.inventory import next_head
 from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.world import Collectives
 from trainfold.core.optim.slot_layout import check_layouts
-from trainfold.core.resume.inventory import next_head
 from trainfold.core.save.replicas import Leaves, Proof, summary
 from trainfold.core.save.save_plan import plan_save
 from trainfold.core.state.components import components_of, in_order, select

@@ -1,1 +1,1 @@
-"""What is loaded, or every reason why not: decisions as values. May import `format` and what lies below it, and nothing of `save`."""
+"""What is loaded, or every reason why not: decisions as values. May import `history`, `format` and what lies below them, and not `save`."""

@@ -14,11 +14,11 @@ from trainfold.core.checks import nearest
 from trainfold.core.errors import Problem, UnknownComponent
 from trainfold.core.format.manifest import ComponentRecord, Manifest
 from trainfold.core.format.ownership import is_between_epochs, is_opaque
+from trainfold.core.history.inventory import OLDER, Inventory, lineage
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import World
 from trainfold.core.resume.compare import Findings, compare_component, compare_contract
 from trainfold.core.resume.drift import Drift, verdict_of
-from trainfold.core.resume.inventory import OLDER, Inventory, lineage
 from trainfold.core.resume.positions import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import ComponentAction, Refusal, ResumePlan
@@ -44,7 +44,7 @@ def next_to_examine(inventory: Inventory, request: ResumeRequest, wanted: Collec
         wanted: the components of what wants to resume; a checkpoint that left some of them out is passed over for an older one.
 
     Examples:
-        >>> from trainfold.core.resume.inventory import Entry
+        >>> from trainfold.core.history.inventory import Entry
         >>> from trainfold.core.format.manifest import Head
         >>> next_to_examine(Inventory("r", "r", (Entry("step-00000007", Head("r", 7)),)), ResumeRequest())
         'step-00000007'

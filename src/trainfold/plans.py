@@ -9,8 +9,8 @@ from trainfold.backends.runs.restore import run_resume
 from trainfold.backends.runs.save import run_save
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.runs.snapshot import Snapshot, begin_checkpoint, describe_state
+from trainfold.core.history.inventory import Inventory
 from trainfold.core.resume.drift import Drift
-from trainfold.core.resume.inventory import Inventory
 from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, Target, resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan

@@ -28,7 +28,7 @@ from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.best.record import BestRecord, make_best_record, updated
 from trainfold.core.format.fingerprint import fingerprint
-from trainfold.core.resume.inventory import lineage
+from trainfold.core.history.inventory import lineage
 from trainfold.core.save.events import Event
 from trainfold.core.state.state import TrainState
 

@@ -188,7 +188,7 @@ def _save_on(mode: str, run: Path) -> Iterator[tuple[str, int, Any]]:
     from trainfold.backends.runs.scan import read_inventory
     from trainfold.core.best.record import make_best_record, updated
     from trainfold.core.format.file_names import directory_of
-    from trainfold.core.resume.inventory import lineage
+    from trainfold.core.history.inventory import lineage
 
     step, store, best = 0, trainfold.LocalStore(run), ""
     with trainfold.CheckpointManager(store, mode=mode, keep_last=KEPT) as manager:

@@ -23,7 +23,7 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.record import make_best_record
 from trainfold.core.errors import ResumeRefused, TrainfoldError
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.resume.quarantine_json import QUARANTINE_FILE, quarantine_from_json
+from trainfold.core.history.quarantine_json import QUARANTINE_FILE, quarantine_from_json
 
 _FURTHER = 90  # a step beyond all that the scenarios save
 

@@ -28,7 +28,7 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.core import tree
 from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.resume.quarantine import LIMIT, Outcome
+from trainfold.core.history.quarantine import LIMIT, Outcome
 from trainfold.core.state.components import components_of
 from trainfold.core.state.state import TrainState
 

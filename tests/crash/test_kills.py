@@ -14,7 +14,7 @@ from trainfold.backends.runs.best_file import load_best
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.file_names import MANIFEST
-from trainfold.core.resume.inventory import lineage
+from trainfold.core.history.inventory import lineage
 
 KILLS = 250 if IS_SOAK else 15  # of each mode
 SEED = 0

@@ -14,8 +14,8 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.digest import digest_of
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.resume.inventory import lineage
-from trainfold.core.resume.quarantine import (
+from trainfold.core.history.inventory import lineage
+from trainfold.core.history.quarantine import (
     LIMIT,
     Attempts,
     Outcome,

@@ -34,7 +34,7 @@ from trainfold.backends.stores.memory import MemoryStore, SimulatedCrash
 from trainfold.core.best.record import updated
 from trainfold.core.errors import CheckpointError, ResumeRefused, SaveFailed
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.resume.inventory import lineage
+from trainfold.core.history.inventory import lineage
 
 EXAMPLES, STEPS = {"laws": (600, 40), "soak": (20_000, 60)}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), (30, 25))
 

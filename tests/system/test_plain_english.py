@@ -47,7 +47,7 @@ PENDING: Final = (
     "adapters/components", "adapters/evaluation", "adapters/guards", "adapters/live", "adapters/loaders",
     "adapters/manager", "adapters/own_state", "adapters/requests", "adapters/script", "adapters/streams", "adapters/watch",
     "backends", "backends/formats/native", "backends/hold", "backends/ranks", "backends/runs", "backends/stores",
-    "core", "core/best", "core/data", "core/evaluate", "core/exact", "core/format",
+    "core", "core/best", "core/data", "core/evaluate", "core/exact", "core/format", "core/history",
     "core/layout", "core/metrics", "core/optim", "core/rehearsal", "core/resume", "core/save",
     "core/state", "core/step", "core/step/engine", "docs", "docs/adr", "docs/explanation",
     "docs/how-to", "properties", "src/trainfold",

@@ -17,7 +17,7 @@ from trainfold.core.digest import digest_of
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.format.manifest_reader import decode_manifest
-from trainfold.core.resume.quarantine import LIMIT
+from trainfold.core.history.quarantine import LIMIT
 from trainfold.core.state.state import Progress, TrainState
 
 saved = cli_cases.saved

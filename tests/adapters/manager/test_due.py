@@ -26,7 +26,7 @@ from trainfold.core.errors import (
     TrainfoldError,
     UnsupportedLeaf,
 )
-from trainfold.core.resume.inventory import lineage
+from trainfold.core.history.inventory import lineage
 from trainfold.core.save.triggers import make_triggers
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import Progress, TrainState

@@ -42,8 +42,8 @@ from trainfold.core.errors import (
     RunNotRestored,
 )
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.resume.inventory import next_head
-from trainfold.core.resume.quarantine import (
+from trainfold.core.history.inventory import next_head
+from trainfold.core.history.quarantine import (
     LIMIT,
     MAX_REASONS,
     MAX_RECORDS,
@@ -58,7 +58,7 @@ from trainfold.core.resume.quarantine import (
     with_quarantined,
     worst_outcome,
 )
-from trainfold.core.resume.quarantine_json import (
+from trainfold.core.history.quarantine_json import (
     QUARANTINE_FILE,
     QUARANTINE_LIMIT_BYTES,
     quarantine_from_json,

@@ -22,12 +22,12 @@ from trainfold.backends.stores.memory import CrashAt, ErrorAt, MemoryStore, Simu
 from trainfold.core.errors import (
     CheckpointError,
 )
-from trainfold.core.resume.quarantine import (
+from trainfold.core.history.quarantine import (
     LIMIT,
     Outcome,
     Tried,
 )
-from trainfold.core.resume.quarantine_json import (
+from trainfold.core.history.quarantine_json import (
     QUARANTINE_FILE,
     QUARANTINE_LIMIT_BYTES,
     quarantine_from_json,

@@ -26,9 +26,9 @@ from trainfold.core.best.top_n import BestEntry
 from trainfold.core.data.cursor import DataCursor
 from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, SaveFailed
 from trainfold.core.format.file_names import MANIFEST, directory_of
+from trainfold.core.history.inventory import lineage
+from trainfold.core.history.quarantine import Outcome
 from trainfold.core.layout.shard import make_shard
-from trainfold.core.resume.inventory import lineage
-from trainfold.core.resume.quarantine import Outcome
 from trainfold.core.rng import make_key
 from trainfold.core.save.retention import keep_best, keep_last
 from trainfold.core.state.state import Descent, Progress, TrainState

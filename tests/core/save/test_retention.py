@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainfold.core.best.top_n import BestEntry, plan_best
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.resume.inventory import Entry, Inventory, lineage, next_head
+from trainfold.core.history.inventory import Entry, Inventory, lineage, next_head
 from trainfold.core.save.retention import (
     Retention,
     Saved,

@@ -17,8 +17,8 @@ from trainfold.core.format.strict_json import (
     text_of,
     yes_or_no,
 )
+from trainfold.core.history.quarantine import MAX_REASONS, MAX_RECORDS, Attempts, Tried
 from trainfold.core.json_values import shown
-from trainfold.core.resume.quarantine import MAX_REASONS, MAX_RECORDS, Attempts, Tried
 
 QUARANTINE_FILE: Final = "quarantine.json"
 QUARANTINE_FORMAT: Final = "trainfold-quarantine"

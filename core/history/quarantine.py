@@ -22,8 +22,8 @@ from trainfold.core.errors import (
     error_text,
     problem_of,
 )
+from trainfold.core.history.inventory import Inventory
 from trainfold.core.json_values import shown
-from trainfold.core.resume.inventory import Inventory
 
 LIMIT: Final = 3
 MAX_RECORDS: Final = 64
@@ -208,7 +208,7 @@ def with_quarantined(inventory: Inventory, problems: Mapping[str, Problem]) -> I
         problems: name -> why, as `quarantine_problem` says.
 
     Examples:
-        >>> from trainfold.core.resume.inventory import Entry
+        >>> from trainfold.core.history.inventory import Entry
         >>> from trainfold.core.format.manifest import Head
         >>> found = Inventory("runs/a", "r", (Entry("step-00000007", Head("r", 7)),))
         >>> with_quarantined(found, {"step-00000007": quarantine_problem(Tried("step-00000007", "d", 3), "runs/a")})\
