@@ -19,7 +19,7 @@ from trainfold.core.json_values import Json
 from trainfold.core.layout.world import World
 from trainfold.core.resume.compare import Findings, compare_component, compare_contract
 from trainfold.core.resume.drift import Drift, verdict_of
-from trainfold.core.resume.positions import with_positions_checked
+from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import ComponentAction, Refusal, ResumePlan
 from trainfold.core.state.components import BUILTIN_COMPONENTS
