@@ -86,8 +86,7 @@ def main(run: Path, batch_size: int) -> None:
     is_fresh = isinstance(plan, trainfold.Refusal) and plan.finds_nothing
     # what it has beside `fresh` comes as it was saved
     state = fresh if is_fresh else trainfold.load(run, like=fresh, collectives=ranks)
-    assert state.trainer is not None
-    part, tally = state.trainer.step, state.extra.get("tally")
+    part, tally = state.trainer.step if state.trainer else 0, state.extra.get("tally")
     cursor = trainfold.evaluation.make_eval_cursor(
         len(windows), global_batch_size=batch_size, after=state.extra.get("cursor")
     )
@@ -117,7 +116,7 @@ def main(run: Path, batch_size: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Evaluate a model in parts, on one process or several.")
     parser.add_argument("run", type=Path)
     parser.add_argument("--batch-size", type=int, default=16)
     options = parser.parse_args()

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import trainfold
-from trainfold import Loss, TrainState
+from trainfold import Loss
+from trainfold.states import TrainableState
 
 SAMPLES, EPOCHS, MAX_STEPS = 1000, 2, 60
 BATCH_SIZE, MICROBATCH_SIZE, SAVE_EVERY = 16, 8, 5
@@ -28,8 +29,8 @@ def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: dict[str, torc
     return Loss(sum=(model(batch["x"]) - batch["y"]).square().sum(), weight=len(batch["y"]))
 
 
-def start_or_resume(run: Path, fresh: TrainState) -> TrainState:
-    """The newest checkpoint of the run, or the fresh state where there is none; anything else raises, with reasons."""
+def start_or_resume(run: Path, fresh: TrainableState) -> TrainableState:
+    """Load the newest checkpoint of the run, or return the fresh state if there is none. Anything else raises, with reasons."""
     plan = trainfold.plan(run, like=fresh)  # a value: nothing has been loaded yet
     if isinstance(plan, trainfold.Refusal) and plan.finds_nothing:
         return fresh
@@ -57,7 +58,6 @@ def main(run: Path) -> None:
     cursor = trainfold.data.make_cursor(len(x), seed=0)
     fresh = trainfold.init_state(model, adamw, seed=0, schedule=schedule, dataset=cursor)
     state = start_or_resume(run, fresh)
-    assert state.trainer is not None
     print(f"starting after step {state.trainer.step}", flush=True)
 
     for done in range(state.trainer.step + 1, steps + 1):

@@ -455,7 +455,7 @@ class Live:
         state: TrainState,
         *,
         components: Iterable[str] | None = None,
-        policy: Mapping[str, str] | None = None,
+        policy: Mapping[str, DriftAction] | None = None,
     ) -> None:
         """Make the live objects what a state says: all of it, or nothing if any part does not fit (V12).
 

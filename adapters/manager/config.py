@@ -32,6 +32,8 @@ from trainfold.core.errors import (
     error_text,
 )
 from trainfold.core.json_values import shown
+from trainfold.core.resume.drift import DriftAction
+from trainfold.core.save.replicas import Level
 from trainfold.core.save.retention import Retention
 
 _WHERE: Final = "CheckpointConfig.manager"
@@ -95,13 +97,13 @@ class CheckpointConfig:
     keep_last: int | None = None
     keep: Retention | None = None
     keep_left_behind: Retention | None = None
-    mode: str = "sync"
+    mode: Literal["sync", "async"] = "sync"
     max_extra_bytes: int | None = None
     hold_check: bool = False
-    replica_check: str = "quick"
-    when_busy: str = "wait"
+    replica_check: Level = "quick"
+    when_busy: Literal["wait", "skip"] = "wait"
     components: Sequence[str] | None = None
-    policy: Mapping[str, str] | None = None
+    policy: Mapping[str, DriftAction] | None = None
     contract: Mapping[str, Any] | None = None
     manager: str = "trainfold.CheckpointManager"
 

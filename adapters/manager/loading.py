@@ -16,7 +16,7 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import InvalidState, Refused, ResumeRefused
 from trainfold.core.format.file_names import step_of
 from trainfold.core.layout.world import Collectives
-from trainfold.core.resume.drift import Drift
+from trainfold.core.resume.drift import Drift, DriftAction
 from trainfold.core.resume.request import resume_request
 from trainfold.core.state.audit import component_of
 from trainfold.core.state.components import validate_components
@@ -42,7 +42,7 @@ class RunLoader:
     store: Store
     collectives: Collectives
     components: tuple[str, ...] | None
-    policy: Mapping[str, str] | None
+    policy: Mapping[str, DriftAction] | None
     contract: Mapping[str, Any]
     proves: bool = attrs.field(default=False, kw_only=True)
     descent: Descent | None = attrs.field(default=None, init=False)

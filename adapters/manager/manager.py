@@ -44,9 +44,9 @@ from trainfold.backends.wakeup import Latch
 from trainfold.core.checks import mapping_given
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, RunLocked, error_text
 from trainfold.core.layout.world import Collectives
-from trainfold.core.resume.drift import check_policy
+from trainfold.core.resume.drift import DriftAction, check_policy
 from trainfold.core.save.events import Event
-from trainfold.core.save.replicas import LEVELS, level_of
+from trainfold.core.save.replicas import LEVELS, Level, level_of
 from trainfold.core.save.retention import Retention
 from trainfold.core.save.triggers import Verdict, make_triggers
 from trainfold.core.state.components import check_likely, validate_components
@@ -145,13 +145,13 @@ class CheckpointManager:
         keep_last: int | None = None,
         keep: Retention | None = None,
         keep_left_behind: Retention | None = None,
-        mode: str = "sync",
+        mode: Literal["sync", "async"] = "sync",
         max_extra_bytes: int | None = None,
         hold_check: bool = False,
-        replica_check: str = "quick",
-        when_busy: str = "wait",
+        replica_check: Level = "quick",
+        when_busy: Literal["wait", "skip"] = "wait",
         components: Sequence[str] | None = None,
-        policy: Mapping[str, str] | None = None,
+        policy: Mapping[str, DriftAction] | None = None,
         contract: Mapping[str, Any] | None = None,
         requests: RequestSource | None = None,
         on_event: Callable[[Event], object] | None = None,

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.ranks.launcher import world_given
@@ -15,11 +15,13 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
+from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.request import resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.state import TrainState
 
 Run: TypeAlias = "str | Path | Store"
+S = TypeVar("S", bound=TrainState)
 
 
 def open_store(run: Run) -> Store:
@@ -92,7 +94,7 @@ def plan(  # noqa: PLR0913 - keywords
     like: TrainState,
     step: int | None = None,
     components: Sequence[str] | None = None,
-    policy: Mapping[str, str] | None = None,
+    policy: Mapping[str, DriftAction] | None = None,
     reset: Mapping[str, str] | None = None,
     contract: Mapping[str, Any] | None = None,
 ) -> ResumePlan | Refusal:
@@ -127,14 +129,14 @@ def plan(  # noqa: PLR0913 - keywords
 def load(  # noqa: PLR0913 - keywords
     run: Run,
     *,
-    like: TrainState,
+    like: S,
     step: int | None = None,
     components: Sequence[str] | None = None,
-    policy: Mapping[str, str] | None = None,
+    policy: Mapping[str, DriftAction] | None = None,
     reset: Mapping[str, str] | None = None,
     contract: Mapping[str, Any] | None = None,
     collectives: Collectives | None = None,
-) -> TrainState:
+) -> S:
     """Load the newest whole checkpoint of the current timeline, or the step asked for, into a new state.
 
     Every byte that is used is checked against its digest. Where the newest checkpoint turns out to be damaged and no step
@@ -174,4 +176,5 @@ def load(  # noqa: PLR0913 - keywords
     check_state(like, "like")
     request = resume_request(step=step, components=components, policy=policy, reset=reset)
     world = world_given(collectives, os.environ, where="load.collectives")
-    return load_run(open_store(run), like=like, request=request, contract=contract, collectives=world).state
+    loaded = load_run(open_store(run), like=like, request=request, contract=contract, collectives=world).state
+    return cast("S", loaded)  # it has the components of ``like``

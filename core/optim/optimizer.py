@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import attrs
 import torch
@@ -10,7 +10,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, UnsupportedOptimizer
 from trainfold.core.optim.bound import BoundOptimizer, group_hyper
-from trainfold.core.optim.param_groups import GroupRule, assign, check_hyper
+from trainfold.core.optim.param_groups import GroupRule, Matcher, assign, check_hyper, matcher
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.masters import make_masters, refresh_masters
 from trainfold.core.state.state import OptimizerState, ParamGroup
@@ -28,13 +28,13 @@ class Optimizer:
     Attributes:
         cls: the torch class that computes.
         hyper: the arguments of its constructor; once a state exists, the state's own are what counts.
-        groups: rules for param groups.
+        groups: the rules for param groups, checked, each with its hyperparameters.
         masters: whether low-precision parameters have fp32 masters (B08).
     """
 
     cls: type[torch.optim.Optimizer]
     hyper: Mapping[str, Any]
-    groups: tuple[GroupRule, ...] = ()
+    groups: tuple[tuple[Matcher, Mapping[str, Any]], ...] = ()
     masters: bool = False
 
     @property
@@ -125,6 +125,10 @@ class Optimizer:
         return BoundOptimizer(self.kind, self.cls, self.hyper, masters=self.masters, params=params)
 
 
+OptimizerLike: TypeAlias = Optimizer | tuple[Callable[..., Any], Callable[..., Any]]
+"""An optimizer of a pure step: what `optimizer` returns, or a user's own pure functions ``(init, update)``."""
+
+
 def optimizer(
     cls: type[torch.optim.Optimizer], *, groups: Sequence[GroupRule] | None = None, masters: bool = False, **hyper: Any
 ) -> Optimizer:
@@ -136,8 +140,10 @@ def optimizer(
 
     Args:
         cls: such as ``torch.optim.AdamW``.
-        groups: ``(predicate or regular expression on the FQN, hyperparameters)`` pairs; the first that matches a
-            parameter wins, and the rest have the defaults.
+        groups: ``(rule, hyperparameters)`` pairs; the first rule that matches a parameter wins, and parameters that none
+            matches have the defaults. A rule is a regular expression that is searched for in the FQN, or a function:
+            ``lambda name: ...``, or ``lambda name, p: p.dim() < 2`` with the tensor. It is called once for each parameter,
+            when `init` makes the state.
         masters: keep fp32 masters of low-precision parameters, and round the parameters from them.
         hyper: arguments of the class, plain values.
 
@@ -180,7 +186,7 @@ def optimizer(
         raise InvalidArgument(
             cls.__name__, expected=str(inspect.signature(cls)), found=str(error), fix="correct the arguments"
         ) from None
-    rules = tuple((rule, dict(overrides)) for rule, overrides in groups or ())
+    rules = tuple((matcher(rule), dict(overrides)) for rule, overrides in groups or ())
     check_hyper(hyper, cls.__name__)
     for _, overrides in rules:
         check_hyper(overrides, "groups")

@@ -173,7 +173,7 @@ def recipes_of(drifts: Sequence[Drift]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(drift.recipe for drift in (*causes, *others) if drift.recipe is not None))
 
 
-def check_policy(policy: Mapping[str, str] | None) -> dict[str, DriftAction]:
+def check_policy(policy: Mapping[str, DriftAction] | None) -> dict[str, DriftAction]:
     """A policy with every kind and verdict checked before anything is read.
 
     Args:

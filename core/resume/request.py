@@ -54,7 +54,7 @@ def resume_request(
     *,
     step: int | None = None,
     components: Sequence[str] | None = None,
-    policy: Mapping[str, str] | None = None,
+    policy: Mapping[str, DriftAction] | None = None,
     reset: Mapping[str, str] | None = None,
 ) -> ResumeRequest:
     """Return a checked request.

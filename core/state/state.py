@@ -1,7 +1,7 @@
 """`TrainState`: a training run as one frozen value, made of components."""
 
 from collections.abc import Mapping
-from typing import Any, Final, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import attrs
 import torch
@@ -199,6 +199,20 @@ class TrainState:
             4
         """
         return attrs.evolve(self, **changes)
+
+
+if TYPE_CHECKING:
+
+    class TrainableState(TrainState):  # type: ignore[misc]  # final at run time: this only narrows types
+        """A state that has a model and counters: what `init_state` and steps return, without an assert for a type checker."""
+
+        model: ModelState
+        trainer: Progress
+
+        def evolve(self, **changes: Any) -> "TrainableState": ...
+
+else:
+    TrainableState = TrainState
 
 
 def make_progress(*, step: int = 0, epoch: int = 0, samples: int = 0, tokens: int = 0) -> Progress:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import attrs
 import torch
@@ -12,7 +12,8 @@ from trainfold.core.rng import Key, fold_in, forked_rng
 from trainfold.core.step.engine.grad_norm import Norm
 from trainfold.core.step.loss import Loss, Totals, check_loss, normaliser, read
 
-LossFunction: TypeAlias = Callable[[Any, Any], Loss]
+B = TypeVar("B")
+LossFunction: TypeAlias = Callable[[Any, B], Loss]
 
 
 @final
@@ -40,11 +41,11 @@ class WindowResult:
 
 
 def run_window(  # noqa: PLR0913 (every one is named where it is called)
-    micro: list[Any],
+    micro: list[B],
     *,
     step: int,
     module: torch.nn.Module,
-    loss_fn: LossFunction,
+    loss_fn: LossFunction[B],
     key: Key,
     device: torch.device,
     rank: int,

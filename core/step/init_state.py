@@ -6,24 +6,24 @@ from typing import Any
 import torch
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.optim.optimizer import pair_of
+from trainfold.core.optim.optimizer import Optimizer, OptimizerLike, pair_of
 from trainfold.core.optim.schedule import ScheduleFunction, describe
 from trainfold.core.rng import make_key
 from trainfold.core.state.aliasing import check_apart
 from trainfold.core.state.fqn import NamedTensors, canonical_name, check_real
 from trainfold.core.state.leaves import Leaves
-from trainfold.core.state.state import ModelState, Progress, TrainState
+from trainfold.core.state.state import ModelState, Progress, TrainableState
 
 
 def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names for the rest)
     model: torch.nn.Module,
-    optimizer: Any,
+    optimizer: OptimizerLike,
     *,
     seed: int = 0,
     schedule: ScheduleFunction | None = None,
     dataset: Any = None,
     extra: Mapping[str, Any] | None = None,
-) -> TrainState:
+) -> TrainableState:
     """Make the state before the first step.
 
     Args:
@@ -56,13 +56,20 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
     )
     params = {name: value.detach().clone() for name, value in named.params.items()}
     init, _ = pair_of(optimizer)
-    return TrainState(
+    given = params
+    if isinstance(
+        optimizer, Optimizer
+    ):  # the rules of its groups see what trains; a user's own functions get plain tensors
+        given = {
+            name: value.detach().requires_grad_(named.params[name].requires_grad) for name, value in params.items()
+        }
+    return TrainableState(
         model=ModelState(
             params=Leaves(params),
             buffers=Leaves({name: value.detach().clone() for name, value in named.buffers.items()}),
             ties=named.ties,
         ),
-        optimizer=init(params),
+        optimizer=init(given),
         scheduler=describe(schedule),
         trainer=Progress(),
         dataset=dataset,

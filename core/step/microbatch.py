@@ -1,14 +1,16 @@
 """Microbatches: a batch split along dimension 0, as even as can be."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidBatch
 
+B = TypeVar("B")
 
-def split(batch: Any, accumulate: int) -> tuple[list[Any], int]:
+
+def split(batch: B | list[B], accumulate: int) -> tuple[list[B], int]:
     """Split a batch into microbatches.
 
     Args:
@@ -54,7 +56,7 @@ def split(batch: Any, accumulate: int) -> tuple[list[Any], int]:
     return micro, samples
 
 
-def _ready_made(batch: list[Any], accumulate: int) -> tuple[list[Any], int]:
+def _ready_made(batch: list[B], accumulate: int) -> tuple[list[B], int]:
     if not 1 <= len(batch) <= accumulate:
         raise InvalidBatch(
             "batch",

@@ -7,7 +7,14 @@ from trainfold.core.optim.optimizer import Optimizer
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.spec import Difference, LeafSpec, ScalarSpec, diff_specs, spec_of
-from trainfold.core.state.state import ModelState, Opaque, OptimizerState, ParamGroup, make_progress
+from trainfold.core.state.state import (
+    ModelState,
+    Opaque,
+    OptimizerState,
+    ParamGroup,
+    TrainableState,
+    make_progress,
+)
 
 __all__ = [
     "Difference",
@@ -18,6 +25,7 @@ __all__ = [
     "OptimizerState",
     "ParamGroup",
     "ScalarSpec",
+    "TrainableState",
     "diff_specs",
     "make_progress",
     "refresh_masters",

@@ -53,7 +53,7 @@ for (x,) in live.batches(epochs=args.epochs):
     epoch = live.progress.epoch
     model.train()
     optimizer.zero_grad()
-    loss = loss_function(*((out := model(x))[:1]), x, *out[1:])
+    loss = loss_function(*((out := model(x))[:1]), x, *out[1:])  # pyright: ignore[reportCallIssue]
     loss.backward()
     optimizer.step()
     live.record(loss=loss / len(x))

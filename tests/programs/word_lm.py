@@ -88,7 +88,7 @@ while live.progress.step < args.epochs * len(starts) and not manager.should_stop
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(parameter.grad, alpha=-lr)
+            parameter.add_(parameter.grad, alpha=-lr)  # pyright: ignore[reportArgumentType]
     live.record(loss=loss, lr=lr)
     live.advance(samples=BATCH, tokens=targets.numel())
     if i == starts[-1]:

@@ -59,9 +59,11 @@ def test_the_wheel_holds_every_module_and_nothing_else(copy_of_tree, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    own = {"trainfold/__init__.py", "trainfold/__main__.py", "trainfold/metrics.py", "trainfold/py.typed"}
+    facade = copy_of_tree / "src" / "trainfold"
+    own = {f"trainfold/{path.name}" for path in facade.iterdir() if path.suffix in {".py", ".pyi", ".typed"}}
     expected = modules_of(copy_of_tree) | own
-    assert {name for name in names if name.endswith((".py", ".typed"))} == expected
+    assert {name for name in names if name.endswith((".py", ".pyi", ".typed"))} == expected
+    assert {f"trainfold/{name}.py" for name in trainfold._MODULES} < own
     assert not {name for name in names if not name.startswith("trainfold/")}
 
 
@@ -77,7 +79,8 @@ def test_a_wheel_in_use_is_this_package(copy_of_tree, tmp_path):
     installed = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(installed)
     code = (
-        f"import sys; sys.path.insert(0, {str(installed)!r}); import trainfold.core.state.state as s; print(s.__file__)"
+        f"import sys; sys.path.insert(0, {str(installed)!r}); import trainfold.core.state.state as s; print(s.__file__)\n"
+        "import trainfold; assert all(getattr(trainfold, name).__file__.startswith(trainfold.__path__[0]) for name in trainfold._MODULES)"
     )
     assert run_python(code, "-P") == str(installed / "trainfold" / "core" / "state" / "state.py")
 

@@ -27,8 +27,8 @@ class StepWorkspace:
     While a chain of donated states flows through it, the same tensors stay bound, and no leaf is visited in Python.
     """
 
-    def __init__(self, mould: ModuleSpec, optimizer: Any) -> None:
-        self.template = mould.cast()
+    def __init__(self, spec: ModuleSpec, optimizer: Any) -> None:
+        self.template = spec.cast()
         if not self.template.module.training:  # elsewhere a frozen normalisation, say, is in eval mode on purpose
             self.template.module.train()
         self.bound = optimizer.bound_to(self.template.params) if isinstance(optimizer, Optimizer) else None
@@ -116,41 +116,41 @@ class StepWorkspace:
 
 @final
 class WorkspacePool:
-    """Workers that wait; steps in flight in several threads have one each.
+    """Idle workspaces; each step in flight uses its own.
 
     Args:
-        mould: of the model.
+        spec: of the model.
         optimizer: of the step.
     """
 
-    def __init__(self, mould: ModuleSpec, optimizer: Any) -> None:
-        self._mould = mould
+    def __init__(self, spec: ModuleSpec, optimizer: Any) -> None:
+        self._spec = spec
         self._optimizer = optimizer
         self._idle: list[StepWorkspace] = []
         self._lock = threading.RLock()  # a lease may die, and so call back, at any moment in any thread
 
     @contextlib.contextmanager
-    def worker(self, state: TrainState) -> Iterator[StepWorkspace]:
-        """A worker for one step: the one that holds the state already, where there is one.
+    def workspace(self, state: TrainState) -> Iterator[StepWorkspace]:
+        """A workspace for one step: the one that holds the state already, where there is one.
 
-        Whatever fails in the block, nothing of it stays in the worker: no gradient, no buffer, no binding.
+        Whatever fails in the block, nothing of it stays in the workspace: no gradient, no buffer, no binding.
         """
         with self._lock:
-            index = next((i for i, worker in enumerate(self._idle) if worker.holds(state)), -1)
-            worker = self._idle.pop(index) if self._idle else None
-        worker = worker or StepWorkspace(self._mould, self._optimizer)
+            index = next((i for i, workspace in enumerate(self._idle) if workspace.holds(state)), -1)
+            workspace = self._idle.pop(index) if self._idle else None
+        workspace = workspace or StepWorkspace(self._spec, self._optimizer)
         try:
-            yield worker
+            yield workspace
         except BaseException:
-            worker.undo()
-            worker.release()
+            workspace.undo()
+            workspace.release()
             raise
         finally:
             with self._lock:
-                self._idle.append(worker)
+                self._idle.append(workspace)
 
-    def watch(self, worker: StepWorkspace, lease: Lease) -> None:
-        """Keep a worker bound for as long as somebody has the state, so that an idle one holds no memory."""
+    def watch(self, workspace: StepWorkspace, lease: Lease) -> None:
+        """Keep a workspace bound for as long as somebody has the state, so that an idle one holds no memory."""
         # bound here: when Python ends, this module's names may be gone before the lease is
         is_ending = sys.is_finalizing
 
@@ -158,10 +158,10 @@ class WorkspacePool:
             if is_ending():
                 return
             with self._lock:
-                if worker in self._idle and worker.watch is reference:
-                    worker.release()
+                if workspace in self._idle and workspace.watch is reference:
+                    workspace.release()
 
-        worker.watch = weakref.ref(lease, let_go)
+        workspace.watch = weakref.ref(lease, let_go)
 
 
 def _tensors(named: list[tuple[str, Any]]) -> list[tuple[str, torch.Tensor]]:
