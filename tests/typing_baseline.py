@@ -65,8 +65,8 @@ assert_type(trainfold.load("runs/a", like=state), TrainableState)
 assert_type(trainfold.load("runs/a", like=TrainState()), TrainState)
 assert_type(trainfold.select(state, ["model"]), TrainState)
 
-trainfold.select(state, ["model"]).trainer.step  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
-TrainState().model.params  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
+done = trainfold.select(state, ["model"]).trainer.step  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
+params = TrainState().model.params  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
 
 
 # --- param groups: a rule is an expression, or a function of the name, or of the name and the tensor ------------------

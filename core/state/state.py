@@ -209,7 +209,8 @@ if TYPE_CHECKING:
         model: ModelState
         trainer: Progress
 
-        def evolve(self, **changes: Any) -> "TrainableState": ...
+        def evolve(self, **changes: Any) -> "TrainableState":  # noqa: D102 (that of `TrainState`)
+            ...
 
 else:
     TrainableState = TrainState
