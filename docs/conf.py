@@ -1,6 +1,5 @@
 """Sphinx: MyST pages by hand, the reference from docstrings; built with -W -n, so that a broken link fails."""
 
-import ast
 import importlib
 import inspect
 import pkgutil
@@ -41,57 +40,54 @@ nitpick_ignore_regex = [
 ]
 
 GENERATED = Path(__file__).parent / "reference" / "generated"
-GROUPS = {
-    "core": "Pure functions and frozen values.",
-    "backends": "Effects: where bytes, ranks and time are.",
-    "adapters": "Mutable torch objects and the command line.",
-    "properties": "Laws, contracts and strategies for your own tests.",
-}
+TESTERS = (
+    "laws",
+    "contracts",
+    "strategies",
+    "made",
+    "metric_laws",
+    "metric_contract",
+    "metric_rules",
+    "collectives_contract",
+)
+BESIDE = (
+    "trainfold.adapters.bridges.torchmetrics",
+)  # imports what is not always installed, so that no public module names it
+PLACES = ["trainfold", *(f"trainfold.{name}" for name in trainfold._MODULES)]  # noqa: SLF001 the table is the source of the pages
 
 
-def modules_of(package: str) -> list[str]:
-    """The public modules of one of the four packages, the package itself first."""
-    root = importlib.import_module(f"trainfold.{package}")
-    walked = pkgutil.walk_packages(root.__path__, f"{root.__name__}.")
-    return [root.__name__, *sorted(found.name for found in walked if not re.search(r"\._", found.name))]
+def publics() -> dict[str, str]:
+    """Each public name -> the module that a user imports it from: the top, or a module by subject."""
+    return {
+        name: place for place in reversed(PLACES) for name in getattr(importlib.import_module(place), "__all__", ())
+    }
 
 
 def homes() -> dict[str, str]:
-    """Each public name, and the module that it is documented in; not those of other names for a type, which have no page."""
-    found = {}
-    for subject in trainfold._MODULES:  # noqa: SLF001
-        tree = ast.parse(Path(str(getattr(trainfold, subject).__file__)).read_text())
-        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-        found.update({alias.name: str(node.module) for node in imports for alias in node.names})
-    found |= trainfold._MODULE_OF  # noqa: SLF001
-    places = [trainfold, *(getattr(trainfold, subject) for subject in trainfold._MODULES)]  # noqa: SLF001
-    values = {name: getattr(place, name) for place in places for name in place.__all__}
-    return {name: home for name, home in found.items() if getattr(values.get(name), "__module__", None) == home}
+    """The full name of what is public, where it is defined -> the one that a user types."""
+    values = {f"{place}.{name}": getattr(importlib.import_module(place), name) for name, place in PUBLIC.items()}
+    return {
+        f"{value.__module__}.{value.__qualname__}": full
+        for full, value in values.items()
+        if isinstance(value, type | types.FunctionType)
+    }
 
 
 def first_line(value: object) -> str:
     """The one line that a docstring starts with."""
-    line = (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ")
-    return re.sub(r"\s+\([A-Z]\d\d(?:, [A-Z]\d\d)*\)", "", line)
+    return (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ")
 
 
+PUBLIC = publics()
 HOMES = homes()
 
 
 def write_reference(_app: Sphinx) -> None:
-    """Write one page for each module, one for each package and one for the names of the facade."""
-    pages: dict[str, str] = {}
-    for package, says in GROUPS.items():
-        root, *names = modules_of(package)
-        for name in names:
-            pages[name] = f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n   :members:\n{contents(name, names)}"
-        pages[package] = f"{root}\n{'=' * len(root)}\n\n{says}\n{contents(root, names)}"
-    pages["facade"] = page_of_names()
-    for name in trainfold._MODULES:  # noqa: SLF001 the table is the source of the pages
-        title = f"trainfold.{name}"
-        pages[name] = f"{title}\n{'=' * len(title)}\n\n.. automodule:: {title}\n   :members:\n   :imported-members:\n"
-    pages["drift-kinds"] = table_of_kinds()
-    pages["exit-codes"] = table_of_exit_codes()
+    """Write one page for the names at the top, and one for each public module, under the names that a user types."""
+    pages = {"facade": page_of_names(), "drift-kinds": table_of_kinds(), "exit-codes": table_of_exit_codes()}
+    pages |= {name: page_of_subject(name) for name in PLACES[1:]}
+    for name in [*(f"trainfold.properties.{name}" for name in TESTERS), *BESIDE]:
+        pages[name] = f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n   :members:\n"
     GENERATED.mkdir(parents=True, exist_ok=True)
     for old in GENERATED.glob("*.rst"):
         if old.stem not in pages:
@@ -102,22 +98,25 @@ def write_reference(_app: Sphinx) -> None:
             page.write_text(text)
 
 
-def contents(package: str, names: list[str]) -> str:
-    """The modules and rooms that lie directly in a package; nothing for a module."""
-    listed = [f"   {name}" for name in names if name.rpartition(".")[0] == package]
-    return "\n.. toctree::\n   :maxdepth: 1\n\n" + "\n".join(listed) + "\n" if listed else ""
-
-
 def page_of_names() -> str:
-    """The page of the names at the top, and of the modules by subject below them."""
-    title = "The names of ``trainfold``"
+    """The page of the names at the top."""
     rows = [
-        f"   * - :py:obj:`{name} <{home}.{name}>`\n     - {first_line(getattr(trainfold, name))}"
-        for name, home in HOMES.items()
-        if name in trainfold.__all__
+        f"   * - :py:obj:`{name} <trainfold.{name}>`\n     - {first_line(getattr(trainfold, name))}"
+        for name in trainfold.__all__
+        if PUBLIC[name] == "trainfold" and name not in trainfold._MODULES and name != "__version__"  # noqa: SLF001
     ]
-    below = "\n.. toctree::\n   :maxdepth: 1\n\n" + "\n".join(f"   {name}" for name in trainfold._MODULES)  # noqa: SLF001
-    return f"{title}\n{'=' * len(title)}\n\n.. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows) + f"\n{below}\n"
+    head = "trainfold\n=========\n\n.. list-table::\n   :widths: 30 70\n\n"
+    return head + "\n".join(rows) + "\n\n.. automodule:: trainfold\n   :members:\n   :imported-members:\n"
+
+
+def page_of_subject(name: str) -> str:
+    """The page of a public module; what is at the top too is described there, once."""
+    page = f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n   :members:\n   :imported-members:\n"
+    above = [word for word in getattr(importlib.import_module(name), "__all__", ()) if PUBLIC[word] == "trainfold"]
+    if not above:
+        return page
+    links = ", ".join(f":py:obj:`{word} <trainfold.{word}>`" for word in above)
+    return f"{page}   :exclude-members: {', '.join(above)}\n\nHere too: {links}.\n"
 
 
 def table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -138,55 +137,54 @@ def table_of_kinds() -> str:
 
 def table_of_exit_codes() -> str:
     """The exit code of each error, as the command line gives it."""
-    for name in modules_of("adapters"):
-        importlib.import_module(name)
     found, kinds = [errors.TrainfoldError], []
+    for module in pkgutil.walk_packages(trainfold.__path__, "trainfold."):
+        if ".adapters." in module.name and ".bridges." not in module.name:
+            importlib.import_module(module.name)
     while found:
         kind = found.pop()
         kinds.append(kind)
         found += [below for below in kind.__subclasses__() if below.__module__.startswith("trainfold.")]
     rows = [
-        (str(exit_code(kind)), f":py:obj:`{kind.__name__} <{kind.__module__}.{kind.__name__}>`", first_line(kind))
+        (str(exit_code(kind)), linked(kind), first_line(kind))
         for kind in sorted(set(kinds), key=lambda kind: (exit_code(kind), kind.__module__, kind.__name__))
     ]
     return table("Errors and exit codes", ("exit code", "error", "what it says"), rows)
 
 
+def linked(kind: type) -> str:
+    """The name of a class, as a link where it is public."""
+    full = HOMES.get(f"{kind.__module__}.{kind.__qualname__}")
+    return f":py:obj:`{kind.__name__} <{full}>`" if full else f"``{kind.__name__}``"
+
+
 def link_names(_app: Sphinx, _what: str, name: str, _obj: object, _options: object, lines: list[str]) -> None:
-    """Turn `Name` in a docstring into a link where it is a name of the facade or of the same module."""
-    module = sys_module_of(name)
+    """Turn `Name` in a docstring into a link where it is public."""
+    public = {word: f"{place}.{word}" for word, place in PUBLIC.items() if f"{place}.{word}" in HOMES.values()}
 
     def link(found: re.Match[str]) -> str:
         word = found[1]
-        if word in HOMES:
-            return f":py:obj:`{word} <{HOMES[word]}.{word}>`"
-        if module is not None and getattr(getattr(module, word, None), "__module__", None) == module.__name__:
-            return f":py:obj:`{word} <{module.__name__}.{word}>`"
-        return found[0]
+        return f":py:obj:`{word} <{public[word]}>`" if word in public and not name.endswith(f".{word}") else found[0]
 
-    text = re.sub(r"\s+\([A-Z]\d\d(?:, [A-Z]\d\d)*\)", "", "\n".join(lines))  # ids of requirements are for contributors
+    text = "\n".join(lines)
     lines[:] = [re.sub(r"(?<![:`\w])`(\w+)`(?!`)", link, line) for line in text.split("\n")]
 
 
-def sys_module_of(name: str) -> types.ModuleType | None:
-    """The module that a documented name is in."""
-    while name:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError:
-            name = name.rpartition(".")[0]
-    return None
+def find_public(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
+    """Lead a reference to where a name is defined, as annotations have it, to the name that a user types.
 
-
-def collapse_navigation(_app: Sphinx, _page: str, _template: str, context: dict[str, Any], _tree: object) -> None:
-    """Leave the rooms that a page is not in closed: the theme writes all 300 modules beside each, for most of the build's time."""
-    whole = context.get("toctree")
-    if whole is not None:
-        context["toctree"] = lambda **options: whole(**{**options, "collapse": True})
+    A signature may name what is not public: that is shown without a link. A page that links to it is an error.
+    """
+    target = str(node.get("reftarget"))
+    if target in HOMES:
+        domain = env.get_domain("py")
+        return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", HOMES[target], node, content)
+    is_generated = node["refdoc"].startswith("reference/generated/")
+    return content if is_generated and re.match(r"trainfold\.(core|backends|adapters|properties)\.", target) else None
 
 
 def setup(app: Sphinx) -> None:
     """Connect the functions above."""
     app.connect("builder-inited", write_reference)
-    app.connect("html-page-context", collapse_navigation, priority=400)
+    app.connect("missing-reference", find_public)
     app.connect("autodoc-process-docstring", link_names, priority=400)
