@@ -489,7 +489,7 @@ class Live:
         wanted = {name: part for name, part in parts.items() if chosen is None or name in chosen}
         write_all(wanted, saved, optional=self.optional)
         self._boundary.close()
-        self._audit.begin_anew(self._progress.step, unsaved_of(state.contract))
+        self._audit.restored(self._progress.step, unsaved_of(state.contract))
         if changed := self._trained.put_back(trained_of(state.contract, chosen)):
             _LOG.warning("%s", put_back_text(changed))
         self._rates.restored(state.contract, self._progress.step)

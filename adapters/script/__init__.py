@@ -1,1 +1,1 @@
-"""What a script gave to the run that it attached: settings, schedules, who is trained. May import `loaders`, `components` and what lies between."""
+"""What a script passed to `attach`: settings, schedules, which parameters are trained. May import `loaders`, `components` and what lies between."""

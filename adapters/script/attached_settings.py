@@ -1,4 +1,4 @@
-"""What attached objects and loaders say of themselves when they are attached, for the resume contract (W08, G12)."""
+"""The settings of attached objects and loaders at the attach, for the resume contract."""
 
 import contextlib
 import warnings
@@ -23,20 +23,20 @@ from trainfold.core.json_values import Json
 from trainfold.core.resume.drift import Drift, DriftAction, make_drift
 from trainfold.core.state.contract import checked_contract
 
-_MOST: Final = 1 << 20  # elements of which a digest is made; of more, as many in equal distances
+_MOST: Final = 1 << 20  # elements that a digest reads; of more, this many evenly spaced ones
 _ATTACHED: Final = "attached."
-_SHARES: Final = ("num_replicas", "world_size", "rank")  # what a sampler has that gives a rank its share
-_KNOWN: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)  # of which the contract has more
+_SHARES: Final = ("num_replicas", "world_size", "rank")  # attributes of a sampler that gives each rank a share
+_KNOWN: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)  # the contract has more about these
 
 
 def attached_settings(extra: Mapping[str, Any], loader: Any) -> dict[str, Json]:
-    """Contract key -> plain value, for the objects under ``extra`` and for what the loaders draw from.
+    """Contract key -> plain value, for the objects under ``extra`` and for the samplers and datasets of the loaders.
 
-    Nothing moves: where the code of an object draws to say its state, the random streams are put back.
+    Nothing changes: if an object's code draws random numbers to return its state, the random streams are put back.
 
     Args:
-        extra: the run's other objects.
-        loader: or several by name, or None.
+        extra: the other attached objects of the run.
+        loader: a loader, several by name, or None.
 
     Examples:
         >>> attached_settings({"scaler": torch.amp.GradScaler("cpu")}, None)["attached.scaler.growth_interval"]
@@ -61,7 +61,7 @@ def attached_settings(extra: Mapping[str, Any], loader: Any) -> dict[str, Json]:
 
 
 def saved_settings(contract: Mapping[str, Json], name: str) -> dict[str, Json]:
-    """What a checkpoint says of one object under ``extra``.
+    """The settings of one object under ``extra``, from the contract of a checkpoint.
 
     Examples:
         >>> saved_settings({"attached.ema.decay": 0.9, "attached.emas.decay": 0.5}, "ema")
@@ -73,12 +73,12 @@ def saved_settings(contract: Mapping[str, Json], name: str) -> dict[str, Json]:
 def changed_settings(
     saved: Mapping[str, Json], now: Mapping[str, Json], policy: Mapping[str, DriftAction]
 ) -> tuple[Drift, ...]:
-    """Each setting that an object has otherwise than in the checkpoint; none where the checkpoint says nothing of the object.
+    """The settings of an object that differ from the checkpoint; empty if the checkpoint has no settings of the object.
 
     Args:
-        saved: of `saved_settings`.
-        now: of `attached_settings`.
-        policy: of the restore.
+        saved: from `saved_settings`.
+        now: from `attached_settings`.
+        policy: the policy of the restore.
     """
     now = checked_contract(now)
     return tuple(
@@ -89,17 +89,17 @@ def changed_settings(
 
 
 def warn_changed(drifts: tuple[Drift, ...]) -> None:
-    """Warn of each that the policy neither refuses nor takes."""
+    """Warn about each drift that the policy neither refuses nor accepts."""
     for drift in drifts:
         if drift.verdict == "warn":
             warnings.warn(str(drift), ResumeDrift, stacklevel=4)
 
 
 def _samples(loader: Any) -> dict[str, Json]:
-    """How many samples a loader's sampler draws, in which way, with which weights, and of which subset."""
+    """How many samples a loader's sampler draws, how, with which weights, and from which subset."""
     sampler, found = getattr(loader, "sampler", None), dict[str, Json]()
     if sampler is not None and not any(hasattr(sampler, name) for name in _SHARES):
-        with contextlib.suppress(Exception):  # somebody's own
+        with contextlib.suppress(Exception):  # a sampler of the user's
             found["sampler_size"] = length_of(sampler)
     if own := _sampler_settings(sampler):
         found["sampler_settings"] = own
@@ -117,19 +117,19 @@ def _samples(loader: Any) -> dict[str, Json]:
 
 
 def _sampler_settings(sampler: Any) -> dict[str, Json]:
-    """What a script gave one of torch's samplers. The usual ``replacement`` is left out, because older checkpoints have no word of it."""
+    """The arguments of one of torch's samplers. The default ``replacement`` is left out, because older checkpoints do not have it."""
     if type(sampler) is DistributedSampler:
         return {"shuffle": bool(sampler.shuffle), "seed": int(sampler.seed), "drop_last": bool(sampler.drop_last)}
     return {"replacement": True} if type(sampler) is RandomSampler and sampler.replacement else {}
 
 
 def _digest(numbers: Any) -> str | None:
-    """A digest of many numbers; None for what is no sequence of them."""
+    """A digest of a sequence of numbers; None for anything else."""
     try:
         length = len(numbers)
         some = numbers[:: max(1, -(-length // _MOST))]
         held = some.detach().cpu().numpy() if isinstance(some, torch.Tensor) else np.asarray(some)
-    except Exception:  # noqa: BLE001 (somebody's own sequence)
+    except Exception:  # noqa: BLE001 (a sequence of the user's)
         return None
     if held.dtype.kind not in "biuf":
         return None

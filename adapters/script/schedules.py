@@ -1,4 +1,4 @@
-"""`Schedules`: the schedulers of a live run as they were attached, and how a run goes on under other settings (W08)."""
+"""`Schedules`: the schedulers of a live run as they were attached, and the replay that continues a run under other settings."""
 
 import copy
 import logging
@@ -26,7 +26,7 @@ from trainfold.core.state.state import Opaque, OptimizerState, OwnOptimizerState
 _LOG: Final = logging.getLogger("trainfold")
 _PREFIX: Final = "attached."
 _PLATEAU_MOVES: Final = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
-_WORTH_A_WORD: Final = 100_000
+_LOGGED_ABOVE: Final = 100_000  # replayed steps
 
 
 @final
@@ -43,12 +43,12 @@ class _Made:
         return isinstance(self.scheduler, ReduceLROnPlateau)
 
     def count(self, saved: Any) -> float | None:
-        """How often ``step`` was called since it was made, as a saved state says; None where it does not."""
+        """How often ``step`` was called since the scheduler was made, according to a saved state; None if the state does not show it."""
         now, then = _last_epoch(saved.value if isinstance(saved, Opaque) else None), _last_epoch(self.fresh)
         return None if now is None or then is None else now - then
 
-    def with_what_it_saw(self, saved: Any) -> Any:
-        """The settings of now, and what a ``ReduceLROnPlateau`` remembers of what was measured."""
+    def with_measurements(self, saved: Any) -> Any:
+        """The current settings with the saved measurements, for a ``ReduceLROnPlateau``."""
         if not isinstance(saved, Opaque) or not isinstance(saved.value, Mapping):
             return saved
         kept = {key: saved.value[key] for key in _PLATEAU_MOVES if key in saved.value}
@@ -57,12 +57,12 @@ class _Made:
 
 @final
 class Schedules:
-    """What the schedulers of a run were when they were attached: their states, and the groups of their optimizers.
+    """The schedulers of a run as they were attached: their states, and the param groups of their optimizers.
 
     Args:
-        part: the schedulers; None where there are none.
+        part: the schedulers; None if there are none.
         optimizers: the attached optimizers, by component.
-        extra: the run's other objects; a torch scheduler among them counts as well.
+        extra: the other attached objects; torch schedulers among them count as well.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class Schedules:
     def adapted(
         self, saved: Mapping[str, Any], keys: Collection[str], parts: Mapping[str, Any]
     ) -> tuple[dict[str, Any], list[TrainfoldError]]:
-        """The components of a state, with the schedulers that a policy adapts at the count of the state.
+        """Bring the schedulers that a policy adapts to the count of a saved state, and return the state's components with them.
 
-        Law: they are, with the rates in the groups, what the new schedulers are after as many calls of ``step()``.
+        Law: these schedulers, and the rates in the groups, are what the new schedulers give after as many calls of ``step()``.
 
-        The schedulers themselves are stepped for that, from what they were when they were attached, and put back. Those that
-        work on one optimizer are stepped in turn, as they were attached. A ``ReduceLROnPlateau`` depends on what was measured,
-        so it keeps what it has seen, and the rate stays.
+        For this the schedulers themselves are stepped, from their states at the attach, and then put back. Schedulers of one
+        optimizer are stepped in turn, in the order in which they were attached. A ``ReduceLROnPlateau`` depends on
+        measurements, so it keeps them, and the rate stays.
 
         Args:
-            saved: the state's components.
-            keys: the keys of the contract in which the run goes before the state.
-            parts: the run's components.
+            saved: the components of the state.
+            keys: the keys of the contract for which the run's value replaces the saved one.
+            parts: the components of the run.
 
         Returns:
             The components, and every reason why it cannot be done.
@@ -107,7 +107,7 @@ class Schedules:
         states |= {path: saved[name] for path, name in self._extras.items() if name in saved}
         found, problems = dict(saved), list[TrainfoldError]()
         if list(states) != [made.path for made in self._made]:
-            return found, problems  # another arrangement, of which the part tells
+            return found, problems  # another arrangement, which the scheduler component reports
         changed = [made for made in self._made if self._concerns(made, keys)]
         for together in self._by_optimizer(changed):
             try:
@@ -122,7 +122,7 @@ class Schedules:
 
     @property
     def components(self) -> frozenset[str]:
-        """The components that schedulers are in."""
+        """The components that contain schedulers."""
         return frozenset({"scheduler", *self._extras.values()})
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Schedules:
         )
 
     def _by_optimizer(self, changed: list[_Made]) -> list[list[_Made]]:
-        """The changed ones, each with all that work on the same optimizer: a rate that both move is made by both."""
+        """The changed schedulers, each with all others of the same optimizer, because together they determine the rate."""
         seen, found = set[int](), list[list[_Made]]()
         for made in changed:
             optimizer = getattr(made.scheduler, "optimizer", made.scheduler)
@@ -155,13 +155,13 @@ class Schedules:
     ) -> None:
         for made in together:
             if made.is_plateau:
-                states[made.path] = made.with_what_it_saw(states[made.path])
+                states[made.path] = made.with_measurements(states[made.path])
         stepped = [made for made in together if not made.is_plateau]
         if not stepped:
             return
         count = _common_count(stepped, states)
         optimizer = stepped[0].scheduler.optimizer
-        if count > _WORTH_A_WORD:
+        if count > _LOGGED_ABOVE:
             _LOG.info("replaying %d steps of %s under its new settings", count, stepped[0].path)
         with _put_back(together, optimizer):
             for group, values in zip(optimizer.param_groups, self._groups.get(id(optimizer), ()), strict=False):
@@ -177,13 +177,13 @@ class Schedules:
 
 
 def _common_count(stepped: list[_Made], states: Mapping[str, Any]) -> float:
-    """How often the schedulers of one optimizer were stepped, if that can be replayed."""
+    """How often the schedulers of one optimizer were stepped; raises `_NotKnown` if that cannot be replayed."""
     counts = {made.path: made.count(states[made.path]) for made in stepped}
     for made in stepped:
         count = counts[made.path]
         if count is None or count < 0 or not isinstance(made.scheduler, LRScheduler):
             name = type(made.scheduler).__qualname__
-            raise _NotKnown(made, f"a count of the steps of a {name} that can be replayed")
+            raise _NotKnown(made, f"a step count of a {name} that can be replayed")
     first, *others = (count for count in counts.values() if count is not None)
     if any(other != first for other in others):
         raise _NotKnown(stepped[0], f"schedulers of one optimizer that were stepped equally often, not {counts}")
@@ -199,19 +199,19 @@ class _NotKnown(Exception):
             made.path,
             expected=expected,
             found="none" if error is None else f"{type(error).__qualname__}: {error}",
-            fix='leave the scheduler as it was saved, or start it anew with reset={"scheduler": "why"} and set its count and the '
+            fix='keep the settings of the saved scheduler, or restart it with reset={"scheduler": "why"} and set its count and the '
             "rates of the groups yourself",
         )
 
 
 def _step(schedulers: list[_Made], count: float) -> None:
-    """Step them in turn, from what they were; no word of the order of ``optimizer.step()`` and ``scheduler.step()``."""
+    """Step them in turn, from their states at the attach, without torch's warning about the order of the two ``step()`` calls."""
     for made in schedulers:
         made.scheduler.load_state_dict(copied(made.fresh))
     whole = math.floor(count)
-    rounds: list[tuple[float, ...]] = [()] * whole + [(count,)] * (
-        count > whole
-    )  # a fraction of an epoch is set, not counted
+    rounds: list[tuple[float, ...]] = [()] * whole
+    if count > whole:
+        rounds.append((count,))  # a fraction of an epoch is passed, not counted
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -219,7 +219,7 @@ def _step(schedulers: list[_Made], count: float) -> None:
                 for made in schedulers:
                     made.scheduler.step(*arguments)
         except Exception as error:
-            raise _NotKnown(schedulers[0], f"a schedule that has {count:g} steps", error) from error
+            raise _NotKnown(schedulers[0], f"a schedule of at least {count:g} steps", error) from error
 
 
 @contextmanager
@@ -236,25 +236,27 @@ def _put_back(schedulers: list[_Made], optimizer: torch.optim.Optimizer) -> Iter
 
 
 def _is_scheduler(target: Any) -> bool:
-    """A torch scheduler, or the pair of its own methods."""
+    """Whether an extra is a torch scheduler, or the pair of its own two methods."""
     is_plain = not isinstance(target, tuple) or getattr(target[0], "__name__", None) == "state_dict"
     return is_plain and isinstance(bare(target), LRScheduler)
 
 
 def _fresh(scheduler: Any) -> Any:
-    """Its state, for a replay; None where it cannot say it, of which its first capture tells."""
+    """A copy of its state for a replay; None if `state_dict` fails, which the first capture then reports."""
     try:
         return copied(scheduler.state_dict())
-    except Exception:  # noqa: BLE001 (somebody's own)
+    except Exception:  # noqa: BLE001 (a scheduler of the user's)
         return None
 
 
 def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: _held(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [
+        {key: _detached(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
 
 
-def _held(value: Any) -> Any:
-    """A value of a group that what a scheduler does to the group does not reach."""
+def _detached(value: Any) -> Any:
+    """A copy of a group's value, which changes of the group do not reach."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return copy.copy(value) if isinstance(value, list | dict) else value
@@ -267,13 +269,13 @@ def _set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
         if isinstance(group.get(key), torch.Tensor):
             group[key].fill_(value)
         else:
-            group[key] = _held(value)
+            group[key] = _detached(value)
 
 
 def _with_rates(
     state: OptimizerState, part: OptimizerPart, before: list[dict[str, Any]], after: list[dict[str, Any]]
 ) -> OptimizerState:
-    """The state with what the replayed schedulers have made of the groups, and with the base rates that they have there."""
+    """The state with the values and base rates that the replayed schedulers wrote into the groups."""
     replayed = {}
     for names, old, new in zip(part.groups(), before, after, strict=True):
         moved = {
@@ -288,10 +290,9 @@ def _with_rates(
         moved = dict(replayed.get(frozenset(group.params), {}))
         now = values.get(frozenset(group.params), {})
         driven = {key for sign, keys in SCHEDULED.items() if sign in group.hyper for key in keys}
-        moved |= {
-            key: now[key] for key in driven if key in now
-        }  # what the saved scheduler has moved, and the new one may not
-        if "betas" in moved and "betas" in group.hyper:  # a cycle of momentum moves the first one
+        # the saved scheduler has moved these, and the new one may not
+        moved |= {key: now[key] for key in driven if key in now}
+        if "betas" in moved and "betas" in group.hyper:  # a momentum cycle moves the first beta only
             moved["betas"] = (moved["betas"][0], *group.hyper["betas"][1:])
         kept = {key: value for key, value in group.hyper.items() if key not in BASE_RATES}
         groups.append(attrs.evolve(group, hyper={**kept, **moved} if moved else group.hyper))
@@ -311,7 +312,7 @@ def _drives(made: _Made, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _last_epoch(state: Any) -> float | None:
-    """How far a state of a torch scheduler is; one of several in a chain is as far as the first of them."""
+    """The count in the state of a torch scheduler; for a chain of several, the count of the first."""
     if not isinstance(state, Mapping):
         return None
     if "last_epoch" not in state:

@@ -1,4 +1,4 @@
-"""What a script gave to the run that it attached, for the resume contract: hyperparameters, and who is frozen."""
+"""What a script passed to `attach`, for the resume contract: the hyperparameters, and which parameters are frozen."""
 
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -18,31 +18,31 @@ from trainfold.core.state.fqn import named_tensors
 
 _LOG = logging.getLogger("trainfold")
 _FROZEN_SHOWN = 64
-# What a torch scheduler leaves in a group that it works on -> the hyperparameters that it then changes at each step.
+# The key that a torch scheduler adds to a param group -> the hyperparameters that it then changes at each step.
 SCHEDULED = {"initial_lr": {"lr"}, "max_momentum": {"momentum", "betas"}}
 
 
 @final
 class SchedulerWatch:
-    """Sees a scheduler that works on an optimizer of the run and is not attached: its state would be lost at a resume.
+    """Detects a scheduler that works on an optimizer of the run and is not attached, so that a resume would lose its state.
 
-    The rule: what is certain is refused, what is likely is a warning in the log, once for each optimizer.
+    Certain cases are refused; likely cases are logged as a warning, once for each optimizer.
 
-    - Certain: a torch scheduler wraps the ``step`` of its optimizer when it is made. Where that has happened and the
-      optimizer has not stepped since, or where it happens after `add`, the scheduler is the run's; and nothing that is
-      attached can have it, neither a scheduler nor an object or a pair of functions whose insides are not known.
-    - Likely: the optimizer has stepped under the scheduler before, so it may be done with (a search for a learning
-      rate); only its ``initial_lr`` is there, which a loaded optimizer state brings as well; or an object of unknown
-      insides is attached, and its state does not look like one with a scheduler in it.
+    - Certain: a torch scheduler wraps the ``step`` of its optimizer when it is made. The scheduler belongs to the run if the
+      optimizer has not stepped since, or if the wrapping happened after `add`. It is certainly not attached if there is no
+      attached scheduler that could be it, and no attached object or pair of functions whose contents are unknown.
+    - Likely: the optimizer has stepped under the scheduler before the attach, so the scheduler may be finished, as after a
+      learning-rate search. Or there is only an ``initial_lr``, which a loaded optimizer state also brings. Or an object with
+      unknown contents is attached, and its state does not look like one with a scheduler in it.
 
-    What a restore writes into the param groups is no sign. Not seen at all: a ``ReduceLROnPlateau``, a scheduler of
-    one's own that leaves no sign, and a second one for an optimizer that has one.
+    Values that a restore writes into the param groups prove nothing. Not seen at all: a ``ReduceLROnPlateau``, a scheduler of
+    the user's that leaves no trace, and a second scheduler for an optimizer that already has one.
     """
 
     def __init__(self) -> None:
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._unused: dict[str, bool] = {}  # those in question -> whether a scheduler would be before its first step
-        self._marked: set[str] = set()  # those that came with initial_lr
+        self._unused: dict[str, bool] = {}  # optimizer to check -> whether it had not stepped when it was added
+        self._marked: set[str] = set()  # optimizers that came with initial_lr
 
     def add(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Watch one more optimizer."""
@@ -52,20 +52,20 @@ class SchedulerWatch:
             self._marked.add(name)
 
     def covers(self, name: str, schedulers: Iterable[Any], extra: Mapping[str, Any]) -> bool:
-        """Whether something that is attached may change the learning rate of an optimizer that has had a scheduler."""
+        """Whether an attached object may change the learning rate of an optimizer that has had a scheduler."""
         optimizer = self._optimizers[name]
         return self._has_scheduler(optimizer, schedulers, extra) or (_is_wrapped(optimizer) and bool(_opaque(extra)))
 
     def check(self, schedulers: Callable[[], Iterable[Any]], extra: Mapping[str, Any], *, where: str) -> None:
-        """Look at the optimizers that are new, or that got a scheduler since the last look.
+        """Check the optimizers that are new, or that got a scheduler since the last check.
 
         Args:
-            schedulers: gives the attached ones.
-            extra: the run's other objects, among which there may be schedulers.
+            schedulers: returns the attached schedulers.
+            extra: the other attached objects, which may include schedulers.
             where: the call, for the message.
 
         Raises:
-            InvalidArgument: naming the optimizer, where the scheduler is certainly forgotten.
+            InvalidArgument: if a scheduler is certainly missing; it names the optimizer.
         """
         for name in [each for each in self._unused if each in self._marked or _is_wrapped(self._optimizers[each])]:
             is_unused, is_wrapped = self._unused[name], _is_wrapped(self._optimizers[name])
@@ -76,13 +76,13 @@ class SchedulerWatch:
                         where,
                         expected=f"the scheduler of {name}, which has wrapped its step()",
                         found="nothing attached that could have its state",
-                        fix="attach(..., scheduler=scheduler), or name it under extra=: a resume would begin it anew "
-                        "otherwise; if none is in use any more, make the optimizer anew",
+                        fix="attach(..., scheduler=scheduler), or pass it under extra=, otherwise a resume would restart it; if "
+                        "the scheduler is no longer in use, make a new optimizer",
                     )
                 if not any(_has_schedule(target) for target in unknown.values()):
                     _LOG.warning(
-                        "%s: a scheduler has worked on %s, and none is attached%s; if it is still in use, a resume would "
-                        "begin it anew: attach it as scheduler=",
+                        "%s: a scheduler has worked on %s, and none is attached%s; if it is still in use, attach it as "
+                        "scheduler=, otherwise a resume would restart it",
                         where,
                         name,
                         f", unless {' or '.join(unknown)} has it" if unknown else "",
@@ -94,21 +94,22 @@ class SchedulerWatch:
     def _has_scheduler(
         self, optimizer: torch.optim.Optimizer, schedulers: Iterable[Any], extra: Mapping[str, Any]
     ) -> bool:
-        """Whether one of the schedulers is not certainly another optimizer's; one that is not torch's may have several."""
+        """Whether one of the schedulers may work on this optimizer; one that is not torch's may work on several."""
         others = [other for other in self._optimizers.values() if other is not optimizer]
         known = [*schedulers, *filter(_is_scheduler, map(bare, extra.values()))]
         return not all(_is_torchs(each) and _is_one_of(getattr(each, "optimizer", None), others) for each in known)
 
 
 def hyperparameters(optimizers: Mapping[str, OptimizerPart], *, scheduled: Container[str]) -> dict[str, Any]:
-    """Contract key -> plain value, for each hyperparameter of each group of every optimizer, as they are now.
+    """Contract key -> plain value, for the current value of each hyperparameter in each group of every optimizer.
 
-    What a scheduler works on says ``"live"``. The main optimizer's keys begin with ``optimizer.``, those of another
-    with ``attached.<its name>.``.
+    The value is ``"live"`` for a hyperparameter that a scheduler changes. The keys of the main optimizer start with
+    ``optimizer.``, those of another with ``attached.<its name>.``.
 
     Args:
         optimizers: component -> optimizer.
-        scheduled: those on which something that is attached may work; what another scheduler has left is plain.
+        scheduled: the optimizers that an attached object may schedule; in others, the values that a scheduler has left are
+            recorded as plain values.
     """
     found: dict[str, Any] = {}
     for name, part in optimizers.items():
@@ -123,7 +124,7 @@ def hyperparameters(optimizers: Mapping[str, OptimizerPart], *, scheduled: Conta
 def late_schedules(
     optimizer: torch.optim.Optimizer | None, names: Callable[[], Mapping[int, str]], known: Container[str]
 ) -> dict[str, Any]:
-    """The base rates that schedulers made after the attach have left in the main optimizer's groups: settings, and no state."""
+    """The base rates in the main optimizer's groups from schedulers that were made after the attach; they are settings, not state."""
     groups = [] if optimizer is None else [group for group in optimizer.param_groups if "initial_lr" in group]
     if not groups:
         return {}
@@ -136,7 +137,7 @@ def late_schedules(
 
 
 def _settings(part: OptimizerPart, prefix: str, signs: Mapping[str, set[str]], seen: set[int]) -> dict[str, Any]:
-    """What stands in the groups of an optimizer, and in those of the optimizers that it holds, each group once."""
+    """The hyperparameters in the groups of an optimizer and of the optimizers that it wraps, each group once."""
     found: dict[str, Any] = {}
     for group, live in zip(groups_of(part.optimizer, part.names), part.optimizer.param_groups, strict=True):
         if id(live) in seen:
@@ -152,7 +153,7 @@ def _settings(part: OptimizerPart, prefix: str, signs: Mapping[str, set[str]], s
 
 
 def _setting(value: Any) -> Any:
-    """A value that a contract can have: of a tensor with several elements what kind it is, and its digest."""
+    """A value in the form of a contract: for a tensor with several elements its dtype, shape and digest."""
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         return f"{value.dtype}{list(value.shape)} {leaf_digest(value)}"
     if isinstance(value, Enum):
@@ -163,7 +164,7 @@ def _setting(value: Any) -> Any:
 
 
 def frozen(model: torch.nn.Module) -> list[str]:
-    """The names of the parameters that are not trained; of many the first, and a digest of all.
+    """The names of the parameters that are not trained; if there are many, the first of them and a digest of all.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)
@@ -179,12 +180,12 @@ def frozen(model: torch.nn.Module) -> list[str]:
 
 
 def bare(target: Any) -> Any:
-    """The object itself, where its two methods were attached."""
+    """The attached object; for a pair of its own methods, the object that they belong to."""
     return getattr(target[0], "__self__", target) if isinstance(target, tuple) and target else target
 
 
 def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a torch scheduler was made for it: each wraps ``step``, to see the order in which the two are called."""
+    """Whether a torch scheduler was made for it: each wraps ``step``, to check the order of the two ``step()`` calls."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
@@ -193,21 +194,21 @@ def _is_torchs(target: Any) -> bool:
 
 
 def _is_scheduler(target: Any) -> bool:
-    """Whether an extra works on a learning rate; others too have a ``step`` and a state, such as a ``GradScaler``."""
+    """Whether an extra sets a learning rate. A ``step`` and a state do not prove it, since a ``GradScaler`` has both."""
     is_scheduler = isinstance(target, torch.optim.lr_scheduler.LRScheduler) or hasattr(target, "get_last_lr")
     return is_scheduler or isinstance(getattr(target, "optimizer", None), torch.optim.Optimizer)
 
 
 def _opaque(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The extras in which a scheduler may be that does not show: those of somebody's own, and pairs of functions."""
+    """The extras that may contain a hidden scheduler: the user's own objects, and pairs of functions."""
     plain = torch.nn.Module | torch.optim.Optimizer
     objects = {name: bare(target) for name, target in extra.items()}
     return {name: extra[name] for name, each in objects.items() if not isinstance(each, plain) and not _is_torchs(each)}
 
 
 def _has_schedule(target: Any) -> bool:
-    """Whether the state of an object, or what a pair gets, has the state of a torch scheduler in it."""
-    with suppress(Exception):  # what fails here says so where it matters, when the run is captured
+    """Whether the state of an object, or what a pair returns, contains the state of a torch scheduler."""
+    with suppress(Exception):  # a failure here is reported when the run is captured
         return _is_schedule(target[0]() if isinstance(target, tuple) else target.state_dict())
     return False
 

@@ -1,4 +1,4 @@
-"""`Trained`: which parameters of a live run are trained, beside how its script has attached them (W07)."""
+"""`Trained`: the parameters of a live run that were frozen or unfrozen after the attach."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, final
@@ -10,13 +10,13 @@ from trainfold.core.state.fqn import canonical_name
 
 @final
 class Trained:
-    """Notes what a loop has frozen and unfrozen since its modules were attached, and puts it back at a resume.
+    """Records which parameters a loop has frozen or unfrozen since the attach, and restores that at a resume.
 
-    A loop that does this once, at a step, does not do it again in the process that resumes after that step. One that does it in
-    each step does, and then nothing is lost by having put it back.
+    A loop that changes this once, at a certain step, does not do it again in a process that resumes after that step. A loop
+    that sets it in each step does it again, so restoring it does no harm.
 
     Args:
-        attached: component -> object; those that are modules are looked at.
+        attached: component -> object; only modules are used.
     """
 
     def __init__(self, attached: Mapping[str, Any]) -> None:
@@ -24,17 +24,17 @@ class Trained:
         self._attached = self._now()
 
     def attach(self, name: str, target: Any) -> None:
-        """One more object."""
+        """Include one more object."""
         if isinstance(target, torch.nn.Module):
             self._modules[name] = target
             self._attached = {**self._now(), **self._attached}
 
     def contract(self) -> dict[str, bool]:
-        """Parameter -> whether it is trained, where that is otherwise than when it was attached."""
+        """Parameter -> whether it is trained, for the parameters where this has changed since the attach."""
         return {path: now for path, now in self._now().items() if now != self._attached.get(path, now)}
 
     def put_back(self, saved: Mapping[str, bool]) -> dict[str, bool]:
-        """Make parameters trained or frozen as a checkpoint says; return those that were not.
+        """Make parameters trained or frozen as in a checkpoint; return those that had to change.
 
         Args:
             saved: parameter -> whether it was trained.

@@ -1,1 +1,1 @@
-"""What a live run notices beside its components. May import `loaders`, `components`, `own_state` and what lies between."""
+"""What a live run checks beyond its components. May import `loaders`, `components`, `own_state` and what lies between."""

@@ -1,4 +1,4 @@
-"""`Audit`: finds state of a live run that changes with training and that no component saves (W07)."""
+"""`Audit`: finds state of a live run that changes with training and that no component saves."""
 
 import logging
 import sys
@@ -36,17 +36,17 @@ _LOG = logging.getLogger("trainfold")
 
 @final
 class Audit:
-    """Looks at the attached objects when they are attached and when the run is saved, and names what has changed.
+    """Compares the attached objects at the attach and at later saves, and names what has changed.
 
-    It looks after the first step for what that has made, at the first save after a training step, and then at the 2nd, 4th, 8th ... of
-    them, so that a long run pays nothing and what begins to change later is found as well. Where something has appeared, the next save
-    is looked at too. At other boundaries it does nothing but note the mode of the model.
+    After the first step it notes what that step has made. It then looks at the first save after a training step, and at the
+    2nd, 4th, 8th ... of these saves, so that a long run pays next to nothing and later changes are found as well. If something
+    new has appeared, it also looks at the next save. At other boundaries it only records the mode of the model.
 
     Args:
-        attached: component -> object: the model, the optimizer, the schedulers, whatever is under ``extra``.
-        loader: or several by name, or None.
+        attached: component -> object: the model, the optimizer, the schedulers, everything under ``extra``.
+        loader: a loader, several by name, or None.
         accepted: attributes that need not be saved.
-        is_strict: whether to refuse a save in place of a warning.
+        is_strict: whether to refuse the save instead of warning.
     """
 
     def __init__(self, attached: Mapping[str, Any], loader: Any, *, accepted: Collection[str], is_strict: bool) -> None:
@@ -57,38 +57,38 @@ class Audit:
         self._named: dict[str, str] = {}
         self._saves, self._next = 0, 1
         self._step = 0
-        self._again = False  # whether the next save is looked at as well
+        self._again = False  # whether to look at the next save as well
         self._is_new = True  # no step since the attach, or since a restore
-        self._said: frozenset[str] = frozenset()  # what a resume has named already
-        self._modes: dict[str, bool] | None = None  # of each submodule, at the first step
-        self._mode = False  # of the model, at the last step
+        self._reported: frozenset[str] = frozenset()  # attributes that a resume has named already
+        self._modes: dict[str, bool] | None = None  # the mode of each submodule, at the first step
+        self._mode = False  # the mode of the model, at the last step
         self._before = self._look()
 
     @property
     def unsaved(self) -> dict[str, str]:
-        """Attribute -> what it holds, of all that was found so far, for the manifest."""
+        """Attribute -> what it holds, for everything found so far; this goes into the manifest."""
         return listed(self._named)
 
-    def begin_anew(self, step: int, said: Collection[str] = ()) -> None:
-        """A state was restored: what changed by that has not changed by training.
+    def restored(self, step: int, reported: Collection[str] = ()) -> None:
+        """Start over after a restore: what the restore changed has not changed by training.
 
         Args:
-            step: the run's.
-            said: the attributes that the state lists as unsaved, which the resume has named with their cures.
+            step: the step of the run.
+            reported: the attributes that the state lists as unsaved; the resume has already named them, with their fixes.
         """
         self._step = step
         self._is_new = True
-        self._said = frozenset(said)
+        self._reported = frozenset(reported)
         self._before = self._look()
         self._modes = None
 
     def attach(self, name: str, target: Any) -> None:
-        """One more object."""
+        """Include one more object."""
         self._attached[name] = target
         self._before = {**self._look(), **self._before}
 
     def stepped(self) -> None:
-        """Note, after a step, whether the model trains."""
+        """Record, after a step, whether the model is in training mode."""
         model = self._attached["model"]
         self._mode = model.training
         if self._modes is None:
@@ -100,15 +100,15 @@ class Audit:
             self._before = {**self._before, **{path: fact for path, fact in look.facts.items() if path not in kept}}
 
     def check(self, state: TrainState, step: int, chosen: Collection[str] | None = None) -> None:
-        """Look, if it is time to, at a run that is being saved.
+        """Look at a run that is being saved, if a look is due.
 
         Args:
-            state: what is saved.
-            step: the run's.
-            chosen: the components that are saved; None for all. What is left out on purpose is not named.
+            state: the state that is saved.
+            step: the step of the run.
+            chosen: the components that are saved; None for all. Components left out on purpose are not named.
 
         Raises:
-            HiddenStateRefused: where the run was attached with ``strict=True``: at this save and at each one after it.
+            HiddenStateRefused: if the run was attached with ``strict=True``, at this save and at each one after it.
         """
         if step > self._step:
             self._step = step
@@ -142,15 +142,15 @@ class Audit:
         named = attributes_of(found, accepted=self._accepted)
         new = {path: what for path, what in named.items() if path not in self._named}
         self._named |= new
-        unheard = {path: what for path, what in new.items() if path not in self._said}
-        if unheard and not self._is_strict:
-            _say(hidden_state_text(unheard, step=step))
+        unreported = {path: what for path, what in new.items() if path not in self._reported}
+        if unreported and not self._is_strict:
+            _warn(hidden_state_text(unreported, step=step))
 
     def _look(self) -> dict[str, Fact]:
         return self._looked().facts
 
     def _looked(self) -> Look:
-        """What can be known of the objects without a state of the run."""
+        """Look at the objects, without a state of the run."""
         roots = {name: each for name, each in self._attached.items() if each is not None}
         modules = {name: each for name, each in roots.items() if isinstance(each, torch.nn.Module)}
         known: dict[int, Any] = {id(each): each for each in roots.values()}
@@ -166,7 +166,7 @@ class Audit:
         for name, module in modules.items():
             look.module(name, module)
         for name, each in roots.items():
-            if name not in modules and not _says_all(each):
+            if name not in modules and not _is_passed_by(each):
                 look.holder(name, each)
         for path, loader in self._loaders.items():
             look.loader(loader, path)
@@ -181,7 +181,7 @@ class Audit:
         }
 
     def _changed_modes(self) -> dict[str, Fact]:
-        """Submodules in another mode than at the first step, where the model itself is in the mode of then."""
+        """The submodules whose mode differs from the first step, although the root module's mode does not."""
         before, now = self._modes or {}, self._modes_now()
         found: dict[str, Fact] = {}
         if "model" in before and self._mode != before["model"]:
@@ -196,7 +196,7 @@ class Audit:
 
 
 class _Saved:
-    """What the components of a state hold that is small, to recognise it elsewhere."""
+    """The small values in the components of a state, to recognise them elsewhere."""
 
     def __init__(self, state: TrainState) -> None:
         self._tokens: set[str] = set()
@@ -213,7 +213,7 @@ class _Saved:
                     self._tokens.add(token)
                 if isinstance(value, bool | int | float | str):
                     self._named.add((key.strip("_"), text_of(value)))
-                    if name != "dataset":  # the numbers of a position are ours
+                    if name != "dataset":  # trainfold itself makes the numbers of a position
                         self._values.setdefault(name, set()).add(text_of(value))
                     if not isinstance(held, dict) or name.endswith(("_extra_state", "_own_state")):
                         self._free.add(text_of(value))
@@ -222,7 +222,7 @@ class _Saved:
                 self._tokens.add(token_of_rows(rows) or "")
 
     def has(self, path: str, fact: Fact, token: str | None) -> bool:
-        """Whether what is at a path is saved: the same bits of a tensor or a generator; a number under its name, or by its object."""
+        """Whether the value at a path is saved: a tensor or generator with the same bits, or a number under its name or by its object."""
         if fact.kind not in (NUMBER, TEXT, LENGTH):
             return token in self._tokens
         root, name = path.split(".", maxsplit=1)[0].split("[", maxsplit=1)[0], path.rpartition(".")[2].split("[")[0]
@@ -233,7 +233,7 @@ class _Saved:
 
 
 def _known(chosen: Collection[str], state: TrainState) -> list[str]:
-    """Those of the chosen components that a state may have."""
+    """The chosen components that a state can have."""
     return [name for name in chosen if name in BUILTIN_COMPONENTS or name in state.extra]
 
 
@@ -247,17 +247,17 @@ def _names_given(accepted: object) -> tuple[str, ...]:
             "attach.unsaved",
             expected="names of attributes",
             found=shown(accepted),
-            fix="list them as the warning names them, as in ['model.history']",
+            fix="list the names as the warning prints them, such as ['model.history']",
         )
     return tuple(accepted)
 
 
 def _bare(part: Any) -> Any:
-    """A captured component without our own nodes."""
+    """A captured component as plain containers, without trainfold's own nodes."""
     if isinstance(part, Opaque):
         return _bare(part.value)
     if isinstance(part, OptimizerState):
-        return {"groups": [dict(group.hyper) for group in part.groups]}  # its slots are those of parameters
+        return {"groups": [dict(group.hyper) for group in part.groups]}  # its slots belong to parameters
     if isinstance(part, OwnOptimizerState):
         parts = {"base": part.base, "own": part.own, "loose": part.loose, "attributes": part.attributes}
         return {**_bare(parts), "held": _bare(dict(part.held))}
@@ -266,8 +266,8 @@ def _bare(part: Any) -> Any:
     return [_bare(child) for child in part] if type(part) is list else part
 
 
-def _says_all(target: Any) -> bool:
-    """Whether the state of an object is torch's business, or its insides are not known."""
+def _is_passed_by(target: Any) -> bool:
+    """Whether the audit does not look into an object: its state is torch's responsibility, or its attributes are unknown."""
     if isinstance(target, torch.optim.Optimizer):
         return False
     method = getattr(type(target), "state_dict", None)
@@ -278,12 +278,12 @@ def _says_all(target: Any) -> bool:
 def _address(value: torch.Tensor) -> set[int]:
     try:
         return {value.untyped_storage().data_ptr()} - {0}
-    except (RuntimeError, NotImplementedError):  # without memory of its own
+    except (RuntimeError, NotImplementedError):  # it has no memory
         return set()
 
 
-def _say(text: str) -> None:
-    """Warn; a log has the names too, where a program keeps one: without one, Python would print both to the terminal."""
+def _warn(text: str) -> None:
+    """Warn, and log the names if the program has a log. Without one, Python would print both to the terminal."""
     warnings.warn(text, HiddenState, stacklevel=_stacklevel())
     if _LOG.hasHandlers():
         lines = [each.strip() for each in text.splitlines() if each.startswith("  ")]
@@ -291,7 +291,7 @@ def _say(text: str) -> None:
 
 
 def _stacklevel() -> int:
-    """How far out the user's call is."""
+    """The number of frames from here to the user's call."""
     level, frame = 1, sys._getframe(1)  # noqa: SLF001 (the way to the caller's frame)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("trainfold.", "contextlib")):
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""`Look`: one look at what the attached objects hold and no component saves, as facts; bounded, and without running their code."""
+"""`Look`: reads the state of attached objects that no component saves, as facts; bounded, and without running their code."""
 
 import itertools
 import random
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from trainfold.adapters.own_state.attributes import SEQUENCES, attributes, held_by
-from trainfold.adapters.watch.overwritten import makes_anew, use_of
+from trainfold.adapters.watch.overwritten import is_remade, use_of
 from trainfold.core.digest import digest_of, tensor_bytes
 from trainfold.core.state.audit import (
     BUFFER,
@@ -33,17 +33,17 @@ from trainfold.core.state.fqn import canonical_name
 
 _DEPTH: Final = 6
 _OBJECTS: Final = 20_000  # in one look
-_BYTES: Final = 64 * 2**20  # of tensors, in one look
-_SAMPLED: Final = 4096  # elements of one that is larger than a piece
+_BYTES: Final = 64 * 2**20  # bytes of tensors in one look
+_SAMPLED: Final = 4096  # elements that are read of a tensor above _PIECE bytes
 _PIECE: Final = 2**22
-_SECS: Final = 0.5  # of this thread, so that other programs do not shorten a look
-_WORDS: Final = 624  # of a Mersenne twister
-_LONG: Final = 1000
-_ROWS: Final = 2**16  # values of a list that are read
+_SECS: Final = 0.5  # CPU seconds of this thread, so that other programs do not shorten a look
+_WORDS: Final = 624  # the words of a Mersenne twister
+_LONG: Final = 1000  # characters; longer texts are not compared
+_ROWS: Final = 2**16  # values that are read of a list
 _KINDS: Final = {bool: NUMBER, int: NUMBER, float: NUMBER, complex: NUMBER, str: TEXT, type(None): NOTHING}
 _DATA: Final = (Dataset, Sampler, BatchSampler)
 _LOADER: Final = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
-# of torch's own modules those that compute; its wrappers (DDP, compile, FSDP) hold the machinery of a step, not of a run
+# torch's modules that compute; its wrappers (DDP, compile, FSDP) contain machinery of a step, not state of a run
 _COMPUTE: Final = ("torch.nn.modules.", "torch.nn.utils.", "torch.ao.")
 _CODE: Final = (type, type(sys), torch.jit.ScriptModule)
 _ENTERED: Final = frozenset({"builtins", "collections", "types", "functools", "random"})
@@ -54,12 +54,12 @@ class Look:
     """One look at the attached objects.
 
     Args:
-        known: things that are saved, or looked at elsewhere, by identity; they are passed by.
-        addresses: of the storages that are saved.
+        known: objects that are saved or looked at elsewhere, by id; they are skipped.
+        addresses: the addresses of the storages that are saved.
 
     Attributes:
-        facts: path -> what is there.
-        tokens: path -> what a saved value is recognised by, where it is no number.
+        facts: path -> the fact found there.
+        tokens: path -> a token that identifies the same value among the saved ones, unless the value is a number.
     """
 
     def __init__(self, known: dict[int, Any], addresses: set[int]) -> None:
@@ -74,7 +74,7 @@ class Look:
         self._in_loader = self._trusts_states = False
 
     def module(self, root: str, module: torch.nn.Module) -> None:
-        """Look at a module: the attributes of its submodules, and the buffers that are not persistent."""
+        """Look at a module: the attributes of all its submodules, and their non-persistent buffers."""
         for path, each in module.named_modules():
             self._module(path_of(root, path), each)
 
@@ -85,7 +85,7 @@ class Look:
     def loader(self, loader: Any, path: str = "loader") -> None:
         """Look at a loader: its dataset, samplers and functions."""
         self._in_loader = True
-        self._trusts_states = hasattr(loader, "state_dict")  # it asks its parts for their states itself
+        self._trusts_states = hasattr(loader, "state_dict")  # then it saves the states of its parts itself
         if not isinstance(loader, DataLoader):
             self._attributes(path, loader, 1)
             return
@@ -118,18 +118,18 @@ class Look:
             return
         self._seen[id(value)] = value
         self._objects -= 1
-        with suppress(Exception):  # a proxy, or a dict that another thread changes: a look must not fail a save
+        with suppress(Exception):  # such as a proxy, or a dict that another thread changes: a look must not fail a save
             if isinstance(value, torch.nn.Module):
                 self._unregistered(path, value)
             elif not self._is_value(path, value, owner, BUFFER if buffer else TENSOR) and self._is_entered(value):
                 self._enter(path, value, depth)
 
     def _is_value(self, path: str, value: Any, owner: str, kind: str) -> bool:
-        """Note what has a value of its own; False for what has parts."""
+        """Record a value without parts; False if the value has parts."""
         if isinstance(value, torch.Tensor):
             self._tensor(path, value, owner, kind)
         elif isinstance(value, np.ndarray):
-            # what cannot be written to does not change, and data in a file is read by nobody but its reader
+            # a read-only array does not change, and reading a memory map would read its file
             if value.dtype.kind in "biufc" and value.flags.writeable and not isinstance(value, np.memmap):
                 self._tensor(path, torch.from_numpy(value), owner, kind)
         elif isinstance(value, np.generic | itertools.count):
@@ -151,12 +151,11 @@ class Look:
             self._attributes(path, value, depth + 1)
 
     def _attributes(self, path: str, value: Any, depth: int) -> None:
-        """An object's own attributes; of a class of torch's only those that it does not keep for itself."""
+        """Visit an object's attributes; for torch's own classes only the public ones."""
         hidden = type(value).__module__.startswith("torch.")
         has_epoch = callable(getattr(type(value), "set_epoch", None))
-        is_started = has_epoch or (
-            self._in_loader and hasattr(type(value), "__iter__")
-        )  # and may make its order anew then
+        # then each epoch may make the attributes from scratch
+        is_started = has_epoch or (self._in_loader and hasattr(type(value), "__iter__"))
         gives_order = has_epoch or (self._in_loader and isinstance(value, Sampler))
         skipped = _optimizer_names() if isinstance(value, torch.optim.Optimizer) else frozenset()
         held = held_by(value) if callable(value) and not attributes_only(value) else attributes(value)
@@ -166,13 +165,13 @@ class Look:
                 continue
             if isinstance(value, IterableDataset) and type(child) in _KINDS:
                 continue  # its batches are drawn again at a resume, and compared
-            if is_started and child is not None and makes_anew(type(value), name):
+            if is_started and child is not None and is_remade(type(value), name):
                 continue
             if not (gives_order and self._is_order(path + step, child, path)):
                 self._visit(path + step, child, path, depth)
 
     def _is_order(self, path: str, value: Any, owner: str) -> bool:
-        """Note a list or a tensor of what gives an order: all of it matters. False for what is none, or has objects in it."""
+        """Record a list or tensor that may be a sampler's order, in full. False for anything else, or if there are objects in it."""
         if isinstance(value, torch.Tensor | np.ndarray):
             return id(value) in self._seen or self._is_value(path, value, owner, ORDER)
         token = token_of_rows(value) if type(value) in SEQUENCES and thread_time() <= self._deadline else None
@@ -184,7 +183,7 @@ class Look:
         return True
 
     def _is_entered(self, value: Any) -> bool:
-        """Whether an object may hold state: no code, no machinery of torch's, of Python's libraries or of ours."""
+        """Whether an object may hold state, that is: it is neither code nor machinery of torch, Python's library or trainfold."""
         kind = type(value)
         home = kind.__module__.split(".")[0]
         if isinstance(value, _CODE) or home == "trainfold":
@@ -198,7 +197,7 @@ class Look:
         return home not in sys.stdlib_module_names or home in _ENTERED
 
     def _unregistered(self, path: str, module: torch.nn.Module) -> None:
-        """A module in a plain list or dict, whose parameters are in no state."""
+        """Look at a module in a plain list or dict, whose parameters are in no `state_dict`."""
         self.module(path, module)
         for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
             if id(value) not in self._seen:
@@ -211,20 +210,20 @@ class Look:
         if value.grad_fn is not None:
             module, _, name = attribute_of(path).rpartition(".")
             if module not in self._classes or not use_of(self._classes[module], "forward", name).reads_old:
-                return  # what a forward has made for its backward is gone by the next step
+                return  # a value from forward for its backward is not used by the next step
             kind = CARRIED
         try:
             if value.untyped_storage().data_ptr() in self._addresses:
                 return
             digest = self._digest(value)
-        except (RuntimeError, NotImplementedError, TypeError):  # without memory of its own
+        except (RuntimeError, NotImplementedError, TypeError):  # it has no memory
             return
         if digest is not None:
             self.facts[path] = Fact(kind, digest, owner, tuple(value.shape))
             self.tokens[path] = digest
 
     def _digest(self, value: torch.Tensor) -> str | None:
-        """None where the bytes of this look are used up."""
+        """The token of a tensor; None if the byte budget of this look is used up."""
         size = value.numel() * value.element_size()
         size = size if size <= _PIECE or not value.is_contiguous() else _SAMPLED * value.element_size()
         if size > self._bytes:
@@ -244,7 +243,7 @@ def path_of(root: str, path: str) -> str:
 
 
 def text_of(value: Any) -> str:
-    """The text of a plain value; of an int of thousands of digits too, which Python does not write out in decimals.
+    """The text of a plain value; large ints in hexadecimal, because Python refuses to print thousands of decimal digits.
 
     Examples:
         >>> text_of(0.1), text_of(2**64)
@@ -254,9 +253,9 @@ def text_of(value: Any) -> str:
 
 
 def token_of_tensor(value: torch.Tensor) -> str:
-    """What the values of a tensor are recognised by: equal for equal bytes, and for equal words of a generator.
+    """A token that identifies the values of a tensor: equal for equal bytes, and for equal words of a generator.
 
-    Of a large one only elements all over it are read.
+    For a large tensor, evenly spaced elements are read.
 
     Examples:
         >>> token_of_tensor(torch.arange(700)) == token_of_tensor(torch.arange(624, dtype=torch.int32))
@@ -272,9 +271,9 @@ def token_of_tensor(value: torch.Tensor) -> str:
 
 
 def token_of_rows(value: Any) -> str | None:
-    """What a list of plain values, or of lists of them, is recognised by; of a long one, values all over it.
+    """A token that identifies a list of plain values, or of lists of them; for a long list, evenly spaced values are read.
 
-    None where there is anything else in it.
+    None if the list contains anything else.
 
     Examples:
         >>> token_of_rows([[0, 1], [2, 3]]) == token_of_rows(((0, 1), (2, 3)))
@@ -290,7 +289,7 @@ def token_of_rows(value: Any) -> str | None:
 
 
 def _written(value: Any, text: list[str], room: list[int]) -> bool:
-    """Write plain values down; False for a value that is not plain."""
+    """Append the texts of plain values; False for a value that is not plain."""
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) in _KINDS:
@@ -306,7 +305,7 @@ def _written(value: Any, text: list[str], room: list[int]) -> bool:
 
 
 def token_of_generator(value: Any) -> str | None:
-    """What the state of a random generator is recognised by; None for anything else.
+    """A token that identifies the state of a random generator; None for anything else.
 
     Examples:
         >>> generator = torch.Generator()
@@ -327,7 +326,7 @@ def token_of_generator(value: Any) -> str | None:
 
 
 def token_of_value(value: Any) -> str | None:
-    """What a saved value is recognised by, if it is a tensor, an array, or the words or the number of a generator.
+    """A token that identifies a saved value, if it is a tensor, an array, or the words or the number of a generator.
 
     Examples:
         >>> token_of_value(tuple(range(625))) == token_of_value(np.arange(624, dtype=np.uint32))
@@ -345,7 +344,7 @@ def token_of_value(value: Any) -> str | None:
 
 
 def _token_of_bits(state: Any) -> str:
-    """The words, or the large numbers, that the state of a numpy generator has."""
+    """The token of the words, or of the large number, in the state of a numpy generator."""
     inner = state["state"]
     for value in inner.values() if isinstance(inner, dict) else (inner,):
         token = token_of_value(value)
@@ -355,7 +354,7 @@ def _token_of_bits(state: Any) -> str:
 
 
 def values_in(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a captured tree with the last key that leads to each; long rows of numbers are one value."""
+    """The values of a captured tree, each with the last key on its path; a long row of numbers is one value."""
     token = token_of_value(tree) if isinstance(tree, tuple | list) else None
     if isinstance(tree, dict):
         for key, child in tree.items():
@@ -368,7 +367,7 @@ def values_in(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def lists_in(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Each list of a captured tree, with the last key that leads to it."""
+    """The lists of a captured tree, each with the last key on its path."""
     if isinstance(tree, dict):
         for key, child in tree.items():
             yield from lists_in(child, str(key))
@@ -379,18 +378,18 @@ def lists_in(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def attributes_only(value: Any) -> bool:
-    """Whether a callable object is an instance of a class, and no function."""
+    """Whether a callable object is an instance of a class and not a function."""
     return type(value).__module__ not in ("builtins", "functools")
 
 
 @cache
 def _module_names() -> frozenset[str]:
-    """What torch itself keeps in every module."""
+    """The attributes that torch itself keeps in every module."""
     return frozenset({*vars(torch.nn.Module()), "_compiled_call_impl"})
 
 
 @cache
 def _optimizer_names() -> frozenset[str]:
-    """What torch itself keeps in every optimizer; ``step`` is what a scheduler wraps."""
+    """The attributes that torch itself keeps in every optimizer, and ``step``, which schedulers wrap."""
     plain = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     return frozenset({*vars(plain), "_opt_called", "_step_count", "step"})

@@ -1,4 +1,4 @@
-"""`WindowProbe`: what shows, from outside a loop, that an accumulation window is open (A06)."""
+"""`WindowProbe`: detects, from outside a loop, that an accumulation window is open."""
 
 import weakref
 from collections import Counter
@@ -15,14 +15,14 @@ _PROBE_NUMEL = 1 << 16
 class WindowProbe:
     """Watches optimizers' steps and a few gradients between two calls of ``advance``.
 
-    What it sees: steps taken and not counted, gradients that a backward has written to since, a window declared open.
-    What it cannot see: a partial backward whose gradients reach none of the probed parameters, or that are all zero;
-    a loop that counts a step before it takes it; and the steps of an optimizer around another one that was not made by
-    ``Optimizer.__init__``, which is where torch makes the place for hooks.
+    It sees steps that were taken and not counted, gradients that a backward has written since, and a window that was
+    declared open. It cannot see a partial backward whose gradients reach none of the probed parameters, or are all zero; a
+    loop that counts a step before it takes it; or the steps of a wrapping optimizer that never called
+    ``Optimizer.__init__``, where torch sets up the hooks.
 
     Args:
-        objects: the components of a run by name. Of each module the smallest trainable parameters are probed, of each
-            optimizer the steps are counted: any number of either, since not all step in every window.
+        objects: the components of a run by name. For each module the smallest trainable parameters are probed, and for each
+            optimizer the steps are counted. There may be several of either, since not all step in every window.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
@@ -34,14 +34,14 @@ class WindowProbe:
             self.watch(name, target)
 
     def watch(self, name: str, target: Any) -> None:
-        """Watch one more object; one that is neither a module nor an optimizer has nothing to see."""
+        """Watch one more object; anything other than a module or an optimizer is ignored."""
         if isinstance(target, torch.nn.Module):
             small = [p for p in target.parameters() if p.requires_grad and p.numel() <= _PROBE_NUMEL]
             probes = sorted(small, key=lambda parameter: parameter.numel())[:_PROBES]
             self._probes += probes
             self._marks += _marks(probes)
         if isinstance(target, torch.optim.Optimizer) and hasattr(target, "_optimizer_step_post_hooks"):
-            count = weakref.WeakMethod(self._count)  # an optimizer that outlives the run does not keep it alive
+            count = weakref.WeakMethod(self._count)  # weak: an optimizer that outlives the run must not keep it alive
 
             def hook(*_: Any) -> None:
                 counting = count()
@@ -64,7 +64,7 @@ class WindowProbe:
         self.open_samples += samples
 
     def evidence(self) -> str | None:
-        """What shows that a window is open, in words, or None."""
+        """The evidence that a window is open, as text, or None."""
         if self.open_samples:
             return f"a window open since {self.open_samples} samples: advance(steps=0) was the last call"
         if taken := self.uncounted():
@@ -74,7 +74,7 @@ class WindowProbe:
         return None
 
     def uncounted(self) -> str | None:
-        """The optimizer steps that were not counted, in words, or None."""
+        """The optimizer steps that were not counted, as text, or None."""
         taken = ", ".join(f"{steps} of {name}" for name, steps in self._steps.items())
         return f"optimizer steps since the last advance(): {taken}" if taken else None
 
@@ -88,5 +88,5 @@ class WindowProbe:
 
 
 def _marks(probes: list[torch.nn.Parameter]) -> list[tuple[torch.Tensor | None, int]]:
-    return [(p.grad, 0 if p.grad is None else p.grad._version) for p in probes]  # noqa: SLF001 (torch has no public
-    # name for how often a tensor was written to)
+    # torch has no public name for how often a tensor was written to
+    return [(p.grad, 0 if p.grad is None else p.grad._version) for p in probes]  # noqa: SLF001

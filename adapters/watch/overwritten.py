@@ -1,4 +1,4 @@
-"""`Use`: how one call of a method uses an attribute of its object, as the bytecode says; no code runs."""
+"""`Use`: how one call of a method uses an attribute of its object, read from the bytecode; no code runs."""
 
 import dis
 import types
@@ -19,9 +19,9 @@ class Use:
     """How a call uses an attribute.
 
     Attributes:
-        reads_old: whether it may read the value that an earlier call has left.
-        writes: whether it may write a new one.
-        always_writes: whether it does so on every way through the code.
+        reads_old: whether it may read the value that an earlier call left.
+        writes: whether it may write a new value.
+        always_writes: whether it writes one on every path through the code.
     """
 
     reads_old: bool = False
@@ -30,17 +30,17 @@ class Use:
 
     @property
     def is_new(self) -> bool:
-        """Whether each call makes the value anew, so that the one from before does not matter."""
+        """Whether each call makes the value from scratch, so that the earlier value does not matter."""
         return self.always_writes and not self.reads_old
 
 
 def use_of(kind: type, method: str, name: str) -> Use:
-    """How a method of a class, with the methods of the same object that it calls, uses an attribute.
+    """How a method of a class uses an attribute, including the methods of the same object that it calls.
 
     Args:
         kind: the class.
-        method: such as ``__iter__``.
-        name: of the attribute.
+        method: the name of the method, such as ``__iter__``.
+        name: the name of the attribute.
 
     Examples:
         >>> class Shuffled:
@@ -59,26 +59,28 @@ def use_of(kind: type, method: str, name: str) -> Use:
     return _Walk(kind, name).method(method) or Use()
 
 
-def makes_anew(kind: type, name: str) -> bool:
-    """Whether what gives an order makes an attribute anew for each epoch: in ``set_epoch``, or when it is started.
+def is_remade(kind: type, name: str) -> bool:
+    """Whether each epoch makes an attribute of a sampler or dataset from scratch, in ``set_epoch`` or in ``__iter__``.
 
     Examples:
-        >>> class Told:
+        >>> class Shuffled:
         ...     def set_epoch(self, epoch):
         ...         self.order = [epoch]
-        >>> makes_anew(Told, "order")
+        >>> is_remade(Shuffled, "order")
         True
     """
-    told = use_of(kind, "set_epoch", name)
-    return (told.writes and not told.reads_old) or (not told.reads_old and use_of(kind, "__iter__", name).is_new)
+    at_epoch = use_of(kind, "set_epoch", name)
+    return (at_epoch.writes and not at_epoch.reads_old) or (
+        not at_epoch.reads_old and use_of(kind, "__iter__", name).is_new
+    )
 
 
 class _Walk:
-    """All ways through the code of a class."""
+    """Follows all paths through the code of a class."""
 
     def __init__(self, kind: type, name: str) -> None:
         self._kind, self._name = kind, name
-        self._inside: list[types.CodeType] = []  # functions that are being walked through
+        self._inside: list[types.CodeType] = []  # the functions on the current path
 
     def method(self, name: str) -> Use | None:
         code = next((each for each in _codes(self._kind, name) if each not in self._inside), None)
@@ -115,14 +117,14 @@ class _Walk:
             return Use(writes=True, always_writes=True)
         if line.opname in _READS:
             return Use(reads_old=True) if line.argval == self._name else (self.method(str(line.argval)) or Use())
-        if isinstance(line.argval, types.CodeType):  # a comprehension, a lambda: when it runs, if at all, is not known
+        if isinstance(line.argval, types.CodeType):  # a comprehension or lambda: it may run later, or never
             inner = self._walk(line.argval)
             return Use(inner.reads_old, inner.writes)
         return Use()
 
 
 def _is_own(before: dis.Instruction, code: types.CodeType) -> bool:
-    """Whether an instruction brings the object itself, the first argument of a method; or it is there since a read, as in ``+=``."""
+    """Whether the object itself, a method's first argument, is on the stack: just loaded, or kept from a read as in ``+=``."""
     if before.opname == "SWAP":
         return True
     last = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
@@ -130,7 +132,7 @@ def _is_own(before: dis.Instruction, code: types.CodeType) -> bool:
 
 
 def _codes(kind: type, name: str) -> list[types.CodeType]:
-    """The code of a method, that of the class itself first; of a property and of a decorated function too."""
+    """The code of a method, in method resolution order; also of properties and decorated functions."""
     found: list[types.CodeType] = []
     for each in kind.__mro__:
         member: Any = vars(each).get(name)

@@ -1,4 +1,4 @@
-"""`SwapProbe`: refuses to save a model while the averaged weights of an attached object stand in it (B13)."""
+"""`SwapProbe`: refuses to save a model that currently contains the averaged weights of an attached object."""
 
 from collections.abc import Mapping
 from typing import Any, Final, final
@@ -12,13 +12,13 @@ from trainfold.core.state.fqn import named_tensors
 
 _PROBES: Final = 4
 _PROBE_NUMEL: Final = 1 << 16
-_KEPT: Final = 16  # elements of each
+_KEPT: Final = 16  # elements that are kept of each probe
 
 
 @final
 @attrs.frozen(eq=False)
 class _Twin:
-    """Where an attached object holds its own copy of a parameter; what lies there may be another tensor each time."""
+    """Where an attached object keeps its own copy of a parameter; the tensor there may be a different one each time."""
 
     holder: Any
     key: Any
@@ -33,18 +33,18 @@ class _Twin:
 
 @final
 class SwapProbe:
-    """Remembers at each step the first elements of a few small parameters, of the model and of every average of it.
+    """Copies, at each step, the first elements of a few small parameters of the model and of every average of it.
 
-    If, when the run is saved, the model's have changed since the last step and are now what an average had at that step, then the
-    averaged weights stand in the model: the raw ones, which training goes on with, would not be saved. Nothing else changes
-    weights so: a step moves the average too, and what is written between two steps has other bits.
+    Suppose that, at a save, the model's elements have changed since the last step and now equal those that an average had at
+    that step. Then the averaged weights are in the model, and the raw weights, which training needs, would not be saved.
+    Nothing else changes weights like this: a step moves the average too, and a write between two steps leaves other bits.
 
-    An average is an attached module with parameters of the same names and shapes, such as ``AveragedModel``, or an object that
-    holds them by attribute in a list in the order of the parameters, or in a dict by name. Not seen: one behind a pair of
-    functions; one that is updated between ``advance`` and the swap.
+    An average is an attached module with parameters of the same names and shapes, such as ``AveragedModel``, or an object
+    with an attribute that lists them in the order of the parameters or maps their names to them. Not seen: an average behind
+    a pair of functions, and one that is updated between ``advance`` and the swap.
 
     Args:
-        model: the run's.
+        model: the model of the run.
         extra: the other attached objects.
     """
 
@@ -58,7 +58,7 @@ class SwapProbe:
         self._places: list[int] = []
 
     def stepped(self) -> None:
-        """Remember what the model and the averages have now."""
+        """Copy the current elements of the model and of the averages."""
         if self._twins:
             with torch.no_grad():
                 now = self._now()
@@ -68,10 +68,10 @@ class SwapProbe:
                     torch._foreach_copy_(self._kept, now)
 
     def check(self) -> None:
-        """Refuse, if averaged weights stand in the model.
+        """Refuse the save if the averaged weights are in the model.
 
         Raises:
-            SwappedWeights: naming the average.
+            SwappedWeights: if they are; it names the average.
         """
         if not self._twins or self._kept is None:
             return
@@ -81,10 +81,10 @@ class SwapProbe:
             if all(_same(now["model"][i], then[name][i]) for i in moved):
                 raise SwappedWeights(
                     "model",
-                    expected="the weights that training goes on with",
-                    found=f"those that {name} had at the last advance(), as in {self._probes[moved[0]][0]}",
-                    fix=f"swap the averaged weights out before you save: {name} is saved as a component of its own; if they are "
-                    "the model's for good, copy them before live.advance()",
+                    expected="the weights that training continues with",
+                    found=f"the weights that {name} had at the last advance(), for example in {self._probes[moved[0]][0]}",
+                    fix=f"swap the averaged weights out before you save: {name} is saved as a component of its own; to keep them in "
+                    "the model for good, copy them before live.advance()",
                 )
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class SwapProbe:
         for twins in self._twins.values():
             tensors += [_EMPTY if (found := each.tensor()) is None else found for each in twins]  # type: ignore[misc]
         places = [each.data_ptr() for each in tensors]
-        if places != self._places:  # a view keeps its memory, so nothing else can come to lie there
+        if places != self._places:  # a view keeps its memory alive, so no other tensor can get its address
             self._views, self._places = [each.detach().reshape(-1)[:_KEPT] for each in tensors], places
         return self._views
 
@@ -103,7 +103,7 @@ class SwapProbe:
         return {name: values[i * size : (i + 1) * size] for i, name in enumerate(("model", *self._twins))}
 
     def _twins_in(self, target: Any, named: Mapping[str, torch.Tensor]) -> list[_Twin]:
-        """Where an object holds a copy of each of the probes; nothing if it lacks one."""
+        """Where an object keeps its copies of the probed parameters; empty unless it has all of them."""
         if isinstance(target, torch.nn.Module):
             theirs = named_tensors(target).params
             return self._chosen(theirs, {name: _Twin(theirs, name) for name, _ in self._probes})

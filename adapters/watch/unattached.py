@@ -1,4 +1,4 @@
-"""`StepWatch`: sees the optimizers that step the parameters of a run and are not attached to it (W13)."""
+"""`StepWatch`: detects optimizers that step the parameters of a run without being attached to it."""
 
 import weakref
 from collections import deque
@@ -21,7 +21,7 @@ _FOREIGN: Final = "foreign"
 
 @final
 class _Watches:
-    """Those of the process. Torch has one hook of ours, for good: to remove it in a step would break that step."""
+    """All watches of the process. They share one hook in torch, which stays: removing it during a step would break that step."""
 
     def __init__(self) -> None:
         self._watches: tuple[weakref.ref[StepWatch], ...] = ()
@@ -48,24 +48,24 @@ _ALL: Final = _Watches()
 
 @final
 class StepWatch:
-    """Looks at every optimizer of the process when it steps, by torch's hook for all of them.
+    """Looks at every optimizer of the process when it steps, through torch's global hook.
 
-    An optimizer is none of the run's business if it has none of its parameters. One that an attached object holds is fine:
-    the inner one of a Lookahead, or one whose ``state_dict`` is under ``extra``. Any other one is refused at the next
-    boundary, as long as it is still alive: a search for a learning rate that has thrown its optimizer away leaves nothing
-    that a resume would lack.
+    An optimizer does not concern the run if it has none of the run's parameters. It is accepted if an attached object
+    references it, such as the inner optimizer of a Lookahead, or one whose ``state_dict`` is under ``extra``. Any other is
+    refused at the next boundary if it is still alive then. A learning-rate search that has dropped its optimizer leaves
+    nothing that a resume would miss.
 
-    Not seen: an update that is not made by an optimizer of torch, such as ``parameter.add_()`` in the loop; an optimizer
-    that is made anew for each step; a step inside of a compiled function; a class that never calls ``Optimizer.__init__``.
+    Not seen: updates without a torch optimizer, such as ``parameter.add_()`` in the loop; an optimizer that is created for
+    each step; a step inside a compiled function; a class that never calls ``Optimizer.__init__``.
 
     Args:
-        attached: a method of the run that gives its attached objects by component: modules, optimizers, whatever is under
+        attached: a method of the run that returns its attached objects by component: modules, optimizers, everything under
             ``extra``.
-        names: a method of the run that gives ``id(parameter)`` -> its name, for each of its parameters.
+        names: a method of the run that returns ``id(parameter)`` -> its name, for each of its parameters.
     """
 
     def __init__(self, attached: Callable[[], Mapping[str, Any]], names: Callable[[], Mapping[int, str]]) -> None:
-        # weak: the run holds this watch, and a run in a cycle would keep its loader's workers until the next collection
+        # weak: the run references this watch, and a run in a cycle would keep its loader's workers until a collection
         self._attached: weakref.WeakMethod[Callable[[], Mapping[str, Any]]] = weakref.WeakMethod(attached)
         self._names: weakref.WeakMethod[Callable[[], Mapping[int, str]]] = weakref.WeakMethod(names)
         self._verdicts: weakref.WeakKeyDictionary[torch.optim.Optimizer, str | int] = weakref.WeakKeyDictionary()
@@ -73,19 +73,19 @@ class StepWatch:
         _ALL.add(self)
 
     def forget(self) -> None:
-        """Look anew at every optimizer, because something more is attached."""
+        """Check every optimizer again, because another object was attached."""
         self._verdicts.clear()
         for optimizer in [each for each in self._steps if self._verdict(each) is not _FOREIGN]:
             del self._steps[optimizer]
 
     def check(self, where: str) -> None:
-        """Refuse the optimizers that have stepped parameters of the run and are not attached.
+        """Refuse to continue if an optimizer that is not attached has stepped parameters of the run.
 
         Args:
             where: the call, for the message.
 
         Raises:
-            UnattachedOptimizer: naming the class and the parameters of each.
+            UnattachedOptimizer: if there is one; it names the class and the parameters of each.
         """
         if not self._steps:
             return
@@ -96,12 +96,12 @@ class StepWatch:
             where,
             expected="steps of attached optimizers only",
             found=f"steps of others on the parameters of this run: {'; '.join(found)}",
-            fix="attach(model, optimizer), or live.register('second', optimizer) for one more; of a wrapper and the optimizer "
-            "inside of it attach the wrapper; without its state a resume would begin it anew",
+            fix="attach(model, optimizer), or live.register('second', optimizer) for another one; if one optimizer wraps another, "
+            "attach the wrapper; otherwise a resume would restart the optimizer without its state",
         )
 
     def see(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Count a step of an optimizer."""
         verdict = self._verdicts.get(optimizer)
         if verdict is _FINE:
             return
@@ -111,7 +111,7 @@ class StepWatch:
             self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
 
     def _verdict(self, optimizer: torch.optim.Optimizer) -> str | int:
-        """``_FINE``, ``_FOREIGN``, or the number of its groups if no parameter of the run is in them."""
+        """``_FINE``, ``_FOREIGN``, or its number of param groups if none of them has a parameter of the run."""
         attached = (self._attached() or dict)()
         if any(optimizer is each for each in attached.values()):
             return _FINE
@@ -131,7 +131,7 @@ class StepWatch:
 
 
 def _holds(attached: Any, wanted: torch.optim.Optimizer) -> bool:
-    """Whether an attached object that may save an optimizer holds this one; modules and schedulers save none."""
+    """Whether an attached object that may save an optimizer references this one; modules and schedulers save none."""
     closed = (torch.nn.Module, torch.optim.lr_scheduler.LRScheduler, torch.Tensor)
     queue = deque((each, 0) for each in attached if not isinstance(each, closed))
     seen = {id(each): each for each, _ in queue}

@@ -45,7 +45,7 @@ STRINGS = {
 PENDING: Final = (
     ".", "adapters/bridges", "adapters/cli", "adapters/cli/demo", "adapters/cli/rehearse", "adapters/cli/terminal",
     "adapters/components", "adapters/evaluation", "adapters/guards", "adapters/live", "adapters/loaders",
-    "adapters/manager", "adapters/own_state", "adapters/requests", "adapters/script", "adapters/streams", "adapters/watch",
+    "adapters/manager", "adapters/own_state", "adapters/requests", "adapters/streams",
     "backends", "backends/formats/native", "backends/hold", "backends/ranks", "backends/runs", "backends/stores",
     "core", "core/best", "core/data", "core/evaluate", "core/exact", "core/format", "core/history",
     "core/layout", "core/metrics", "core/optim", "core/rehearsal", "core/resume", "core/save",

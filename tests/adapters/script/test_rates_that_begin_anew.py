@@ -99,5 +99,5 @@ def test_it_is_named_at_the_second_resume_as_well():
     store = MemoryStore()
     for steps in (10, 20):
         train(store, steps, "decay", how="from the step")
-    with pytest.warns(HiddenState, match="begins anew"):
+    with pytest.warns(HiddenState, match="restarts at a resume"):
         train(store, 25, "decay", how="forgotten")

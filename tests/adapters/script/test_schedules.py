@@ -383,7 +383,7 @@ def test_a_new_schedule_that_is_shorter_than_the_run_is_refused_and_nothing_is_c
     before = copy.deepcopy([rates(made), schedule.state_dict()])
     with (
         CheckpointManager(store, policy={"scheduler": "adapt"}) as manager,
-        pytest.raises(RestoreRefused, match="has 7 steps"),
+        pytest.raises(RestoreRefused, match="of at least 7 steps"),
     ):
         manager.restore(live)
     assert [rates(made), schedule.state_dict()] == before

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.watch.overwritten import makes_anew, use_of
+from trainfold.adapters.watch.overwritten import is_remade, use_of
 from trainfold.core.errors import HiddenState, HiddenStateRefused
 
 LENGTH, BATCH = 12, 4
@@ -411,7 +411,7 @@ class Code:
      ("called", True), ("read", False), ("absent", False)],
 )  # fmt: skip
 def test_what_each_call_writes_before_it_reads_is_told_from_the_code(name, is_new):
-    assert makes_anew(Code, name) == is_new
+    assert is_remade(Code, name) == is_new
 
 
 def test_what_may_be_read_before_it_is_written_is_told_from_what_each_call_makes():
@@ -426,4 +426,4 @@ def test_what_may_be_read_before_it_is_written_is_told_from_what_each_call_makes
     names = ("n", "mean", "table", "seen", "read")
     assert [use_of(Net, "forward", name).reads_old for name in names] == [True, True, True, False, True]
     assert [use_of(Net, "forward", name).always_writes for name in names] == [True, True, False, True, False]
-    assert not makes_anew(dict, "order")  # no code to read
+    assert not is_remade(dict, "order")  # no code to read
