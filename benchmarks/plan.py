@@ -27,8 +27,8 @@ from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.runs.save import run_save
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import LocalStore
-from trainfold.core.format.describe import Described, describe
 from trainfold.core.format.manifest import Head
+from trainfold.core.format.structure.describe import Described, describe
 from trainfold.core.resume.planner import next_to_examine, plan_resume
 from trainfold.core.resume.request import ResumeRequest, resume_request
 from trainfold.core.resume.request import Target as Resumer

@@ -42,7 +42,7 @@ import trainfold
 from trainfold.backends.formats.native.reader import ReadRequest, read_tensors
 from trainfold.backends.formats.native.writer import WrittenFile, write_file
 from trainfold.backends.stores.local import LocalStore
-from trainfold.core.format.describe import describe
+from trainfold.core.format.structure.describe import describe
 from trainfold.core.save.save_plan import SavePlan, plan_save
 from trainfold.core.state.components import components_of
 from trainfold.core.state.leaves import Leaves

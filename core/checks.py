@@ -1,21 +1,13 @@
-"""Checks of arguments, made before anything is touched: numbers, choices, names, mappings and plain tensors."""
+"""Checks of arguments, made before anything is touched: numbers, choices, names and mappings."""
 
 import difflib
 import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-import torch
-
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 
-_FIXES = {
-    "DTensor": "call .full_tensor() on it in forward, on every rank: it is a collective call",
-    "AsyncCollectiveTensor": "call .wait() on it in forward",
-    "MaskedTensor": "give the elements that count: .get_data()[.get_mask()]",
-}
 _EXAMPLES = {
     "policy": "{'dtype': 'adapt'}",
     "contract": "{'tokenizer': 'v2'}",
@@ -92,40 +84,14 @@ def real_given(value: object) -> float | None:
     """The float that a real number is, also one of numpy or in a tensor of one element; None for anything else.
 
     Examples:
+        >>> import numpy as np, torch
         >>> real_given(torch.tensor(0.5)), real_given(np.float32(2)), real_given("1"), real_given(True)
         (0.5, 2.0, None, None)
     """
-    if isinstance(value, torch.Tensor | np.ndarray) and value.shape.count(1) == len(value.shape):
-        value = value.item()
+    if not isinstance(value, numbers.Real):
+        import numpy as np
+        import torch  # late: most numbers are plain, and commands that read a run import no torch
+
+        if isinstance(value, torch.Tensor | np.ndarray) and value.shape.count(1) == len(value.shape):
+            value = value.item()
     return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
-
-
-def check_plain(where: str, tensor: torch.Tensor) -> None:
-    """Refuse DTensors, masked, nested, sparse and wrapped tensors; subclasses that are plain memory, such as parameters, are fine.
-
-    Args:
-        where: what it is, for the message.
-        tensor: any tensor.
-
-    Raises:
-        InvalidArgument: naming the kind of tensor.
-
-    Examples:
-        >>> check_plain("loss", torch.nn.Parameter(torch.ones(2)))
-        >>> check_plain("loss", torch.eye(2).to_sparse())
-        Traceback (most recent call last):
-            ...
-        trainfold.core.errors.InvalidArgument: loss: expected a tensor that is plain memory, found a tensor with torch.sparse_coo; \
-make it a plain tensor in forward, as .to_dense() does
-    """
-    kind: Any = type(tensor)
-    if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        found = kind.__name__
-    elif tensor.is_nested:
-        found = "a nested tensor"
-    elif tensor.layout is not torch.strided:
-        found = f"a tensor with {tensor.layout}"
-    else:
-        return
-    fix = _FIXES.get(found, "make it a plain tensor in forward, as .to_dense() does")
-    raise InvalidArgument(where, expected="a tensor that is plain memory", found=found, fix=fix)

@@ -1,71 +1,8 @@
-"""The bytes of a tensor, and the digest of bytes."""
+"""The digest of bytes, as text. Imports no torch: commands that read a run need it."""
 
-from typing import final
-
-import numpy as np
-import numpy.typing as npt
-import torch
 import xxhash
 
-from trainfold.core.errors import UnsupportedLeaf
-
 DIGEST_PREFIX = "xxh3:"
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, contiguous, row-major and little-endian, without a copy where it lies so on a CPU.
-
-    Args:
-        tensor: any shape, any dtype of ``STORED``, on any device.
-
-    Returns:
-        A one-dimensional view of unsigned bytes; it keeps the memory alive.
-
-    Examples:
-        >>> bytes(tensor_bytes(torch.tensor([1, -1], dtype=torch.int16))).hex()
-        '0100ffff'
-    """
-    if not np.little_endian:
-        raise UnsupportedLeaf("byte order", expected="little", found="big", fix="use a little-endian host")
-    return memoryview(byte_array(byte_view(tensor.cpu())))  # type: ignore[arg-type] # an array is a buffer
-
-
-def byte_array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The memory of a contiguous tensor on the CPU as an array of bytes, which keeps it alive.
-
-    Not ``tensor.numpy()``: torch then refuses for good to resize the storage, and a save must not change a model (W17).
-
-    Examples:
-        >>> weight = torch.ones(2, dtype=torch.int16)
-        >>> byte_array(weight), weight.untyped_storage().resizable()
-        (array([1, 0, 1, 0], dtype=uint8), True)
-    """
-    return np.asarray(_Memory(tensor))
-
-
-@final
-class _Memory:
-    """What numpy asks an object for that lends it memory."""
-
-    __slots__ = ("__array_interface__", "_kept")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._kept = tensor
-        place = (tensor.data_ptr(), False)  # False: it may be written to
-        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (tensor.nbytes,), "data": place}
-
-
-def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor on its device, row-major, as uint8; no copy where it lies so.
-
-    Examples:
-        >>> byte_view(torch.tensor([1, -1], dtype=torch.int16))
-        tensor([  1,   0, 255, 255], dtype=torch.uint8)
-    """
-    if tensor.dtype is torch.bool:
-        tensor = tensor.view(torch.uint8)  # else a copy makes a 1 of every byte that is not 0
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # reshape would keep any stride of one element
 
 
 def digest_of(data: bytes | memoryview) -> str:

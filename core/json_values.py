@@ -18,15 +18,15 @@ import reprlib
 import struct
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from trainfold.core.errors import CheckpointHostile, UnsupportedLeaf
 
 Json: TypeAlias = Any
 EXACT_INT = 2**53
 SCALARS = frozenset({bool, int, float, str})
+_KINDS = frozenset({*SCALARS, bytes, Counter})
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
 
@@ -75,14 +75,31 @@ def encode_scalar(leaf: Any, path: str) -> Json:
         return {"bytes": base64.b64encode(leaf).decode()}
     if kind is Counter:
         return {"counter": [[encode_scalar(key, path), encode_scalar(count, path)] for key, count in leaf.items()]}
+    import numpy as np
+
     if isinstance(leaf, np.generic) and leaf.dtype.kind in "biufc":
         return {"numpy": [leaf.dtype.name, leaf.astype(leaf.dtype.newbyteorder("<")).tobytes().hex()]}
-    raise UnsupportedLeaf(
-        path,
-        expected="a tensor, a numpy array, None, bool, int, float, str or bytes",
-        found=f"{kind.__module__}.{kind.__qualname__}",
-        fix="turn it into one of these before it enters the state: nothing is pickled",
-    )
+    raise _unsupported(kind, path)
+
+
+def scalar_kind(leaf: Any, path: str) -> str:
+    """The name of a scalar's type, as fingerprints have it.
+
+    Raises:
+        UnsupportedLeaf: for a type that has no exact form.
+
+    Examples:
+        >>> scalar_kind(None, "x"), scalar_kind(1, "x"), scalar_kind(Counter(), "x")
+        ('none', 'int', 'counter')
+    """
+    kind = type(leaf)
+    if leaf is None or kind in _KINDS:
+        return "none" if leaf is None else kind.__name__.lower()
+    import numpy as np
+
+    if isinstance(leaf, np.generic):
+        return f"numpy.{leaf.dtype}"
+    raise _unsupported(kind, path)
 
 
 def decode_scalar(node: Json, path: str) -> Any:
@@ -126,15 +143,32 @@ def _counter(value: list[list[Json]], path: str) -> "Counter[Any]":
 
 
 def _numpy(value: list[str], _path: str) -> Any:
+    import numpy as np
+
     name, data = value
-    if name not in _NUMPY_NAMES:  # numpy.dtype itself reads much more than names
+    if name not in _numpy_names():  # numpy.dtype itself reads much more than names
         raise ValueError(name)
     dtype = np.dtype(name)
     (found,) = np.frombuffer(bytes.fromhex(data), dtype=dtype.newbyteorder("<")).astype(dtype)
     return found
 
 
-_NUMPY_NAMES = frozenset(np.dtype(code).name for code in np.typecodes["All"] if np.dtype(code).kind in "biufc")
+@cache
+def _numpy_names() -> frozenset[str]:
+    import numpy as np
+
+    return frozenset(np.dtype(code).name for code in np.typecodes["All"] if np.dtype(code).kind in "biufc")
+
+
+def _unsupported(kind: type[Any], path: str) -> UnsupportedLeaf:
+    return UnsupportedLeaf(
+        path,
+        expected="a tensor, a numpy array, None, bool, int, float, str or bytes",
+        found=f"{kind.__module__}.{kind.__qualname__}",
+        fix="turn it into one of these before it enters the state: nothing is pickled",
+    )
+
+
 _READERS: dict[str, Callable[[Any, str], Any]] = {
     "int": _int,
     "float": _float,

@@ -4,12 +4,14 @@ None is a leaf, so that an empty slot of an optimizer is kept. Dict keys are vis
 sorted, else in the order of insertion; what is rebuilt has its dicts in their original order.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import optree
 import torch
 from optree.integrations.attrs import register_node as _register_node
+
+from trainfold.core.leaf_path import join
 
 NAMESPACE = "trainfold"
 Tree: TypeAlias = Any
@@ -102,13 +104,6 @@ def _collect(tree: Tree, prefix: str, found: list[str]) -> None:
     kind, entries, children = level
     for entry, child in zip(entries, children, strict=True):
         _collect(child, join(prefix, kind, entry), found)
-
-
-def join(prefix: str, kind: type[Any], entry: object) -> str:
-    """The path of a child: an attribute after a dot, everything else in brackets."""
-    if isinstance(entry, str) and not issubclass(kind, Mapping):
-        return f"{prefix}.{entry}" if prefix else entry
-    return f"{prefix}[{entry!r}]"
 
 
 def named_leaves(tree: Tree, prefix: str = "") -> list[tuple[str, Any]]:

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from trainfold.core import tree
-from trainfold.core.digest import byte_view
 from trainfold.core.format.codec import is_tensor_leaf, leaf_digest
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.components import components_of
 from trainfold.core.state.spec import leaf_spec
 from trainfold.core.state.state import TrainState
+from trainfold.core.tensor_memory import byte_view
 
 
 class LawBroken(AssertionError):

@@ -9,10 +9,11 @@ import torch
 from hypothesis import strategies as st
 
 from trainfold.backends.stores.memory import CrashAt, ErrorAt, Fault
-from trainfold.core.format.codec import STORED, torch_dtype
+from trainfold.core.format.codec import torch_dtype
+from trainfold.core.format.dtypes import STORED
+from trainfold.core.layout.leaf_spec import AnySpec, LeafSpec, ScalarSpec
 from trainfold.core.optim.slot_layout import laid_out_like
 from trainfold.core.state.leaves import Leaves
-from trainfold.core.state.spec import AnySpec, LeafSpec, ScalarSpec
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 
 DTYPES: tuple[str, ...] = tuple(STORED)

@@ -9,10 +9,10 @@ import attrs
 from trainfold.adapters.cli.inspect import labelled
 from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table
-from trainfold.backends.runs.save import tensor_digest
 from trainfold.core.errors import TrainfoldError
+from trainfold.core.format.fingerprint import tensor_digest
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.format.rebuild import places
+from trainfold.core.format.structure.places import places
 from trainfold.core.resume.drift import ENVIRONMENT
 
 _SHOWN_LEAVES = 100

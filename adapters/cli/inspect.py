@@ -6,13 +6,13 @@ from typing import Any
 import attrs
 
 from trainfold.adapters.cli.locate import open_checkpoint
-from trainfold.adapters.cli.plan import NOT_SAVED
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
-from trainfold.core.format.rebuild import places
+from trainfold.core.format.structure.places import places
 from trainfold.core.state.audit import UNSAVED, unsaved_of
 from trainfold.core.state.notes import RATES
 
+NOT_SAVED = "Not saved, and changed with training"
 _SHOWN_SCALARS = 60
 _WRITTEN_BITS = 4096
 

@@ -8,7 +8,7 @@ import attrs
 from trainfold.adapters.cli.terminal.output import Table
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.format.rebuild import rebuild
+from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.state.state import Opaque
 
 _MOST: Final = 1 << 63

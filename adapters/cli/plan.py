@@ -5,6 +5,7 @@ from pathlib import Path
 
 import attrs
 
+from trainfold.adapters.cli.inspect import NOT_SAVED
 from trainfold.adapters.cli.loaders import loader_places, loaders_table
 from trainfold.adapters.cli.locate import error_of, open_run
 from trainfold.adapters.cli.terminal.duration import duration_text
@@ -14,8 +15,8 @@ from trainfold.backends.runs.load import examined, passed_over
 from trainfold.backends.runs.save import library_versions
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointError, InvalidArgument, Problem, ResumeRefused, TrainfoldError
-from trainfold.core.format.describe import Described
 from trainfold.core.format.manifest import Manifest
+from trainfold.core.format.structure.describe import Described
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.resume.planner import chosen_manifest, plan_resume
@@ -23,7 +24,6 @@ from trainfold.core.resume.request import ResumeRequest, Target, resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.save.cadence import Cadence, advise_cadence
 
-NOT_SAVED = "Not saved, and changed with training"
 _CAVEAT = (
     "planned for a run built exactly as it was saved; your own model, data and world are compared "
     "when your program calls trainfold.plan(run, like=state)"

@@ -12,9 +12,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from trainfold.adapters.cli.locate import Checkpoint, error_of, open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
-from trainfold.backends.runs.save import recorded_fingerprint
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, Problem, TrainfoldError, problem_of
 from trainfold.core.format.file_names import MANIFEST
+from trainfold.core.format.fingerprint import recorded_fingerprint
 from trainfold.core.format.manifest import ComponentRecord, FileRecord, ShardRecord
 
 _CHUNK_BYTES = 16 << 20
@@ -109,7 +110,7 @@ def _verify_fingerprint(checkpoint: Checkpoint, component: ComponentRecord) -> l
     """Whether a component's fingerprint is that of its leaves, whose digests are compared with their bytes on the way."""
     where = f"{checkpoint.url}/{MANIFEST}: fingerprint of {component.name}"
     try:
-        computed = recorded_fingerprint(component.name, component.nodes, component.tensors)
+        computed = without_collecting(recorded_fingerprint)(component.name, component.nodes, component.tensors)
     except TrainfoldError as error:
         return [problem_of(error)]
     if computed == component.fingerprint:

@@ -8,9 +8,10 @@ import torch
 from trainfold.adapters.components.component import Undo, nothing, wrong_kind
 from trainfold.core.errors import SpecMismatch, TrainfoldError
 from trainfold.core.format.codec import DENSE
+from trainfold.core.layout.leaf_spec import diff_specs
 from trainfold.core.state.fqn import NamedTensors, named_tensors
 from trainfold.core.state.leaves import Leaves
-from trainfold.core.state.spec import diff_specs, spec_of
+from trainfold.core.state.spec import spec_of
 from trainfold.core.state.state import ModelState
 
 

@@ -9,6 +9,7 @@ from trainfold.adapters.components.component import ObjectPart, Stateful, Undo, 
 from trainfold.adapters.components.field_checks import field_problems
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, TrainfoldError
+from trainfold.core.leaf_path import join
 from trainfold.core.state.state import Opaque
 
 
@@ -109,7 +110,7 @@ def opaques(saved: Any) -> dict[str, Any]:
             return
         kind, entries, children = level
         for entry, child in zip(entries, children, strict=True):
-            collect(child, tree.join(path, kind, entry))
+            collect(child, join(path, kind, entry))
 
     collect(saved, "scheduler")
     return found

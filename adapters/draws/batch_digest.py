@@ -11,9 +11,9 @@ import torch
 import xxhash
 
 from trainfold.core import tree
-from trainfold.core.digest import tensor_bytes
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.format.codec import leaf_digest
+from trainfold.core.tensor_memory import tensor_bytes
 
 _DEPTH: Final = 4
 _COPIED: Final = 1 << 16  # up to this size a copy is cheaper than a view; above it, only blocks are read

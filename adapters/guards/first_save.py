@@ -12,7 +12,8 @@ from trainfold.backends.runs.scan import read_inventory, read_manifest
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import RunNotRestored
 from trainfold.core.layout.world import Collectives
-from trainfold.core.state.state import BEGINNING, Descent, TrainState
+from trainfold.core.state.descent import BEGINNING, Descent
+from trainfold.core.state.state import TrainState
 
 
 @final

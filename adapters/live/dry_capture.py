@@ -5,8 +5,8 @@ from typing import Any
 
 from trainfold.adapters.components.component import ComponentAdapter
 from trainfold.core.errors import InvalidState, TrainfoldError, error_text
-from trainfold.core.format.describe import describe
-from trainfold.core.format.validate import check_kinds
+from trainfold.core.format.structure.describe import describe
+from trainfold.core.format.structure.validate import check_kinds
 from trainfold.core.state.contract import checked_contract
 
 

@@ -55,9 +55,10 @@ from trainfold.core.errors import CaptureRefused, IncompleteWindow, InvalidArgum
 from trainfold.core.resume.drift import DriftAction, check_policy
 from trainfold.core.state.audit import UNSAVED, unsaved_of
 from trainfold.core.state.components import components_of, state_of, validate_components
+from trainfold.core.state.descent import Descent
 from trainfold.core.state.fqn import NamedTensors, check_real, named_tensors
 from trainfold.core.state.notes import TRAINED, put_back_text, trained_of
-from trainfold.core.state.state import Descent, Origin, Progress, TrainState
+from trainfold.core.state.state import Origin, Progress, TrainState
 
 _LOG = logging.getLogger("trainfold")
 

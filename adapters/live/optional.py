@@ -7,8 +7,8 @@ from typing import Any
 from trainfold.adapters.components.component import ComponentAdapter
 from trainfold.core.checks import names_given
 from trainfold.core.errors import InvalidArgument, OptionalLeftOut, error_text
-from trainfold.core.format.describe import describe
-from trainfold.core.format.validate import check_kinds
+from trainfold.core.format.structure.describe import describe
+from trainfold.core.format.structure.validate import check_kinds
 
 
 def optional_given(names: Collection[str], extra: Collection[str]) -> frozenset[str]:

@@ -20,7 +20,8 @@ from trainfold.core.resume.drift import Drift, DriftAction
 from trainfold.core.resume.request import resume_request
 from trainfold.core.state.audit import component_of
 from trainfold.core.state.components import validate_components
-from trainfold.core.state.state import Descent, TrainState
+from trainfold.core.state.descent import Descent
+from trainfold.core.state.state import TrainState
 
 
 @final

@@ -22,11 +22,12 @@ from trainfold.backends.runs.snapshot import Snapshot, describe_state, save_snap
 from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import error_text
-from trainfold.core.format.describe import Describer
+from trainfold.core.format.structure.describe import Describer
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.replicas import Level, proof_of
 from trainfold.core.state.components import validate_components
-from trainfold.core.state.state import Descent, TrainState
+from trainfold.core.state.descent import Descent
+from trainfold.core.state.state import TrainState
 
 
 @final

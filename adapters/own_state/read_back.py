@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from trainfold.core import tree
-from trainfold.core.digest import byte_view
 from trainfold.core.format.codec import as_tensor, is_tensor_leaf
 from trainfold.core.json_values import shown
+from trainfold.core.leaf_path import join
+from trainfold.core.tensor_memory import byte_view
 
 Difference: TypeAlias = tuple[str, str, str]
 
@@ -36,7 +37,7 @@ def first_difference(saved: Any, found: Any, path: str) -> Difference | None:
     if kind is not other[0] or set(entries) != set(theirs):
         return path, _keys(one), _keys(other)
     for entry, child in zip(entries, children, strict=True):
-        difference = first_difference(child, theirs[entry], tree.join(path, kind, entry))
+        difference = first_difference(child, theirs[entry], join(path, kind, entry))
         if difference is not None:
             return difference
     return None

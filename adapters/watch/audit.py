@@ -12,6 +12,7 @@ from trainfold.adapters.components.component import Stateful
 from trainfold.adapters.draws.feed import generators_of
 from trainfold.adapters.loaders.choose import loaders_by_path
 from trainfold.adapters.watch.facts import Look, lists_in, path_of, text_of, token_of_rows, token_of_value, values_in
+from trainfold.core.component_names import BUILTIN_COMPONENTS
 from trainfold.core.errors import HiddenState, HiddenStateRefused, InvalidArgument
 from trainfold.core.json_values import shown
 from trainfold.core.state.audit import (
@@ -27,7 +28,7 @@ from trainfold.core.state.audit import (
     hidden_state_text,
     listed,
 )
-from trainfold.core.state.components import BUILTIN_COMPONENTS, select
+from trainfold.core.state.components import select
 from trainfold.core.state.fqn import named_tensors
 from trainfold.core.state.state import Opaque, OptimizerState, OwnOptimizerState, TrainState
 

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainfold.adapters.own_state.attributes import SEQUENCES, attributes, held_by
 from trainfold.adapters.watch.overwritten import is_remade, use_of
-from trainfold.core.digest import digest_of, tensor_bytes
+from trainfold.core.digest import digest_of
 from trainfold.core.state.audit import (
     BUFFER,
     CARRIED,
@@ -30,6 +30,7 @@ from trainfold.core.state.audit import (
     attribute_of,
 )
 from trainfold.core.state.fqn import canonical_name
+from trainfold.core.tensor_memory import tensor_bytes
 
 _DEPTH: Final = 6
 _OBJECTS: Final = 20_000  # in one look

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from trainfold.backends.hold.pinned_ring import PinnedRing
-from trainfold.core.digest import byte_array, byte_view
+from trainfold.core.tensor_memory import byte_array, byte_view
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from trainfold.backends.hold.pinned_ring import Begun, PinnedRing
 from trainfold.backends.hold.write_watch import LeafName, WriteWatch
 from trainfold.backends.stores.protocol import Place
 from trainfold.backends.wakeup import Wakeup
-from trainfold.core.digest import byte_view
 from trainfold.core.errors import SaveFailed
+from trainfold.core.tensor_memory import byte_view
 
 DEVICE_PIECE_BYTES: Final = 8 << 20  # a copy from a device costs a launch, so pieces are larger than those in memory
 # random states and the like: copied at once though there is no room, as the writer has buffers

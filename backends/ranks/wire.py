@@ -18,10 +18,10 @@ import attrs
 import numpy as np
 import torch
 
-from trainfold.core.digest import tensor_bytes
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import Json
 from trainfold.core.state.spec import dtype_name
+from trainfold.core.tensor_memory import tensor_bytes
 
 _PLAIN: Final = frozenset({int, float, str, bool, type(None)})
 _PACKED: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {  # type -> its tag, and how it becomes what has one

@@ -13,7 +13,7 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.backends.worker_thread import Job, WorkerThread
 from trainfold.core.errors import error_text
 from trainfold.core.layout.world import Collectives
-from trainfold.core.state.state import Descent
+from trainfold.core.state.descent import Descent
 
 _LOG = logging.getLogger("trainfold")
 

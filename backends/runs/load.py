@@ -27,7 +27,7 @@ from trainfold.core.errors import (
     place,
     problem_of,
 )
-from trainfold.core.format.describe import describe
+from trainfold.core.format.structure.describe import describe
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
 from trainfold.core.layout.world import Collectives
@@ -37,7 +37,8 @@ from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.audit import not_restored_text
 from trainfold.core.state.components import components_of
-from trainfold.core.state.state import Descent, TrainState
+from trainfold.core.state.descent import Descent
+from trainfold.core.state.state import TrainState
 
 _LOG: Final = logging.getLogger("trainfold")
 _RELISTINGS: Final = 5

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from trainfold.core.digest import digest_of, tensor_bytes
+from trainfold.core.digest import digest_of
 from trainfold.core.format.codec import leaf_digest
-from trainfold.core.format.describe import Described
-from trainfold.core.format.ownership import belongs_to_rank
+from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.ownership import belongs_to_rank
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.replicas import (
@@ -21,6 +21,7 @@ from trainfold.core.save.replicas import (
     first_in_doubt,
     is_trained,
 )
+from trainfold.core.tensor_memory import tensor_bytes
 
 
 def copies_of(

@@ -11,8 +11,11 @@ from trainfold.backends.formats.native.plan_reader import PlanReader
 from trainfold.backends.stores.protocol import Store
 from trainfold.core import tree
 from trainfold.core.format.codec import torch_dtype
-from trainfold.core.format.manifest import Manifest
-from trainfold.core.format.rebuild import Leaf, rebuild
+from trainfold.core.format.manifest import (
+    Manifest,
+)
+from trainfold.core.format.structure.places import Leaf
+from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box
 from trainfold.core.optim.slot_layout import beside_params
@@ -21,17 +24,10 @@ from trainfold.core.resume.regroup import regrouped
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.state.components import components_of, state_of
 from trainfold.core.state.contract import noted_settings, run_contract
+from trainfold.core.state.descent import Descent
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.notes import RATES, notes_of, settings_of_later, without_notes
-from trainfold.core.state.state import (
-    Descent,
-    ModelState,
-    OptimizerState,
-    Origin,
-    OwnOptimizerState,
-    ParamGroup,
-    TrainState,
-)
+from trainfold.core.state.state import ModelState, OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState
 
 
 def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainState:

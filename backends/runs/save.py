@@ -1,6 +1,6 @@
 """The interpreter of a `SavePlan`: it writes, commits and cleans up, for every rank, and decides nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -20,7 +20,7 @@ from trainfold.core.digest import digest_of
 from trainfold.core.errors import SaveFailed, TrainfoldError
 from trainfold.core.format.codec import as_tensor
 from trainfold.core.format.file_names import MANIFEST
-from trainfold.core.format.fingerprint import component_fingerprint
+from trainfold.core.format.fingerprint import recorded_fingerprint
 from trainfold.core.format.manifest import (
     HEAD_LIMIT_BYTES,
     ComponentRecord,
@@ -35,7 +35,7 @@ from trainfold.core.format.manifest_reader import decode_head, decode_manifest
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.save_plan import ComponentPlan, SavePlan
-from trainfold.core.state.state import Descent
+from trainfold.core.state.descent import Descent
 
 
 @final
@@ -237,22 +237,8 @@ def _component_record(
                 for path, spec in tensors.items()
             )
         )
-    fingerprint = recorded_fingerprint(component.name, component.nodes, tables)
+    fingerprint = without_collecting(recorded_fingerprint)(component.name, component.nodes, tables)
     return ComponentRecord(component.name, component.nodes, tuple(tables), fingerprint)
-
-
-@without_collecting
-def recorded_fingerprint(name: str, nodes: Sequence[Json], tables: Sequence[Sequence[TensorRecord]]) -> str:
-    """The fingerprint of a component as the records of its tensors say it."""
-    lines = [[(str(record.spec), tensor_digest(record)) for record in table] for table in tables]
-    return component_fingerprint(name, list(zip(nodes, lines, strict=True)))
-
-
-def tensor_digest(record: TensorRecord) -> str:
-    """The digest of a stored tensor: its bytes', or, if it is stored in several shards, that of their digests."""
-    if len(record.shards) == 1:
-        return record.shards[0].digest
-    return digest_of("\n".join(f"{shard.box} {shard.digest}" for shard in record.shards).encode())
 
 
 @without_collecting

@@ -24,10 +24,10 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import mapping_given
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, place
 from trainfold.core.format.codec import DENSE, as_tensor
-from trainfold.core.format.describe import Describe, Described, describe
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import Head
-from trainfold.core.format.validate import check_kinds
+from trainfold.core.format.structure.describe import Describe, Described, describe
+from trainfold.core.format.structure.validate import check_kinds
 from trainfold.core.history.inventory import next_head
 from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.world import Collectives
@@ -36,7 +36,8 @@ from trainfold.core.save.replicas import Leaves, Proof, summary
 from trainfold.core.save.save_plan import plan_save
 from trainfold.core.state.components import components_of, in_order, select
 from trainfold.core.state.contract import checked_contract, contract_of, is_of_live_run
-from trainfold.core.state.state import Descent, OptimizerState, TrainState
+from trainfold.core.state.descent import Descent
+from trainfold.core.state.state import OptimizerState, TrainState
 
 T = TypeVar("T")
 _LOG = logging.getLogger("trainfold")

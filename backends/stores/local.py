@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Final, final
 
 from trainfold.backends.stores import run_lock
-from trainfold.backends.stores.direct_io import write_stream
 from trainfold.backends.stores.local_files import (
     STAGED_PREFIX,
     check_path,
@@ -139,6 +138,8 @@ class LocalStore:
 
     def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
         """See `Store.write`."""
+        from trainfold.backends.stores.direct_io import write_stream  # late: it imports numpy, and a reader needs none
+
         directory, last = split_name(name)
         with self._writing(name):
             make_directories(self._root, directory)
@@ -151,6 +152,8 @@ class LocalStore:
 
     def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
         """See `Store.commit`."""
+        from trainfold.backends.stores.direct_io import write_stream  # late, as in `write`
+
         directory, last = split_name(name)
         with self._writing(name):
             make_directories(self._root, directory)

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from trainfold.core import tree
-from trainfold.core.checks import check_plain
 from trainfold.core.errors import InvalidBatch
+from trainfold.core.leaf_path import join
+from trainfold.core.tensor_memory import check_plain
 
 _ALIGNMENT_BYTES: Final = (
     64  # of torch's own memory on a CPU; kernels may round otherwise where memory begins elsewhere
@@ -113,7 +114,7 @@ def _paths(node: Any, path: str) -> list[str]:
         return [path]
     kind, entries, children = level
     pairs = zip(entries, children, strict=True)
-    return [found for entry, child in pairs for found in _paths(child, tree.join(path, kind, entry))]
+    return [found for entry, child in pairs for found in _paths(child, join(path, kind, entry))]
 
 
 def _length(column: Any) -> int | None:

@@ -7,11 +7,11 @@ import attrs
 import torch
 
 from trainfold.core import tree
-from trainfold.core.checks import check_plain
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 from trainfold.core.metrics.metric import Metric
 from trainfold.core.metrics.text import public_text, text_of
+from trainfold.core.tensor_memory import check_plain
 
 Suite = Mapping[str, Metric]
 _METHODS = ("zero", "observe", "merge", "result")

@@ -2,9 +2,9 @@
 
 import torch
 
-from trainfold.core.digest import byte_view
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.state.spec import dtype_name
+from trainfold.core.tensor_memory import byte_view
 
 _DTYPES = (
     torch.bool,

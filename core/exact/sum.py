@@ -14,13 +14,13 @@ import torch
 from torch.nn.functional import pad
 
 from trainfold.core import tree
-from trainfold.core.checks import check_plain
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact.cpu_sum import BLOCK_OF_BINS, NO_SPECIAL, Special, sum_on_cpu
 from trainfold.core.exact.float_bits import FORMATS, bits_of, units_of_bits
 from trainfold.core.exact.limbs import LIMBS, UNIT, carried, limbs_of, settled, units_of
 from trainfold.core.exact.terms import KINDS, bins_of
 from trainfold.core.json_values import shown
+from trainfold.core.tensor_memory import check_plain
 
 Number: TypeAlias = torch.Tensor | float
 Exact: TypeAlias = Fraction | float

@@ -12,8 +12,8 @@ import attrs
 from trainfold.core.digest import digest_of
 from trainfold.core.format.upgrade import SCHEMA_VERSION
 from trainfold.core.json_values import Json, canonical_json
+from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box
-from trainfold.core.state.spec import LeafSpec
 
 FORMAT = "trainfold"
 HEAD_BYTES = 4096  # what is read of each manifest to order them; longer heads are read on, up to the limit

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from trainfold.core.component_names import BUILTIN_COMPONENTS, is_extra_name
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, InvalidState
-from trainfold.core.format.codec import STORED, size_bytes
+from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.format.manifest import (
     END,
     TAIL,
@@ -16,7 +17,6 @@ from trainfold.core.format.manifest import (
     ShardRecord,
     TensorRecord,
 )
-from trainfold.core.format.rebuild import MAX_DEPTH, Leaf, places, rebuild
 from trainfold.core.format.strict_json import (
     count,
     digest_text,
@@ -29,11 +29,11 @@ from trainfold.core.format.strict_json import (
     strict_json,
     text_of,
 )
+from trainfold.core.format.structure.places import MAX_DEPTH, Leaf, places
+from trainfold.core.format.structure.validate import misfit_of
 from trainfold.core.format.upgrade import upgraded
-from trainfold.core.format.validate import misfit_of
-from trainfold.core.json_values import Json, shown
+from trainfold.core.json_values import Json, decode_scalar, shown
 from trainfold.core.layout.slices import check_cover
-from trainfold.core.state.components import BUILTIN_COMPONENTS, is_extra_name
 
 _MAX_DIMENSIONS = 64
 _OF_NUMPY = frozenset(
@@ -101,8 +101,12 @@ def _check_step(manifest: Manifest, where: str) -> None:
     """The head orders checkpoints by its step, and the counters of the trainer are what a run goes on from: they are one."""
     trainer = manifest.component("trainer")
     for node in () if trainer is None else trainer.nodes:
-        step = None if node is None else rebuild(node, "trainer", lambda *_: None).step
-        if step is not None and step != manifest.head.step:
+        step = (
+            0
+            if node is None
+            else decode_scalar({**node["fields"], **node.get("static", {})}.get("step", 0), "trainer.step")
+        )
+        if node is not None and step != manifest.head.step:
             raise hostile(f"{where}: trainer.step", f"the step of the head, {manifest.head.step}", shown(step))
 
 

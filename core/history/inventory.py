@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.core.errors import Problem
 from trainfold.core.format.manifest import Head, Manifest
-from trainfold.core.state.state import BEGINNING, Descent
+from trainfold.core.state.descent import BEGINNING, Descent
 
 OLDER: Final = "use an older checkpoint"  # how the fix of a problem begins that an older one does not have
 

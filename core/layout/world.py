@@ -1,11 +1,13 @@
 """`World` and the `Collectives` protocol: what core needs to know of ranks, which is all that it knows."""
 
-from typing import Any, Protocol, TypeVar, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final, runtime_checkable
 
 import attrs
-import torch
 
 from trainfold.core.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -48,7 +50,7 @@ class Collectives(Protocol):
     def world_size(self) -> int:
         """How many ranks there are."""
 
-    def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def all_sum(self, tensors: "list[torch.Tensor]") -> "list[torch.Tensor]":
         """The sums of equally shaped tensors over the ranks, added in rank order; the same bits on every rank."""
 
     def broadcast(self, value: T, *, source: int = 0) -> T:

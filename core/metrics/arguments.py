@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainfold.core.checks import check_plain
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.tensor_memory import check_plain
 
 __all__ = ["check_classes", "integers", "is_number", "real", "same_shape"]
 

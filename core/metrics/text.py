@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainfold.core.digest import digest_of, tensor_bytes
+from trainfold.core.digest import digest_of
+from trainfold.core.tensor_memory import tensor_bytes
 
 _PLAIN = (str, bytes, int, float, complex, Fraction, type(None), torch.dtype, torch.Size, enum.Enum)
 _DEPTH = 8

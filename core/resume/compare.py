@@ -8,17 +8,18 @@ from typing import Any, Final, Literal
 import attrs
 
 from trainfold.core.errors import Problem, TrainfoldError
-from trainfold.core.format.describe import Described
 from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
-from trainfold.core.format.rebuild import places, rebuild
+from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.places import places
+from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.json_values import Json
+from trainfold.core.layout.leaf_spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.layout.world import World
 from trainfold.core.optim.group_labels import relabelled
 from trainfold.core.resume.drift import ENVIRONMENT, Drift, DriftAction, make_drift, verdict_of
 from trainfold.core.state.contract import contract_of
 from trainfold.core.state.contract_kinds import BASE_RATES, contract_kind, is_of_rank_zero
 from trainfold.core.state.notes import NOTES, RATES
-from trainfold.core.state.spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.state.state import TrainState
 
 _GROUPS = "optimizer.groups["

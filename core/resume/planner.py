@@ -11,9 +11,10 @@ from typing import Final
 import attrs
 
 from trainfold.core.checks import nearest
+from trainfold.core.component_names import BUILTIN_COMPONENTS
 from trainfold.core.errors import Problem, UnknownComponent
 from trainfold.core.format.manifest import ComponentRecord, Manifest
-from trainfold.core.format.ownership import is_between_epochs, is_opaque
+from trainfold.core.format.structure.ownership import is_between_epochs, is_opaque
 from trainfold.core.history.inventory import OLDER, Inventory, lineage
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import World
@@ -22,7 +23,6 @@ from trainfold.core.resume.drift import Drift, verdict_of
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import ComponentAction, Refusal, ResumePlan
-from trainfold.core.state.components import BUILTIN_COMPONENTS
 from trainfold.core.state.contract import step_contract
 from trainfold.core.state.contract_kinds import contract_kind
 

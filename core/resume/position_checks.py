@@ -10,7 +10,7 @@ import attrs
 from trainfold.core.data.cursor import DataCursor, check_cursor
 from trainfold.core.errors import CheckpointHostile, InvalidState, Problem, problem_of
 from trainfold.core.format.manifest import ComponentRecord, Manifest
-from trainfold.core.format.rebuild import rebuild
+from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.json_values import shown
 from trainfold.core.resume.request import ResumeRequest

@@ -9,9 +9,9 @@ from typing import NamedTuple, TypeAlias, final
 
 import attrs
 
-from trainfold.core.format.describe import Described
 from trainfold.core.format.manifest import TensorRecord
-from trainfold.core.format.rebuild import Leaf, places
+from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.places import Leaf, places
 from trainfold.core.layout.slices import Box, intersect
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 
@@ -167,7 +167,7 @@ def boxes_of(described: Described) -> dict[str, Box | None]:
 
     Examples:
         >>> import torch
-        >>> from trainfold.core.format.describe import describe
+        >>> from trainfold.core.format.structure.describe import describe
         >>> from trainfold.core.layout.shard import make_shard
         >>> mine = {"w": make_shard(torch.zeros(2), shape=(8,), starts=(4,)), "n": torch.zeros(3)}
         >>> boxes_of(describe(mine, "ema")[0])

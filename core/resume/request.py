@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.core.checks import mapping_given, names_given
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.format.describe import Described
+from trainfold.core.format.structure.describe import Described
 from trainfold.core.json_values import Json
 from trainfold.core.resume.drift import DriftAction, check_policy
 

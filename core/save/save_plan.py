@@ -11,14 +11,14 @@ from typing import final
 import attrs
 
 from trainfold.core.errors import InvalidArgument, RanksDisagree
-from trainfold.core.format.codec import STORED, size_bytes, stored_shape
-from trainfold.core.format.describe import Described
+from trainfold.core.format.dtypes import STORED, size_bytes, stored_shape
 from trainfold.core.format.file_names import directory_of, storage_key
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.format.ownership import belongs_to_rank
+from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.ownership import belongs_to_rank
 from trainfold.core.json_values import Json, canonical_json
+from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, check_cover, volume, whole_box
-from trainfold.core.state.spec import LeafSpec
 
 ALIGNMENT_BYTES = 4096
 _LENGTH_BYTES = 8  # before the header's text
@@ -154,7 +154,7 @@ def plan_save(
 
     Examples:
         >>> import torch
-        >>> from trainfold.core.format.describe import describe
+        >>> from trainfold.core.format.structure.describe import describe
         >>> plan = plan_save([{"ema": describe({"w": torch.zeros(3)}, "ema")[0]}], step=7)
         >>> plan.directory, plan.files[0].name, plan.files[0].size_bytes
         ('step-00000007', 'ema-00000-of-00001.safetensors', 4108)
@@ -327,7 +327,7 @@ def _first_difference(name: str, one: Described, other: Described) -> tuple[str,
 
 
 def _first_node(path: str, one: Json, other: Json, tag: str = "") -> tuple[str, str, str]:
-    """As `_first_difference`, of two nodes of the form of `trainfold.core.format.rebuild`; ``tag`` is the one above."""
+    """As `_first_difference`, of two nodes of the form of `trainfold.core.format.structure.rebuild`; ``tag`` is the one above."""
     if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
         for key in one:
             if not _is_same(one[key], other[key]):

@@ -6,11 +6,11 @@ from operator import attrgetter
 from typing import Any
 
 from trainfold.core.checks import names_given, nearest
+from trainfold.core.component_names import BUILTIN_COMPONENTS, is_extra_name
 from trainfold.core.errors import InvalidArgument, UnknownComponent
 from trainfold.core.state.masters import with_fitting_masters
 from trainfold.core.state.state import OptimizerState, TrainState
 
-BUILTIN_COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng")
 _BUILTIN = attrgetter(*BUILTIN_COMPONENTS)
 
 
@@ -175,16 +175,6 @@ def merge(base: TrainState, part: TrainState) -> TrainState:
         whole = whole.evolve(optimizer=with_fitting_masters(base.optimizer, part.model.params))
     origin = base.origin if part.trainer is None else part.origin  # of the counters
     return whole.evolve(contract={**base.contract, **part.contract}, origin=origin)
-
-
-def is_extra_name(name: object) -> bool:
-    """Whether a user's own component may have this name.
-
-    Examples:
-        >>> is_extra_name("ema"), is_extra_name("model"), is_extra_name("a-b")
-        (True, False, False)
-    """
-    return isinstance(name, str) and name.isidentifier() and name not in {*BUILTIN_COMPONENTS, "extra", "manifest"}
 
 
 def _check_extra_name(name: object) -> None:

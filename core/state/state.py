@@ -1,38 +1,18 @@
 """`TrainState`: a training run as one frozen value, made of components."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import attrs
 import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState
+from trainfold.core.state.descent import Descent
 from trainfold.core.state.leaves import Leaves
 
 Scalar: TypeAlias = int | float | bool | str | bytes | None
 _STATIC = {"pytree_node": False}
-
-
-@final
-@attrs.frozen
-class Descent:
-    """Which checkpoint a state comes from: the one that it was loaded from, or that was saved last on its way.
-
-    Attributes:
-        timeline: the checkpoint's.
-        step: the checkpoint's; or a lower one, if the state went back to it in memory.
-        forks: where the earlier timelines were left, as its head says; may be left out while the run has a checkpoint of the
-            timeline.
-    """
-
-    timeline: int
-    step: int
-    forks: tuple[tuple[int, int], ...] = ()
-
-
-BEGINNING: Final = Descent(-1, -1)
-"""What a state descends from that was never saved: nothing, whatever the run holds."""
 
 
 @final

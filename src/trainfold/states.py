@@ -3,10 +3,11 @@
 The names are re-exports, each documented where it lives.
 """
 
+from trainfold.core.layout.leaf_spec import Difference, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.optim.optimizer import Optimizer
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.masters import refresh_masters
-from trainfold.core.state.spec import Difference, LeafSpec, ScalarSpec, diff_specs, spec_of
+from trainfold.core.state.spec import spec_of
 from trainfold.core.state.state import (
     ModelState,
     Opaque,

@@ -21,7 +21,7 @@ import json, sys
 sys.path.insert(0, {tests!r})
 import trainfold
 from crash.scenarios import state_at
-from trainfold.core.state.state import Descent
+from trainfold.core.state.descent import Descent
 from trainfold.core.state.state import Origin
 
 def save(run, mode, run_id, *steps):

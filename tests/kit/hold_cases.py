@@ -1,6 +1,6 @@
 """What the tests of hold share."""
 
-from trainfold.core.digest import tensor_bytes
+from trainfold.core.tensor_memory import tensor_bytes
 
 PIECE = 64
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.live import attach
-from trainfold.core.format.describe import describe
+from trainfold.core.format.structure.describe import describe
 
 N = 10
 

@@ -22,7 +22,7 @@ from trainfold.core.data.permutation import sample_order
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import ResumeRefused, SaveFailed
 from trainfold.core.format.fingerprint import fingerprint
-from trainfold.core.state.spec import diff_specs
+from trainfold.core.layout.leaf_spec import diff_specs
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import laws, strategies
 from trainfold.properties.laws import LawBroken

@@ -11,11 +11,12 @@ import torch
 
 from trainfold.adapters.cli.diff import fingerprints, leaf_texts
 from trainfold.adapters.cli.inspect import labelled
-from trainfold.core.format.codec import STORED, torch_dtype
+from trainfold.core.format.codec import torch_dtype
+from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.format.manifest import Manifest, ShardRecord, TensorRecord
 from trainfold.core.format.manifest_reader import decode_manifest
-from trainfold.core.format.rebuild import places
+from trainfold.core.format.structure.places import places
 from trainfold.core.rehearsal.leaf_size import LeafSize, Piece, size_of
 from trainfold.core.rehearsal.orders import KEPT_NAME
 from trainfold.core.rehearsal.trajectory import (

@@ -8,7 +8,7 @@ import torch
 from trainfold.backends.formats.native.header_check import HeaderCheck
 from trainfold.backends.formats.native.reader import ReadRequest, fresh_tensor, read_tensors
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.format.codec import STORED
+from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.manifest import Manifest, ShardRecord, TensorRecord
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box, intersect, whole_box

@@ -13,9 +13,11 @@ import xxhash
 from trainfold.backends.formats.native.header import FileHeader, HeaderEntry, read_header
 from trainfold.backends.helpers import Helpers, Task
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.digest import DIGEST_PREFIX, tensor_bytes
+from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, InvalidArgument
-from trainfold.core.format.codec import STORED, size_bytes, torch_dtype
+from trainfold.core.format.codec import torch_dtype
+from trainfold.core.format.dtypes import STORED, size_bytes
+from trainfold.core.tensor_memory import tensor_bytes
 
 __all__ = [
     "FileHeader", "HeaderEntry", "OpensFiles", "ReadRequest", "fresh_tensor", "read_header", "read_tensor", "read_tensors",

@@ -9,9 +9,10 @@ import torch
 import xxhash
 
 from trainfold.backends.stores.protocol import Buffer, Place, Store
-from trainfold.core.digest import DIGEST_PREFIX, tensor_bytes
+from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import SaveFailed
 from trainfold.core.save.save_plan import FilePlan, TensorPlacement
+from trainfold.core.tensor_memory import tensor_bytes
 
 PIECE_BYTES: Final = 1 << 20  # small enough to stay in cache between the copy and the two digests
 

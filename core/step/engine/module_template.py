@@ -7,8 +7,9 @@ from typing import Any, final
 import torch
 
 from trainfold.core.errors import InvalidArgument, InvalidState, SpecMismatch
+from trainfold.core.layout.leaf_spec import AnySpec, diff_specs
 from trainfold.core.state.fqn import BufferSlot, check_real, named_tensors
-from trainfold.core.state.spec import AnySpec, diff_specs, leaf_spec
+from trainfold.core.state.spec import leaf_spec
 from trainfold.core.state.state import ModelState
 from trainfold.core.step.engine.param_hooks import hooks_of
 

@@ -19,7 +19,7 @@ from trainfold.adapters.own_state.plain_form import from_plain, to_plain
 from trainfold.adapters.own_state.remembered import remember
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, TrainfoldError, UnsupportedOptimizer
-from trainfold.core.format.describe import describe
+from trainfold.core.format.structure.describe import describe
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import OptimizerState, OwnOptimizerState
 

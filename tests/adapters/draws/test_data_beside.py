@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.live import attach
 from trainfold.core.errors import DataPositionMismatch, RestoreRefused
-from trainfold.core.format.describe import describe
+from trainfold.core.format.structure.describe import describe
 from trainfold.core.state.state import Opaque
 
 N = 10

@@ -28,7 +28,7 @@ from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.streams.stream_reader import StreamReader, set_streams
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, RestoreRefused
-from trainfold.core.format.describe import describe
+from trainfold.core.format.structure.describe import describe
 from trainfold.core.state.state import Opaque
 
 N = 13

@@ -33,7 +33,7 @@ from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.live import attach
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import IncompleteWindow, InvalidState
-from trainfold.core.format.describe import describe
+from trainfold.core.format.structure.describe import describe
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 with torch 2.13

@@ -19,8 +19,8 @@ from trainfold.adapters.streams.rng_streams import (
 )
 from trainfold.adapters.streams.stream_states import check_numpy_state
 from trainfold.core.errors import RestoreRefused
-from trainfold.core.format.describe import describe
-from trainfold.core.format.rebuild import rebuild
+from trainfold.core.format.structure.describe import describe
+from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.state.state import Opaque
 
 

@@ -17,7 +17,6 @@ from trainfold.backends.formats.native.reader import ReadRequest, read_header, r
 from trainfold.backends.formats.native.writer import write_file
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.digest import tensor_bytes
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -27,9 +26,11 @@ from trainfold.core.errors import (
     InvalidArgument,
     SaveFailed,
 )
-from trainfold.core.format.codec import STORED, leaf_digest, stored_shape, torch_dtype
-from trainfold.core.format.describe import describe
+from trainfold.core.format.codec import leaf_digest, torch_dtype
+from trainfold.core.format.dtypes import STORED, stored_shape
+from trainfold.core.format.structure.describe import describe
 from trainfold.core.save.save_plan import plan_save
+from trainfold.core.tensor_memory import tensor_bytes
 
 DIRECTORY = "step-00000001"
 

@@ -31,7 +31,8 @@ from trainfold.core.history.quarantine import Outcome
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.rng import make_key
 from trainfold.core.save.retention import keep_best, keep_last
-from trainfold.core.state.state import Descent, Progress, TrainState
+from trainfold.core.state.descent import Descent
+from trainfold.core.state.state import Progress, TrainState
 
 WANTED = make_best_record(metric="loss", direction="min")
 DAMAGED = Outcome("damaged", "its digest is another one")

@@ -10,11 +10,11 @@ from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.digest import byte_array, tensor_bytes
 from trainfold.core.errors import CaptureRefused, SaveFailed, UnsupportedLeaf
 from trainfold.core.format.codec import leaf_digest
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.state import Progress, TrainState
+from trainfold.core.tensor_memory import byte_array, tensor_bytes
 
 
 def make_live():

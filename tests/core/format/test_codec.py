@@ -6,11 +6,12 @@ import torch
 import xxhash
 from hypothesis import given, settings
 
-from trainfold.core.digest import tensor_bytes
-from trainfold.core.format.codec import STORED, as_tensor, leaf_digest, size_bytes, stored_shape, torch_dtype
+from trainfold.core.format.codec import as_tensor, leaf_digest, torch_dtype
+from trainfold.core.format.dtypes import STORED, size_bytes, stored_shape
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.components import components_of
 from trainfold.core.state.state import Progress, TrainState
+from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.properties import laws, strategies
 from trainfold.properties.differences import tensor_difference
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfold.core.errors import StateDonated, UnsupportedLeaf
-from trainfold.core.format import describe as description
-from trainfold.core.format.describe import Describer, describe
+from trainfold.core.format.structure import describe as description
+from trainfold.core.format.structure.describe import Describer, describe
 from trainfold.core.state.leaves import Leaves
 from trainfold.properties import strategies
 

@@ -17,9 +17,9 @@ from trainfold.core import tree
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointError, RestoreRefused, TrainfoldError
-from trainfold.core.format.describe import describe
 from trainfold.core.format.manifest import END, TAIL
-from trainfold.core.format.rebuild import places
+from trainfold.core.format.structure.describe import describe
+from trainfold.core.format.structure.places import places
 from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.state.components import components_of
 from trainfold.core.state.state import Opaque, TrainState

@@ -11,11 +11,12 @@ import torch
 
 import trainfold
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.core.digest import tensor_bytes
-from trainfold.core.format.codec import STORED, torch_dtype
+from trainfold.core.format.codec import torch_dtype
+from trainfold.core.format.dtypes import STORED
 from trainfold.core.layout.shard import Shard
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState
+from trainfold.core.tensor_memory import tensor_bytes
 
 TIED = torch.arange(6.0).reshape(2, 3)
 SCALARS = {

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from trainfold.backends.runs.api import save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidArgument, InvalidState, RanksDisagree
-from trainfold.core.format.describe import describe
 from trainfold.core.format.file_names import directory_of, step_of
+from trainfold.core.format.structure.describe import describe
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.save.save_plan import plan_save
 from trainfold.core.state.leaves import Leaves

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from trainfold.core import tree
 from trainfold.core.errors import CheckpointHostile, TrainfoldError, UnsupportedLeaf
 from trainfold.core.format.codec import leaf_digest
-from trainfold.core.format.describe import describe
-from trainfold.core.format.rebuild import places, rebuild
 from trainfold.core.format.strict_json import strict_json
+from trainfold.core.format.structure.describe import describe
+from trainfold.core.format.structure.places import places
+from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import Opaque, Progress
 from trainfold.properties import strategies

@@ -1,6 +1,6 @@
 """Describing a component: its structure as a JSON node with numbered tensors, without pickle (U01).
 
-The form is that of `trainfold.core.format.rebuild`, which reads it back.
+The form is that of `trainfold.core.format.structure.rebuild`, which reads it back.
 """
 
 from collections import OrderedDict
@@ -16,10 +16,13 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.format.codec import DENSE, as_tensor, check_type, is_tensor_leaf
-from trainfold.core.format.rebuild import KEYS, MAX_DEPTH, class_name
+from trainfold.core.format.structure.places import KEYS, MAX_DEPTH
+from trainfold.core.format.structure.rebuild import class_name
 from trainfold.core.json_values import SCALARS, Json, encode_scalar
+from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.leaf_path import join
 from trainfold.core.state.leaves import Leaves
-from trainfold.core.state.spec import LeafSpec, leaf_spec
+from trainfold.core.state.spec import leaf_spec
 
 _STR: Final = frozenset({str})
 _DICT: Final = frozenset({dict})
@@ -180,7 +183,7 @@ class _Encoder:
             return {"dict": self._items(value.items(), dict, path, depth)}
         pairs = []
         for key, child in value.items():
-            place = tree.join(path, dict, key)
+            place = join(path, dict, key)
             if type(key) not in KEYS:
                 raise UnsupportedLeaf(place, expected="a plain key", found=repr(key), fix="use str or int keys")
             pairs.append([self.node(key, place, depth + 1), self.node(child, place, depth + 1)])
@@ -189,7 +192,7 @@ class _Encoder:
     def _items(self, items: Any, kind: type[Any], path: str, depth: int) -> Json:
         if kind is dict or kind is Leaves:
             return {key: self.node(child, f"{path}[{key!r}]", depth + 1) for key, child in items}
-        return {key: self.node(child, tree.join(path, kind, key), depth + 1) for key, child in items}
+        return {key: self.node(child, join(path, kind, key), depth + 1) for key, child in items}
 
     def _registered(self, value: Any, level: tree.OneLevel, path: str, depth: int) -> Json:
         kind, entries, children = level
@@ -204,7 +207,7 @@ class _Encoder:
         static = {f.name: getattr(value, f.name) for f in attrs.fields(kind) if f.name not in entries and f.init}
         node: dict[str, Json] = {
             "node": class_name(kind),
-            "fields": {key: self.node(child, tree.join(path, kind, key), depth + 1) for key, child in fields},
+            "fields": {key: self.node(child, join(path, kind, key), depth + 1) for key, child in fields},
         }
         if static:
             node["static"] = {name: self.node(held, f"{path}.{name}", depth + 1) for name, held in static.items()}

@@ -1,0 +1,87 @@
+"""The commands that read a run import neither torch nor what only training needs, so that they start at once."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainfold.backends.runs.api import save
+from trainfold.core.data.cursor import make_cursor
+from trainfold.core.evaluate.suite import Tally
+from trainfold.core.exact.sum import exact_zero
+from trainfold.core.optim.optimizer import optimizer
+from trainfold.core.state.state import Progress
+from trainfold.core.step.init_state import init_state
+
+UNWANTED = ("torch", "optree", "hypothesis", "matplotlib", "numpy")
+PROGRAM = (
+    "import json, sys; from trainfold.adapters.cli import main; code = main(json.loads(sys.argv[1])); "
+    f"found = [name for name in {UNWANTED} if name in sys.modules]; "
+    "own = sum(name.startswith('trainfold') for name in sys.modules); "
+    "sys.stderr.write('\\n' + json.dumps([code, found, own]))"
+)
+MOST_MODULES = 70  # of trainfold: each costs about half a millisecond
+
+
+def state_at(step):
+    """A state with a node of every kind that a checkpoint usually holds."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    tally = Tally({"loss": exact_zero()}, 1, {"loss": "Sum()"}, complete=False, next_index=-1)
+    state = init_state(
+        model, optimizer(torch.optim.AdamW, lr=1e-3), seed=0, dataset=make_cursor(10), extra={"tally": tally}
+    )
+    return state.evolve(trainer=Progress(step=step))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    run = tmp_path_factory.mktemp("start") / "run"
+    for step in (2, 4):
+        save(state_at(step), run)
+    return run
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return Path(shutil.copytree(saved, tmp_path / "run", symlinks=True))
+
+
+def started(*arguments):
+    """The exit code of a command, which of the unwanted packages it imported, and how many modules of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps([str(argument) for argument in arguments])],
+        capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    code, unwanted, own = json.loads(done.stderr.splitlines()[-1])
+    assert own <= MOST_MODULES, own
+    return code, unwanted
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_ls_inspect_verify_and_diff_import_no_torch(run, more):
+    """V18: what reads a run on a login node starts in a fraction of a second."""
+    two, four = run / "step-00000002", run / "step-00000004"
+    for code, arguments in ((0, ("ls", run)), (0, ("inspect", two)), (0, ("inspect", two, "--tensors")),
+                            (0, ("verify", run)), (3, ("diff", two, four)), (0, ("diff", two, two))):  # fmt: skip
+        assert started(*arguments, *more) == (code, []), arguments
+
+
+def test_a_damaged_checkpoint_is_reported_without_torch(run):
+    """The reasons why a checkpoint cannot be used need no torch either."""
+    data = next((run / "step-00000004").glob("model-*.safetensors"))
+    data.write_bytes(data.read_bytes()[:-1] + b"\xff")
+    assert started("verify", run) == (14, [])
+    data.unlink()
+    assert started("ls", run) == (0, [])
+    assert started("verify", run / "step-00000004") == (13, [])
+    (run / "step-00000002" / "manifest.json").write_bytes(b"{}")
+    assert started("ls", run) == (12, [])
+    assert started("inspect", run / "step-00000002") == (15, [])
+    assert started("diff", run / "step-00000002", run / "step-00000004") == (15, [])
+    assert started("ls", run / "nothing") == (11, [])
