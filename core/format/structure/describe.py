@@ -1,6 +1,6 @@
-"""Describing a component: its structure as a JSON node with numbered tensors, without pickle (U01).
+"""The structure of a component as a JSON node with numbered tensors, without pickle.
 
-The form is that of `trainfold.core.format.structure.rebuild`, which reads it back.
+`trainfold.core.format.structure.rebuild` reads the node back.
 """
 
 from collections import OrderedDict
@@ -34,7 +34,7 @@ _DTYPE, _SHAPE = map(attrgetter, ("dtype", "shape"))
 @final
 @attrs.frozen
 class Described:
-    """A component without its values: what is gathered from the ranks, planned with, and written in the manifest.
+    """A component without its tensor values. Ranks gather it, a save plans with it, and the manifest records it.
 
     Attributes:
         node: the JSON structure, scalars included.
@@ -73,12 +73,13 @@ def describe(component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]
 
 @final
 class Describer:
-    """Describes a run again and again, at each save say: `Leaves` that hold what they held are not walked once more.
+    """Describes the same run many times, such as at each save, without walking unchanged `Leaves` again.
 
     Parameters and slots are nearly all leaves of a state, and their names, dtypes and shapes hardly ever change. So they are only
-    compared with those of the last time, and what was said then is said again. Whatever else is in a component is described anew.
+    compared with those of the last time, and the description of them is used again. Everything else in a component is described
+    each time.
 
-    Law: it says what `describe` says, whatever it has described before.
+    Law: it returns what `describe` returns, whatever it has described before.
 
     Examples:
         >>> describer = Describer()
@@ -92,7 +93,7 @@ class Describer:
         self._outlines: dict[str, _Outline] = {}
 
     def describe(self, component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]]:
-        """As `describe`; what it returns shares structure with what it returned before, and is not to be changed."""
+        """As `describe`. The result shares structure with earlier results, so the caller must not change it."""
         return _Encoder(self._outlines).describe(component, name)
 
 
@@ -102,7 +103,7 @@ Signature: TypeAlias = tuple[list[str], list[int], list[torch.dtype], list[torch
 @final
 @attrs.frozen(eq=False)
 class _Outline:
-    """What was said of `Leaves` that looked so."""
+    """The description of `Leaves` with a certain signature."""
 
     signature: Signature
     node: Json
@@ -115,11 +116,13 @@ class _Encoder:
     def __init__(self, outlines: dict[str, _Outline] | None) -> None:
         self.tensors: dict[str, Any] = {}
         self._outlines = outlines
-        self._specs: Mapping[str, LeafSpec] = {}  # of the first tensors, where they are known
+        self._specs: Mapping[str, LeafSpec] = {}  # of the first tensors, if an earlier walk described them
         self._first: dict[int, tuple[int, Any]] = {}  # address -> the first tensor there, almost always the only one
         self._others: dict[int, list[tuple[int, Any]]] = {}
-        self._unmet: tuple[list[int], list[torch.Tensor]] | None = None  # the first ones, until another comes
-        self._kept_types = 0  # inside `Leaves`: what holds these tensors keeps its own objects at a restore
+        self._unmet: tuple[list[int], list[torch.Tensor]] | None = (
+            None  # addresses and tensors from an earlier walk, not yet in `_first`
+        )
+        self._kept_types = 0  # depth inside `Leaves`, whose owners keep their own tensor objects at a restore
 
     def describe(self, component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]]:
         node = self.node(component, name, 0)
@@ -156,7 +159,7 @@ class _Encoder:
         return self._registered(value, level, path, depth)
 
     def _leaves(self, items: dict[str, Any], path: str, depth: int) -> Json:
-        """The first tensors of a component may be known from an earlier walk; the indices of others depend on those before."""
+        """Only the first tensors of a component can come from an earlier walk: the indices of later ones depend on those before."""
         seen = None if self._outlines is None or self.tensors else _seen(items)
         if self._outlines is None or seen is None:
             return self._kept(items, path, depth)
@@ -234,9 +237,9 @@ class _Encoder:
 
 
 def _seen(items: dict[str, Any]) -> tuple[list[torch.Tensor], list[int], Signature] | None:
-    """The tensors of `Leaves`, their addresses, and all that a description says of them; None unless they are plain.
+    """The tensors of plain `Leaves`, their addresses, and everything that a description says of them; None for other `Leaves`.
 
-    Plain are dense tensors that each have an address of their own, by text; or all of them in dicts, by text.
+    `Leaves` are plain if they map text to dense tensors, or to dicts of text to dense tensors, and no two tensors share an address.
     """
     names, tensors = list(items), list(items.values())
     counts: list[int] = []
@@ -248,7 +251,7 @@ def _seen(items: dict[str, Any]) -> tuple[list[torch.Tensor], list[int], Signatu
         return None
     try:
         addresses, shapes = list(map(_ADDRESS, tensors)), list(map(_SHAPE, tensors))
-    except RuntimeError:  # what is sparse has no address, and what is nested no shape
+    except RuntimeError:  # a sparse tensor has no address, and a nested one no shape
         return None
     distinct = set(addresses)
     if 0 in distinct or len(distinct) != len(tensors):
@@ -257,7 +260,7 @@ def _seen(items: dict[str, Any]) -> tuple[list[torch.Tensor], list[int], Signatu
 
 
 def _address(leaf: Any, path: str) -> int:
-    """Where the values of a leaf are; its identity if it has none."""
+    """The address of a leaf's values; the identity of a leaf without values."""
     try:
         dense = as_tensor(leaf, path)
         address = dense.data_ptr()
@@ -273,12 +276,12 @@ def _without_memory(leaf: Any, path: str, why: str) -> UnsupportedLeaf:
         path,
         expected="a tensor with values",
         found=f"a {type(leaf).__qualname__} without memory of its own{why}",
-        fix="save outside of torch's transforms, and what a wrapper is made of; run a lazy module once before",
+        fix="save outside of torch's transforms; save the tensors that a wrapper is made of; run a lazy module once before",
     )
 
 
 def _same_tensor(one: Any, other: Any) -> bool:
-    """Whether two leaves at one address are the same values for good: a tie, not a view of another shape."""
+    """Whether two leaves at one address are tied, so that they always have the same values: not views of different shapes."""
     if one is other:
         return True
     if not (type(one) is type(other) or {type(one), type(other)} <= DENSE):

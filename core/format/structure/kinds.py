@@ -173,7 +173,7 @@ def _in_anything(node: Json, nodes: Nodes) -> Misfit | None:
     if tag in _PAIRED:
         held = [*([key, key] for key, _ in held), *held]
     for key, child in held.items() if type(held) is dict else held if tag in _PAIRED else enumerate(held):
-        if type(child) is dict and "t" not in child:  # nothing can be wrong with the others, and they are many
+        if type(child) is dict and "t" not in child:  # scalars and tensors fit anywhere, and there are many of them
             found = _in_anything(child, nodes)
             if found is not None:
                 return found.below(f"[{shown(key)}]")
@@ -185,14 +185,14 @@ def _in_node(node: Mapping[str, Json], nodes: Nodes) -> Misfit | None:
     known = nodes.get(node["node"])
     for name, held in fields.items():
         kind = ANYTHING if known is None else known.trees.get(name)
-        found = Misfit("", known.text, "a field that is none of them") if kind is None and known else None
+        found = Misfit("", known.text, "another field") if kind is None and known else None
         found = found or (kind.misfit(held, nodes) if kind is not None else None)
         if found is not None:
             return found.below(f".{name}")
     for name, held in static.items():
         kind = ANYTHING if known is None else known.static.get(name)
         if kind is None:
-            return Misfit(f".{name}", known.text if known else "", "a static field that is none of them")
+            return Misfit(f".{name}", known.text if known else "", "another static field")
         found = _in_static(held, name, kind, nodes)
         if found is not None:
             return found
@@ -209,7 +209,7 @@ def _in_static(node: Json, name: str, kind: Kind, nodes: Nodes) -> Misfit | None
         except CheckpointHostile as error:
             return Misfit(error.where, str(error.expected), str(error.found))
         if tensor is not None:
-            return Misfit(tensor.path, "values that are no tensors", "a tensor")
+            return Misfit(tensor.path, "values that are not tensors", "a tensor")
     found = kind.misfit(node, nodes)
     return None if found is None else found.below(f".{name}")
 

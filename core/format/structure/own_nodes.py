@@ -112,7 +112,7 @@ NODES: Final[Nodes] = dict(
     ]
 )
 
-# A component is there or not, so None is no value of one; those that are not here may be anything.
+# A component that is absent has no node, so None is not allowed here. The other components may be anything.
 COMPONENTS: Final[Mapping[str, Kind]] = {
     "model": node_of("trainfold.ModelState"),
     "trainer": node_of("trainfold.Progress"),

@@ -1,4 +1,4 @@
-"""Whose a component is: each rank's own, or one for all; said by the structure that describes it (B05)."""
+"""Whether each rank has its own copy of a component, or all ranks share one. The structure that describes it decides."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -9,7 +9,7 @@ _OPAQUE: Final = "trainfold.Opaque"
 
 
 def belongs_to_rank(name: str, node: Json) -> bool:
-    """Whether a component is each rank's own: random streams, and the position of a loader, which has a share of the data.
+    """Whether each rank has its own: random streams, and the position of a loader, which reads a share of the data.
 
     A position in global units, such as a `DataCursor`, is the same on all ranks.
 
@@ -21,12 +21,12 @@ def belongs_to_rank(name: str, node: Json) -> bool:
 
 
 def is_opaque(node: Json) -> bool:
-    """Whether a structure is somebody else's, such as captured streams or a loader's position."""
+    """Whether a structure belongs to other code, such as captured streams or a loader's position."""
     return isinstance(node, dict) and node.get("node") == _OPAQUE
 
 
 def is_between_epochs(node: Json) -> bool:
-    """Whether the position of a loader is certain to be between two epochs: a share of the data ends there for every rank.
+    """Whether a loader certainly stands between two epochs, where every rank's share of the data ends.
 
     Examples:
         >>> is_between_epochs({"node": "trainfold.Opaque", "fields": {"value": {"dict": {"epoch": 1, "batches": 0}}}})

@@ -140,7 +140,7 @@ class Walk:
 def _plain(leaf: Leaf, _as_numpy: bool) -> Any:  # noqa: FBT001 - a visitor of Walk
     """The value of a leaf in a place that holds no tensors: a key of a dict, a static field."""
     if leaf.tensor is not None:
-        raise hostile_node(leaf.path, "a value that is no tensor", "a tensor")
+        raise hostile_node(leaf.path, "a value that is not a tensor", "a tensor")
     return leaf.value
 
 
