@@ -205,6 +205,24 @@ class Live:
         if self._feed is not None:
             self._feed.attend(self._beside)
 
+    def __repr__(self) -> str:
+        """What the run holds and where it stands; class names only, because the objects may be large.
+
+        Examples:
+            >>> attach(torch.nn.Linear(2, 1), None, extra={"ema": torch.nn.Linear(2, 1)})
+            <Live at step 0, epoch 0, 0 samples: model (Linear), trainer, rng, ema (Linear)>
+        """
+        now, given = self.progress, {"model": self._model, "optimizer": self._optimizer}
+        if self._scheduler is not None:
+            given["scheduler"] = self._scheduler.schedulers
+        held = [f"{name} ({type(each).__name__})" for name, each in given.items() if each is not None]
+        held += ["trainer", *(["dataset"] if self._feed is not None else []), "rng"]
+        held += [f"{name} ({type(each).__name__})" for name, each in self._extra.items()]
+        window = ", inside an accumulation window" if self.is_in_window else ""
+        pending = f"; not registered yet: {', '.join(self._pending)}" if self._pending else ""
+        at = f"step {now.step}, epoch {now.epoch}, {now.samples} samples"
+        return f"<Live at {at}{window}: {', '.join(held)}{pending}>"
+
     # --- counting ----------------------------------------------------------------------------------------------------
 
     @property
