@@ -1,18 +1,95 @@
 """Checks of arguments, made before anything is touched: numbers, choices, names and mappings."""
 
 import difflib
+import math
 import numbers
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.json_values import shown
+
+T = TypeVar("T")
 
 _EXAMPLES = {
     "policy": "{'dtype': 'adapt'}",
     "contract": "{'tokenizer': 'v2'}",
     "reset": "{'rng': 'a new seed on purpose'}",
 }
+
+
+def count(  # noqa: PLR0913 - keywords
+    where: str,
+    value: object,
+    *,
+    fix: str,
+    least: int = 1,
+    below: int | None = None,
+    expected: str | None = None,
+    error: type[TrainfoldError] = InvalidArgument,
+) -> int:
+    """A whole number in range, as a plain int; neither a bool nor a number of another type is one.
+
+    Args:
+        where: the argument's name, for the message.
+        value: what the caller passed.
+        fix: the next move, for the message.
+        least: the smallest number allowed.
+        below: the first number that is too large; None for no limit.
+        expected: the range in words, if the message needs others.
+        error: the class to raise.
+
+    Raises:
+        InvalidArgument: or ``error``, for anything else.
+
+    Examples:
+        >>> count("every", 500, fix="count optimizer steps")
+        500
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least and (below is None or value < below):
+        return int(value)
+    text = f"an int >= {least}" if below is None else f"an int in [{least}, {below})"
+    raise error(where, expected=expected or text, found=shown(value), fix=fix)
+
+
+def positive(where: str, value: object, *, fix: str, least: float | None = None, expected: str | None = None) -> float:
+    """A finite number above 0, or from ``least`` on, as a float; also one of numpy, or in a tensor of one element.
+
+    Args:
+        where: the argument's name, for the message.
+        value: what the caller passed.
+        fix: the next move, for the message.
+        least: the smallest number allowed; None for any above 0.
+        expected: the range in words, if the message needs others.
+
+    Raises:
+        InvalidArgument: for anything else.
+
+    Examples:
+        >>> positive("every_secs", 600, fix="count seconds"), positive("min_delta", 0, least=0, fix="use 0.0")
+        (600.0, 0.0)
+    """
+    found = real_given(value)
+    if found is not None and math.isfinite(found) and (found > 0 if least is None else found >= least):
+        return found
+    text = "a finite number > 0" if least is None else f"a finite number >= {least}"
+    raise InvalidArgument(where, expected=expected or text, found=shown(value), fix=fix)
+
+
+def choice(where: str, value: object, known: Sequence[T], *, fix: str) -> T:
+    """One of the values listed.
+
+    Raises:
+        InvalidArgument: for anything else.
+
+    Examples:
+        >>> choice("tail", "drop", ("raise", "drop", "step"), fix="say what to do")
+        'drop'
+    """
+    for each in known:
+        if type(value) is type(each) and value == each:
+            return each
+    raise InvalidArgument(where, expected=f"one of {known}", found=shown(value), fix=fix)
 
 
 def names_given(components: object) -> tuple[str, ...] | None:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any, Final, final
 
 from trainfold.adapters.evaluation.batch_source import Source
+from trainfold.core.checks import count
 from trainfold.core.data.chunks import Columns, columns_of, joined
 from trainfold.core.errors import InvalidArgument, InvalidBatch
 from trainfold.core.evaluate.suite import Tally
-from trainfold.core.json_values import shown
 
 _END: Final[Any] = object()
 
@@ -26,10 +26,8 @@ def check_chunk(chunk: object, source: Source, start: Tally | None, *, world_siz
         InvalidArgument: where no index of a sample is known, where a share or a beginning would cut a chunk in two, and where
             ``start`` is of other chunks.
     """
-    if chunk is not None and (type(chunk) is not int or chunk < 1):
-        raise InvalidArgument(
-            "chunk", expected="a number of samples, >= 1", found=shown(chunk), fix="such as chunk=32, or leave it out"
-        )
+    if chunk is not None:
+        count("chunk", chunk, expected="a number of samples, >= 1", fix="such as chunk=32, or leave it out")
     if start is not None and start.batches and start.chunk != (chunk or 0):
         raise InvalidArgument(
             "start",

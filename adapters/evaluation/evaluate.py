@@ -26,6 +26,7 @@ from trainfold.adapters.evaluation.lockstep import (
 )
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.core import tree
+from trainfold.core.checks import count
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.evaluate.combine import Layout, check_layouts, layout_of, pack, unpack
@@ -241,8 +242,8 @@ def _check_arguments(forward: object, steps: object) -> None:
             found=shown(forward),
             fix="return {'loss': (numerator, denominator)} from it",
         )
-    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-        raise InvalidArgument("steps", expected="a number of calls, >= 1", found=shown(steps), fix="or leave it out")
+    if steps is not None:
+        count("steps", steps, expected="a number of calls, >= 1", fix="or leave it out")
 
 
 def _modules_given(modules: object) -> list[torch.nn.Module]:

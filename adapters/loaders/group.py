@@ -5,6 +5,7 @@ from typing import Any, TypeAlias, final
 
 from trainfold.adapters.components.component import ComponentAdapter, Undo
 from trainfold.adapters.draws.feed import OTHER, Feed, mismatch, position_problems
+from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import Opaque
@@ -93,10 +94,7 @@ class FeedGroup:
     def _advance_each(self, samples: Mapping[str, int]) -> int:
         for name, value in samples.items():
             self.feed(name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise InvalidArgument(
-                    f"advance.samples[{name!r}]", expected="an int >= 0", found=repr(value)[:80], fix="only count up"
-                )
+            count(f"advance.samples[{name!r}]", value, least=0, fix="only count up")
         for name, value in samples.items():
             self.feeds[name].check_samples(value)
         return sum(self.feeds[name].advance(value) for name, value in samples.items())

@@ -7,6 +7,7 @@ from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.protocol import LoadDecision
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.stores.direct_io import BUFFER_BYTES, BUFFERS
+from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 from trainfold.core.save.retention import Retention, check_keep_last, keep_last
@@ -65,9 +66,8 @@ def room_given(max_extra_bytes: int | None) -> int | None:
     """How much of what an async save may take is left for copies, beside the writer's own buffers."""
     if max_extra_bytes is None:
         return None
-    if type(max_extra_bytes) is not int or max_extra_bytes < 0:
-        raise InvalidArgument("max_extra_bytes", expected="an int >= 0, or None", found=shown(max_extra_bytes),
-                              fix="0 makes updates wait; None lets a save copy what it must")  # fmt: skip
+    count("max_extra_bytes", max_extra_bytes, least=0, expected="an int >= 0, or None",
+          fix="0 makes updates wait; None lets a save copy what it must")  # fmt: skip
     return max(0, max_extra_bytes - _WRITERS_BYTES)
 
 

@@ -3,14 +3,13 @@
 The direction is said and never guessed from the name, no score that is missing or not finite wins, and ranks take one verdict.
 """
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, final
 
 import attrs
 
 from trainfold.core.best.score import Direction, beats, checked_direction, checked_step, finite_given
-from trainfold.core.checks import real_given
+from trainfold.core.checks import positive
 from trainfold.core.errors import InvalidArgument, RankFailed, error_text
 from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
@@ -64,10 +63,7 @@ def make_best_record(
     if not isinstance(metric, str) or not 0 < len(metric) <= 200:
         raise InvalidArgument("metric", expected="the name of a metric, of 1 to 200 characters", found=shown(metric),
                               fix="name one metric of the suite, such as 'loss'")  # fmt: skip
-    delta = real_given(min_delta)
-    if delta is None or not 0 <= delta < math.inf:
-        raise InvalidArgument("min_delta", expected="a finite number >= 0", found=shown(min_delta),
-                              fix="use 0.0 for any strict improvement")  # fmt: skip
+    delta = positive("min_delta", min_delta, least=0, fix="use 0.0 for any strict improvement")
     return BestRecord(run_id, metric, checked_direction(direction), delta)
 
 

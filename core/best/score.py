@@ -4,7 +4,7 @@ import math
 from fractions import Fraction
 from typing import Literal, TypeAlias
 
-from trainfold.core.checks import real_given
+from trainfold.core.checks import count, real_given
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 
@@ -61,6 +61,4 @@ def checked_step(step: object) -> int:
     Raises:
         InvalidArgument: for anything else than an int >= 0.
     """
-    if type(step) is not int or step < 0:
-        raise InvalidArgument("step", expected="an int >= 0", found=shown(step), fix="give state.trainer.step")
-    return step
+    return count("step", step, least=0, fix="give state.trainer.step")

@@ -7,6 +7,7 @@ import attrs
 
 from trainfold.core.best.record import BestRecord, score_of, told_by_rank_zero, updated
 from trainfold.core.best.score import Direction, checked_direction, checked_step, finite_given
+from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
@@ -73,8 +74,7 @@ def plan_best(kept: Iterable[BestEntry], newcomer: BestEntry, *, n: int, directi
         the newcomer is kept
     """
     checked_direction(direction)
-    if type(n) is not int or n < 1:
-        raise InvalidArgument("n", expected="an int >= 1", found=shown(n), fix="keep at least the best one")
+    count("n", n, fix="keep at least the best one")
     before = tuple(_checked(entry, f"kept[{place}]") for place, entry in enumerate(kept))
     fresh = _checked(newcomer, "newcomer", is_new=True)
     stands = fresh.score is not None and all(entry.step != fresh.step for entry in before)

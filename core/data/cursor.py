@@ -6,10 +6,10 @@ import attrs
 import numpy as np
 
 from trainfold.core import tree
+from trainfold.core.checks import count
 from trainfold.core.data.permutation import MAX_LENGTH, Indices, Permutation, sample_order
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState
-from trainfold.core.json_values import shown
 
 __all__ = ["DataCursor", "check_cursor", "make_cursor", "sample_order", "shard_of"]
 
@@ -167,15 +167,9 @@ def make_cursor(length: int, *, seed: int = 0, epoch: int = 0, next_index: int =
         ("epoch", epoch, 0, 2**63),
         ("next_index", next_index, 0, length),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
-            raise InvalidState(
-                f"state.dataset.{name}",
-                expected=f"an int in [{low}, {high})",
-                found=shown(value),
-                fix="the end of an epoch is written epoch + 1, next_index 0"
-                if name == "next_index" and value == length
-                else f"correct the {name}",
-            )
+        is_end = name == "next_index" and value == length
+        fix = "the end of an epoch is written epoch + 1, next_index 0" if is_end else f"correct the {name}"
+        count(f"state.dataset.{name}", value, least=low, below=high, fix=fix, error=InvalidState)
     return DataCursor(epoch=epoch, next_index=next_index, length=length, seed=seed)
 
 

@@ -6,10 +6,10 @@ from typing import Generic, TypeVar, final
 import attrs
 
 from trainfold.core import tree
+from trainfold.core.checks import count
 from trainfold.core.data.permutation import MAX_LENGTH
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState
-from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
 
 T = TypeVar("T")
@@ -116,13 +116,8 @@ def make_eval_cursor(
         ("global_batch_size", global_batch_size, 1, MAX_LENGTH),
         ("next_index", next_index, 0, length),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise InvalidState(
-                f"DistributedEvalCursor.{name}",
-                expected=f"an int in [{low}, {high}]",
-                found=shown(value),
-                fix=f"correct the {name}",
-            )
+        where, text, fix = f"DistributedEvalCursor.{name}", f"an int in [{low}, {high}]", f"correct the {name}"
+        count(where, value, least=low, below=high + 1, expected=text, fix=fix, error=InvalidState)
     return DistributedEvalCursor(length=length, global_batch_size=global_batch_size, next_index=next_index)
 
 
@@ -249,10 +244,7 @@ def eval_batches(
 
 
 def _check_chunk(cursor: DistributedEvalCursor, chunk: object) -> None:
-    if type(chunk) is not int or chunk < 1:
-        raise InvalidArgument(
-            "eval_batches.chunk", expected="a number of samples, >= 1", found=shown(chunk), fix="such as chunk=32"
-        )
+    chunk = count("eval_batches.chunk", chunk, expected="a number of samples, >= 1", fix="pass one such as chunk=32")
     size = cursor.global_batch_size
     if size % chunk:
         raise InvalidArgument(

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.checks import count
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 _Words: TypeAlias = npt.NDArray[np.uint64]
@@ -212,13 +212,7 @@ def sample_order(seed: int, epoch: int, n: int) -> Permutation:
         (True, True)
     """
     for name, value, limit in (("seed", seed, 2**64), ("epoch", epoch, 2**64), ("n", n, MAX_LENGTH + 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
-            raise InvalidArgument(
-                f"sample_order.{name}",
-                expected=f"an int in [0, {limit})",
-                found=repr(value),
-                fix=f"correct the {name}",
-            )
+        count(f"sample_order.{name}", value, least=0, below=limit, fix=f"correct the {name}")
     columns = math.isqrt(max(n - 1, 0)) + 1
     columns += columns % 2  # on an odd by odd grid every round is an even permutation, and so would be the order
     rows = max(1, -(-n // columns))

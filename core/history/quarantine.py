@@ -10,20 +10,19 @@ from typing import Final, Literal, TypeAlias, final
 
 import attrs
 
+from trainfold.core.checks import count
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointHostile,
     CheckpointQuarantined,
     CheckpointTorn,
     CheckpointUnreadable,
-    InvalidArgument,
     Problem,
     TrainfoldError,
     error_text,
     problem_of,
 )
 from trainfold.core.history.inventory import Inventory
-from trainfold.core.json_values import shown
 
 LIMIT: Final = 3
 MAX_RECORDS: Final = 64
@@ -232,11 +231,7 @@ def check_limit(limit: int) -> int:
         >>> check_limit(3)
         3
     """
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise InvalidArgument(
-            "limit", expected="an int >= 1", found=shown(limit), fix="count the deaths in loading that are enough"
-        )
-    return limit
+    return count("limit", limit, fix="count the deaths in loading that are enough")
 
 
 def _with(attempts: Attempts, tried: Tried) -> Attempts:

@@ -5,7 +5,7 @@ from typing import final
 
 import attrs
 
-from trainfold.core.checks import mapping_given, names_given
+from trainfold.core.checks import count, mapping_given, names_given
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.structure.describe import Described
 from trainfold.core.json_values import Json
@@ -72,8 +72,8 @@ def resume_request(
         >>> resume_request(step=120, reset={"rng": "a new seed on purpose"}).step
         120
     """
-    if step is not None and (type(step) is not int or step < 0):
-        raise InvalidArgument("step", expected="an int >= 0", found=repr(step), fix="name a saved step")
+    if step is not None:
+        step = count("step", step, least=0, fix="name a saved step")
     anew = mapping_given("reset", reset)
     for name, reason in anew.items():
         if not isinstance(reason, str) or not reason.strip():

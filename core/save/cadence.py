@@ -5,9 +5,7 @@ from typing import final
 
 import attrs
 
-from trainfold.core.checks import real_given
-from trainfold.core.errors import InvalidArgument
-from trainfold.core.json_values import shown
+from trainfold.core.checks import count, positive
 
 _RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _MOST_STEPS = 2.0**53
@@ -149,8 +147,7 @@ def lost_fraction(  # noqa: PLR0913 - keywords
         >>> round(lost_fraction(263, save_secs=0.2, step_secs=0.5, mtbf_secs=43200), 5)
         0.00304
     """
-    if type(every_steps) is not int or every_steps < 1:
-        raise InvalidArgument("every_steps", expected="an int >= 1", found=shown(every_steps), fix="count steps")
+    count("every_steps", every_steps, fix="count steps")
     return _choice(every_steps, _checked(save_secs, step_secs, mtbf_secs, restart_secs, write_secs)).lost_fraction
 
 
@@ -210,8 +207,4 @@ def _checked(save: float, step: float, mtbf: float, restart: float, write: float
 
 
 def _secs(name: str, value: object, *, is_positive: bool = False) -> float:
-    secs = real_given(value)
-    if secs is None or not 0 <= secs < math.inf or (is_positive and secs == 0):
-        raise InvalidArgument(name, expected=f"a finite number {'> 0' if is_positive else '>= 0'}", found=shown(value),
-                              fix="measure it in seconds")  # fmt: skip
-    return secs
+    return positive(name, value, least=None if is_positive else 0, fix="measure it in seconds")

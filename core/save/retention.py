@@ -1,13 +1,12 @@
 """`Retention`: which complete checkpoints stay, as policies that add up; and the plan of what may go, made before anything is deleted."""
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import final
 
 import attrs
 
 from trainfold.core.best.score import Direction, checked_direction
-from trainfold.core.checks import real_given
+from trainfold.core.checks import count, positive
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 from trainfold.core.save.retention_rules import All, Best, Every, Last, Newer, Rule, Saved
@@ -88,7 +87,7 @@ def keep_every(n_steps: int) -> Retention:
     Raises:
         InvalidArgument: for anything else.
     """
-    return Retention((Every(_positive("n_steps", n_steps, "count optimizer steps")),))
+    return Retention((Every(count("n_steps", n_steps, fix="count optimizer steps")),))
 
 
 def keep_best(n: int, *, direction: Direction) -> Retention:
@@ -103,7 +102,7 @@ def keep_best(n: int, *, direction: Direction) -> Retention:
     Raises:
         InvalidArgument: for anything else.
     """
-    return Retention((Best(_positive("n", n, "keep at least the best one"), checked_direction(direction)),))
+    return Retention((Best(count("n", n, fix="keep at least the best one"), checked_direction(direction)),))
 
 
 def keep_newer(age_secs: float) -> Retention:
@@ -117,10 +116,7 @@ def keep_newer(age_secs: float) -> Retention:
     Raises:
         InvalidArgument: unless it is a finite number >= 0.
     """
-    secs = real_given(age_secs)
-    if secs is None or not 0 <= secs < math.inf:
-        raise InvalidArgument("age_secs", expected="a finite number >= 0", found=shown(age_secs), fix="count seconds")
-    return Retention((Newer(secs),))
+    return Retention((Newer(positive("age_secs", age_secs, least=0, fix="count seconds")),))
 
 
 def keep_all() -> Retention:
@@ -233,17 +229,9 @@ def check_keep_last(keep_last: int | None, where: str = "keep_last") -> int | No
         >>> check_keep_last(3)
         3
     """
-    if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 0):
-        raise InvalidArgument(
-            where, expected="an int >= 0, or None", found=shown(keep_last), fix="0 or None keeps all of them"
-        )
-    return keep_last
-
-
-def _positive(where: str, value: object, fix: str) -> int:
-    if type(value) is not int or value < 1:
-        raise InvalidArgument(where, expected="an int >= 1", found=shown(value), fix=fix)
-    return value
+    if keep_last is None:
+        return None
+    return count(where, keep_last, least=0, expected="an int >= 0, or None", fix="0 or None keeps all of them")
 
 
 def _planned(

@@ -3,13 +3,12 @@
 `should_save` is the part of it that looks at the step alone.
 """
 
-import math
 from collections.abc import Collection, Iterable
 from typing import Final, final
 
 import attrs
 
-from trainfold.core.checks import real_given
+from trainfold.core.checks import count, positive
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 from trainfold.core.save.requests import StopRequest, merge_requests
@@ -86,10 +85,10 @@ def make_triggers(*, every: int | None = None, every_secs: float | None = None, 
         Triggers(every=500, every_secs=600.0, at_end=True)
     """
     check_cadence(every)
-    secs = None if every_secs is None else real_given(every_secs)
-    if every_secs is not None and (secs is None or not 0 < secs < math.inf):
-        raise InvalidArgument("every_secs", expected="a finite number > 0, or None", found=shown(every_secs),
-                              fix="count seconds; None saves by steps alone")  # fmt: skip
+    secs = None
+    if every_secs is not None:
+        fix = "count seconds; None saves by steps alone"
+        secs = positive("every_secs", every_secs, expected="a finite number > 0, or None", fix=fix)
     if not isinstance(at_end, bool):
         raise InvalidArgument("at_end", expected="True or False", found=shown(at_end),
                               fix="True saves the state that the run ends with")  # fmt: skip
@@ -204,11 +203,6 @@ def check_cadence(every: int | None) -> int | None:
         >>> check_cadence(500)
         500
     """
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise InvalidArgument(
-            "every",
-            expected="an int >= 1, or None",
-            found=repr(every),
-            fix="count optimizer steps; None saves by hand",
-        )
-    return every
+    if every is None:
+        return None
+    return count("every", every, expected="an int >= 1, or None", fix="count optimizer steps; None saves by hand")

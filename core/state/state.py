@@ -7,6 +7,7 @@ import attrs
 import torch
 
 from trainfold.core import tree
+from trainfold.core.checks import count
 from trainfold.core.errors import InvalidState
 from trainfold.core.state.descent import Descent
 from trainfold.core.state.leaves import Leaves
@@ -207,9 +208,10 @@ def make_progress(*, step: int = 0, epoch: int = 0, samples: int = 0, tokens: in
         Progress(step=2, epoch=0, samples=64, tokens=0)
     """
     counters = {"step": step, "epoch": epoch, "samples": samples, "tokens": tokens}
-    for name, value in counters.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise InvalidState(
-                f"state.trainer.{name}", expected="an int >= 0", found=repr(value), fix="count in whole units from 0"
-            )
-    return Progress(**counters)
+    fix = "count in whole units from 0"
+    return Progress(
+        **{
+            name: count(f"state.trainer.{name}", value, least=0, fix=fix, error=InvalidState)
+            for name, value in counters.items()
+        }
+    )

@@ -6,6 +6,7 @@ A state exists only at a boundary: a step takes a whole window, so that nothing 
 from collections.abc import Iterable, Iterator
 from typing import Literal, TypeAlias, TypeVar, get_args
 
+from trainfold.core.checks import choice, count
 from trainfold.core.errors import BatchNotDivisible, IncompleteWindow, InvalidArgument
 
 T = TypeVar("T")
@@ -148,12 +149,8 @@ def check_plan(
 
 
 def _check_accumulate(accumulate: int) -> None:
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise InvalidArgument(
-            "accumulate", expected="an int >= 1", found=repr(accumulate), fix="1 means no accumulation"
-        )
+    count("accumulate", accumulate, fix="1 means no accumulation")
 
 
 def _check_tail(tail: str) -> None:
-    if tail not in get_args(Tail):
-        raise InvalidArgument("tail", expected=f"one of {get_args(Tail)}", found=repr(tail), fix="say what to do")
+    choice("tail", tail, get_args(Tail), fix="say what to do")

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from trainfold.core import tree
-from trainfold.core.checks import real_given
+from trainfold.core.checks import count, real_given
 from trainfold.core.errors import InvalidArgument, NonFinite
 from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.world import Collectives
@@ -283,8 +283,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         >>> (after.model.params["weight"] - state.model.params["weight"]).item(), metrics["grad_norm"], after.trainer.step
         (-0.5, 1.0, 1)
     """
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise InvalidArgument("accumulate", expected="an int >= 1", found=repr(accumulate), fix="1 is one batch a step")
+    count("accumulate", accumulate, fix="1 is one batch a step")
     largest = real_given(clip_norm)
     if clip_norm is not None and not (largest is not None and largest > 0):
         raise InvalidArgument("clip_norm", expected="> 0, or None", found=shown(clip_norm), fix="None does not clip")
