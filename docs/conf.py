@@ -112,6 +112,7 @@ def page_of_names() -> str:
 def page_of_subject(name: str) -> str:
     """The page of a public module; what is at the top too is described there, once."""
     page = f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n   :members:\n   :imported-members:\n"
+    page += "   :inherited-members:\n" if name == "trainfold.metrics" else ""  # twins share a private base
     above = [word for word in getattr(importlib.import_module(name), "__all__", ()) if PUBLIC[word] == "trainfold"]
     if not above:
         return page

@@ -45,7 +45,7 @@ def check_metric(
     Examples:
         >>> import torch
         >>> from trainfold.core.metrics.ratio import Ratio
-        >>> from trainfold.core.metrics.total import Mean
+        >>> from trainfold.core.metrics.moments import Mean
         >>> batches = [torch.tensor([1.0, 2.0]), torch.tensor([4.0, 0.5, 1e30]), torch.tensor([-1e30])]
         >>> check_metric(Mean, batches)
         >>> check_metric(Ratio, batches, outputs_of=lambda losses: (losses.double().sum(), len(losses)))  # doctest: +ELLIPSIS

@@ -9,8 +9,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
-from trainfold.core.metrics.metric import Metric
-from trainfold.core.metrics.text import public_text, text_of
+from trainfold.core.metrics.metric import Metric, public_text, text_of
 from trainfold.core.tensor_memory import check_plain
 
 Suite = Mapping[str, Metric]

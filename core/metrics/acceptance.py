@@ -1,4 +1,4 @@
-"""`AcceptanceRate`: how often each position of a draft is accepted, among the drafts that reach it."""
+"""`AcceptanceRate`: the share of drafts accepted at each position, among the drafts that reach it."""
 
 import math
 from fractions import Fraction
@@ -20,11 +20,11 @@ __all__ = ["AcceptanceRate", "Reached"]
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen(eq=False)
 class Reached:
-    """Drafts, counted at each position; as many positions as the longest batch had.
+    """The accumulator of `AcceptanceRate`: drafts counted at each position, as many positions as the longest batch had.
 
     Attributes:
-        accepted: int64[K]; drafts accepted up to this position, and with it.
-        reached: int64[K]; drafts accepted up to this position, that have it.
+        accepted: int64[K]; drafts accepted at this position and at all earlier ones.
+        reached: int64[K]; drafts that have this position and were accepted at all earlier ones.
     """
 
     accepted: torch.Tensor
@@ -36,8 +36,8 @@ class Reached:
 class AcceptanceRate:
     """The conditional acceptance rate at each position of drafts: a list with a float for each position that was reached.
 
-    A draft reaches a position if it is valid and all earlier ones were valid and accepted. A position that no draft reached
-    is absent, and so are all after it; None where there was no draft.
+    A draft reaches a position if the position is valid and all earlier ones were valid and accepted. The list ends before the
+    first position that no draft reached; None where there was no draft.
 
     Examples:
         >>> metric = AcceptanceRate()
@@ -49,21 +49,21 @@ class AcceptanceRate:
     additive: ClassVar[bool] = True
 
     def zero(self) -> Reached:
-        """Nothing seen."""
+        """The empty accumulator."""
         return Reached(no_counts(0), no_counts(0))
 
     def observe(self, acc: Reached, accepted: Any, valid: Any) -> Reached:
         """Add a batch.
 
         Args:
-            acc: what was seen before.
+            acc: the accumulator so far.
             accepted: boolean or integer tensor [..., K]; whether each token of a draft was accepted.
             valid: boolean or integer tensor of the same shape; whether the draft has this position.
 
         Raises:
             InvalidArgument: for floats, and shapes that differ.
         """
-        fix = "a rate counts drafts: give booleans"
+        fix = "pass booleans: a rate counts drafts"
         valid = integers("AcceptanceRate.valid", valid, fix=fix) != 0
         accepted = integers("AcceptanceRate.accepted", accepted, fix=fix) != 0
         if valid.dim() == 0:
@@ -71,7 +71,7 @@ class AcceptanceRate:
                 "AcceptanceRate.valid",
                 expected="shape [..., K]",
                 found="a scalar",
-                fix="the last dimension has the positions",
+                fix="put the positions in the last dimension",
             )
         same_shape("AcceptanceRate.accepted", accepted, "valid", valid.shape)
         valid, accepted = beside(valid, accepted)
@@ -82,7 +82,7 @@ class AcceptanceRate:
         return Reached(add_counts(acc.accepted, through.sum(0)), add_counts(acc.reached, (before * valid).sum(0)))
 
     def merge(self, one: Reached, other: Reached) -> Reached:
-        """All that both have seen."""
+        """The accumulator of both."""
         merged: Reached = tree.map(merge_counts, one, other)
         return merged
 

@@ -1,4 +1,4 @@
-"""What metrics are given, checked by what the host knows (kinds, dtypes, shapes), so that nobody waits for a device."""
+"""Checks of the outputs passed to metrics, by types, dtypes and shapes alone, so that no check waits for a device."""
 
 import math
 import numbers
@@ -10,13 +10,13 @@ import torch
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.tensor_memory import check_plain
 
-__all__ = ["check_classes", "integers", "is_number", "real", "same_shape"]
+__all__ = ["integers", "is_number", "real", "same_shape"]
 
 _INT64 = 1 << 63
 
 
 def real(where: str, value: Any) -> torch.Tensor:
-    """A real tensor as it is, without its graph; a number as a tensor of its kind.
+    """A real tensor, detached; or a number as a tensor of its kind.
 
     Args:
         where: the argument's name, for the message.
@@ -33,24 +33,24 @@ def real(where: str, value: Any) -> torch.Tensor:
         check_plain(where, value)
         if value.is_complex() or value.is_quantized or value.dtype == torch.uint64:
             raise InvalidArgument(
-                where, expected="real numbers", found=value.dtype, fix="give real parts, dequantized; int64 for uint64"
+                where, expected="real numbers", found=value.dtype, fix="pass real parts, dequantized; int64 for uint64"
             )
         return value.detach()
     if isinstance(value, bool):
         return torch.tensor(value, device="cpu")
     if isinstance(value, numbers.Integral):
         if not -_INT64 <= (whole := int(value)) < _INT64:
-            raise InvalidArgument(where, expected="an integer of 64 bits", found=whole, fix="give it as a float")
+            raise InvalidArgument(where, expected="an integer of 64 bits", found=whole, fix="pass it as a float")
         return torch.tensor(whole, device="cpu")
     if isinstance(value, float | np.floating) and np.dtype(type(value)).itemsize <= 8:
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     raise InvalidArgument(
-        where, expected="a tensor or a number", found=type(value).__name__, fix="make it one with torch.as_tensor"
+        where, expected="a tensor or a number", found=type(value).__name__, fix="convert it with torch.as_tensor"
     )
 
 
 def integers(where: str, value: Any, *, fix: str) -> torch.Tensor:
-    """The same as int64, where only integers and booleans have a meaning.
+    """As `real`, in int64, where only integers and booleans have a meaning.
 
     Raises:
         InvalidArgument: for floats, and all that `real` refuses.
@@ -66,7 +66,7 @@ def integers(where: str, value: Any, *, fix: str) -> torch.Tensor:
 
 
 def same_shape(where: str, tensor: torch.Tensor, other: str, shape: torch.Size) -> None:
-    """Refuse a tensor of another shape: broadcasting would count elements that nobody meant.
+    """Refuse a tensor of another shape: broadcasting would count elements that the caller did not pass.
 
     Raises:
         InvalidArgument: naming both shapes.
@@ -87,18 +87,8 @@ reshape or expand it yourself: nothing is broadcast here
         )
 
 
-def check_classes(where: str, classes: Any) -> None:
-    """Refuse a number of classes that is none.
-
-    Raises:
-        InvalidArgument: unless it is an int of at least 1.
-    """
-    if type(classes) is not int or classes < 1:
-        raise InvalidArgument(where, expected="an int >= 1", found=classes, fix="give the number of classes")
-
-
 def is_number(value: Any) -> bool:
-    """Whether it is a finite real number of Python.
+    """Whether the value is a finite Python number.
 
     Examples:
         >>> is_number(10**400), is_number(float("inf")), is_number(True), is_number("1")

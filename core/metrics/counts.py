@@ -1,14 +1,19 @@
-"""Counts: int64 tensors that are added up, of any lengths, on any device, without waiting for one."""
+"""Counts, which are int64 tensors of any length on any device, and `blocks_of`, which hands a large tensor to them in parts."""
+
+import math
+from collections.abc import Iterator
 
 import torch
 
 from trainfold.core.errors import InvalidArgument
 
-__all__ = ["add_counts", "beside", "check_counts", "merge_counts", "no_counts"]
+__all__ = ["BLOCK", "add_counts", "beside", "blocks_of", "check_counts", "merge_counts", "no_counts"]
+
+BLOCK = 1 << 20  # elements: enough to hide the cost of a call, and little memory next to the tensor itself
 
 
 def no_counts(*shape: int) -> torch.Tensor:
-    """Zeros, where counting begins: on the CPU; they move to where the first batch is.
+    """Zeros on the CPU; adding the first batch moves them to its device.
 
     Examples:
         >>> no_counts(2)
@@ -18,9 +23,9 @@ def no_counts(*shape: int) -> torch.Tensor:
 
 
 def add_counts(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The sum of two counts; a shorter one has zeros at the end of each dimension.
+    """The sum of two counts; the shorter one is padded with zeros at the end of each dimension.
 
-    Law: associative and commutative, and ``no_counts()`` of as many dimensions, of any length, is neutral.
+    Law: associative and commutative, and ``no_counts()`` with as many dimensions, of any length, is neutral.
 
     Examples:
         >>> add_counts(torch.tensor([1, 2, 3]), torch.tensor([10]))
@@ -34,7 +39,7 @@ def add_counts(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def merge_counts(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The same on the CPU: to merge is where a device is waited for.
+    """The sum of two counts on the CPU; a merge may wait for a device.
 
     Examples:
         >>> merge_counts(torch.tensor(1), torch.tensor(2))
@@ -44,7 +49,7 @@ def merge_counts(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def check_counts(where: str, counts: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse counts of another shape, where it says what was counted: padded and added up they would be false.
+    """Refuse counts whose shape has a meaning and differs: padded and added up they would be wrong.
 
     Raises:
         InvalidArgument: naming both shapes.
@@ -54,23 +59,23 @@ def check_counts(where: str, counts: torch.Tensor, shape: tuple[int, ...]) -> No
         Traceback (most recent call last):
             ...
         trainfold.core.errors.InvalidArgument: Confusion(2): expected an accumulator with counts [2, 2], found [3, 3]; \
-give it what an equal metric has seen
+pass the accumulator of an equal metric
     """
     if tuple(counts.shape) != shape:
         raise InvalidArgument(
             where,
             expected=f"an accumulator with counts {list(shape)}",
             found=list(counts.shape),
-            fix="give it what an equal metric has seen",
+            fix="pass the accumulator of an equal metric",
         )
 
 
 def beside(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Two tensors on one device: the first one's, unless that is the CPU.
 
-    Nobody waits for what the device computes, and nothing goes back to the CPU. The values are those of the moment of the call,
+    The call does not wait for the device, and copies nothing back to the CPU. It reads the values that the tensors have now,
     whatever is written into the CPU's memory afterwards: memory that is not pinned is staged before the call returns; pinned
-    memory is read later, when a loader may have refilled it, and is copied first.
+    memory is read later, when a loader may have refilled it, so it is copied first.
 
     Examples:
         >>> [tensor.device.type for tensor in beside(torch.zeros(1), torch.zeros(1, device="meta"))]
@@ -80,6 +85,39 @@ def beside(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.
         return one, other
     device = other.device if one.device.type == "cpu" else one.device
     return _sent(one, device), _sent(other, device)
+
+
+def blocks_of(tensor: torch.Tensor, size: int = BLOCK, *, keep: int = 0) -> Iterator[torch.Tensor]:
+    """The rows of a tensor in order, at most ``size`` at a time, so that temporaries need memory for one block only.
+
+    A tensor whose dimensions cannot be viewed as one (``logits[:, :-1]``) is copied block by block, never as a whole.
+
+    Args:
+        tensor: of any shape.
+        size: rows of a block, >= 1.
+        keep: how many dimensions at the end make a row; the others are flattened.
+
+    Yields:
+        Tensors ``[rows, *kept]``; one empty tensor if the input has no elements.
+
+    Examples:
+        >>> [block.tolist() for block in blocks_of(torch.arange(12).view(2, 3, 2)[:, :-1], 3)]
+        [[0, 1, 2], [3], [6, 7, 8], [9]]
+        >>> [tuple(block.shape) for block in blocks_of(torch.zeros(2, 3, 5), 4, keep=1)]
+        [(4, 5), (2, 5)]
+    """
+    outer = tensor.dim() - keep
+    tail = tensor.shape[outer:]
+    if outer < 2 or tensor.numel() == 0 or tensor.is_contiguous():
+        yield from torch.split(tensor.reshape(math.prod(tensor.shape[:outer]), *tail), size)
+        return
+    inner = math.prod(tensor.shape[1:outer])
+    if inner > size:
+        for part in tensor:
+            yield from blocks_of(part, size, keep=keep)
+        return
+    for part in torch.split(tensor, size // inner):
+        yield part.reshape(len(part) * inner, *tail)
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`Histogram` and `Quantiles`: values counted in bins that are fixed beforehand."""
+"""`Histogram` and `Quantiles`: values counted in bins with fixed edges."""
 
 import itertools
 import math
@@ -13,8 +13,7 @@ from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact.sum import rounded
 from trainfold.core.metrics.arguments import is_number, real
-from trainfold.core.metrics.blocks import blocks_of
-from trainfold.core.metrics.counts import add_counts, check_counts, merge_counts, no_counts
+from trainfold.core.metrics.counts import add_counts, blocks_of, check_counts, merge_counts, no_counts
 
 __all__ = ["Bins", "Histogram", "Quantiles"]
 
@@ -22,14 +21,14 @@ _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
 def _numbers(values: Sequence[float] | float) -> tuple[Any, ...]:
-    """A tuple of what are numbers, of tensors and arrays too; the checks come after it."""
+    """A tuple of numbers, from a tensor or an array too; the metric checks them afterwards."""
     plain = values.tolist() if hasattr(values, "tolist") else values
     listed = plain if isinstance(plain, Sequence) and not isinstance(plain, str) else (plain,)
     return tuple(_exact(value) if is_number(value) else value for value in listed)
 
 
 def _exact(value: Any) -> Any:
-    """The same number as a float; an integer that no float64 is stays one."""
+    """The number as a float, unless it is an integer that no float64 equals."""
     nearest = rounded(Fraction(value))
     return nearest if nearest == value else value
 
@@ -38,10 +37,10 @@ def _exact(value: Any) -> Any:
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen(eq=False)
 class Bins:
-    """Values counted.
+    """The accumulator of `Histogram` and `Quantiles`.
 
     Attributes:
-        counts: int64[n + 2] for n bins; below the first edge, in each bin, above the last edge; infinities included.
+        counts: int64[n + 2] for n bins: values below the first edge, in each bin, above the last edge; infinities included.
         special: int64[3]; how many were NaN, infinity, minus infinity.
     """
 
@@ -49,14 +48,67 @@ class Bins:
     special: torch.Tensor
 
 
+@attrs.frozen
+class _OfBins:
+    additive: ClassVar[bool] = True
+    edges: tuple[float, ...] = attrs.field(converter=_numbers)
+
+    def __attrs_post_init__(self) -> None:
+        is_fine = len(self.edges) > 1 and all(map(is_number, self.edges))
+        if not is_fine or any(low >= high for low, high in itertools.pairwise(self.edges)):
+            raise InvalidArgument(
+                f"{type(self).__name__}.edges",
+                expected="two or more finite numbers, ascending",
+                found=self.edges,
+                fix="sort them, without duplicates",
+            )
+
+    def zero(self) -> Bins:
+        """The empty accumulator."""
+        return Bins(no_counts(len(self.edges) + 1), no_counts(3))
+
+    def observe(self, acc: Bins, values: Any) -> Bins:
+        """Add a batch.
+
+        Args:
+            acc: the accumulator so far.
+            values: real tensor of any shape, or a number.
+
+        Raises:
+            InvalidArgument: for values that are not real numbers, and an accumulator for another number of bins.
+        """
+        given = real(f"{type(self).__name__}.values", values)
+        self._check(acc)
+        is_float = given.is_floating_point()
+        bounds = _bounds(self.edges, is_float=is_float).to(given.device, non_blocking=True)
+        for block in blocks_of(given):
+            counts, special = (_bins_of_floats if is_float else _bins_of_ints)(block, bounds, self.edges)
+            acc = Bins(add_counts(acc.counts, counts), add_counts(acc.special, special))
+        return acc
+
+    def merge(self, one: Bins, other: Bins) -> Bins:
+        """The accumulator of both.
+
+        Raises:
+            InvalidArgument: for another number of bins.
+        """
+        self._check(one)
+        self._check(other)
+        merged: Bins = tree.map(merge_counts, one, other)
+        return merged
+
+    def _check(self, acc: Bins) -> None:
+        check_counts(f"{type(self).__name__} of {len(self.edges) - 1} bins", acc.counts, (len(self.edges) + 1,))
+
+
 @final
 @attrs.frozen
-class Histogram:
+class Histogram(_OfBins):
     """How many values lie in each bin: a dict with ``below``, ``counts`` (a list), ``above`` and ``nan``.
 
     Attributes:
-        edges: ascending, at least two; bin i is ``[edges[i], edges[i + 1])``, and the last one has its upper edge too, as in
-            `numpy.histogram`. They are compared exactly, with integers as well; integers that no float64 is are edges too.
+        edges: ascending, at least two; bin i is ``[edges[i], edges[i + 1])``, and the last bin includes its upper edge, as in
+            `numpy.histogram`. They are compared exactly, with integers as well; an edge may be an integer that no float64 equals.
 
     Raises:
         InvalidArgument: for edges that are not finite and ascending.
@@ -67,43 +119,13 @@ class Histogram:
         {'below': 0, 'counts': [1, 2], 'above': 1, 'nan': 0}
     """
 
-    additive: ClassVar[bool] = True
-    edges: tuple[float, ...] = attrs.field(converter=_numbers)
-
-    def __attrs_post_init__(self) -> None:
-        _check_edges("Histogram.edges", self.edges)
-
-    def zero(self) -> Bins:
-        """Nothing seen."""
-        return _no_bins(self.edges)
-
-    def observe(self, acc: Bins, values: Any) -> Bins:
-        """Add a batch.
-
-        Args:
-            acc: what was seen before.
-            values: real tensor of any shape, or a number.
-
-        Raises:
-            InvalidArgument: for what is not real, and what was seen with another number of bins.
-        """
-        return _count("Histogram", acc, real("Histogram.values", values), self.edges)
-
-    def merge(self, one: Bins, other: Bins) -> Bins:
-        """All that both have seen.
-
-        Raises:
-            InvalidArgument: for another number of bins.
-        """
-        return _merged("Histogram", one, other, self.edges)
-
     def result(self, acc: Bins) -> dict[str, int | list[int]] | None:
         """The counts; None where nothing was seen.
 
         Raises:
             InvalidArgument: for another number of bins.
         """
-        _check_bins("Histogram", acc, self.edges)
+        self._check(acc)
         below, *counts, above = acc.counts.tolist()
         nan = int(acc.special[0])
         found: dict[str, int | list[int]] = {"below": below, "counts": counts, "above": above, "nan": nan}
@@ -112,15 +134,15 @@ class Histogram:
 
 @final
 @attrs.frozen
-class Quantiles:
-    """Quantiles of what a `Histogram` counts: a list with a number, or None, for each q.
+class Quantiles(_OfBins):
+    """Quantiles of the values that a `Histogram` counts: a list with a number, or None, for each q.
 
     The quantile q of N values is where their cumulative count reaches ``q * N``; within a bin it is interpolated linearly,
-    as an exact fraction that is rounded once. A q such as 0.9 is the decimal number as it is written. The error is at most
-    the width of the bin.
+    as an exact fraction that is rounded once. A q such as 0.9 means the decimal number as written. The error is at most the
+    width of the bin.
 
-    Where the quantile lies below the first edge or above the last one, nobody knows how far: it is None, and not the edge.
-    With a NaN among the values every quantile is NaN.
+    A quantile below the first edge or above the last one is None, because its distance from the edge is not known. With a NaN
+    among the values every quantile is NaN.
 
     Attributes:
         edges: as those of `Histogram`.
@@ -135,38 +157,17 @@ class Quantiles:
         [10.0, 18.0, 20.0]
     """
 
-    additive: ClassVar[bool] = True
-    edges: tuple[float, ...] = attrs.field(converter=_numbers)
     q: tuple[float, ...] = attrs.field(converter=_numbers)
 
     def __attrs_post_init__(self) -> None:
-        _check_edges("Quantiles.edges", self.edges)
+        _OfBins.__attrs_post_init__(self)
         if not self.q or not all(is_number(q) and 0 <= q <= 1 for q in self.q):
-            raise InvalidArgument("Quantiles.q", expected="numbers in 0..1", found=self.q, fix="0.5 is the median")
-
-    def zero(self) -> Bins:
-        """Nothing seen."""
-        return _no_bins(self.edges)
-
-    def observe(self, acc: Bins, values: Any) -> Bins:
-        """Add a batch.
-
-        Args:
-            acc: what was seen before.
-            values: real tensor of any shape, or a number.
-
-        Raises:
-            InvalidArgument: for what is not real, and what was seen with another number of bins.
-        """
-        return _count("Quantiles", acc, real("Quantiles.values", values), self.edges)
-
-    def merge(self, one: Bins, other: Bins) -> Bins:
-        """All that both have seen.
-
-        Raises:
-            InvalidArgument: for another number of bins.
-        """
-        return _merged("Quantiles", one, other, self.edges)
+            raise InvalidArgument(
+                "Quantiles.q",
+                expected="numbers in 0..1",
+                found=self.q,
+                fix="pass one or several, such as 0.5, the median",
+            )
 
     def result(self, acc: Bins) -> list[float | None] | None:
         """The quantiles; None where nothing was seen.
@@ -174,51 +175,18 @@ class Quantiles:
         Raises:
             InvalidArgument: for another number of bins.
         """
-        _check_bins("Quantiles", acc, self.edges)
+        self._check(acc)
         counts = acc.counts.tolist()
         if int(acc.special[0]):
             return [math.nan] * len(self.q)
         return [_quantile(counts, self.edges, q) for q in self.q] if any(counts) else None
 
 
-def _check_edges(where: str, edges: tuple[Any, ...]) -> None:
-    is_fine = len(edges) > 1 and all(map(is_number, edges))
-    if not is_fine or any(low >= high for low, high in itertools.pairwise(edges)):
-        raise InvalidArgument(
-            where, expected="two or more finite numbers, ascending", found=edges, fix="sort them, without duplicates"
-        )
-
-
-def _no_bins(edges: tuple[float, ...]) -> Bins:
-    return Bins(no_counts(len(edges) + 1), no_counts(3))
-
-
-def _check_bins(metric: str, acc: Bins, edges: tuple[float, ...]) -> None:
-    check_counts(f"{metric} of {len(edges) - 1} bins", acc.counts, (len(edges) + 1,))
-
-
-def _merged(metric: str, one: Bins, other: Bins, edges: tuple[float, ...]) -> Bins:
-    for acc in (one, other):
-        _check_bins(metric, acc, edges)
-    merged: Bins = tree.map(merge_counts, one, other)
-    return merged
-
-
-def _count(metric: str, acc: Bins, values: torch.Tensor, edges: tuple[float, ...]) -> Bins:
-    _check_bins(metric, acc, edges)
-    bounds = _bounds(edges, is_float=values.is_floating_point()).to(values.device, non_blocking=True)
-    for block in blocks_of(values):
-        counted = _bins_of_floats if values.is_floating_point() else _bins_of_ints
-        counts, special = counted(block, bounds, edges)
-        acc = Bins(add_counts(acc.counts, counts), add_counts(acc.special, special))
-    return acc
-
-
 def _bounds(edges: tuple[float, ...], *, is_float: bool) -> torch.Tensor:
-    """For each edge the smallest value of the dtype that is not below it: values are below both or neither."""
+    """For each edge the smallest value of the dtype that is not below it: a value is below both or neither."""
     if is_float:
         return torch.tensor([_ceil_to_float(edge) for edge in edges], dtype=torch.float64, device="cpu")
-    whole = [math.ceil(edge) for edge in edges]  # no integer reaches the edges that are left out
+    whole = [math.ceil(edge) for edge in edges]  # no int64 reaches the edges that are left out
     return torch.tensor([max(edge, _LEAST) for edge in whole if edge <= _MOST], dtype=torch.int64, device="cpu")
 
 
@@ -244,7 +212,7 @@ def _bins_of_floats(
 def _bins_of_ints(
     block: torch.Tensor, bounds: torch.Tensor, edges: tuple[float, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of what in float64 could be rounded up to an edge."""
+    """Counted as integers, because in float64 a value could be rounded up to an edge."""
     values, top = block.to(torch.int64), math.floor(edges[-1])
     place = torch.bucketize(values, bounds, right=True)
     if top == edges[-1] and _LEAST <= top <= _MOST:

@@ -31,27 +31,40 @@ __all__ = ["AcceptanceLength", "PositionAccuracy", "Positions"]
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen(eq=False)
 class Positions:
-    """Two sums for each position; as many positions as the longest batch had.
+    """The accumulator of `PositionAccuracy` and `AcceptanceLength`: as many positions as the longest batch had.
 
     Attributes:
-        num: sums of what was right.
-        den: sums of what counts.
+        num: a sum of numerators for each position.
+        den: a sum of denominators for each position.
     """
 
     num: ExactSum
     den: ExactSum
 
 
+@attrs.frozen
+class _OfPositions:
+    additive: ClassVar[bool] = True
+
+    def zero(self) -> Positions:
+        """The empty accumulator."""
+        return Positions(exact_zero(0), exact_zero(0))
+
+    def merge(self, one: Positions, other: Positions) -> Positions:
+        """The accumulator of both."""
+        return Positions(exact_merge(one.num, other.num), exact_merge(one.den, other.den))
+
+
 @final
 @attrs.frozen
-class PositionAccuracy:
+class PositionAccuracy(_OfPositions):
     """The accuracy at each position: a list with a float, or None where nothing counted, for each position.
 
-    Batches may have different lengths. The list ends with the last position at which something counted, so that padding
-    changes nothing; where nothing counted anywhere it is None.
+    Batches may have different lengths. The list ends with the last position at which something counted, so padding changes
+    nothing; the result is None where nothing counted anywhere.
 
     Raises:
-        InvalidArgument: from ``result``, where more was right than counts.
+        InvalidArgument: from ``result``, if a numerator exceeds its denominator.
 
     Examples:
         >>> metric = PositionAccuracy()
@@ -61,30 +74,20 @@ class PositionAccuracy:
         [1.0, 0.5]
     """
 
-    additive: ClassVar[bool] = True
-
-    def zero(self) -> Positions:
-        """Nothing seen."""
-        return Positions(exact_zero(0), exact_zero(0))
-
     def observe(self, acc: Positions, correct: Any, valid: Any) -> Positions:
         """Add a batch.
 
         Args:
-            acc: what was seen before.
-            correct: tensor [..., L]; what was right, as the numerators of a `Ratio`: counts, or weights; or booleans, which stand
-                for all or nothing of ``valid``.
-            valid: tensor of the same shape; what counts, as the denominators: booleans, counts, or weights. Where it is 0,
-                ``correct`` has no say.
+            acc: the accumulator so far.
+            correct: tensor [..., L]; the numerators, as for `Ratio`: counts or weights; or booleans, which mean all or nothing
+                of ``valid``.
+            valid: tensor of the same shape; the denominators: booleans, counts or weights. Where it is 0, ``correct`` is
+                ignored.
 
         Raises:
             InvalidArgument: for shapes that differ.
         """
         return _with_positions("PositionAccuracy", acc, ("correct", correct), valid)
-
-    def merge(self, one: Positions, other: Positions) -> Positions:
-        """All that both have seen."""
-        return _merged(one, other)
 
     def result(self, acc: Positions) -> list[float | None] | None:
         """The accuracies."""
@@ -97,17 +100,17 @@ class PositionAccuracy:
 
 @final
 @attrs.frozen
-class AcceptanceLength:
+class AcceptanceLength(_OfPositions):
     """The simulated acceptance length of speculative decoding: how many draft tokens are accepted, ``a0 + a0 * a1 + ...``.
 
-    ``a_i`` is the acceptance at position i over all batches and ranks, an exact fraction. The products are taken of these and
-    never of those of one batch: the mean of products is not the product of means. One rounding at the end.
+    ``a_i`` is the acceptance at position i over all batches and ranks, an exact fraction. The products are of these fractions,
+    never of those of one batch: the mean of products is not the product of means. The result is rounded once, at the end.
 
     None where nothing counted at position 0. The series ends before the first position at which nothing counted, since
     no draft is known to reach beyond it.
 
     Raises:
-        InvalidArgument: from ``result``, where more was accepted than there was.
+        InvalidArgument: from ``result``, if a numerator exceeds its denominator.
 
     Examples:
         >>> metric = AcceptanceLength()
@@ -119,29 +122,19 @@ class AcceptanceLength:
     with an acceptance for each position in place of one for all; the token that the target model adds is not counted.
     """
 
-    additive: ClassVar[bool] = True
-
-    def zero(self) -> Positions:
-        """Nothing seen."""
-        return Positions(exact_zero(0), exact_zero(0))
-
     def observe(self, acc: Positions, accepted: Any, valid: Any) -> Positions:
         """Add a batch.
 
         Args:
-            acc: what was seen before.
-            accepted: tensor [..., K]; how many of the draft's tokens at each position would be accepted, if they are reached:
+            acc: the accumulator so far.
+            accepted: tensor [..., K]; how many draft tokens at each position would be accepted if they were reached:
                 numerators, or booleans, as for `PositionAccuracy`.
-            valid: tensor of the same shape; of how many: booleans, counts, or weights.
+            valid: tensor of the same shape; the denominators: booleans, counts or weights.
 
         Raises:
             InvalidArgument: for shapes that differ.
         """
         return _with_positions("AcceptanceLength", acc, ("accepted", accepted), valid)
-
-    def merge(self, one: Positions, other: Positions) -> Positions:
-        """All that both have seen."""
-        return _merged(one, other)
 
     def result(self, acc: Positions) -> float | None:
         """The expected length."""
@@ -149,7 +142,7 @@ class AcceptanceLength:
         if not known:
             return None
         _check_shares("AcceptanceLength.accepted", known)
-        if not all(isinstance(ratio, Fraction) for ratio in known):  # no exact product has a NaN or an infinity in it
+        if not all(isinstance(ratio, Fraction) for ratio in known):  # a NaN or an infinity has no exact product
             known = [rounded(ratio) for ratio in known]
         return rounded(sum(itertools.accumulate(known, operator.mul)))
 
@@ -159,17 +152,16 @@ def _with_positions(metric: str, acc: Positions, named: tuple[str, Any], valid: 
     valid, correct = real(f"{metric}.valid", valid), real(f"{metric}.{name}", given)
     if valid.dim() == 0:
         raise InvalidArgument(
-            f"{metric}.valid", expected="shape [..., L]", found="a scalar", fix="the last dimension has the positions"
+            f"{metric}.valid",
+            expected="shape [..., L]",
+            found="a scalar",
+            fix="put the positions in the last dimension",
         )
     same_shape(f"{metric}.{name}", correct, "valid", valid.shape)
     correct, valid = beside(correct, valid)
     counts, num = (correct, valid) if correct.dtype == torch.bool else (valid != 0, correct)
     num = torch.where(counts, num, torch.zeros_like(num))
     return Positions(exact_add_columns(acc.num, num), exact_add_columns(acc.den, valid))
-
-
-def _merged(one: Positions, other: Positions) -> Positions:
-    return Positions(exact_merge(one.num, other.num), exact_merge(one.den, other.den))
 
 
 def _ratios(acc: Positions) -> list[Exact | None]:
@@ -183,7 +175,7 @@ def _check_shares(where: str, ratios: Sequence[Exact | None]) -> None:
                 where,
                 expected="numerators from 0 to what `valid` counts",
                 found=f"{rounded(ratio)} of 1 at position {position}",
-                fix="weigh both alike, as in (correct * weights, weights), or give booleans first",
+                fix="weigh both alike, as in (correct * weights, weights), or pass booleans first",
             )
 
 

@@ -7,18 +7,18 @@ import attrs
 import torch
 
 from trainfold.core import tree
+from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact.sum import rounded
 from trainfold.core.metrics.arguments import integers, real, same_shape
-from trainfold.core.metrics.blocks import blocks_of
-from trainfold.core.metrics.counts import add_counts, beside, merge_counts, no_counts
+from trainfold.core.metrics.counts import add_counts, beside, blocks_of, merge_counts, no_counts
 
 __all__ = ["Hits", "TopK"]
 
 _CPU_CHUNK = 1 << 18  # logits that are compared at a time
 _DEVICE_CHUNK = 1 << 24
 _COUNTED_IN_FLOAT32 = 1 << 24  # whole numbers up to here are exact
-# What logits are compared as, without rounding: there are no comparisons of some narrow kinds.
+# The dtype in which logits are compared, without rounding: torch does not compare some narrow dtypes.
 _COMPARED = {
     **dict.fromkeys((torch.float64, torch.int32, torch.uint32), torch.float64),
     **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float32),
@@ -33,13 +33,13 @@ _COMPARED = {
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen(eq=False)
 class Hits:
-    """What a `TopK` has seen.
+    """The accumulator of `TopK`.
 
     Attributes:
         correct: int64[]; targets among the k largest.
         total: int64[]; targets that count, those with a NaN among their logits included.
-        outside: int64[]; targets that are no class and not ``ignore_index``.
-        special: int64[3]; in the first place, targets with a NaN among their logits.
+        outside: int64[]; targets that are neither a class nor ``ignore_index``.
+        special: int64[3]; the first element counts targets with a NaN among their logits.
     """
 
     correct: torch.Tensor
@@ -53,11 +53,11 @@ class Hits:
 class TopK:
     """The share of targets that are among the k largest logits: ``correct / total``, rounded once.
 
-    The rank of a target is the number of larger logits, and of equal ones with a smaller index: `torch.topk` promises nothing
-    for ties, and they are common in bf16. A row with a NaN is wrong, and counted in ``special``.
+    The rank of a target is the number of larger logits, plus the number of equal ones with a smaller index: `torch.topk`
+    promises nothing for ties, and ties are common in bf16. A row with a NaN counts as wrong, and in ``special``.
 
     Attributes:
-        k: how many are looked at, >= 1.
+        k: how many of the largest logits are searched, >= 1.
         ignore_index: targets with this number do not count; None where all do.
 
     Raises:
@@ -75,18 +75,17 @@ class TopK:
     ignore_index: int | None = attrs.field(default=-100, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if type(self.k) is not int or self.k < 1:
-            raise InvalidArgument("TopK.k", expected="an int >= 1", found=self.k, fix="say how many may be right")
+        count("TopK.k", self.k, fix="pass how many of the largest logits may be the target's")
 
     def zero(self) -> Hits:
-        """Nothing seen."""
+        """The empty accumulator."""
         return Hits(no_counts(), no_counts(), no_counts(), no_counts(3))
 
     def observe(self, acc: Hits, logits: Any, targets: Any) -> Hits:
         """Add a batch.
 
         Args:
-            acc: what was seen before.
+            acc: the accumulator so far.
             logits: real tensor [..., C], C >= k.
             targets: integer tensor [...]; class indices in 0..C-1, or ``ignore_index``.
 
@@ -100,11 +99,11 @@ class TopK:
                 "TopK.logits",
                 expected=f"[..., C] with C >= k = {self.k}",
                 found=tuple(logits.shape),
-                fix="the last dimension has the classes",
+                fix="put the classes in the last dimension",
             )
         if logits.dtype not in _COMPARED:
             raise InvalidArgument(
-                "TopK.logits", expected="numbers that can be compared", found=logits.dtype, fix="give them as float32"
+                "TopK.logits", expected="numbers that can be compared", found=logits.dtype, fix="pass them as float32"
             )
         same_shape("TopK.targets", targets, "logits without their last dimension", logits.shape[:-1])
         logits, targets = beside(logits, targets)
@@ -125,7 +124,7 @@ class TopK:
         )
 
     def merge(self, one: Hits, other: Hits) -> Hits:
-        """All that both have seen."""
+        """The accumulator of both."""
         merged: Hits = tree.map(merge_counts, one, other)
         return merged
 
@@ -133,23 +132,23 @@ class TopK:
         """The share; None where no target counted.
 
         Raises:
-            InvalidArgument: if there were targets that are no class.
+            InvalidArgument: if a target was not a class.
         """
         if outside := int(acc.outside):
             raise InvalidArgument(
                 "TopK.targets",
                 expected=f"indices of classes, or ignore_index = {self.ignore_index}",
                 found=f"{outside} others",
-                fix="fix the targets, or give ignore_index",
+                fix="correct the targets, or pass ignore_index",
             )
         total = int(acc.total)
         return rounded(Fraction(int(acc.correct), total)) if total else None
 
 
 def _are_among(logits: torch.Tensor, place: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row, whether the logit at its place is one of the k largest, and whether one of the row is NaN.
+    """For each row, whether the logit at its place is one of the k largest, and whether the row has a NaN.
 
-    Some rows at a time: comparisons need as much memory as logits do, and on a CPU fit into its cache.
+    Rows are compared in blocks: a comparison needs as much memory as its logits, and on a CPU a block fits into the cache.
     """
     is_on_cpu = logits.device.type == "cpu"
     each = max(1, (_CPU_CHUNK if is_on_cpu else _DEVICE_CHUNK) // logits.shape[-1])
@@ -165,14 +164,15 @@ def _are_among(logits: torch.Tensor, place: torch.Tensor, k: int) -> tuple[torch
 
 
 def _rank(rows: torch.Tensor, target: torch.Tensor, is_before: torch.Tensor) -> torch.Tensor:
-    """How many logits come before the target."""
+    """How many logits rank before the target."""
     return ((rows > target) | ((rows == target) & is_before)).sum(-1)
 
 
 def _looked_up(rows: torch.Tensor, target: torch.Tensor, places: torch.Tensor, k: int) -> torch.Tensor:
-    """The same as ``_rank(...) < k`` on a CPU, where only the rows are ranked that a tie decides.
+    """The same as ``_rank(...) < k`` on a CPU, which ranks only the rows that a tie decides.
 
-    Comparisons are written as numbers of the kind of the logits: that, and their sum, is several times as fast as with booleans.
+    The results of comparisons are stored in the dtype of the logits: comparing and adding up is then several times as fast as
+    with booleans.
     """
     ones = torch.empty_like(rows)
     exact = torch.float64 if rows.dtype == torch.float32 and rows.shape[-1] > _COUNTED_IN_FLOAT32 else rows.dtype

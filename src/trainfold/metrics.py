@@ -15,17 +15,14 @@ The names are re-exports, each documented where it lives.
 
 from trainfold.core.evaluate.suite import Suite
 from trainfold.core.metrics.acceptance import AcceptanceRate
-from trainfold.core.metrics.confusion import Confusion
+from trainfold.core.metrics.confusion import F1, Confusion
 from trainfold.core.metrics.extremes import Max, Min
-from trainfold.core.metrics.f1 import F1
 from trainfold.core.metrics.histogram import Histogram, Quantiles
 from trainfold.core.metrics.metric import Metric
-from trainfold.core.metrics.perplexity import Perplexity
+from trainfold.core.metrics.moments import Mean, Sum, Variance
 from trainfold.core.metrics.positions import AcceptanceLength, PositionAccuracy
-from trainfold.core.metrics.ratio import Ratio
+from trainfold.core.metrics.ratio import Perplexity, Ratio
 from trainfold.core.metrics.topk import TopK
-from trainfold.core.metrics.total import Mean, Sum
-from trainfold.core.metrics.variance import Variance
 
 __all__ = [
     "F1",

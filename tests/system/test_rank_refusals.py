@@ -25,7 +25,7 @@ from trainfold.core.errors import (
     ResumeRefused,
 )
 from trainfold.core.format.fingerprint import fingerprint
-from trainfold.core.metrics.total import Sum
+from trainfold.core.metrics.moments import Sum
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Opaque, Progress, TrainState
 

@@ -12,8 +12,7 @@ from trainfold.adapters.cli.demo.corpus import Corpus, as_batch
 from trainfold.adapters.cli.demo.model import GPT
 from trainfold.adapters.evaluation.evaluate import evaluate
 from trainfold.core.evaluate.suite import Suite
-from trainfold.core.metrics.perplexity import Perplexity
-from trainfold.core.metrics.ratio import Ratio
+from trainfold.core.metrics.ratio import Perplexity, Ratio
 from trainfold.core.metrics.topk import TopK
 from trainfold.core.state.state import TrainState
 from trainfold.core.step.bind import bind_model

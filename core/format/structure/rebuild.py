@@ -15,7 +15,7 @@ from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.evaluate.suite import Tally
 from trainfold.core.format.structure.places import Walk, hostile_node
 from trainfold.core.json_values import Json, shown
-from trainfold.core.metrics.nodes import ACCUMULATORS
+from trainfold.core.metrics.registry import ACCUMULATORS
 from trainfold.core.rng import Key
 from trainfold.core.state.state import TrainState
 

@@ -10,7 +10,7 @@ from trainfold.adapters.evaluation.evaluate import evaluate
 from trainfold.adapters.evaluation.time_limit import time_limit
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.metrics.total import Sum
+from trainfold.core.metrics.moments import Sum
 
 
 class Clock:

@@ -12,7 +12,7 @@ from kit.metrics_cases import EDGES, QS, MostElements, examples, result_of
 
 from trainfold import metrics as M
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.metrics import blocks
+from trainfold.core.metrics import counts
 from trainfold.core.metrics.counts import add_counts, beside
 from trainfold.properties.accumulators import difference_of
 
@@ -62,7 +62,7 @@ def test_large_batches_are_taken_block_by_block(metric, dtype):
     values = (torch.randn(40, 3, 50_001, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)[..., :-1]
     with MostElements() as seen:
         acc = metric.observe(metric.zero(), values)
-    assert seen.most <= blocks.BLOCK * (
+    assert seen.most <= counts.BLOCK * (
         6 if type(metric) is M.Variance else 1
     )  # an integer has three parts, six products
     wanted = metric.zero()
@@ -82,7 +82,7 @@ def test_blocks_are_the_rows_in_order(data):
         if shape[dim] and data.draw(st.booleans()):
             tensor = tensor.narrow(dim, 0, max(0, tensor.shape[dim] - 1))
     keep, size = data.draw(st.integers(0, len(shape))), data.draw(st.integers(1, 20))
-    found = list(blocks.blocks_of(tensor, size, keep=keep))
+    found = list(counts.blocks_of(tensor, size, keep=keep))
     tail = tensor.shape[tensor.dim() - keep :]
     rows = tensor.reshape(math.prod(tensor.shape[: tensor.dim() - keep]), *tail)
     assert torch.equal(torch.cat(found), rows)
@@ -164,7 +164,7 @@ MISUSES = {
     "probabilities": (M.F1(2), (torch.zeros(4), torch.zeros(4).long()), "F1.predicted"),
     "one mask for all rows": (M.PositionAccuracy(), (torch.zeros(2, 3), torch.ones(3)), "PositionAccuracy.correct"),
     "no positions": (M.AcceptanceLength(), (torch.tensor(1.0), torch.tensor(True)), "AcceptanceLength.valid"),
-    "rates of probabilities": (M.AcceptanceRate(), (torch.zeros(2, 3), torch.ones(2, 3).bool()), "give booleans"),
+    "rates of probabilities": (M.AcceptanceRate(), (torch.zeros(2, 3), torch.ones(2, 3).bool()), "pass booleans"),
     "drafts without positions": (M.AcceptanceRate(), (torch.tensor(True), torch.tensor(True)), "AcceptanceRate.valid"),
     "drafts of another shape": (M.AcceptanceRate(), (torch.zeros(2, 3).long(), torch.zeros(2, 2).long()), "accepted"),
 }

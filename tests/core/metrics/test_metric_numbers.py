@@ -16,8 +16,8 @@ from trainfold import metrics as M
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact.sum import exact_value
-from trainfold.core.metrics import perplexity, topk
-from trainfold.core.metrics.perplexity import rounded_exp
+from trainfold.core.metrics import ratio, topk
+from trainfold.core.metrics.ratio import rounded_exp
 from trainfold.properties.accumulators import difference_of
 
 
@@ -109,7 +109,7 @@ def test_an_exponential_is_rounded_once(exponent):
 @pytest.mark.parametrize("digits", [3, 10, 17])
 def test_digits_are_added_until_the_rounding_is_certain(digits, monkeypatch):
     """However few there are to begin with; to stop with these would be wrong in the last place now and then."""
-    monkeypatch.setattr(perplexity, "_DIGITS", digits)
+    monkeypatch.setattr(ratio, "_DIGITS", digits)
     for number in range(-300, 300, 7):
         assert rounded_exp(Fraction(number, 11)) == exp_model(Fraction(number, 11))
 

@@ -1,4 +1,4 @@
-"""`Variance`: from the exact sums of the numbers and of their squares, so that nothing cancels and nothing overflows."""
+"""`Sum`, `Mean` and `Variance` of all elements, from exact sums of the numbers and of their squares."""
 
 import math
 from fractions import Fraction
@@ -8,18 +8,17 @@ import attrs
 import torch
 
 from trainfold.core import tree
-from trainfold.core.errors import InvalidArgument
-from trainfold.core.exact.sum import ExactSum, exact_add, exact_merge, exact_value, exact_zero, rounded
+from trainfold.core.checks import count
+from trainfold.core.exact.sum import ExactSum, exact_add, exact_merge, exact_value, exact_zero, ratio_of, rounded
 from trainfold.core.metrics.arguments import real
-from trainfold.core.metrics.blocks import blocks_of
-from trainfold.core.metrics.total import Total, merge_totals, more_of, nothing
+from trainfold.core.metrics.counts import blocks_of, merge_counts, no_counts
 
-__all__ = ["Moments", "Variance"]
+__all__ = ["Mean", "Moments", "Sum", "Total", "Variance"]
 
 _Squares: TypeAlias = tuple[ExactSum, ExactSum, ExactSum]
 
 _SHIFTS = (600, 0, -600)  # small, middling and large numbers are multiplied by 2 to this power before they are squared
-# Of the middling ones: their squares, and the parts of these, are multiples of 2**-1074 and below 2**1024.
+# The squares of the middling ones, and the parts of these squares, are multiples of 2**-1074 and below 2**1024.
 _EDGE = 2.0**400
 _SPLIT = 2.0**27 + 1
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,16 +29,98 @@ _PART_BITS = 26
 @final
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen(eq=False)
+class Total:
+    """The accumulator of `Sum` and `Mean`.
+
+    Attributes:
+        sum: the sum of the numbers.
+        count: int64[]; how many there were.
+    """
+
+    sum: ExactSum
+    count: torch.Tensor
+
+
+@final
+@tree.register_node(namespace=tree.NAMESPACE)
+@attrs.frozen(eq=False)
 class Moments:
-    """Numbers, added up, counted, and their squares added up.
+    """The accumulator of `Variance`.
 
     Attributes:
         total: sum and count.
-        squares: sums of squares: of numbers below 2**-400, times 2**1200; of those between; of those above 2**400, times 2**-1200.
+        squares: three sums of squares: of numbers below 2**-400, times 2**1200; of those between; of those above 2**400,
+            times 2**-1200.
     """
 
     total: Total
     squares: _Squares
+
+
+@attrs.frozen
+class _OfTotal:
+    additive: ClassVar[bool] = True
+
+    def zero(self) -> Total:
+        """The empty accumulator."""
+        return _nothing()
+
+    def observe(self, acc: Total, values: Any) -> Total:
+        """Add a batch.
+
+        Args:
+            acc: the accumulator so far.
+            values: real tensor of any shape, or a number.
+
+        Raises:
+            InvalidArgument: for values that are not real numbers.
+        """
+        return _more_of(acc, real(f"{type(self).__name__}.values", values))
+
+    def merge(self, one: Total, other: Total) -> Total:
+        """The accumulator of both."""
+        return _merged(one, other)
+
+
+@final
+@attrs.frozen
+class Sum(_OfTotal):
+    """The sum of all elements, exact, rounded once; None where there was no element.
+
+    NaN if an element was NaN, or if there were infinities of both signs.
+
+    Examples:
+        >>> metric = Sum()
+        >>> acc = metric.observe(metric.zero(), torch.tensor([1e30, 1.0]))
+        >>> metric.result(metric.observe(acc, torch.tensor([-1e30])))
+        1.0
+
+    Source: `trainfold.core.exact.sum`.
+    """
+
+    def result(self, acc: Total) -> float | None:
+        """The sum."""
+        return rounded(exact_value(acc.sum)) if int(acc.count) else None
+
+
+@final
+@attrs.frozen
+class Mean(_OfTotal):
+    """The mean of all elements: their exact sum over their number, rounded once; None where there was no element.
+
+    Every element has the same weight, whatever batch it was in. For a weighted mean, or one over tokens, use `Ratio`.
+
+    Examples:
+        >>> metric = Mean()
+        >>> acc = metric.observe(metric.zero(), torch.tensor([1.0, 2.0, 3.0]))
+        >>> metric.result(metric.observe(acc, torch.tensor([10.0])))
+        4.0
+    """
+
+    def result(self, acc: Total) -> float | None:
+        """The mean."""
+        mean = ratio_of(exact_value(acc.sum), exact_value(exact_add(exact_zero(), int(acc.count))))
+        return None if mean is None else rounded(mean)
 
 
 @final
@@ -47,11 +128,11 @@ class Moments:
 class Variance:
     """The variance of all elements, exact, rounded once: ``(n * sum(x**2) - sum(x)**2) / (n * (n - ddof))``.
 
-    With exact sums the textbook formula is right: what cancels was never rounded. None where ``n <= ddof``; NaN if an element
-    was not finite.
+    With exact sums the textbook formula is safe: the terms that cancel were never rounded. None where ``n <= ddof``; NaN if an
+    element was not finite.
 
     Attributes:
-        ddof: 0 for the variance of what was seen, 1 for the unbiased estimate of that of where it comes from.
+        ddof: 0 for the variance of the elements themselves, 1 for the unbiased estimate of the population's variance.
 
     Raises:
         InvalidArgument: if ``ddof`` is not an int >= 0.
@@ -61,7 +142,7 @@ class Variance:
         >>> metric.result(metric.observe(metric.zero(), torch.tensor([1e8 + 8, 1e8 + 16, 1e8 + 24])))
         64.0
 
-    Source: the squares of float64 are taken apart after T. J. Dekker, "A floating-point technique for extending the
+    Source: squares of float64 are split as in T. J. Dekker, "A floating-point technique for extending the
     available precision" (1971).
     """
 
@@ -69,32 +150,31 @@ class Variance:
     ddof: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if type(self.ddof) is not int or self.ddof < 0:
-            raise InvalidArgument("Variance.ddof", expected="an int >= 0", found=self.ddof, fix="0 and 1 are usual")
+        count("Variance.ddof", self.ddof, least=0, fix="pass 0 or 1, which are usual")
 
     def zero(self) -> Moments:
-        """Nothing seen."""
-        return Moments(nothing(), (exact_zero(), exact_zero(), exact_zero()))
+        """The empty accumulator."""
+        return Moments(_nothing(), (exact_zero(), exact_zero(), exact_zero()))
 
     def observe(self, acc: Moments, values: Any) -> Moments:
         """Add a batch.
 
         Args:
-            acc: what was seen before.
+            acc: the accumulator so far.
             values: real tensor of any shape, or a number.
 
         Raises:
-            InvalidArgument: for what is not real.
+            InvalidArgument: for values that are not real numbers.
         """
         total, squares = acc.total, acc.squares
         for block in blocks_of(real("Variance.values", values)):
-            total, squares = more_of(total, block), _with_squares(squares, block)
+            total, squares = _more_of(total, block), _with_squares(squares, block)
         return Moments(total, squares)
 
     def merge(self, one: Moments, other: Moments) -> Moments:
-        """All that both have seen."""
+        """The accumulator of both."""
         small, middling, large = (exact_merge(*pair) for pair in zip(one.squares, other.squares, strict=True))
-        return Moments(merge_totals(one.total, other.total), (small, middling, large))
+        return Moments(_merged(one.total, other.total), (small, middling, large))
 
     def result(self, acc: Moments) -> float | None:
         """The variance."""
@@ -111,6 +191,18 @@ class Variance:
             Fraction(0),
         )
         return rounded((count * squares - total * total) / (count * (count - self.ddof)))
+
+
+def _nothing() -> Total:
+    return Total(exact_zero(), no_counts())
+
+
+def _more_of(acc: Total, values: torch.Tensor) -> Total:
+    return Total(exact_add(acc.sum, values), acc.count + values.numel())
+
+
+def _merged(one: Total, other: Total) -> Total:
+    return Total(exact_merge(one.sum, other.sum), merge_counts(one.count, other.count))
 
 
 def _with_squares(squares: _Squares, values: torch.Tensor) -> _Squares:
@@ -130,7 +222,7 @@ def _with_squares(squares: _Squares, values: torch.Tensor) -> _Squares:
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
-    """What is not finite is counted with the sum; here it is 0."""
+    """With 0 for NaN and infinities: the sum counts these."""
     return torch.where(values.isfinite(), values, 0)
 
 
