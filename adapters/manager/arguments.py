@@ -1,7 +1,10 @@
-"""What a `CheckpointManager` is given, checked: each mistake named with what was expected and the next move."""
+"""The arguments of a `CheckpointManager`, checked. Each mistake is named with what was expected and how to fix it."""
 
+from collections.abc import Mapping
 from types import UnionType
-from typing import Final
+from typing import Any, Final, final
+
+import attrs
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.protocol import LoadDecision
@@ -10,44 +13,106 @@ from trainfold.backends.stores.direct_io import BUFFER_BYTES, BUFFERS
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
+from trainfold.core.save.replicas import LEVELS, Level, level_of
 from trainfold.core.save.retention import Retention, check_keep_last, keep_last
+from trainfold.core.save.triggers import Triggers, make_triggers
 
 _WRITERS_BYTES: Final = BUFFERS * BUFFER_BYTES
 
 
+@final
+@attrs.frozen(kw_only=True)
+class SaveOptions:
+    """How a manager saves. Make it with `save_options`.
+
+    Attributes:
+        components: which components are saved; None for all.
+        contract: what must be equal at a resume, beside what the run says itself.
+        is_async: whether a save continues in the background.
+        skips: whether a save does nothing while another one is under way.
+        room: how many bytes the copies of an async save may have; None for as many as the state.
+        hold_check: whether an async save compares the bytes that it holds with those that it commits.
+        replica_check: how much each save compares of what all ranks should have alike.
+    """
+
+    components: tuple[str, ...] | None
+    contract: Mapping[str, Any]
+    is_async: bool
+    skips: bool
+    room: int | None
+    hold_check: bool
+    replica_check: Level
+
+
+def save_options(  # noqa: PLR0913 - keywords
+    *,
+    components: tuple[str, ...] | None,
+    contract: Mapping[str, Any],
+    mode: object,
+    when_busy: object,
+    max_extra_bytes: int | None,
+    hold_check: object,
+    replica_check: object,
+) -> SaveOptions:
+    """The options that these arguments of a manager name.
+
+    Raises:
+        InvalidArgument: for one that is not valid.
+    """
+    return SaveOptions(
+        components=components,
+        contract=contract,
+        is_async=one_of("mode", mode, ("sync", "async")) == "async",
+        skips=one_of("when_busy", when_busy, ("wait", "skip")) == "skip",
+        room=room_given(max_extra_bytes),
+        hold_check=flag("hold_check", hold_check),
+        replica_check=level_of(one_of("replica_check", replica_check, tuple(LEVELS))),
+    )
+
+
+def triggers_given(every: object, every_secs: float | None, *, at_end: bool) -> tuple[Triggers, bool]:
+    """The triggers, and whether the cadence is to be chosen."""
+    if isinstance(every, str) and every != "auto":
+        raise InvalidArgument("CheckpointManager.every", expected="an int >= 1, 'auto', or None", found=shown(every),
+                              fix="pass a number of optimizer steps, such as every=500; convert a string with int(...)")  # fmt: skip
+    steps: Any = None if every == "auto" else every
+    triggers = make_triggers(every=steps, every_secs=every_secs, at_end=at_end)
+    return triggers, every == "auto" and every_secs is None
+
+
 def check_run(run: object, kinds: type | UnionType) -> None:
-    """Whether a run is a live one, or a state, where that is allowed."""
+    """Check that a run is a live one, or a state where that is allowed."""
     if not isinstance(run, kinds):
         raise InvalidArgument(
             "CheckpointManager",
             expected="a live run" if kinds is Live else "a live run, or a state",
             found=shown(run),
-            fix="give it what attach(model, optimizer, ...) returned",
+            fix="pass what attach(model, optimizer, ...) returned",
         )
 
 
 def check_decision(decision: object) -> None:
-    """Whether it is a decision to load that a `CheckpointManager` has made."""
+    """Check that a decision to load is one of a `CheckpointManager`, and can be carried out."""
     if not isinstance(decision, LoadDecision):
         found, fix = shown(decision), "pass what should_load returned, or None"
     elif not decision:
-        found, fix = shown(str(decision)), "start fresh, or look at why"
+        found, fix = shown(str(decision)), "start fresh, or look at the reason"
     elif decision.source not in ("newest", "step") or (decision.source == "step" and decision.step is None):
-        found, fix = shown(str(decision)), "give it to the manager that has made it"
+        found, fix = shown(str(decision)), "pass it to the manager that made it"
     else:
         return
     raise InvalidArgument("decision", expected="one of this manager's that can be loaded", found=found, fix=fix)
 
 
 def check_source(requests: object) -> None:
-    """Whether requests can come from there."""
-    if not isinstance(requests, RequestSource):
+    """Check that requests can come from there."""
+    if requests is not None and not isinstance(requests, RequestSource):
         raise InvalidArgument("requests", expected="a source of requests, or None", found=shown(requests),
-                              fix="such as SignalRequests() or StopFile(run)")  # fmt: skip
+                              fix="pass one, such as SignalRequests() or StopFile(run)")  # fmt: skip
 
 
 def retention_given(last: int | None, keep: Retention | None) -> Retention:
-    """One rule of ``keep_last`` and ``keep``."""
+    """One policy of ``keep_last`` and ``keep``."""
     if keep is None:
         return keep_last(check_keep_last(last))
     policy = policy_given("keep", keep)
@@ -58,16 +123,16 @@ def policy_given(name: str, keep: object) -> Retention:
     """A policy of retention."""
     if not isinstance(keep, Retention):
         raise InvalidArgument(name, expected="a Retention, or None", found=shown(keep),
-                              fix="such as keep_last(3) | keep_every(10_000)")  # fmt: skip
+                              fix="pass one, such as keep_last(3) | keep_every(10_000)")  # fmt: skip
     return keep
 
 
 def room_given(max_extra_bytes: int | None) -> int | None:
-    """How much of what an async save may take is left for copies, beside the writer's own buffers."""
+    """How much memory of an async save is left for copies, beside the writer's own buffers."""
     if max_extra_bytes is None:
         return None
     count("max_extra_bytes", max_extra_bytes, least=0, expected="an int >= 0, or None",
-          fix="0 makes updates wait; None lets a save copy what it must")  # fmt: skip
+          fix="pass 0 to make updates wait, or None to let a save copy what it must")  # fmt: skip
     return max(0, max_extra_bytes - _WRITERS_BYTES)
 
 
@@ -79,16 +144,8 @@ def one_of(name: str, value: object, known: tuple[str, ...]) -> str:
     return str(value)
 
 
-def is_word_auto(every: object) -> bool:
-    """Whether a cadence is the word ``"auto"``; any other word is refused, also one that is a number."""
-    if isinstance(every, str) and every != "auto":
-        raise InvalidArgument("CheckpointManager.every", expected="an int >= 1, 'auto', or None", found=shown(every),
-                              fix="pass a number of optimizer steps, such as every=500; make one of a word with int(...)")  # fmt: skip
-    return every == "auto"
-
-
 def flag(name: str, value: object) -> bool:
-    """True or False, and nothing that only counts as such."""
+    """True or False; nothing that only counts as such."""
     if type(value) is not bool:
         raise InvalidArgument(f"CheckpointManager.{name}", expected="True or False", found=shown(value),
                               fix=f"pass {name}=True or leave it out")  # fmt: skip

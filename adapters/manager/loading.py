@@ -1,19 +1,28 @@
-"""`RunLoader`: loads a run's checkpoints into a live run or a state, as its manager was told to."""
+"""`RunLoader`: loads a run's checkpoints into a live run or a state; `LoadRunner`: when, and what follows from it for a manager."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any, final
 
 import attrs
 
+from trainfold.adapters.guards.first_save import FirstSave
+from trainfold.adapters.guards.never_asked import NeverAsked
+from trainfold.adapters.guards.rehearsal import Rehearsal
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.optional import left_out
-from trainfold.adapters.manager.protocol import LoadDecision, load_decision
+from trainfold.adapters.manager.arguments import check_decision
+from trainfold.adapters.manager.protocol import LoadDecision, Restored, load_decision
+from trainfold.adapters.manager.saving import SaveRunner
+from trainfold.adapters.manager.triggers import SaveTriggers
+from trainfold.backends.event_log import EventLog
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.runs.best_reader import measured_best
 from trainfold.backends.runs.load import Loaded, Quarantine, load_run, plan_run
 from trainfold.backends.runs.snapshot import describe_state, prove_alike
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import InvalidState, Refused, ResumeRefused
+from trainfold.core.checks import mapping_given
+from trainfold.core.errors import InvalidArgument, InvalidState, Refused, ResumeRefused
 from trainfold.core.format.file_names import step_of
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import Drift, DriftAction
@@ -23,11 +32,13 @@ from trainfold.core.state.components import validate_components
 from trainfold.core.state.descent import Descent
 from trainfold.core.state.state import TrainState
 
+_LOG = logging.getLogger("trainfold")
+
 
 @final
 @attrs.define(eq=False)
 class RunLoader:
-    """What a manager knows of resuming.
+    """Loads a run's checkpoints.
 
     Attributes:
         store: the run, whose lock is held.
@@ -121,6 +132,114 @@ class RunLoader:
         theirs = tuple(f"attached.{name}." for name in run.pending)
         contract = {key: value for key, value in captured.contract.items() if not key.startswith(theirs)}
         return validate_components(self.components, declared=run.names), captured.evolve(extra=extra, contract=contract)
+
+
+@final
+@attrs.define(eq=False)
+class LoadRunner:
+    """Loads for a manager: when nothing is being written, and so that its saves continue from what was loaded.
+
+    Attributes:
+        loader: reads the run.
+        saves: the saves of the manager.
+        due: what decides when to save.
+        first: what is checked before the first save.
+        asked: notices a loop that never calls the manager again.
+        events: gets what happens.
+        rehearsal: what `trainfold rehearse` changes; None without one.
+    """
+
+    loader: RunLoader
+    saves: SaveRunner
+    due: SaveTriggers
+    first: FirstSave
+    asked: NeverAsked
+    events: EventLog
+    rehearsal: Rehearsal | None
+
+    def decide(self, run: Live | TrainState, *, step: int | None) -> LoadDecision:
+        """Decide whether there is something to load; see `CheckpointManager.should_load`."""
+        if self.first.start_over:
+            reason = "start_over=True: it starts from the beginning on purpose"
+            return LoadDecision(can_load=False, step=step, reason=reason)
+        self.saves.settle()  # what it decides on must be there afterwards, and be the newest
+        return self.loader.decide(run, step=step)
+
+    def load(self, run: Live | TrainState, decision: LoadDecision | None) -> TrainState | Restored:
+        """Load what was decided, or the newest; see `CheckpointManager.load`."""
+        step = None if decision is None else self._decided_step(run, decision)
+        state = self._load(run, step, None)
+        return self._restored(run) if isinstance(run, Live) else state
+
+    def restore(self, live: Live, step: int | None, reset: Mapping[str, str] | None) -> Restored:
+        """Restore a live run, or start fresh; see `CheckpointManager.restore`."""
+        if self.first.start_over:
+            return self._start_over(live, step, reset)
+        try:
+            self._load(live, step, mapping_given("reset", reset))
+        except ResumeRefused as refused:
+            if step is not None or not refused.refusal.finds_nothing:
+                raise
+            _LOG.warning("%s holds no checkpoint: the run starts fresh", self.loader.store.url)
+            return self._restored(live, is_fresh=True)
+        return self._restored(live)
+
+    def load_best(self, run: Live | TrainState) -> TrainState | Restored:
+        """Load the weights of the best checkpoint; see `CheckpointManager.load_best`."""
+        self.saves.settle()
+        state, step = self.loader.load_best(run)
+        self.events.report("restored_best", step=step, detail="its weights, and nothing else")
+        return Restored(self.loader.store.url, step, is_fresh=False) if isinstance(run, Live) else state
+
+    def _start_over(self, live: Live, step: int | None, reset: Mapping[str, str] | None) -> Restored:
+        if step is not None or reset:
+            raise InvalidArgument("start_over", expected="False, to restore a step, or all but a component", found="True",
+                                  fix="leave start_over=True out")  # fmt: skip
+        left = self.first.left_behind
+        _LOG.warning("%s: starts over on purpose; %d checkpoints are left behind", self.loader.store.url, left)
+        return self._restored(live, is_fresh=True)
+
+    def _decided_step(self, run: Live | TrainState, decision: LoadDecision) -> int | None:
+        """The step that a decision is for; None for the newest, if that is still the one that it was made for."""
+        check_decision(decision)
+        if decision.source == "step":
+            return decision.step
+        now = self.decide(run, step=None)
+        if now.checkpoint != decision.checkpoint:
+            raise InvalidArgument("decision", expected=f"{decision.checkpoint}, the newest when it was made", found=f"{now.checkpoint} is the newest",
+                                  fix="call should_load again; with step= it is for one checkpoint, whatever comes after")  # fmt: skip
+        return None
+
+    def _load(self, run: Live | TrainState, step: int | None, reset: Mapping[str, str] | None) -> TrainState:
+        self.saves.settle()
+        if self.rehearsal is not None:
+            self.rehearsal.watch(run)
+        try:
+            state = self.loader.load(run, step=step, reset=reset)
+        except ResumeRefused as refused:
+            if step is not None or not refused.refusal.finds_nothing:
+                self.events.report("refused", step=step, detail=str(refused))
+            raise
+        step = None if state.trainer is None else state.trainer.step
+        self.due.loaded(step)
+        self.first.loaded(run, step)
+        self.saves.descends_from = self.loader.descent
+        self.events.report("restored", step=step)
+        names = self.loader.components
+        if names is not None and "trainer" not in names:
+            _LOG.warning(
+                "%s: of its checkpoint at step %s only %s is restored, because this manager has components=; the run counts from step %d, "
+                "and everything else is as the script made it",
+                self.loader.store.url,
+                "?" if self.loader.descent is None else self.loader.descent.step,
+                ", ".join(names),
+                run.progress.step if isinstance(run, Live) else 0,
+            )
+        return state
+
+    def _restored(self, live: Live, *, is_fresh: bool = False) -> Restored:
+        self.asked.watch(live)
+        return Restored(self.loader.store.url, live.progress.step, is_fresh=is_fresh)
 
 
 def _optional_alone(refusal: Refused, optional: frozenset[str]) -> list[str]:

@@ -1,324 +1,380 @@
-"""`SaveRunner`: begins the saves of a run, in the caller's thread or in the background, and tells how each of them ended."""
+"""`SaveRunner`: the saves of a run, one at a time, in the caller's thread or in the background."""
 
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, final
+import time
+from collections.abc import Callable
+from typing import final
 
 import attrs
 
 from trainfold.adapters.guards.first_save import FirstSave
+from trainfold.adapters.guards.rehearsal import Rehearsal
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.live.view import LiveView
-from trainfold.adapters.manager.events import EventLog
+from trainfold.adapters.manager.arguments import SaveOptions
+from trainfold.adapters.manager.contents import RunContents, view_of
 from trainfold.adapters.manager.protocol import SaveOutcome
 from trainfold.adapters.manager.retention import Pruner
 from trainfold.adapters.manager.triggers import Before, SaveTriggers
-from trainfold.adapters.manager.update_hooks import UpdateGate
-from trainfold.adapters.parallel.ddp import sent_buffers
+from trainfold.adapters.manager.update_hooks import UpdateHooks
+from trainfold.backends.event_log import EventLog
 from trainfold.backends.hold.hold import Hold
-from trainfold.backends.runs.background import Saver
+from trainfold.backends.job import Job
+from trainfold.backends.runs.background import BackgroundSave, background_action
 from trainfold.backends.runs.save import SaveResult
-from trainfold.backends.runs.snapshot import Snapshot, describe_state, save_snapshot, step_of_state
+from trainfold.backends.runs.snapshot import Snapshot, save_snapshot, step_of_state
 from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import error_text
-from trainfold.core.format.structure.describe import Describer
 from trainfold.core.layout.world import Collectives
-from trainfold.core.save.replicas import Level, proof_of
-from trainfold.core.state.components import validate_components
+from trainfold.core.save.triggers import Verdict
 from trainfold.core.state.descent import Descent
+from trainfold.core.state.leaves import leaves_in
 from trainfold.core.state.state import TrainState
+
+
+@attrs.define(eq=False)
+class _UnderWay:
+    """A save in the background. It counts as under way until its result has been collected, so that an interrupt loses nothing.
+
+    Attributes:
+        job: the save.
+        hold: what it reads.
+        before: what is due again if it fails.
+        raised: the exception that the call has raised already.
+    """
+
+    job: Job[SaveResult]
+    hold: Hold
+    before: Before
+    raised: BaseException | None = None
 
 
 @final
 class SaveRunner:
-    """One save at a time, however it is carried out (D04).
+    """Saves a run, one save at a time, and reports how each of them ended.
+
+    While a save is under way, it protects what that save still reads: a hook calls `protect` before each step of an attached
+    optimizer, and a donating step does so before it writes to a state. What no update announces is copied in the call.
 
     Args:
-        store: the run, whose lock is held.
+        store: the run, whose lock the manager holds.
         world: the ranks, each of which makes the same calls.
-        components: which components are saved; None for all.
-        contract: what must be equal at a resume, beside what the run says itself.
-        is_async: whether a save goes on in the background.
-        room: how many bytes the copies of an async save may have; None for as many as the state.
-        replica_check: how much of what all ranks are to have alike each save compares (B06).
-        hold_check: whether the bytes of what an async save holds are compared at the commit (W16).
+        options: how to save.
         due: what a save answers, and what is due again if it fails.
         first: what is checked before the first save.
-        keeper: deletes what is old after each commit.
-        announcer: is told.
-        held: what must not go before the save under way has ended, such as the run's lock.
+        pruner: deletes old checkpoints after each commit.
+        events: gets what happens.
+        rehearsal: what `trainfold rehearse` changes; None without one.
+        lease: what must stay alive until the save under way has ended, because it holds the run's lock.
 
     Attributes:
-        descends_from: the checkpoint that the run goes on from, loaded or saved last; None where nobody knows (E16).
+        descends_from: the checkpoint that the run continues from, loaded or saved last; None where that is unknown.
     """
 
     def __init__(  # noqa: PLR0913 - keywords
         self,
         store: Store,
         world: Collectives,
+        options: SaveOptions,
         *,
-        components: tuple[str, ...] | None,
-        contract: Mapping[str, Any],
-        is_async: bool,
-        room: int | None,
-        hold_check: bool,
-        replica_check: Level,
         due: SaveTriggers,
         first: FirstSave,
-        keeper: Pruner,
-        announcer: EventLog,
-        held: object,
+        pruner: Pruner,
+        events: EventLog,
+        rehearsal: Rehearsal | None,
+        lease: object,
     ) -> None:
         self.descends_from: Descent | None = None
         self._store = store
         self._world = world
-        self._components = components
-        self._contract = contract
-        self._is_async = is_async
-        self._room = room
-        self._hold_check = hold_check
+        self._options = options
         self._due = due
         self._first = first
-        self._keeper = keeper
-        self._announcer = announcer
-        self._held = held
-        self._gate = UpdateGate()
-        self._describer = Describer()
-        self._saver = Saver(store, world.duplicate() if is_async else world)
+        self._pruner = pruner
+        self._events = events
+        self._rehearsal = rehearsal
+        self._lease = lease
+        self._hooks = UpdateHooks(self.protect)
+        self._contents = RunContents(world, self._hooks, components=options.components, contract=options.contract, replica_check=options.replica_check)  # fmt: skip
+        self._threads_world = world.duplicate() if options.is_async else world
+        self._under_way: _UnderWay | None = None
+        self._committed_step: int | None = None
+        self._ready_bytes = 0  # what the last save had to copy: the next one gets memory ready for as much
         self._saved_in: dict[str, Descent] = {}  # of the live run that is being saved
-        self._before: Before | None = None  # what the save under way answers
-        self._retention: Callable[[], None] | None = None  # of what was committed last, not begun yet
-        self._replica_check = replica_check
-        self._proofs = 0  # saves that have shown that the ranks have the same
-        self._told: BaseException | None = None  # what the call that began it has raised already
+        self._retention: Callable[[], None] | None = None  # of the last commit, not started yet
+        self._deletion: Job[None] | None = None  # the last one that was started
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a save was begun and nobody was told yet how it ended."""
-        return self._saver.is_under_way
+    # --- at a boundary -----------------------------------------------------------------------------------------------
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the save under way has ended here; the other ranks may still be at it."""
-        return self._saver.has_ended
+    def decide(self, run: Live | TrainState, failures: list[Exception], *, is_last: bool, is_best: bool) -> Verdict:
+        """Decide what is due, the same on all ranks. A save that has ended in the background is collected first.
 
-    def has_ended_everywhere(self) -> bool:
-        """Whether it has ended on every rank; every rank calls."""
-        return all(self._world.gather(self._saver.has_ended))
+        Args:
+            run: at a boundary.
+            failures: gets that of the save before.
+            is_last: whether the run ends here.
+            is_best: whether this state is the best so far.
+        """
+        if self._rehearsal is not None:
+            is_last = self._rehearsal.is_last(run) or is_last
+        mine = self._due.here(_step_of(run), is_last=is_last, is_best=is_best, has_ended=self._has_ended)
+        boundary = self._due.agreed(mine)
+        if boundary.has_ended:
+            self.end_previous(failures)
+        return self._due.decide(boundary)
 
-    def save(self, run: Live | TrainState, failures: list[Exception], *, may_skip: bool) -> SaveOutcome:
-        """Begin a save, and carry it out where it is not async.
+    def pass_by(self, run: Live | TrainState) -> None:
+        """Nothing is saved at this boundary, which answers the requests."""
+        self._due.answered()
+        if self._rehearsal is not None:
+            self._rehearsal.ends(run, self.wait)
+
+    def begin(self, run: Live | TrainState, failures: list[Exception], *, may_skip: bool = True) -> SaveOutcome:
+        """Start a save, and carry it out where it is not async.
 
         Args:
             run: what to save.
             failures: gets that of the save before, which is waited for.
-            may_skip: whether to do nothing where one is under way.
+            may_skip: False to wait for the save before whatever the options say.
 
         Raises:
-            SaveFailed: if this one failed.
+            SaveFailed: if this save failed.
         """
-        step = run.progress.step if isinstance(run, Live) else step_of_state(run)
-        self.check_first(run)
-        self._due.see(step)
-        if self.is_under_way:
-            if may_skip and not self.has_ended_everywhere():
-                self._announcer.tell("skipped", step=step, detail="another save is under way")
-                return SaveOutcome("skipped", step)
-            self._end_previous(failures)
-        self._saved_in = run.saved_in if isinstance(run, Live) else {}
-        last = self._due.last_saved
-        if self.descends_from is not None and last is not None and last < self.descends_from.step:
-            self.descends_from = attrs.evolve(self.descends_from, step=last)  # it went back in memory
-        try:
-            return self._stage(run, step) if self._is_async else self._write(run, step)
-        finally:
-            self._retain()  # unless the save that was begun does it first
+        began = time.monotonic()
+        if self._rehearsal is not None:
+            self._rehearsal.begins_save(run)
+        outcome = self._begin(run, failures, may_skip=may_skip and self._options.skips)
+        if self._rehearsal is not None:
+            self._rehearsal.ends(run, self.wait)
+        if outcome.status != "skipped":
+            self._due.measured(outcome.step, time.monotonic() - began, is_durable=outcome.status == "written")
+        return outcome
 
     def check_first(self, run: Live | TrainState) -> None:
-        """Refuse what does not come from the run, if the run has checkpoints; looks once, so every rank calls."""
+        """Refuse a run that does not come from the checkpoints that are there. It looks once, so every rank calls."""
         self.descends_from = self._first.check(run) or self.descends_from
 
-    def end_previous(self, failures: list[Exception]) -> None:
-        """Wait for the save under way, if there is one; its failure is added and not raised, so that what is next is done first."""
-        self._end_previous(failures)
-        self._retain()
+    # --- the save under way ------------------------------------------------------------------------------------------
 
-    def end(self) -> SaveResult | None:
-        """Wait for the save under way, and tell what came of it: callbacks first, and then what is old goes (D06).
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the save under way has ended on this rank."""
+        return self._under_way is not None and self._under_way.job.is_over
+
+    def poll(self) -> SaveResult | None:
+        """Collect the save under way if it has ended on every rank; every rank calls.
 
         Raises:
-            SaveFailed: if it failed; told once.
+            SaveFailed: if it failed; raised once.
         """
-        try:
-            return self._end()
-        finally:
-            self._retain()
+        return self._end() if all(self._world.gather(self._has_ended)) else None
+
+    def wait(self) -> SaveResult | None:
+        """Wait for the save under way and collect it; then report what was deleted.
+
+        Raises:
+            SaveFailed: if it failed; raised once.
+        """
+        result = None if self._under_way is None else self._end()
+        self._events.report_deferred()
+        return result
+
+    def end_previous(self, failures: list[Exception]) -> None:
+        """Wait for the save under way, if there is one. Its failure is added, not raised, so that the caller can continue."""
+        self._collect_into(failures)
+        self._delete_old()
 
     def settle(self) -> None:
-        """End the save under way, and return when nothing is being deleted: who reads the run must not do so meanwhile."""
-        if self.is_under_way:
-            self.end()
+        """Return when nothing is being written or deleted, so that the run can be read."""
+        if self._under_way is not None:
+            self._end()
         self.wait_for_deletions()
 
     def wait_for_deletions(self) -> None:
-        """Return when what was old after the last commit that was told of is deleted."""
-        self._retain()
-        self._saver.wait()
+        """Return when what was old after the last collected save is deleted."""
+        self._delete_old()
+        if self._deletion is not None:
+            self._deletion.wait()
 
     def protect(self) -> None:
-        """Return when everything that was saved may be written to."""
-        self._gate.protect()
+        """Return when everything that is being saved may be written to."""
+        if self._under_way is not None:
+            self._under_way.hold.protect()
 
-    def close(self) -> None:
-        """Let go of the thread and of the optimizers; nothing is under way any more."""
-        self._saver.close()
-        self._gate.remove()
+    def close(self, failures: list[Exception]) -> None:
+        """Wait for everything that was started, and remove the hooks."""
+        self.end_previous(failures)
+        self.wait_for_deletions()
+        self._hooks.remove()
 
-    # --- inside ------------------------------------------------------------------------------------------------------
+    def describe(self) -> str:
+        """What is being saved, and what was saved last, in words."""
+        under_way = "" if self._under_way is None else f"saving step {self._under_way.before.step}, "
+        return f"{under_way}{'nothing' if self._committed_step is None else f'step {self._committed_step}'} saved last"
 
-    def _end_previous(self, failures: list[Exception]) -> None:
-        if self.is_under_way:
-            try:
-                self._end()
-            except Exception as error:
-                if self.is_under_way:
-                    raise  # the waiting was interrupted, and not the save
-                failures.append(error)
+    # --- inside: how a save ends -------------------------------------------------------------------------------------
 
     def _end(self) -> SaveResult | None:
-        before = self._before
-        assert before is not None, "begin comes first"
-        ended = self._saver.wait_for_save()
-        # until it is forgotten, whatever interrupts this can be followed by the same once more
-        self._gate.open()
-        result, failure = ended.result, ended.failure
+        try:
+            return self._collect()
+        finally:
+            self._delete_old()
+
+    def _collect_into(self, failures: list[Exception]) -> None:
+        if self._under_way is not None:
+            try:
+                self._collect()
+            except Exception as error:
+                if self._under_way is not None:
+                    raise  # the wait was interrupted; the save goes on
+                failures.append(error)
+
+    def _collect(self) -> SaveResult | None:
+        under_way = self._under_way
+        assert under_way is not None, "begin comes first"
+        under_way.job.wait()
+        # an interrupt before `_under_way` is None repeats all of this
+        self._contents.found_written(under_way.hold.written())
+        self._ready_bytes = under_way.hold.protected_bytes
+        result, failure = under_way.job.result, under_way.job.failure
         if result is None:
             assert failure is not None, "a job returns or raises"
+            before, raised = under_way.before, under_way.raised
             self._due.undone(before)
-            told, self._told = self._told, None
-            self._saver.forget()
-            if told is failure:
-                return None  # the call that began it has raised it
-            self._announcer.tell("failed", step=before.step, detail=error_text(failure))
+            self._under_way = None
+            del under_way
+            if raised is failure:
+                return None
+            self._events.report("failed", step=before.step, detail=error_text(failure))
             try:
                 raise failure
             finally:
-                del ended, failure  # its traceback leads here, and to the tensors
+                del failure, raised  # its traceback leads here
         self.descends_from = self._saved_in[result.run_id] = result.descent
         if self._world.rank == 0:
-            self._retention = lambda: self._announcer.leave(self._keeper.retain(result))
-        self._saver.forget()
-        self._tell_committed(result)
+            self._retention = lambda: self._events.defer(self._pruner.retain(result))
+        self._under_way = None
+        self._committed(result)
         return result
 
-    def _retain(self) -> None:
-        """Delete what is old, in the background: there it would hold up a save that is being begun."""
+    def _delete_old(self) -> None:
+        """Start to delete what is old, in the background: in the call it would delay the save that starts there."""
         retention = self._retention
         if retention is not None:
-            self._saver.then(retention)
-            self._retention = None  # not before: an interrupt in between has it done twice, and not never
+            before = self._deletion
+            job = self._deletion = background_action(self._store, retention, after=before)
+            try:
+                job.start()
+            except BaseException:
+                if job.withdraw():
+                    self._deletion = before
+                raise
+            self._retention = None  # not before: after an interrupt it is done twice, and not never
+
+    def _committed(self, result: SaveResult) -> None:
+        self._committed_step = result.step
+        self._contents.proved()
+        size = f"{result.size_bytes} bytes"
+        self._events.report("committed", step=result.step, checkpoint=result.checkpoint, detail=size)
+
+    # --- inside: how a save starts -----------------------------------------------------------------------------------
+
+    def _begin(self, run: Live | TrainState, failures: list[Exception], *, may_skip: bool) -> SaveOutcome:
+        step = _step_of(run)
+        self.check_first(run)
+        self._due.see(step)
+        if self._under_way is not None:
+            if may_skip and not all(self._world.gather(self._has_ended)):
+                self._events.report("skipped", step=step, detail="another save is under way")
+                return SaveOutcome("skipped", step)
+            self._collect_into(failures)
+        self._saved_in = run.saved_in if isinstance(run, Live) else {}
+        last = self._due.last_saved
+        if self.descends_from is not None and last is not None and last < self.descends_from.step:
+            self.descends_from = attrs.evolve(self.descends_from, step=last)  # the loop went back in memory
+        try:
+            return self._stage(run, step) if self._options.is_async else self._write(run, step)
+        finally:
+            self._delete_old()  # unless `_start` did
 
     def _write(self, run: Live | TrainState, step: int) -> SaveOutcome:
-        """Save in the thread of the caller."""
+        """Save in the caller's thread."""
         try:
-            result = save_snapshot(
-                lambda: self._whole_snapshot(run),
-                self._store,
-                collectives=self._world,
-                lock=False,
-                descends_from=self.descends_from,
-            )
+            result = save_snapshot(lambda: self._contents.whole_snapshot(run), self._store, collectives=self._world, lock=False,
+                                   descends_from=self.descends_from)  # fmt: skip
         except Exception as error:
-            self._announcer.tell("failed", step=step, detail=error_text(error))
+            self._events.report("failed", step=step, detail=error_text(error))
             raise
         self.descends_from = self._saved_in[result.run_id] = result.descent
         self._due.begun(step)
-        self._tell_committed(result)
+        self._committed(result)
         if self._world.rank == 0:
-            self._announcer.leave(self._keeper.retain(result))
-        self._announcer.tell_left()
+            self._events.defer(self._pruner.retain(result))
+        self._events.report_deferred()
         return SaveOutcome("written", step, result)
 
     def _stage(self, run: Live | TrainState, step: int) -> SaveOutcome:
-        """Hold the state, and leave the rest to the thread."""
+        """Hold the state, and leave the rest to a thread."""
         try:
-            lent = _lent(run)
-            snapshot = self._snapshot(run, lent)
+            view = view_of(run)
+            snapshot = self._contents.snapshot(run, view)
             leaves = snapshot.named()
-            unannounced = self._gate.changing(run, lent, leaves) | snapshot.arrays()
+            apart = self._contents.unannounced(run, view, snapshot, leaves)
             with named_failures(self._store.url):
-                hold = Hold(leaves, unannounced=unannounced, max_extra_bytes=self._room, check=self._hold_check)
+                hold = Hold(
+                    leaves, unannounced=apart, max_extra_bytes=self._options.room, check=self._options.hold_check
+                )
         except Exception as error:
-            self._announcer.tell("failed", step=step, detail=error_text(error))
-            if self._world.world_size > 1:  # the other ranks wait in their threads for what this one has to say
-                self._begin(_raising(error), Hold({}), step)
-                self._told = error
+            self._events.report("failed", step=step, detail=error_text(error))
+            if self._world.world_size > 1:  # the other ranks wait in their threads for this one's report
+                self._start(_raising(error), Hold({}), step, raised=error)
             raise
-        # the writer frees what the call has made: Torch lets go of the interpreter to free a tensor, and a writer that waits for
-        # it then has it for milliseconds
-        made = (snapshot, leaves, lent if isinstance(run, Live) else None)
+        # The thread frees what the call has made: torch releases the interpreter to free a tensor, and a thread that waits for it
+        # then keeps it for milliseconds.
+        made = (snapshot, leaves, view if isinstance(run, Live) else None)
+        streams = view.rng
         try:
-            self._gate.close_for(hold, run)
-            streams = lent.rng
-            self._begin(lambda: self._with_streams(made[0], streams), hold, step)
+            if isinstance(run, TrainState):
+                for each in leaves_in(run):
+                    each.lease.add_reader(hold)
+            self._start(lambda: self._contents.with_streams(made[0], streams), hold, step)
         except BaseException:
-            if not self.is_under_way:  # else an interrupt came when it was begun already
+            if self._under_way is None:  # else the interrupt came when the save had started
                 hold.release()
-                self._gate.open()
+                self._contents.found_written(hold.written())
             raise
         try:
             hold.settle()
         except BaseException:
-            hold.release()  # the save fails: what nobody announces may change from now on, and is not read
+            hold.release()  # the save fails: unannounced leaves may change from now on, and are not read
             raise
-        self._announcer.tell("saved", step=step, detail=f"{hold.copied_bytes} bytes copied, the others held")
+        self._events.report("saved", step=step, detail=f"{hold.copied_bytes} bytes copied, the others held")
         return SaveOutcome("staged", step)
 
-    def _begin(self, take: Callable[[], Snapshot], hold: Hold, step: int) -> None:
-        self._before = before = self._due.before(step)
+    def _start(
+        self, take: Callable[[], Snapshot], hold: Hold, step: int, *, raised: BaseException | None = None
+    ) -> None:
+        """Start the thread. If this raises, either a save is under way or nothing will be saved."""
+        before = self._due.before(step)
         try:
             self._due.begun(step)
-            self._retain()  # the thread does one thing after another: what is old goes before more is written
-            self._saver.begin(take, hold, descends_from=self.descends_from, owner=self)
-        except BaseException:
-            if not self.is_under_way:
+            self._delete_old()  # before more is written
+            save = BackgroundSave(store=self._store, take=take, hold=hold, collectives=self._threads_world, owner=self,
+                                  descends_from=self.descends_from, ready_bytes=self._ready_bytes)  # fmt: skip
+            job = save.job(after=self._deletion)
+            del save  # the thread frees it
+            self._under_way = _UnderWay(job, hold, before, raised)
+            job.start()
+        except BaseException as error:
+            under_way = self._under_way
+            if under_way is not None and (under_way.job.withdraw() or under_way.job.failure is error):
+                self._under_way = None
+            if self._under_way is None:
                 self._due.undone(before)
             raise
 
-    def _snapshot(self, run: Live | TrainState, lent: LiveView) -> Snapshot:
-        state, modules = lent.state, lent.modules
-        if isinstance(run, Live) and self._world.world_size > 1 and not self._proofs:
-            run.check_whole()  # again, because what is attached may have been wrapped since
-        names = validate_components(self._components, declared=run.names) if isinstance(run, Live) else self._components
-        found = describe_state(state, components=names, contract=self._contract, describe=self._describer.describe)
-        if self._world.world_size == 1:
-            return found
-        if isinstance(run, Live):
-            found = attrs.evolve(found, optional=run.optional)
-        sent = sent_buffers(run, modules, self._world) if isinstance(run, Live) else {}
-        return found.with_copies(proof_of(self._replica_check, saves=self._proofs), sent=sent)
 
-    def _whole_snapshot(self, run: Live | TrainState) -> Snapshot:
-        lent = _lent(run)
-        return self._with_streams(self._snapshot(run, lent), lent.rng)
-
-    def _with_streams(self, snapshot: Snapshot, streams: Callable[[], Any] | None) -> Snapshot:
-        """With what was only read so far; in the background it is the thread that does this."""
-        if streams is None:
-            return snapshot
-        is_saved = self._components is None or "rng" in self._components
-        return snapshot.with_own("rng", streams(), is_saved=is_saved)
-
-    def _tell_committed(self, result: SaveResult) -> None:
-        self._proofs += 1
-        self._announcer.tell(
-            "committed", step=result.step, checkpoint=result.checkpoint, detail=f"{result.size_bytes} bytes"
-        )
-
-
-def _lent(run: Live | TrainState) -> LiveView:
-    return run.view() if isinstance(run, Live) else LiveView(run)
+def _step_of(run: Live | TrainState) -> int:
+    return run.progress.step if isinstance(run, Live) else step_of_state(run)
 
 
 def _raising(error: Exception) -> Callable[[], Snapshot]:
@@ -326,37 +382,3 @@ def _raising(error: Exception) -> Callable[[], Snapshot]:
         raise error
 
     return take
-
-
-@final
-class raise_after:  # noqa: N801 (used as a function; a generator would cost each boundary ten times as much)
-    """Raise what was added to the list at the end; what fails in between is raised first, with a note about each of them.
-
-    Examples:
-        >>> with raise_after() as failures:
-        ...     failures.append(ValueError("the save before"))
-        ...     print("the next one is begun")
-        Traceback (most recent call last):
-            ...
-        ValueError: the save before
-    """
-
-    def __init__(self) -> None:
-        self._failures: list[Exception] = []
-
-    def __enter__(self) -> list[Exception]:
-        return self._failures
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None:
-            _note(error, self._failures)
-        elif self._failures:
-            _note(self._failures[0], self._failures[1:])
-            raise self._failures[0]
-
-
-def _note(error: BaseException, others: list[Exception]) -> None:
-    for other in others:
-        error.add_note(f"and besides: {error_text(other)}")

@@ -1,32 +1,104 @@
-"""`SaveTriggers`: what is due at the boundaries of a run: its triggers, what it was asked for, and what was saved last (R01, R02)."""
+"""`SaveTriggers`: what is due at the boundaries of a run; `AutoCadence`: the cadence of ``every="auto"``, chosen from measurements."""
 
+import statistics
 import time
-from typing import final
+from collections import deque
+from collections.abc import Callable
+from typing import Final, final
 
 import attrs
 
-from trainfold.adapters.manager.auto_cadence import AutoCadence
 from trainfold.adapters.requests.sources import RequestSource
+from trainfold.backends.event_log import EventLog
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.layout.world import Collectives
-from trainfold.core.save.auto_cadence import FIRST_SAVE_SECS
+from trainfold.core.save.auto_cadence import FIRST_SAVE_SECS, choose_cadence, describe_cadence
 from trainfold.core.save.requests import StopRequest, merge_requests
 from trainfold.core.save.triggers import Triggers, Verdict, decide
+
+_REMEMBERED: Final = 64
+
+
+@final
+class AutoCadence:
+    """Chooses a cadence once a save has been measured: the one that loses the least time. Before that there is none.
+
+    It measures the time from the end of one boundary to the beginning of the next, the median of which is a step; how long the call of
+    a save takes; and how much longer than the median steps take while a save is written in the background.
+
+    Args:
+        report: gets what was chosen, in words.
+        clock: seconds that only increase.
+
+    Attributes:
+        every: what was chosen, in optimizer steps; None until then.
+    """
+
+    def __init__(self, report: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.every: int | None = None
+        self._report = report
+        self._clock = clock
+        self._steps: deque[float] = deque(maxlen=_REMEMBERED)  # seconds each
+        self._left: tuple[float, int] | None = None  # when the last boundary ended, and its step
+        self._began: float | None = None  # of the save under way
+        self._cost = 0.0  # of that save, or of the last one, until the choice
+        self._write = 0.0
+        self._is_measured = False
+
+    def arrive(self, step: int) -> None:
+        """A boundary begins."""
+        if self._left is None or step <= self._left[1]:
+            return
+        left, done = self._clock() - self._left[0], step - self._left[1]
+        if self._began is None:
+            self._steps.append(left / done)
+        elif self._steps:
+            self._cost += max(0.0, left - done * statistics.median(self._steps))
+        if self._is_measured and self._steps:
+            self._choose()
+
+    def leave(self, step: int) -> None:
+        """A boundary, or a save at one, ends."""
+        self._left = (self._clock(), step)
+
+    def begun(self, call_secs: float, *, is_durable: bool) -> None:
+        """The call of a save took so many seconds; the save may be durable already."""
+        self._cost, self._began = call_secs, self._clock() - call_secs
+        if is_durable:
+            self.ended()
+
+    def ended(self) -> None:
+        """The save under way has ended."""
+        if self._began is not None:
+            self._write, self._began, self._is_measured = self._clock() - self._began, None, True
+
+    def _choose(self) -> None:
+        self._is_measured = False
+        step_secs = statistics.median(self._steps)
+        every = choose_cadence(self.every, save_secs=self._cost, step_secs=step_secs, write_secs=self._write)
+        if every != self.every:
+            self.every = every
+            self._report(describe_cadence(every, save_secs=self._cost, step_secs=step_secs))
+
+
+def auto_cadence(events: EventLog, world: Collectives) -> AutoCadence:
+    """A cadence that is reported on rank 0, which the others follow; it does not keep the manager alive."""
+    return AutoCadence(lambda detail: events.report("cadence", detail=detail) if world.rank == 0 else None)
 
 
 @final
 @attrs.frozen
 class Boundary:
-    """What is known at a boundary; what the ranks have agreed on, once `SaveTriggers.agreed` has asked them.
+    """What one rank knows at a boundary; or what all ranks have agreed on, as `SaveTriggers.agreed` returns it.
 
     Attributes:
         step: optimizer steps done.
         is_last: whether the run ends here, on any rank.
-        is_best: whether this state is the best so far, as any rank says.
+        is_best: whether this state is the best so far, on any rank.
         has_ended: whether the save under way has ended, on every rank.
         secs_since_save: by rank 0's clock.
-        every: the cadence that rank 0 has chosen; None where it has chosen none.
+        every: the cadence that rank 0 has chosen; None before it has.
     """
 
     step: int
@@ -40,7 +112,7 @@ class Boundary:
 @final
 @attrs.frozen
 class Before:
-    """What was known before the save of a step was begun, in case it fails."""
+    """What was due before a save started, in case it fails."""
 
     step: int
     last_saved: int | None
@@ -53,17 +125,17 @@ class SaveTriggers:
     """Remembers what decides whether to save and to stop; see `trainfold.core.save.triggers.decide`.
 
     Args:
-        triggers: when to save without being asked to.
+        triggers: when to save without a request.
         requests: where requests come from; None for nowhere.
         world: the ranks.
-        auto: chooses a cadence; None where one is given.
+        auto: chooses the cadence; None where one is given.
 
     Attributes:
         stops: whether a boundary decided that the loop ends.
-        is_aborted: whether it was asked to end without a save.
-        auto: what chooses a cadence, or None.
-        last_saved: the step of the newest checkpoint, saved or resumed from. Where the loop went back in memory, to before that
-            one, it is the step before the one that it was seen at: what is trained again is not saved yet.
+        is_aborted: whether a request ended the loop without a save.
+        auto: see the argument.
+        last_saved: the step of the newest checkpoint, saved or resumed from. Where the loop went back in memory, to a step at or
+            before that one, it is the step before the one where it was seen: what is trained again is not saved yet.
     """
 
     def __init__(
@@ -87,29 +159,31 @@ class SaveTriggers:
 
     def here(self, step: int, *, is_last: bool, is_best: bool, has_ended: bool) -> Boundary:
         """A boundary as this rank knows it."""
+        if self.auto is not None:
+            self.auto.arrive(step)
         every = None if self.auto is None else self.auto.every
         return Boundary(step, is_last, is_best, has_ended, time.monotonic() - self._saved_at, every)
 
     def agreed(self, mine: Boundary) -> Boundary:
-        """Take the requests that have come, and make one boundary of all ranks'; every rank calls.
+        """Take the requests that have come, and merge the boundaries of all ranks; every rank calls.
 
-        Requests are remembered until a save or a verdict that saves nothing has answered them.
+        Requests are remembered until a save answers them, or a decision not to save does.
 
         Raises:
             RanksDisagree: if the ranks are at different steps.
-            RankFailed: if another rank's source of requests failed, or that failure.
+            RankFailed: if another rank's source of requests failed; on that rank, its own exception.
         """
-        if self._world.world_size == 1:  # there is nobody to agree with, and this runs at each step
+        if self._world.world_size == 1:  # this runs at each step
             self._take_requests()
             return mine
 
-        def tell() -> tuple[tuple[StopRequest, ...], Boundary]:
+        def take() -> tuple[tuple[StopRequest, ...], Boundary]:
             self._take_requests()
             return self._asked, mine
 
-        told = on_all_ranks(self._world, tell)
-        self._asked = merge_requests([asked for asked, _ in told])
-        all_of = [each for _, each in told]
+        found = on_all_ranks(self._world, take)
+        self._asked = merge_requests([asked for asked, _ in found])
+        all_of = [each for _, each in found]
         steps = [each.step for each in all_of]
         if len(set(steps)) > 1:
             raise RanksDisagree("the step", expected="the same on every rank", found=f"{steps}, by rank",
@@ -128,7 +202,11 @@ class SaveTriggers:
             self._asked = merge_requests([self._asked, self._requests.take()])
 
     def decide(self, boundary: Boundary) -> Verdict:
-        """What happens at a boundary; what it says of the loop's end is remembered, whoever carries out the rest."""
+        """Decide what happens at a boundary, and remember whether the loop ends."""
+        if self.auto is not None:
+            if boundary.has_ended:
+                self.auto.ended()
+            self.auto.leave(boundary.step)
         self.see(boundary.step)
         verdict = decide(
             boundary.step,
@@ -144,32 +222,38 @@ class SaveTriggers:
         return verdict
 
     def _chosen(self, boundary: Boundary) -> Triggers:
-        """The triggers with the cadence that was chosen; before that the first save is due by the clock."""
+        """The triggers with the chosen cadence; before there is one, the first save is due by the clock."""
         if boundary.every is None:
             return attrs.evolve(self._triggers, every_secs=FIRST_SAVE_SECS)
         return attrs.evolve(self._triggers, every=boundary.every)
 
     def answered(self) -> None:
-        """What was asked for is answered, without a save."""
+        """Drop the requests: they are answered without a save."""
         self._asked = ()
 
     def see(self, step: int) -> None:
-        """Notice a step that is before one that was seen."""
+        """Notice a step before one that was seen."""
         has_gone_back = self._seen is not None and step < self._seen
         if has_gone_back and self.last_saved is not None and step <= self.last_saved:
             self.last_saved = step - 1
         self._seen = step
 
     def before(self, step: int) -> Before:
-        """What to put back if the save of a step fails that is about to be begun."""
+        """What to restore if the save of this step, which is about to start, fails."""
         return Before(step, self.last_saved, self._saved_at, self._asked)
 
     def begun(self, step: int) -> None:
-        """This step is saved, or being saved, and what was asked for is answered."""
+        """This step is saved, or being saved, which answers the requests."""
         self.last_saved, self._saved_at, self._asked = step, time.monotonic(), ()
 
+    def measured(self, step: int, call_secs: float, *, is_durable: bool) -> None:
+        """The call of a save took so many seconds."""
+        if self.auto is not None:
+            self.auto.begun(call_secs, is_durable=is_durable)
+            self.auto.leave(step)
+
     def undone(self, before: Before) -> None:
-        """The save that was begun has failed: what it was for is due again."""
+        """The save failed: what it was for is due again."""
         earlier, now = before.last_saved, self.last_saved
         went_before_it = now is not None and earlier is not None and now < min(earlier, before.step)
         if not went_before_it:
@@ -178,6 +262,6 @@ class SaveTriggers:
         self._asked = merge_requests([self._asked, before.asked])
 
     def loaded(self, step: int | None) -> None:
-        """The run goes on from a checkpoint: it is another try."""
+        """The run continues from a checkpoint, as another try."""
         self.stops = self.is_aborted = False
         self.last_saved, self._seen, self._saved_at = step, step, time.monotonic()

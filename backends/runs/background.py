@@ -1,134 +1,94 @@
-"""`Saver`: carries out one save at a time in a thread of its own, and says how it ended."""
+"""A save in the background: a job that takes the snapshot in its thread and reads the leaves through a hold."""
 
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import final
+from typing import Any, Final, final
+
+import attrs
 
 from trainfold.backends.hold.hold import Hold
+from trainfold.backends.job import Job
 from trainfold.backends.runs.save import SaveResult
 from trainfold.backends.runs.snapshot import Snapshot, save_snapshot
 from trainfold.backends.stores.direct_io import release_buffers
 from trainfold.backends.stores.protocol import Store
-from trainfold.backends.worker_thread import Job, WorkerThread
 from trainfold.core.errors import error_text
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.descent import Descent
 
 _LOG = logging.getLogger("trainfold")
+_THREAD: Final = "trainfold-save"
 
 
 @final
-class Saver:
-    """The thread that writes, and the save that is under way in it.
+@attrs.frozen(kw_only=True, eq=False)
+class BackgroundSave:
+    """What a save in the background needs.
 
-    A Python that ends waits for the save that is under way (P11).
-
-    Args:
-        store: the run, whose lock is held.
-        collectives: the ranks; nobody else may use them while a save is under way (D09).
+    Attributes:
+        store: the run. The caller holds its lock.
+        take: makes the snapshot, in the thread, or raises what this rank has to report to the others.
+        hold: of the snapshot's tensors. It is released when the save has ended.
+        collectives: the ranks. Nothing else may use them while the save is under way.
+        descends_from: the checkpoint that the state comes from; None where that is unknown.
+        ready_bytes: memory for copies to get ready, such as the last save needed.
+        owner: an object to keep alive until the save has ended, because it holds the run's lock.
     """
 
-    def __init__(self, store: Store, collectives: Collectives) -> None:
-        self._store = store
-        self._collectives = collectives
-        self._worker = WorkerThread("trainfold-save")
-        self._under_way: Job[SaveResult] | None = None
-        self._last: Job[None] | None = None
-        self._protected_bytes = 0  # of the last save: what the next one gets ready for
+    store: Store
+    take: Callable[[], Snapshot]
+    hold: Hold
+    collectives: Collectives
+    descends_from: Descent | None
+    ready_bytes: int
+    owner: object
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a save was begun and nobody was told yet how it ended."""
-        return self._under_way is not None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the save under way has ended here; the other ranks may still be at it."""
-        return self._under_way is not None and self._under_way.is_over
-
-    def begin(
-        self,
-        take: Callable[[], Snapshot],
-        hold: Hold,
-        *,
-        descends_from: Descent | None,
-        owner: object,
-    ) -> None:
-        """Save in the background; if this raises, either a save is under way or nothing will be saved.
+    def job(self, *, after: Job[Any] | None) -> Job[SaveResult]:
+        """The save, not started yet: the caller remembers the job first, so that an interrupt loses nothing.
 
         Args:
-            take: gives the snapshot of the state, or raises what this rank has to tell the others.
-            hold: of its tensors; released when the save has ended.
-            descends_from: the checkpoint that the state comes from; None where nobody knows.
-            owner: who must not go before the save has ended, because it has the run's lock and stands before the updates.
+            after: a job that has to end first.
         """
-        assert self._under_way is None, "one save at a time (D04)"
-        self._under_way = job = Job(partial(self._save, take, hold, descends_from, owner))
+        return Job(partial(_save, self), name=_THREAD, after=after)  # no closure: the frames of a failure would keep it
+
+
+def background_action(store: Store, action: Callable[[], None], *, after: Job[Any] | None) -> Job[None]:
+    """A job that has not started yet, such as deleting old checkpoints. Its failure is logged.
+
+    Args:
+        store: the run.
+        action: what to do.
+        after: a job that has to end first.
+    """
+
+    def logged() -> None:
         try:
-            self._worker.begin(job)
-        except BaseException as error:
-            if job.withdraw() or job.failure is error:
-                self._under_way = None
-            raise
-
-    def wait_for_save(self) -> Job[SaveResult]:
-        """Return when the save that is under way has ended; it still counts as such, so that an interrupt loses nothing."""
-        assert self._under_way is not None, "begin comes first"
-        self._under_way.wait()
-        return self._under_way
-
-    def forget(self) -> None:
-        """How the save ended is known."""
-        self._under_way = None
-
-    def then(self, action: Callable[[], None]) -> None:
-        """Do something in the background, such as deleting what is old; the next save comes after it."""
-
-        def logged() -> None:
-            try:
-                action()
-            except BaseException:
-                _LOG.exception("%s: what follows a save was broken off", self._store.url)
-                raise
-
-        self._last = job = Job(logged)
-        try:
-            self._worker.begin(job)
+            action()
         except BaseException:
-            if job.withdraw():
-                self._last = None
+            _LOG.exception("%s: the work after a save was broken off", store.url)
             raise
 
-    def wait(self) -> None:
-        """Return when what `then` was given last is done."""
-        if self._last is not None:
-            self._last.wait()
+    return Job(logged, name=_THREAD, after=after)
 
-    def close(self) -> None:
-        """Wait for all that was begun, and end the thread; calling it again does nothing."""
-        self._worker.close()
 
-    def _save(
-        self, take: Callable[[], Snapshot], hold: Hold, descends_from: Descent | None, owner: object
-    ) -> SaveResult:
-        try:
-            hold.prepare(self._protected_bytes)
-            return save_snapshot(
-                take,
-                self._store,
-                collectives=self._collectives,
-                lock=False,
-                hold=hold,
-                descends_from=descends_from,
-            )
-        except BaseException as error:
-            # here too, because a program that ends without `close` hears of it nowhere else
-            _LOG.error("%s: a save in the background failed: %s", self._store.url, error_text(error))
-            raise
-        finally:
-            hold.release()
-            hold.forget()
-            self._protected_bytes = hold.protected_bytes
-            release_buffers()
-            del owner
+def _save(work: BackgroundSave) -> SaveResult:
+    hold = work.hold
+    try:
+        hold.prepare(work.ready_bytes)
+        return save_snapshot(
+            work.take,
+            work.store,
+            collectives=work.collectives,
+            lock=False,
+            hold=hold,
+            descends_from=work.descends_from,
+        )
+    except BaseException as error:
+        # logged here too: a program that ends without `close` sees it nowhere else
+        _LOG.error("%s: a save in the background failed: %s", work.store.url, error_text(error))
+        raise
+    finally:
+        hold.release()
+        hold.forget()
+        release_buffers()

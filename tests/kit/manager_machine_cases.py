@@ -15,7 +15,6 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked
 from trainfold.backends.runs.best_file import best_checkpoint
 from trainfold.backends.stores.memory import CrashAt, Effect, ErrorAt, MemoryStore, SimulatedCrash
-from trainfold.backends.worker_thread import Job
 from trainfold.core import tree
 from trainfold.core.best.record import make_best_record
 from trainfold.core.errors import SaveFailed
@@ -257,10 +256,9 @@ class DiskModel:
 
     def settle(self):
         """Wait until the thread stands still."""
-        worker, last = self.manager._saves._saver._worker, Job(lambda: None)
-        if worker._line is not None:
-            worker.begin(last)
-        while worker._line is not None and not (last.is_over or self.store.is_waiting):
+        saves = self.manager._saves
+        jobs = [saves._deletion, None if saves._under_way is None else saves._under_way.job]
+        while not (all(job is None or job.is_over for job in jobs) or self.store.is_waiting):
             PAUSE.wait(0.0001)
         if self.save_ is not None:
             self.land(self.save_)

@@ -266,7 +266,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
         assert self.save_ is None
         assert self.call(self.manager.close) is None
         self.open()
-        self.manager._first.is_cleared = (
+        self.manager._loads.first.is_cleared = (
             True  # what is in memory is what the closed one has saved, or goes on from there
         )
 

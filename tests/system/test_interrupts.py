@@ -147,7 +147,7 @@ def interrupt_once(scene, mode, room, kind, at):
             loop.update()
         loop.count()
     wanted = {name: value.clone() for name, value in loop.model.state_dict().items()}
-    if loop.manager._is_open and call is not Loop.close:
+    if loop.manager._lease.is_open and call is not Loop.close:
         with contextlib.suppress(SaveFailed):  # of a save that was interrupted: told, and done again
             loop.manager.finish(loop.live)
     loop.manager.close()

@@ -13,10 +13,12 @@ import trainfold
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.components.held_optimizers import held_optimizers, nest_of
 from trainfold.adapters.live.live import attach
+from trainfold.adapters.manager.contents import RunContents
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.manager.update_hooks import UpdateGate
+from trainfold.adapters.manager.update_hooks import UpdateHooks
 from trainfold.adapters.own_state.plain_form import from_plain, to_plain
 from trainfold.adapters.own_state.remembered import remember
+from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, TrainfoldError, UnsupportedOptimizer
 from trainfold.core.format.structure.describe import describe
@@ -327,15 +329,28 @@ def test_schedulers_go_on_working_on_the_groups_that_they_hold():
     assert run.optimizer.inner.param_groups[0] is group
 
 
+class Updates:
+    def announced(self):
+        pass
+
+
+UPDATES = Updates()
+
+
+def contents_of_all():
+    hooks = UpdateHooks(UPDATES.announced)
+    return RunContents(SingleProcess(), hooks, components=None, contract={}, replica_check="none")
+
+
 def test_what_an_own_way_writes_at_any_moment_is_copied_in_the_call():
     """W05, D02: a hook before the step protects only what nothing but the step writes to."""
     for make, is_copied in ((several, True), (MAKERS["own"], True), (MAKERS["writing"], False)):
         run = Run(make, 0).train(1)
         lent = run.live.view()
-        leaves = {}
-        for name in ("model", "optimizer"):
-            leaves |= {(name, path): leaf for path, leaf in describe(getattr(lent.state, name), name)[1].items()}
-        changing = UpdateGate().changing(run.live, lent, leaves)
+        contents = contents_of_all()
+        snapshot = contents.snapshot(run.live, lent)
+        leaves = {name: leaf for name, leaf in snapshot.named().items() if name[0] in ("model", "optimizer")}
+        changing = contents.unannounced(run.live, lent, snapshot, leaves)
         held = {name for name in leaves if name not in changing}
         assert (("model", "model.params['0.weight']") in changing) is is_copied
         assert any(component == "optimizer" for component, _ in held) is not is_copied

@@ -72,7 +72,7 @@ def test_a_failed_save_is_told_at_the_next_boundary_and_the_pointer_stays():
         manager.drain()
         store.inner._fault = ErrorAt(len(store.inner.effects) + 8)
         manager.save(job.live)
-        manager._saves._saver.wait_for_save()
+        manager._saves._under_way.job.wait()
         assert store.inner.point_target("latest") == "step-00000001"
         assert load(store.inner, like=job.live.capture()).trainer.step == 1
         job.train()

@@ -37,7 +37,7 @@ def test_a_manager_that_nobody_keeps_stands_before_updates_until_its_save_has_en
     wanted = fingerprint(live.capture())
     gone = weakref.ref(manager := CheckpointManager(store, mode="async"))
     manager.save(live)
-    under_way = manager._saves._saver._under_way
+    under_way = manager._saves._under_way.job
     assert store.has_paused.wait(20)
     del manager
     gc.collect()
@@ -60,7 +60,7 @@ def test_an_interrupted_wait_is_no_end_of_the_save(monkeypatch):
     manager = CheckpointManager(store, mode="async")
     manager.save(live)
     assert store.has_paused.wait(20)
-    job = manager._saves._saver._under_way
+    job = manager._saves._under_way.job
     for call in (manager.drain, manager.close):
         with monkeypatch.context() as patched:
             patched.setattr(type(job), "wait", _interrupted)
@@ -122,7 +122,7 @@ def test_the_last_step_is_saved_although_the_save_before_it_failed():
     store = PausingStore(fault=ErrorAt(9))
     with CheckpointManager(store, mode="async", every=5) as manager:
         manager.step(TrainState(trainer=Progress(step=5), extra={"w": torch.ones(4)}))
-        manager._saves._saver.wait_for_save()
+        manager._saves._under_way.job.wait()
         with pytest.raises(SaveFailed):
             manager.step(TrainState(trainer=Progress(step=7), extra={"w": torch.ones(4)}), is_last=True)
     assert [name for name in store.inner.list() if name.startswith("step-")] == ["step-00000007"]
@@ -288,7 +288,7 @@ def test_a_save_that_fails_unheard_is_in_the_log(caplog):
     store = PausingStore(fault=ErrorAt(9, lasting=True))
     manager = CheckpointManager(store, mode="async")
     manager.save(TrainState(trainer=Progress(step=1), extra={"w": torch.ones(4)}))
-    manager._saves._saver.wait_for_save()
+    manager._saves._under_way.job.wait()
     assert "a save in the background failed" in caplog.text
 
 
@@ -314,7 +314,7 @@ def test_a_request_whose_save_failed_is_answered_by_the_next_one():
     with CheckpointManager(store, mode="async", requests=asked) as manager:
         asked.ask("save")
         manager.step(TrainState(trainer=Progress(step=1), extra={"w": torch.ones(4)}))
-        manager._saves._saver.wait_for_save()
+        manager._saves._under_way.job.wait()
         with pytest.raises(SaveFailed):
             manager.step(TrainState(trainer=Progress(step=2), extra={"w": torch.ones(4)}))
     assert "step-00000002" in store.inner.list()

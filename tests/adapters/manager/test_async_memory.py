@@ -13,11 +13,11 @@ from torch import nn
 
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.job import Job
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.memory import ErrorAt, MemoryStore
-from trainfold.backends.worker_thread import WorkerThread
 from trainfold.core.errors import (
     SaveFailed,
 )
@@ -65,15 +65,15 @@ def test_an_interrupt_after_a_save_has_ended_does_not_undo_it(monkeypatch):
         manager.save(TrainState(trainer=Progress(step=1)))
         manager.drain()
         manager._saves.wait_for_deletions()
-        real = WorkerThread.begin
+        real = Job.start
 
-        def begin(worker, job):
-            real(worker, job)
+        def begin(job):
+            real(job)
             job.wait()
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(WorkerThread, "begin", begin)
+            patched.setattr(Job, "start", begin)
             with pytest.raises(KeyboardInterrupt):
                 manager.save(TrainState(trainer=Progress(step=2)))
         assert manager.drain().step == 2
@@ -90,14 +90,14 @@ def test_the_call_frees_no_tensor_once_the_writer_waits(monkeypatch, kind):
     state = live.capture()
     begun, made = [], []
 
-    def begin(_, job):
+    def begin(job):
         begun.append(job)
         made.extend(weakref.ref(each) for each in gc.get_objects() if type(each) is torch.Tensor)
 
     components = ("model",) if kind == "components of a live run" else None
     manager = CheckpointManager(MemoryStore(), mode="async", components=components)
     with monkeypatch.context() as patched:
-        patched.setattr(WorkerThread, "begin", begin)
+        patched.setattr(Job, "start", begin)
         manager.save(state if kind == "state" else live)
         freed = sum(each() is None for each in made)
         (job,) = begun

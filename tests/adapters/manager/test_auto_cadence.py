@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.adapters.live.live import attach
-from trainfold.adapters.manager import auto_cadence, triggers
-from trainfold.adapters.manager import manager as manager_module
-from trainfold.adapters.manager.auto_cadence import AutoCadence
+from trainfold.adapters.manager import saving, triggers
 from trainfold.adapters.manager.config import CheckpointConfig, create_checkpoint_manager
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.adapters.manager.triggers import AutoCadence
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.memory import MemoryStore
@@ -41,7 +40,7 @@ def clock(monkeypatch):
     """The clock of the manager, and of nothing else."""
     made = Clock()
     time = types.SimpleNamespace(monotonic=made)
-    for module in (triggers, manager_module):
+    for module in (triggers, saving):
         monkeypatch.setattr(module, "time", time)
     monkeypatch.setattr(AutoCadence.__init__, "__kwdefaults__", {"clock": made})
     return made
@@ -144,7 +143,7 @@ def test_the_ranks_save_at_the_same_steps_though_their_clocks_differ(monkeypatch
 
     store, store_of = MemoryStore(), {}
     monkeypatch.setattr(
-        auto_cadence, "choose_cadence", lambda _current, *, save_secs, step_secs, write_secs: 5 if step_secs < 2 else 3
+        triggers, "choose_cadence", lambda _current, *, save_secs, step_secs, write_secs: 5 if step_secs < 2 else 3
     )
     assert run_threads(2, rank) == [5, 3]
     assert steps_of(store) == [6, 10, 15, 20, 25, 30, 35, 40]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from trainfold.adapters.live.live import attach
 from trainfold.adapters.manager.disabled import DisabledManager
+from trainfold.adapters.manager.lease import raise_after
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.manager.saving import raise_after
 from trainfold.adapters.manager.triggers import Boundary, SaveTriggers
 from trainfold.adapters.requests.sources import Asked, SignalRequests
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads, thread_outcomes
@@ -224,7 +224,9 @@ def failed_in_background(**options):
     manager = CheckpointManager(store, mode="async", **options)
     store._fault = ErrorAt(store._attempts + 1)
     manager.save(state_at(1))
-    assert isinstance(manager._saves._saver.wait_for_save().failure, SaveFailed)
+    job = manager._saves._under_way.job
+    job.wait()
+    assert isinstance(job.failure, SaveFailed)
     store._fault = None
     return manager
 

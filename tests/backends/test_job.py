@@ -1,4 +1,4 @@
-"""The thread that carries out jobs: in order, each once, and to the end, however the program ends."""
+"""Jobs: each runs once, after the one that it names, and to the end, however the program ends."""
 
 import gc
 import subprocess
@@ -11,20 +11,40 @@ from functools import partial
 import pytest
 import torch
 
+from trainfold.backends.job import Job
 from trainfold.backends.runs.api import load
-from trainfold.backends.wakeup import Wakeup
-from trainfold.backends.worker_thread import Job, WorkerThread
 from trainfold.core.state.state import Progress, TrainState
 
 
-def test_jobs_are_carried_out_in_their_order_in_one_thread():
-    worker, seen = WorkerThread("test"), []
-    jobs = [Job(lambda number=number: seen.append((number, threading.current_thread().name))) for number in range(50)]
-    for job in jobs:
-        worker.begin(job)
-    worker.close()
-    assert seen == [(number, "test") for number in range(50)]
-    assert all(job.is_over for job in jobs)
+def threads_named(name):
+    return [each for each in threading.enumerate() if each.name == name]
+
+
+def wait_for_no_thread(name):
+    deadline = time.monotonic() + 20
+    while threads_named(name) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not threads_named(name)
+
+
+def test_a_job_runs_after_the_one_that_it_names():
+    seen, last = [], None
+    for number in range(20):
+        last = Job(lambda number=number: seen.append(number), after=last)
+        last.start()
+    last.wait()
+    assert seen == list(range(20))
+
+
+def test_a_job_that_waits_keeps_none_of_those_before_it():
+    first = Job(lambda: None)
+    second, gone = Job(lambda: None, after=first), weakref.ref(first)
+    first.start()
+    del first
+    second.start()
+    second.wait()
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_job_is_carried_out_once_whoever_begins_it():
@@ -41,94 +61,73 @@ def test_a_job_is_carried_out_once_whoever_begins_it():
 
 
 def test_a_job_that_was_withdrawn_is_never_carried_out():
-    worker, go, count = WorkerThread("test"), threading.Event(), []
-    worker.begin(Job(lambda: go.wait(20)))
-    job = Job(lambda: count.append(1))
-    worker.begin(job)
+    count = []
+    job = Job(lambda: count.append(1), name="withdrawn")
     assert job.withdraw()
-    go.set()
-    worker.close()
+    job.start()
+    wait_for_no_thread("withdrawn")
     assert not count
     assert not job.is_over
 
 
 def test_what_a_job_raises_is_its_failure_and_ends_nothing():
-    worker, job, next_one = WorkerThread("test"), Job(lambda: 1 // 0), Job(lambda: 7)
-    worker.begin(job)
-    worker.begin(next_one)
+    job = Job(lambda: 1 // 0)
+    next_one = Job(lambda: 7, after=job)
+    job.start()
+    next_one.start()
     next_one.wait()
     assert isinstance(job.failure, ZeroDivisionError)
     assert next_one.result == 7
-    worker.close()
-
-
-def test_a_worker_that_was_closed_begins_anew():
-    worker = WorkerThread("test")
-    worker.close()
-    for number in range(3):
-        job = Job(lambda number=number: number)
-        worker.begin(job)
-        worker.close()
-        worker.close()
-        assert job.result == number
 
 
 def test_where_no_thread_can_be_started_the_caller_does_it(monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")
 
-    worker, job = WorkerThread("test"), Job(threading.current_thread)
+    job, before = Job(threading.current_thread), Job(lambda: 1)
+    before.start()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        worker.begin(job)
+        job = Job(threading.current_thread, after=before)
+        job.start()
         assert job.result is threading.main_thread()
+        assert before.is_over
         with pytest.raises(KeyboardInterrupt):
-            worker.begin(Job(lambda: (_ for _ in ()).throw(KeyboardInterrupt)))
-    job = Job(threading.current_thread)
-    worker.begin(job)
-    worker.close()
+            Job(lambda: (_ for _ in ()).throw(KeyboardInterrupt)).start()
+    job = Job(threading.current_thread, name="test")
+    job.start()
+    job.wait()
     assert job.result.name == "test"
 
 
-def test_the_thread_ends_with_its_worker_and_holds_nothing_that_is_done():
+def test_the_thread_ends_with_its_job_and_holds_nothing_that_is_done():
     class Thing:
         pass
 
-    worker, thing = WorkerThread("test"), Thing()
+    thing = Thing()
     gone = weakref.ref(thing)
-    job = Job(lambda thing=thing: None)
-    worker.begin(job)
+    job = Job(lambda thing=thing: None, name="ends")
+    job.start()
+    del thing
     job.wait()
-    thread = worker._line.thread
-    del thing, job
-    deadline = time.monotonic() + 20
-    while gone() is not None and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_for_no_thread("ends")
     assert gone() is None
-    del worker
-    thread.join(20)
-    assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_a_thread_that_leaves_because_the_program_ends_loses_no_job(monkeypatch, left):
-    """Both ways of a race: the job is there before the thread looks for the last time, or after it."""
-    worker, first = WorkerThread("test"), Job(lambda: 1)
-    worker.begin(first)
-    first.wait()
-    line = worker._line
-    monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: False)
-    if left:
-        line.thread.join(20)
-    else:
-        while not line.has_left:
-            pass
-    monkeypatch.undo()
-    job = Job(lambda: 2)
-    worker.begin(job)
+def test_the_action_waits_until_the_call_that_starts_it_is_done(monkeypatch):
+    """Else the new thread takes the interpreter from a caller that waits for it to start."""
+    order, real = [], threading.Thread.start
+
+    def start(thread):
+        real(thread)
+        time.sleep(0.05)
+        order.append("started")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    job = Job(lambda: order.append("ran"))
+    job.start()
     job.wait()
-    assert job.result == 2
-    worker.close()
+    assert order == ["started", "ran"]
 
 
 PROGRAM = """
@@ -179,28 +178,6 @@ def test_the_last_state_is_saved_wherever_the_loop_runs_and_however_it_ends(tmp_
     assert torch.equal(found.extra["w"], torch.full((2 << 20,), 4.0))
 
 
-def test_a_close_that_is_interrupted_is_no_end(monkeypatch):
-    """Ctrl-C in it: what was begun goes on, more can be begun, and the next close waits for all of it."""
-    worker, go = WorkerThread("test"), threading.Event()
-    slow = Job(lambda: go.wait(20))
-    worker.begin(slow)
-    for _ in range(2):
-        with monkeypatch.context() as patched:
-            patched.setattr(Wakeup, "wait", _interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                worker.close()
-    job = Job(lambda: threading.current_thread().name)
-    beginning = threading.Thread(target=worker.begin, args=(job,))
-    beginning.start()
-    assert not slow.is_over
-    go.set()
-    beginning.join(20)
-    job.wait()
-    assert job.result == "test"
-    worker.close()
-    assert slow.is_over
-
-
 def _interrupt(_):
     raise KeyboardInterrupt
 
@@ -213,13 +190,13 @@ def test_what_a_job_raises_holds_on_to_nothing():
 
     gc.disable()
     try:
-        worker, thing = WorkerThread("test"), Thing()
-        job = Job(partial(_fail, thing))
+        thing = Thing()
+        job = Job(partial(_fail, thing), name="raises")
         gone = [weakref.ref(thing), weakref.ref(job)]
-        worker.begin(job)
+        job.start()
         job.wait()
         failure = job.failure
-        worker.close()
+        wait_for_no_thread("raises")
         del thing, job
         assert [each() for each in gone] == [None, None]
         assert isinstance(failure, ValueError)
@@ -239,20 +216,19 @@ def _look_up(things, name, default):
     return things[name] or default
 
 
-def test_workers_that_can_start_no_thread_leave_nothing_behind(monkeypatch):
+def test_jobs_that_can_start_no_thread_leave_nothing_behind(monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     gone = []
     for _ in range(3):
-        worker, job = WorkerThread("test"), Job(lambda: 1 // 0)
-        worker.begin(job)
-        gone += [weakref.ref(worker), weakref.ref(job)]
-        worker.close()
-    del worker, job
+        job = Job(lambda: 1 // 0)
+        job.start()
+        gone.append(weakref.ref(job))
+    del job
     gc.collect()
-    assert [each() for each in gone] == [None] * 6
+    assert [each() for each in gone] == [None] * 3
 
 
 def _fail_in_a_circle():
@@ -263,20 +239,18 @@ def _fail_in_a_circle():
 
 
 def test_a_failure_whose_causes_go_in_a_circle_ends_its_job():
-    worker, job = WorkerThread("test"), Job(_fail_in_a_circle)
-    worker.begin(job)
+    job = Job(_fail_in_a_circle)
+    job.start()
     job.wait()
-    worker.close()
     assert isinstance(job.failure, KeyError)
 
 
-def test_a_close_after_an_interrupt_before_the_thread_began_waits_for_nobody(monkeypatch):
-    worker, job = WorkerThread("test"), Job(lambda: 7)
+def test_an_interrupt_before_the_thread_began_leaves_a_job_that_can_be_withdrawn(monkeypatch):
+    job = Job(lambda: 7)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", _interrupt)
         with pytest.raises(KeyboardInterrupt):
-            worker.begin(job)
-    worker.close()
+            job.start()
     assert job.withdraw()
 
 
@@ -301,23 +275,25 @@ def test_a_generator_that_has_kept_an_error_goes_on_when_a_job_raises_it():
     assert next(items) == 2
 
 
-def test_an_interrupt_around_a_job_that_the_caller_carries_out_leaves_nobody_waiting(monkeypatch):
-    """Where no thread can be started; at each place where Python looks for signals."""
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_an_interrupt_around_the_start_of_a_job_leaves_no_thread_waiting(monkeypatch, has_thread):
+    """At each place where Python looks for signals: the job ends, or is withdrawn and its thread goes."""
 
     def start(_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", start)
+    if not has_thread:
+        monkeypatch.setattr(threading.Thread, "start", start)
     at, was_interrupted = 0, True
     while was_interrupted:
         at += 1
-        job, worker = Job(lambda: 7), WorkerThread("test")
+        job = Job(lambda: 7, name="interrupted")
         seen, was_interrupted = 0, False
 
         def profile(frame, event, _):
             nonlocal seen, was_interrupted
             seen += event in ("call", "c_return") and frame.f_code.co_filename.endswith(
-                ("worker_thread.py", "wakeup.py")
+                ("job.py", "helpers.py", "wakeup.py")
             )
             if seen == at:  # noqa: B023
                 was_interrupted = True
@@ -326,11 +302,13 @@ def test_an_interrupt_around_a_job_that_the_caller_carries_out_leaves_nobody_wai
 
         sys.setprofile(profile)
         try:
-            worker.begin(job)
+            job.start()
         except KeyboardInterrupt:
             pass
         finally:
             sys.setprofile(None)
-        assert job.is_over or job.withdraw(), f"interrupted at {at}"
-        assert not job.is_over or job.result == 7 or job.failure is not None, f"interrupted at {at}"
+        if not job.withdraw():
+            job.wait()
+            assert job.result == 7 or job.failure is not None, f"interrupted at {at}"
     assert at > 5
+    wait_for_no_thread("interrupted")

@@ -1,0 +1,131 @@
+"""`RunContents`: what a save takes of a run: its snapshot, and which of its leaves have to be copied in the call."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import attrs
+import torch
+
+from trainfold.adapters.live.live import Live
+from trainfold.adapters.live.view import LiveView
+from trainfold.adapters.manager.update_hooks import UpdateHooks
+from trainfold.adapters.parallel.ddp import sent_buffers
+from trainfold.backends.hold.steady import leased_leaves, steady_leaves
+from trainfold.backends.hold.write_watch import LeafName
+from trainfold.backends.runs.snapshot import Snapshot, describe_state
+from trainfold.core import tree
+from trainfold.core.format.structure.describe import Describer
+from trainfold.core.layout.world import Collectives
+from trainfold.core.save.replicas import Level, proof_of
+from trainfold.core.state.components import components_of, validate_components
+from trainfold.core.state.leaves import leaves_in
+from trainfold.core.state.state import OwnOptimizerState, TrainState
+
+
+@final
+class RunContents:
+    """Reads a run for its saves.
+
+    Args:
+        world: the ranks.
+        hooks: what announces the updates of a live run.
+        components: which components are saved; None for all.
+        contract: what must be equal at a resume, beside what the run says itself.
+        replica_check: how much each save compares of what all ranks should have alike.
+    """
+
+    def __init__(
+        self,
+        world: Collectives,
+        hooks: UpdateHooks,
+        *,
+        components: tuple[str, ...] | None,
+        contract: Mapping[str, Any],
+        replica_check: Level,
+    ) -> None:
+        self._world = world
+        self._hooks = hooks
+        self._components = components
+        self._contract = contract
+        self._replica_check = replica_check
+        self._describer = Describer()
+        self._proofs = 0
+        self._written: set[LeafName] = set()
+
+    def proved(self) -> None:
+        """A save has succeeded, which shows that the ranks have the same."""
+        self._proofs += 1
+
+    def found_written(self, names: frozenset[LeafName]) -> None:
+        """These leaves were written to without announcement during a save: from now on they are copied in the call."""
+        self._written |= names
+
+    def whole_snapshot(self, run: Live | TrainState) -> Snapshot:
+        """A snapshot with the random streams."""
+        view = view_of(run)
+        return self.with_streams(self.snapshot(run, view), view.rng)
+
+    def snapshot(self, run: Live | TrainState, view: LiveView) -> Snapshot:
+        """A snapshot without the random streams of a live run.
+
+        Args:
+            run: what is saved.
+            view: of the run.
+        """
+        if isinstance(run, Live) and self._world.world_size > 1 and not self._proofs:
+            run.check_whole()  # again, because an attached module may have been wrapped since
+        names = self._components
+        names = validate_components(names, declared=run.names) if isinstance(run, Live) else names
+        found = describe_state(view.state, components=names, contract=self._contract, describe=self._describer.describe)
+        if self._world.world_size == 1:
+            return found
+        sent: Mapping[str, str] = {}
+        if isinstance(run, Live):
+            found = attrs.evolve(found, optional=run.optional)
+            sent = sent_buffers(run, view.modules, self._world)
+        return found.with_copies(proof_of(self._replica_check, saves=self._proofs), sent=sent)
+
+    def with_streams(self, snapshot: Snapshot, streams: Callable[[], Any] | None) -> Snapshot:
+        """Add the random streams, which the view has read; an async save does this in its thread."""
+        if streams is None:
+            return snapshot
+        return snapshot.with_own("rng", streams(), is_saved=self._components is None or "rng" in self._components)
+
+    def unannounced(
+        self, run: Live | TrainState, view: LiveView, snapshot: Snapshot, leaves: Mapping[LeafName, torch.Tensor]
+    ) -> set[LeafName]:
+        """The leaves that have to be copied in the call, because no update announces when they change.
+
+        Args:
+            run: what is saved. The optimizers of a live run get their hooks here.
+            view: of the run.
+            snapshot: of the run.
+            leaves: its tensors by name.
+        """
+        steady = self._steady_of_live(run, view, leaves) if isinstance(run, Live) else _steady_of_state(run, leaves)
+        return (leaves.keys() - steady) | (self._written & leaves.keys()) | snapshot.arrays()
+
+    def _steady_of_live(self, run: Live, view: LiveView, leaves: Mapping[LeafName, torch.Tensor]) -> set[LeafName]:
+        own = {name: each for name, each in components_of(view.state).items() if isinstance(each, OwnOptimizerState)}
+        # an optimizer that holds another one, or has its own state_dict, may write at other moments too, as SAM does to climb
+        anytime = {name for name, each in own.items() if each.held or each.own is not None}
+        hooked = self._hooks.install({name: each for name, each in run.optimizers.items() if name not in anytime})
+        groups = [group for name in hooked for group in run.optimizers[name].param_groups]
+        parameters = [each for group in groups for each in group["params"]]
+        return steady_leaves(
+            leaves,
+            parameters,
+            slots=tuple(f"{name}.base.slots[" if name in own else f"{name}.slots[" for name in hooked),
+            frozen=[each for each in parameters if not each.requires_grad],
+            rescaled=[each for module in view.modules.values() for each in module.rescaled],
+        )
+
+
+def _steady_of_state(state: TrainState, leaves: Mapping[LeafName, torch.Tensor]) -> set[LeafName]:
+    leased = [leaf for each in leaves_in(state) for leaf in tree.leaves(each) if isinstance(leaf, torch.Tensor)]
+    return leased_leaves(leaves, leased)
+
+
+def view_of(run: Live | TrainState) -> LiveView:
+    """A view of a run, which a state is itself."""
+    return run.view() if isinstance(run, Live) else LiveView(run)

@@ -1,0 +1,70 @@
+"""`EventLog`: sends the events of a run to `logging` and to the user's callback, in the thread that calls it."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final, final
+
+from trainfold.core.errors import InvalidState
+from trainfold.core.save.events import Event, EventKind
+
+_LOG = logging.getLogger("trainfold")
+_LEVELS: Final = {"saved": logging.DEBUG, "pruned": logging.DEBUG, "failed": logging.WARNING, "refused": logging.WARNING,
+                  "skipped": logging.WARNING, "cadence": logging.WARNING}  # fmt: skip
+
+
+@final
+class EventLog:
+    """Logs events and hands them to a listener. Another thread defers its events until the owner reports them.
+
+    Args:
+        run: where the run is.
+        listener: gets each event. An exception of it is logged, because it must not fail a save.
+
+    Examples:
+        >>> seen = []
+        >>> EventLog("runs/a", seen.append).report("committed", step=3)
+        >>> print(seen[0])
+        committed runs/a at step 3
+    """
+
+    def __init__(self, run: str, listener: Callable[[Event], object] | None) -> None:
+        self._run = run
+        self._listener = listener
+        self._deferred: deque[Event] = deque()
+        self._is_calling = False
+
+    def check_not_calling(self) -> None:
+        """Check that this is not a call from the listener: a save in the middle of another one's report would disturb it.
+
+        Raises:
+            InvalidState: if it is.
+        """
+        if self._is_calling:
+            raise InvalidState("CheckpointManager", expected="a call from the loop", found="one from on_event",
+                               fix="remember what to do, and do it when the manager's call has returned")  # fmt: skip
+
+    def report(self, kind: EventKind, **about: Any) -> None:
+        """Report an event, after all deferred ones."""
+        self.report_deferred()
+        self._deliver(Event(kind, self._run, **about))
+
+    def defer(self, events: Iterable[Event]) -> None:
+        """Keep events until `report_deferred`; from any thread."""
+        self._deferred.extend(events)
+
+    def report_deferred(self) -> None:
+        """Report the deferred events."""
+        while self._deferred:
+            self._deliver(self._deferred.popleft())
+
+    def _deliver(self, event: Event) -> None:
+        _LOG.log(_LEVELS.get(event.kind, logging.INFO), "%s", event)
+        if self._listener is not None:
+            self._is_calling = True
+            try:
+                self._listener(event)
+            except Exception:  # noqa: BLE001  # see the class
+                _LOG.exception("on_event failed for %s", event)
+            finally:
+                self._is_calling = False
