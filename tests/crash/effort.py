@@ -4,7 +4,7 @@ import os
 import sys
 from typing import Final
 
-from crash.states import Budget
+from crash.disk.states import Budget
 
 IS_SOAK: Final = os.environ.get("HYPOTHESIS_PROFILE") == "soak"
 BUDGET: Final = Budget(names=200_000, contents=4096) if IS_SOAK else Budget(names=16, contents=4)

@@ -10,12 +10,12 @@ import attrs
 import pytest
 
 import trainfold
-from crash.effects import Mark
+from crash.disk.effects import Mark
 from crash.effort import CUTS, IS_SOAK, say
-from crash.power_cut import KEPT, NoLoopDevice, Writer, powered_disk
-from crash.recovery import Promised, broken, look, staged
-from crash.rivals import RIVALS
-from crash.scenarios import Doing, digest_of_state, state_at
+from crash.kills.power_cut import KEPT, NoLoopDevice, Writer, powered_disk
+from crash.saves.recovery import Promised, broken, look, staged
+from crash.saves.rivals import RIVALS
+from crash.saves.scenarios import Doing, digest_of_state, state_at
 from trainfold.backends.stores.local import LocalStore
 
 LATEST_CUT_SECS = 0.03

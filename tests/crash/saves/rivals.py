@@ -19,11 +19,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from crash.effects import Effect, Mark, Recorder
-from crash.frozen_store import Files, materialise
-from crash.scenarios import SHM
-from crash.states import Budget, crash_states, digest_of_files
-from crash.syscalls import watched
+from crash.disk.effects import Effect, Mark, Recorder
+from crash.disk.frozen_store import Files, materialise
+from crash.disk.states import Budget, crash_states, digest_of_files
+from crash.disk.syscalls import watched
+from crash.saves.scenarios import SHM
 
 State = dict[str, torch.Tensor]
 

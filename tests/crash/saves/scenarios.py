@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import trainfold
-from crash.disk import Disk
-from crash.effects import Effect, Recorder
-from crash.extents import Extents, in_extents
-from crash.frozen_store import files_in, materialise
-from crash.states import after_all, live
-from crash.syscalls import Handler, watched
+from crash.disk.disk import Disk
+from crash.disk.effects import Effect, Recorder
+from crash.disk.extents import Extents, in_extents
+from crash.disk.frozen_store import files_in, materialise
+from crash.disk.states import after_all, live
+from crash.disk.syscalls import Handler, watched
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.best_file import save_best
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt

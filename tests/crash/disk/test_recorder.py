@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from crash.disk import BLOCK_BYTES, content
-from crash.effects import TOP, Bind, Move, Resize, Sync, SyncFailed, Unbind, Write
+from crash.disk.disk import BLOCK_BYTES, content
+from crash.disk.effects import TOP, Bind, Move, Resize, Sync, SyncFailed, Unbind, Write
+from crash.disk.states import Budget, after_all, live, states_of
 from crash.effort import IS_SOAK
-from crash.states import Budget, after_all, live, states_of
 
 CALLS = "openat,write,pwrite64,ftruncate,fallocate,fsync,fdatasync,rename,renameat,linkat,unlink,unlinkat,mkdir,rmdir,symlink,symlinkat"
 PROGRAM = """
 import sys, os
 sys.path.insert(0, {tests!r})
 from crash.effort import IS_SOAK
-from crash.effects import Recorder
-from crash.scenarios import Scene, SCENARIOS
-from crash.syscalls import watched
+from crash.disk.effects import Recorder
+from crash.saves.scenarios import Scene, SCENARIOS
+from crash.disk.syscalls import watched
 SCENARIOS["first_save"](Scene(Recorder({warm!r})))
 recorder = Recorder({top!r})
 with watched(recorder):
@@ -42,7 +42,7 @@ def test_strace_sees_the_same_effects_in_the_same_order(name, tmp_path):
         pytest.skip("there is no strace")
     top, warm, log = tmp_path / "top", tmp_path / "warm", tmp_path / "log"
     top.mkdir(), warm.mkdir()
-    program = PROGRAM.format(tests=str(Path(__file__).parents[1]), top=str(top), warm=str(warm), name=name)
+    program = PROGRAM.format(tests=str(Path(__file__).parents[2]), top=str(top), warm=str(warm), name=name)
     done = subprocess.run(
         [strace, "-f", "--seccomp-bpf", "-y", "-e", f"trace={CALLS}", "-e", "signal=none", "-o", str(log), sys.executable, "-c", program],
         capture_output=True, text=True, check=False, timeout=100,

@@ -2,11 +2,11 @@
 
 import pytest
 
-from crash.effects import Write
+from crash.disk.effects import Write
+from crash.disk.states import Budget, crash_states
 from crash.effort import GO_ON_SHARE, IS_SOAK, say
-from crash.large import LARGE, MIB, MORE
-from crash.recovery import Examiner, promises
-from crash.states import Budget, crash_states
+from crash.saves.large import LARGE, MIB, MORE
+from crash.saves.recovery import Examiner, promises
 
 MOST_EXTENTS = 12  # two threads of two ranks take turns as they like; of one rank, it is four
 BUDGET = Budget(512, 64) if IS_SOAK else Budget(8, 4)

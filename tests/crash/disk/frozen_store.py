@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, final
 
-from crash.extents import FILE, Data
+from crash.disk.extents import FILE, Data
 from trainfold.backends.stores.names import is_component, prefix_directory, split_name
 from trainfold.backends.stores.os_errors import missing, not_a_directory, torn
 from trainfold.core.errors import CheckpointHostile

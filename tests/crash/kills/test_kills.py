@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from crash.effort import IS_SOAK
-from crash.kills import STEPS, WANTED, Job, Kill, Life, Lives, best_of_all, digest, litter
+from crash.kills.lives import STEPS, WANTED, Job, Kill, Life, Lives, best_of_all, digest, litter
 from trainfold.backends.runs.api import load
 from trainfold.backends.runs.best_file import load_best
 from trainfold.backends.runs.scan import read_inventory

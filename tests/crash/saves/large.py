@@ -9,9 +9,9 @@ from unittest import mock
 import attrs
 import torch
 
-from crash.effects import Effect, Recorder
-from crash.scenarios import Scene, record, state_at, two_ranks
-from crash.syscalls import Handler
+from crash.disk.effects import Effect, Recorder
+from crash.disk.syscalls import Handler
+from crash.saves.scenarios import Scene, record, state_at, two_ranks
 from trainfold.backends.stores import direct_io
 from trainfold.core.state.state import TrainState
 

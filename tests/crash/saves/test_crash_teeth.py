@@ -7,14 +7,14 @@ from contextlib import suppress
 
 import pytest
 
-from crash import rivals
-from crash.effects import Bind, Move, Resize, Sync, Unbind, Write
+from crash.disk.effects import Bind, Move, Resize, Sync, Unbind, Write
+from crash.disk.states import Budget, crash_states
 from crash.effort import say
-from crash.large import MIB, O_DIRECT, LargeScene, call
-from crash.recovery import Examiner, promises
-from crash.rivals import RIVALS, failures
-from crash.scenarios import SCENARIOS, record
-from crash.states import Budget, crash_states
+from crash.saves import rivals
+from crash.saves.large import MIB, O_DIRECT, LargeScene, call
+from crash.saves.recovery import Examiner, promises
+from crash.saves.rivals import RIVALS, failures
+from crash.saves.scenarios import SCENARIOS, record
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import CommitConflict, SaveFailed
 

@@ -10,15 +10,15 @@ import attrs
 import pytest
 
 import trainfold
-from crash.disk import Disk
-from crash.effects import Mark, Recorder
+from crash.disk.disk import Disk
+from crash.disk.effects import Mark, Recorder
+from crash.disk.frozen_store import files_in
+from crash.disk.states import Budget, crash_states, live
+from crash.disk.syscalls import watched
 from crash.effort import IS_SOAK, say
-from crash.faults import SHORT, Fault, FaultyDisk
-from crash.frozen_store import files_in
-from crash.recovery import Examiner, Promised, broken, look, promises, staged
-from crash.scenarios import SHM, Doing, digest_of_state, state_at
-from crash.states import Budget, crash_states, live
-from crash.syscalls import watched
+from crash.faults.faulty_disk import SHORT, Fault, FaultyDisk
+from crash.saves.recovery import Examiner, Promised, broken, look, promises, staged
+from crash.saves.scenarios import SHM, Doing, digest_of_state, state_at
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import NoSpace, NotWritable, SaveFailed, TrainfoldError
 from trainfold.core.format.file_names import directory_of

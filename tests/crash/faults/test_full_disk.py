@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import trainfold
-from crash.recovery import staged
-from crash.scenarios import digest_of_state, state_at
+from crash.saves.recovery import staged
+from crash.saves.scenarios import digest_of_state, state_at
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import NoSpace, SaveFailed
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from crash.disk import Disk
-from crash.effects import TOP, Bind
+from crash.disk.disk import Disk
+from crash.disk.effects import TOP, Bind
+from crash.disk.frozen_store import FrozenStore, materialise, visible
+from crash.disk.states import Budget, crash_states
 from crash.effort import BUDGET, CRASH_AGAIN_EVERY, GO_ON_SHARE, IS_SOAK, say
-from crash.frozen_store import FrozenStore, materialise, visible
-from crash.recovery import Examiner, Promised, crash_again, kill_then_crash, look, promises
-from crash.scenarios import SCENARIOS, SHM, record
-from crash.states import Budget, crash_states
+from crash.saves.recovery import Examiner, Promised, crash_again, kill_then_crash, look, promises
+from crash.saves.scenarios import SCENARIOS, SHM, record
 from trainfold.backends.stores.local import LocalStore
 
 # Distinct states at least, in the usual run and in the soak; all of the soak's are more than a hundred thousand.

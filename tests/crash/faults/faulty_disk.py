@@ -6,7 +6,7 @@ from typing import Any, Final, final
 
 import attrs
 
-from crash.effects import Recorder
+from crash.disk.effects import Recorder
 
 SHORT: Final = -1  # instead of an error number: half of the bytes are written
 _WRITES: Final = {"write", "pwrite"}

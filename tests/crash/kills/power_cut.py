@@ -120,7 +120,7 @@ class Writer:
     """A process that saves until it cannot, and says what it does: lines of JSON, ``[what, step, more]``."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+        path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -183,7 +183,7 @@ def _save_on(mode: str, run: Path) -> Iterator[tuple[str, int, Any]]:
     What it acknowledges comes with the names of the checkpoints that it does not delete: whatever else is there may go.
     """
     import trainfold
-    from crash.scenarios import digest_of_state, state_at
+    from crash.saves.scenarios import digest_of_state, state_at
     from trainfold.backends.runs.best_file import save_best
     from trainfold.backends.runs.scan import read_inventory
     from trainfold.core.best.record import make_best_record, updated
@@ -209,7 +209,7 @@ def _save_on(mode: str, run: Path) -> Iterator[tuple[str, int, Any]]:
 
 
 def _torch_save_on(run: Path) -> Iterator[tuple[str, int, Any]]:
-    from crash.rivals import RIVALS
+    from crash.saves.rivals import RIVALS
 
     run.mkdir()
     fd = os.open(run.parent, os.O_RDONLY)

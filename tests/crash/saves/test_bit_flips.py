@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import trainfold
+from crash.disk.frozen_store import FrozenStore, files_in, materialise, visible
 from crash.effort import IS_SOAK, say
-from crash.frozen_store import FrozenStore, files_in, materialise, visible
-from crash.scenarios import digest_of_state
+from crash.saves.scenarios import digest_of_state
 from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.state.leaves import Leaves

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias, final
 
 import attrs
 
-from crash.effects import Effect, Resize, Write
+from crash.disk.effects import Effect, Resize, Write
 
 WHOLE_BYTES: Final = 1 << 18  # a file of up to so many bytes is held as bytes
 RUN_WRITES: Final = 2  # in so many extents stand the writes into a large file between two other effects

@@ -8,9 +8,9 @@ from typing import Any, final
 
 import attrs
 
-from crash.disk import Disk, Entry
-from crash.effects import TOP, Effect, Mark
-from crash.extents import Data, Extents
+from crash.disk.disk import Disk, Entry
+from crash.disk.effects import TOP, Effect, Mark
+from crash.disk.extents import Data, Extents
 
 
 @final

@@ -16,8 +16,8 @@ from typing import TypeAlias, final
 
 import attrs
 
-from crash.effects import TOP, Bind, Effect, Move, Resize, Sync, SyncFailed, Unbind, Write
-from crash.extents import FILE, WHOLE_BYTES, Data, Extents
+from crash.disk.effects import TOP, Bind, Effect, Move, Resize, Sync, SyncFailed, Unbind, Write
+from crash.disk.extents import FILE, WHOLE_BYTES, Data, Extents
 
 BLOCK_BYTES = 4096
 _BLOCK_CHOICES = 6  # files with so many unsynced blocks are torn in every way; with more, in some

@@ -13,14 +13,14 @@ import pytest
 
 import trainfold
 from crash.effort import IS_SOAK
-from crash.recovery import staged
-from crash.scenarios import digest_of_state, state_at
+from crash.saves.recovery import staged
+from crash.saves.scenarios import digest_of_state, state_at
 
 PROGRAM = """
 import json, sys
 sys.path.insert(0, {tests!r})
 import trainfold
-from crash.scenarios import state_at
+from crash.saves.scenarios import state_at
 from trainfold.core.state.descent import Descent
 from trainfold.core.state.state import Origin
 
@@ -53,7 +53,7 @@ def saver(tmp_path_factory):
     if shutil.which("strace") is None:
         pytest.skip("there is no strace")
     warm = tmp_path_factory.mktemp("warm")
-    program = PROGRAM.format(tests=str(Path(__file__).parents[1]), warm=str(warm / "run"))
+    program = PROGRAM.format(tests=str(Path(__file__).parents[2]), warm=str(warm / "run"))
     process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
     assert json.loads(process.stdout.readline()) == "ready"
