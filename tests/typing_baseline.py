@@ -1,4 +1,4 @@
-"""Calls that a user's type checkers must pass, and calls that they must refuse; tests/system/test_typing.py checks this file.
+"""Calls that a user's type checkers must pass, and calls that they must refuse; tests/project/test_typing.py checks this file.
 
 mypy and pyright read it and nothing runs it. A refused call carries the ignores of both checkers, and both report an
 ignore that is not needed: so a call that begins to pass fails the test as well.
