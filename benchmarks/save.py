@@ -40,10 +40,11 @@ from _targets import Target, finish, machine, make_parser
 
 import trainfold
 from trainfold.backends.formats.native.reader import ReadRequest, read_tensors
-from trainfold.backends.formats.native.writer import WrittenFile, write_file
+from trainfold.backends.formats.native.writer import write_file
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.save.save_plan import SavePlan, plan_save
+from trainfold.core.save.written import WrittenFile
 from trainfold.core.state.components import components_of
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState

@@ -19,8 +19,8 @@ from trainfold.backends.event_log import EventLog
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.job import Job
 from trainfold.backends.runs.background import BackgroundSave, background_action
-from trainfold.backends.runs.save import SaveResult
-from trainfold.backends.runs.snapshot import Snapshot, save_snapshot, step_of_state
+from trainfold.backends.runs.save import SaveResult, save_snapshot
+from trainfold.backends.runs.snapshot import Snapshot, step_of_state
 from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import error_text

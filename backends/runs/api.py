@@ -8,8 +8,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.runs.load import load_run, plan_run
-from trainfold.backends.runs.save import SaveResult
-from trainfold.backends.runs.snapshot import check_state, describe_state, save_snapshot
+from trainfold.backends.runs.save import SaveResult, save_snapshot
+from trainfold.backends.runs.snapshot import check_state, describe_state
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import InvalidArgument

@@ -1,58 +1,62 @@
-"""The interpreter of a `SavePlan`: it writes, commits and cleans up, for every rank, and decides nothing."""
+"""Saving a state on every rank: describe, agree, plan, write, commit, clean up. What is written and where is decided in core."""
 
-from collections.abc import Mapping
-from contextlib import suppress
+import logging
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
 from functools import cache
 from importlib import metadata
-from typing import Any, final
+from typing import Any, Final, TypeVar, final
 
 import attrs
 import numpy as np
 import torch
 
-from trainfold.backends.formats.native.writer import WrittenFile, write_file
+from trainfold.backends.formats.native.writer import write_file
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.hold.hold import HeldLeaf, Hold
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
-from trainfold.backends.stores.os_errors import named_failures
+from trainfold.backends.runs.replicas import check_copies
+from trainfold.backends.runs.scan import check_place, read_inventory, read_run_id, run_document
+from trainfold.backends.runs.snapshot import Snapshot
+from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import SaveFailed, TrainfoldError
+from trainfold.core.errors import CommitConflict, SaveFailed, TrainfoldError, place
 from trainfold.core.format.codec import as_tensor
-from trainfold.core.format.file_names import MANIFEST
-from trainfold.core.format.fingerprint import recorded_fingerprint
-from trainfold.core.format.manifest import (
-    HEAD_LIMIT_BYTES,
-    ComponentRecord,
-    FileRecord,
-    Head,
-    Manifest,
-    ShardRecord,
-    TensorRecord,
-    encode_manifest,
-)
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
+from trainfold.core.format.manifest import HEAD_LIMIT_BYTES, Head, Manifest, encode_manifest
 from trainfold.core.format.manifest_reader import decode_head, decode_manifest
+from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.validate import check_kinds
+from trainfold.core.history.next_checkpoint import next_checkpoint
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import Collectives
-from trainfold.core.save.save_plan import ComponentPlan, SavePlan
+from trainfold.core.save.replicas import Proof, absent_optional, summary
+from trainfold.core.save.save_plan import SavePlan, plan_save
+from trainfold.core.save.written import WrittenFile, manifest_of
 from trainfold.core.state.descent import Descent
+
+T = TypeVar("T")
+_LOG: Final = logging.getLogger("trainfold")
+_MANIFEST_ROOM_BYTES: Final = 2**20
 
 
 @final
 @attrs.frozen
 class SaveResult:
-    """What a save did (C16).
+    """What a save did.
 
     Attributes:
         run: where the run is.
         checkpoint: the directory.
         step: the step.
-        timeline: the timeline that it belongs to.
-        size_bytes: bytes of its data files.
+        timeline: the timeline that the checkpoint belongs to.
+        size_bytes: the size of its data files.
         fingerprints: component -> digest.
-        forks: where the earlier timelines of its lineage were left, (timeline, step) each.
-        run_id: the run's.
-        omitted: components that the run has and that were left out.
+        forks: where its lineage left earlier timelines, as (timeline, step).
+        run_id: the id of the run.
+        omitted: components that the run has and that were not saved.
     """
 
     run: str
@@ -67,7 +71,7 @@ class SaveResult:
 
     @property
     def descent(self) -> Descent:
-        """What a state that goes on from here descends from."""
+        """The descent of a state that continues from here."""
         return Descent(self.timeline, self.step, self.forks)
 
 
@@ -83,8 +87,156 @@ def library_versions() -> dict[str, str]:
 
 @cache
 def _own_version() -> str:
-    """That of the code that runs, whatever is installed meanwhile; it is in a file, which no later save needs any more."""
+    """The version of the running code, read once: another version may be installed while it runs."""
     return metadata.version("trainfold")
+
+
+@failures_elsewhere()
+def save_snapshot(  # noqa: PLR0913 - keywords
+    take: Callable[[], Snapshot],
+    store: Store,
+    *,
+    collectives: Collectives,
+    lock: bool = True,
+    hold: Hold | None = None,
+    descends_from: Descent | None = None,
+) -> SaveResult:
+    """Save a snapshot; it is durable and checked on return.
+
+    Args:
+        take: returns this rank's snapshot. If it raises, every rank raises.
+        store: the run.
+        collectives: the world; every rank calls.
+        lock: False if the caller holds the run's lock already.
+        hold: what the tensors are read through; None to read them directly.
+        descends_from: the checkpoint that the state was loaded from or saved as last; None if unknown, so that the steps decide. The value
+            of rank 0 counts.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        RanksDisagree: on every rank, if something that must be equal on all ranks differs; nothing is written.
+        SaveFailed: or its matching subclass (NoSpace, NotWritable, RunLocked, CommitConflict); SaveFailedElsewhere on the ranks that did not
+            fail themselves.
+    """
+    snapshots: list[Snapshot] = []
+    try:
+        return _saved(
+            take, store, snapshots, collectives=collectives, lock=lock, hold=hold, descends_from=descends_from
+        )
+    except Exception as error:
+        if snapshots:
+            place(error, step=snapshots[0].step)
+        raise
+
+
+def _saved(  # noqa: PLR0913 - keywords
+    take: Callable[[], Snapshot],
+    store: Store,
+    snapshots: list[Snapshot],
+    *,
+    collectives: Collectives,
+    lock: bool,
+    hold: Hold | None,
+    descends_from: Descent | None,
+) -> SaveResult:
+    """`save_snapshot`; appends this rank's snapshot to ``snapshots``."""
+
+    def described() -> tuple[Mapping[str, Described], Mapping[str, str], frozenset[str]]:
+        mine = take()
+        for name, each in mine.described.items():
+            check_kinds(each.node, name)
+        if collectives.world_size > 1 and mine.copies is None:
+            mine = mine.with_copies(Proof())
+        snapshots.append(mine)
+        copies = {} if mine.copies is None else summary(mine.copies, mine.contract)
+        return mine.described, copies, mine.optional
+
+    gathered = on_all_ranks(collectives, described)
+    absent = absent_optional([each for each, _, _ in gathered], [names for _, _, names in gathered])
+    if absent:
+        _LOG.warning("%s: optional components that not all ranks have are left out: %s", store.url, sorted(absent))
+    ranks, snapshot = [_without(each, absent) for each, _, _ in gathered], snapshots[0].without(absent)
+    with ExitStack() as locked:
+
+        def begin() -> tuple[Head, bytes | None]:
+            with named_failures(store.url):
+                check_place(store)  # before the lock, which is a file
+                if lock:
+                    locked.enter_context(store.lock())
+                return begin_checkpoint(store, snapshot.step, descends_from=descends_from)
+
+        head, old = on_rank_zero(collectives, begin)
+        plan = without_collecting(plan_save)(
+            ranks, step=snapshot.step, revision=head.revision, of_rank_zero=snapshot.sent
+        )
+        if snapshot.copies is not None:
+            summaries = [_without(each, absent) for _, each, _ in gathered]
+            check_copies(snapshot.copies, snapshot.contract, summaries, collectives)
+        on_rank_zero(collectives, lambda: store.reserve(plan.size_bytes + _MANIFEST_ROOM_BYTES))
+        tensors = snapshot.tensors
+        if hold is not None:
+            mine = [file for file in plan.files_of(collectives.rank) if file.component not in snapshot.own]
+            hold.read_in_order((file.component, placed.path) for file in mine for placed in file.tensors)
+            tensors = {
+                name: leaves if name in snapshot.own else hold.leaves_of(name)
+                for name, leaves in snapshot.tensors.items()
+            }
+        return run_save(
+            plan,
+            tensors,
+            head=head,
+            store=store,
+            collectives=collectives,
+            contract=snapshot.contract,
+            omitted=snapshot.omitted,
+            replaces=old,
+            hold=hold,
+        )
+
+
+def _without(each: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
+    return {name: value for name, value in each.items() if name not in names}
+
+
+def begin_checkpoint(store: Store, step: int, *, descends_from: Descent | None = None) -> tuple[Head, bytes | None]:
+    """Make the run if it is new, and decide what its next checkpoint is. The caller holds the run's lock.
+
+    Args:
+        store: the run.
+        step: the step of the state to save.
+        descends_from: what that state was loaded from; None if unknown, so that the steps decide.
+
+    Returns:
+        The head of the checkpoint: which run it belongs to, and what it follows. And the bytes of the manifest that it replaces, if the
+        step was saved before.
+
+    Raises:
+        SaveFailed: if the run cannot be read.
+
+    Examples:
+        >>> from trainfold.backends.stores.memory import MemoryStore
+        >>> head, replaced = begin_checkpoint(MemoryStore(), 120)
+        >>> head.step, replaced
+        (120, None)
+    """
+    run_id = read_run_id(store)
+    if run_id is None:
+        check_place(store)
+        with suppress(CommitConflict):  # another process made the run meanwhile, and its id counts
+            store.commit(RUN_FILE, run_document(uuid.uuid4().hex))
+        run_id = read_run_id(store)
+    assert run_id is not None  # it was committed just now
+    inventory = read_inventory(store)
+    if inventory.problem is not None:  # such as a directory that could not be listed: its checkpoints are not known
+        problem = inventory.problem
+        raise SaveFailed(problem.where, expected=problem.expected, found=problem.found, fix=problem.fix)
+    name = f"{directory_of(step)}/{MANIFEST}"
+    size = store.size(name)
+    files = [] if size is None else store.list(directory_of(step))
+    old = None if size is None else store.read(name, start=0, stop=size)
+    return next_checkpoint(inventory, run_id, step, files=files, descends_from=descends_from), old
 
 
 def run_save(  # noqa: PLR0913 - keywords
@@ -99,25 +251,25 @@ def run_save(  # noqa: PLR0913 - keywords
     replaces: bytes | None = None,
     hold: Hold | None = None,
 ) -> SaveResult:
-    """Write what a plan says and commit it; the caller holds the run's lock on rank 0.
+    """Write the files of a plan and commit the checkpoint. The caller holds the run's lock on rank 0.
 
     Args:
         plan: the same on every rank.
-        tensors: component -> path -> this rank's tensor leaf, or a held one.
+        tensors: component -> path -> this rank's tensor leaf, or a held leaf.
         head: identity and order of the new checkpoint.
         store: the run.
-        collectives: the world; every rank calls this.
+        collectives: the world; every rank calls.
         contract: the resume contract.
         omitted: components that the state has and the plan does not.
-        replaces: the bytes of the manifest that stands there now, if the step is being replaced.
-        hold: what held leaves are read through; each rank asks its own, before the commit, whether they stayed as they were.
+        replaces: the bytes of the present manifest, if the step is saved again.
+        hold: what held leaves are read through. Before the commit each rank checks that its leaves did not change.
 
     Returns:
         What was saved; the same on every rank.
 
     Raises:
-        SaveFailed: of the kind that fits; what was written is removed by rank 0, and what stood there before stands. Where
-            rank 0 has died, the files stay until the next save of the step, or retention, removes them.
+        SaveFailed: or its matching subclass. Rank 0 removes what was written, and a checkpoint that was there before stays whole. If rank 0
+            has died, the files stay until the step is saved again or retention removes them.
         RankFailed: on the other ranks.
     """
     data = b""
@@ -146,7 +298,9 @@ def run_save(  # noqa: PLR0913 - keywords
 
     try:
         everyone = {file.name: file for rank in on_all_ranks(collectives, write) for file in rank}
-        manifest = _manifest(plan, everyone, head, contract, omitted)
+        manifest = without_collecting(manifest_of)(
+            plan, everyone, head=head, contract=contract, omitted=omitted, versions=library_versions()
+        )
         on_rank_zero(collectives, commit)
     except BaseException:
         if collectives.rank == 0:
@@ -159,18 +313,18 @@ def run_save(  # noqa: PLR0913 - keywords
 
 
 def _clean_up(plan: SavePlan, data: bytes, store: Store) -> None:
-    """Remove what all ranks wrote for a failed save, unless its manifest is visible all the same: then it is a whole checkpoint.
+    """Remove the files of a failed save on all ranks, unless its manifest is visible: then it is a whole checkpoint.
 
-    Only the committer calls this: it alone knows whether it has committed, and it holds the run's lock (W25). A rank that hears of
-    a failure after its vote to write cannot tell a committer that died before the commit from one that died after it.
+    Only the committer calls this. It alone knows whether it has committed, and it holds the run's lock. To another rank, a committer that
+    died before the commit and one that died after it look the same.
 
-    A manifest that was taken back has to be gone for good before the files that it names go: else a crash leaves a half.
+    The absence of the manifest must be durable before its files are deleted. Otherwise a crash could leave a manifest without files.
     """
     manifest = f"{plan.directory}/{MANIFEST}"
     try:
         if data:
             if store.size(manifest) is None:
-                store.delete(manifest)  # of what is absent it makes the absence durable
+                store.delete(manifest)  # makes the absence durable
             elif store.read(manifest) == data:
                 return
     except (TrainfoldError, OSError):
@@ -181,13 +335,13 @@ def _clean_up(plan: SavePlan, data: bytes, store: Store) -> None:
 
 
 def _after_commit(manifest: Manifest, plan: SavePlan, store: Store) -> None:
-    """Only hints and garbage: a failure here must not make a durable checkpoint look like a failed save."""
+    """Point `latest` to the checkpoint and delete stale files. The checkpoint is durable, so failures here are ignored."""
     with suppress(TrainfoldError, OSError):
         store.point("latest", plan.directory)
         named = {MANIFEST, *(file.name for file in manifest.files)}
         for stale in store.list(plan.directory):
             if stale not in named:
-                with suppress(TrainfoldError, OSError):  # a sidecar's directory: it goes with the checkpoint
+                with suppress(TrainfoldError, OSError):  # a sidecar's directory, which is deleted with the checkpoint
                     store.delete(f"{plan.directory}/{stale}")
 
 
@@ -203,47 +357,9 @@ def _check_sizes(plan: SavePlan, store: Store) -> None:
             )
 
 
-def _manifest(
-    plan: SavePlan,
-    written: Mapping[str, WrittenFile],
-    head: Head,
-    contract: Mapping[str, Json],
-    omitted: tuple[str, ...],
-) -> Manifest:
-    files = []
-    shards: dict[tuple[str, int, str], list[ShardRecord]] = {}
-    for index, file in enumerate(plan.files):
-        found = written[file.name]
-        files.append(FileRecord(file.name, file.component, file.rank, found.size_bytes, found.digest))
-        per_rank = len(next(c for c in plan.components if c.name == file.component).nodes) > 1
-        for placed in file.tensors:
-            key = (file.component, file.rank if per_rank else 0, placed.path)
-            record = ShardRecord(index, placed.start, placed.stop, placed.box, found.tensor_digests[placed.path])
-            shards.setdefault(key, []).append(record)
-    components = tuple(_component_record(component, shards) for component in plan.components)
-    return Manifest(head, plan.world_size, components, omitted, contract, library_versions(), tuple(files))
-
-
-def _component_record(
-    component: ComponentPlan, shards: Mapping[tuple[str, int, str], list[ShardRecord]]
-) -> ComponentRecord:
-    tables = []
-    for part, tensors in enumerate(component.tensors):
-        tables.append(
-            tuple(
-                TensorRecord(
-                    path, spec.dtype, spec.shape, tuple(sorted(shards[component.name, part, path], key=lambda s: s.box))
-                )
-                for path, spec in tensors.items()
-            )
-        )
-    fingerprint = without_collecting(recorded_fingerprint)(component.name, component.nodes, tables)
-    return ComponentRecord(component.name, component.nodes, tuple(tables), fingerprint)
-
-
 @without_collecting
 def _proved_bytes(manifest: Manifest, directory: str) -> bytes:
-    """A manifest as bytes that have been read back, whole and as a head."""
+    """The bytes of a manifest, after both readers have accepted them."""
     data = encode_manifest(manifest)
     decode_manifest(data, directory)
     decode_head(data[:HEAD_LIMIT_BYTES], directory)

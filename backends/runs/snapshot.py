@@ -1,9 +1,7 @@
 """`Snapshot`: a state as it is to be saved, and `save_snapshot`, which plans it, writes it and commits it."""
 
 import logging
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from itertools import repeat
 from typing import Any, TypeVar, final
 
@@ -13,30 +11,19 @@ import torch
 
 from trainfold.backends.environment import environment_of
 from trainfold.backends.gc_pause import without_collecting
-from trainfold.backends.hold.hold import Hold
 from trainfold.backends.hold.write_watch import LeafName
-from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
+from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.runs.replicas import check_copies, copies_of
-from trainfold.backends.runs.save import SaveResult, run_save
-from trainfold.backends.runs.scan import check_place, examine, read_inventory, read_run_id, run_document
-from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
-from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import mapping_given
-from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, place
+from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.codec import DENSE, as_tensor
-from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
-from trainfold.core.format.manifest import Head
 from trainfold.core.format.structure.describe import Describe, Described, describe
-from trainfold.core.format.structure.validate import check_kinds
-from trainfold.core.history.inventory import next_head
 from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.world import Collectives
 from trainfold.core.optim.slot_layout import check_layouts
 from trainfold.core.save.replicas import Leaves, Proof, summary
-from trainfold.core.save.save_plan import plan_save
 from trainfold.core.state.components import components_of, in_order, select
 from trainfold.core.state.contract import checked_contract, contract_of, is_of_live_run
-from trainfold.core.state.descent import Descent
 from trainfold.core.state.state import OptimizerState, TrainState
 
 T = TypeVar("T")
@@ -182,120 +169,6 @@ def full_contract(state: TrainState, contract: Mapping[str, Any] | None) -> dict
     return checked_contract(given)
 
 
-@failures_elsewhere()
-def save_snapshot(  # noqa: PLR0913 - keywords
-    take: Callable[[], Snapshot],
-    store: Store,
-    *,
-    collectives: Collectives,
-    lock: bool = True,
-    hold: Hold | None = None,
-    descends_from: Descent | None = None,
-) -> SaveResult:
-    """Save what a snapshot says; durable and checked when it returns.
-
-    Args:
-        take: gives this rank's snapshot; what it raises is raised on all ranks.
-        store: the run.
-        collectives: the world; every rank calls.
-        lock: False where the caller holds the run's lock already.
-        hold: what the tensors are read through; None to read them as they are.
-        descends_from: what the state was loaded from, or saved as, last; None where nobody knows, and the steps decide (E16).
-            Rank 0's counts.
-
-    Returns:
-        What was saved.
-
-    Raises:
-        RanksDisagree: on every rank, if what all are to have alike differs; nothing is written (W24).
-        SaveFailed: or the subclass that fits (NoSpace, NotWritable, RunLocked, CommitConflict); on the ranks where another one
-            failed, SaveFailedElsewhere.
-    """
-    snapshots: list[Snapshot] = []
-    try:
-        return _saved(
-            take, store, snapshots, collectives=collectives, lock=lock, hold=hold, descends_from=descends_from
-        )
-    except Exception as error:
-        if snapshots:
-            place(error, step=snapshots[0].step)
-        raise
-
-
-def _saved(  # noqa: PLR0913 - keywords
-    take: Callable[[], Snapshot],
-    store: Store,
-    snapshots: list[Snapshot],
-    *,
-    collectives: Collectives,
-    lock: bool,
-    hold: Hold | None,
-    descends_from: Descent | None,
-) -> SaveResult:
-    """As `save_snapshot`; this rank's snapshot goes into ``snapshots``."""
-
-    def described() -> tuple[Mapping[str, Described], Mapping[str, str], frozenset[str]]:
-        mine = take()
-        for name, each in mine.described.items():
-            check_kinds(each.node, name)
-        if collectives.world_size > 1 and mine.copies is None:
-            mine = mine.with_copies(Proof())
-        snapshots.append(mine)
-        copies = {} if mine.copies is None else summary(mine.copies, mine.contract)
-        return mine.described, copies, mine.optional
-
-    told = on_all_ranks(collectives, described)
-    absent = _absent([each for each, _, _ in told], [names for _, _, names in told])
-    if absent:
-        _LOG.warning("%s: optional components that not all ranks have are left out: %s", store.url, sorted(absent))
-    ranks, snapshot = [_less(each, absent) for each, _, _ in told], snapshots[0].without(absent)
-    with ExitStack() as held:
-
-        def begin() -> tuple[Head, bytes | None]:
-            with named_failures(store.url):
-                check_place(store)  # before the lock, which is a file
-                if lock:
-                    held.enter_context(store.lock())
-                return begin_checkpoint(store, snapshot.step, descends_from=descends_from)
-
-        head, old = on_rank_zero(collectives, begin)
-        plan = without_collecting(plan_save)(
-            ranks, step=snapshot.step, revision=head.revision, of_rank_zero=snapshot.sent
-        )
-        if snapshot.copies is not None:
-            check_copies(snapshot.copies, snapshot.contract, [_less(each, absent) for _, each, _ in told], collectives)
-        on_rank_zero(collectives, lambda: store.reserve(plan.size_bytes + _MANIFEST_ROOM_BYTES))
-        tensors = snapshot.tensors
-        if hold is not None:
-            mine = [file for file in plan.files_of(collectives.rank) if file.component not in snapshot.own]
-            hold.read_in_order((file.component, placed.path) for file in mine for placed in file.tensors)
-            tensors = {
-                name: leaves if name in snapshot.own else hold.leaves_of(name)
-                for name, leaves in snapshot.tensors.items()
-            }
-        return run_save(
-            plan,
-            tensors,
-            head=head,
-            store=store,
-            collectives=collectives,
-            contract=snapshot.contract,
-            omitted=snapshot.omitted,
-            replaces=old,
-            hold=hold,
-        )
-
-
-def _absent(ranks: Sequence[Mapping[str, Described]], optional: Sequence[frozenset[str]]) -> frozenset[str]:
-    """The components that all ranks call optional and that not all of them have (B07)."""
-    named = frozenset.intersection(*optional)
-    return frozenset(name for name in named if not all(name in each for each in ranks))
-
-
-def _less(each: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
-    return {name: value for name, value in each.items() if name not in names}
-
-
 def prove_alike(take: Callable[[], Snapshot], collectives: Collectives) -> None:
     """Compare everything that all ranks are to have alike; every rank calls (B06).
 
@@ -338,48 +211,3 @@ def check_state(state: object, argument: str) -> None:
             found=shown(state),
             fix="give the state of the run, such as init_state(...) makes or live.capture() returns",
         )
-
-
-def begin_checkpoint(store: Store, step: int, *, descends_from: Descent | None = None) -> tuple[Head, bytes | None]:
-    """Say what the next checkpoint of a run is; the run is made here if it is new. The caller holds its lock.
-
-    Args:
-        store: the run.
-        step: of the state that is to be saved.
-        descends_from: what that state was loaded from; None where nobody knows, and the steps decide.
-
-    Returns:
-        Its head: which run it belongs to, and what it follows. And the manifest that it replaces, if that step was saved before.
-
-    Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
-        >>> head, replaced = begin_checkpoint(MemoryStore(), 120)
-        >>> head.step, replaced
-        (120, None)
-    """
-    run_id = read_run_id(store)
-    if run_id is None:
-        check_place(store)
-        with suppress(CommitConflict):  # somebody made the run in the meantime: theirs is the id
-            store.commit(RUN_FILE, run_document(uuid.uuid4().hex))
-        run_id = read_run_id(store)
-    assert run_id is not None  # it was committed just now
-    head = next_head(read_inventory(store), run_id, step, descends_from=descends_from)
-    name = f"{directory_of(step)}/{MANIFEST}"
-    size = store.size(name)
-    if size is None:
-        return head, None
-    old = store.read(name, start=0, stop=size)
-    return attrs.evolve(head, revision=_revision(store, step) + 1), old
-
-
-def _revision(store: Store, step: int) -> int:
-    """The revision to go beyond: that of the manifest there, or, if it is unreadable, that of the file names there."""
-    entry = examine(store, read_inventory(store), directory_of(step)).entry(directory_of(step))
-    if entry is not None and entry.head is not None:
-        return entry.head.revision
-    names = store.list(directory_of(step))
-    return max(
-        (int(part[1:]) for name in names for part in name.split(".") if part[:1] == "r" and part[1:].isdecimal()),
-        default=0,
-    )

@@ -1,13 +1,12 @@
 """`Inventory`: what was found in a run, as a value, and the order in which its checkpoints are to be believed."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Final, final
 
 import attrs
 
 from trainfold.core.errors import Problem
 from trainfold.core.format.manifest import Head, Manifest
-from trainfold.core.state.descent import BEGINNING, Descent
 
 OLDER: Final = "use an older checkpoint"  # how the fix of a problem begins that an older one does not have
 
@@ -76,10 +75,11 @@ def lineage(inventory: Inventory) -> tuple[Entry, ...]:
         >>> [entry.name for entry in lineage(found)]
         ['step-00000110', 'step-00000100']
     """
-    ordered = sorted(_claims(inventory.entries), key=lambda pair: _order(pair[0]), reverse=True)
+    claims = [(entry.head, entry) for entry in inventory.entries if entry.head is not None]
+    ordered = sorted(claims, key=lambda pair: head_order(pair[0]), reverse=True)
     for source, _ in ordered:
         limits = dict(source.forks) | {source.timeline: None}
-        found = tuple(entry for head, entry in ordered if entry.is_candidate and _within(head, limits))
+        found = tuple(entry for head, entry in ordered if entry.is_candidate and is_within(head, limits))
         if found:
             return found
     return ()
@@ -87,72 +87,21 @@ def lineage(inventory: Inventory) -> tuple[Entry, ...]:
 
 def current_head(inventory: Inventory) -> Head | None:
     """The head of the newest checkpoint of the current timeline, usable or not; what a save continues."""
-    return max((head for head, _ in _claims(inventory.entries)), key=_order, default=None)
+    return max(heads_of(inventory), key=head_order, default=None)
 
 
-def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Descent | None = None) -> Head:
-    """The head of a checkpoint about to be saved: same timeline if it continues the newest one, and else a new timeline.
-
-    Law: the lineage of what is saved is that of what it descends from, as far as it lies below the step; whatever else the run
-    holds, newer, damaged or in quarantine, is left behind.
-
-    A checkpoint that it descends from and that is not there any more still says where a timeline was left, and the nearest
-    ancestor that is there stands in as the parent. Where nobody knows what a state comes from, the steps decide: above the
-    newest one it continues it, and below it comes from the newest usable one that is below.
-
-    Args:
-        inventory: the run as it is.
-        run_id: the run.
-        step: the step to be saved.
-        descends_from: what the state comes from; None where nobody knows.
-
-    Examples:
-        >>> old = Inventory("r", "r", (Entry("step-00000100", Head("r", 100)), Entry("step-00000200", Head("r", 200))))
-        >>> next_head(old, "r", 300).timeline, next_head(old, "r", 110).timeline, next_head(old, "r", 110).forks
-        (0, 1, ((0, 100),))
-        >>> rewound = next_head(old, "r", 300, descends_from=Descent(0, 100))
-        >>> rewound.timeline, rewound.forks, rewound.parent
-        (1, ((0, 100),), 'step-00000100')
-    """
-    newest = current_head(inventory)
-    if descends_from == BEGINNING:
-        taken = {of for head, _ in _claims(inventory.entries) for of in (head.timeline, *dict(head.forks))}
-        return Head(run_id, step, max(taken, default=-1) + 1)
-    origin = _by_steps(inventory, newest, step) if descends_from is None else descends_from
-    if origin is None:
-        return Head(run_id, step, 0 if newest is None else newest.timeline + 1)
-    heads = [head for head, _ in _claims(inventory.entries)]
-    earlier = origin.forks or next((head.forks for head in heads if head.timeline == origin.timeline), ())
-    last = min(origin.step, step - 1)  # the step's own directory is about to hold something else
-    left = tuple((of, min(at, last)) for of, at in (*earlier, (origin.timeline, origin.step)) if last >= 0)
-    before = [head for head in heads if _within(head, dict(left))]
-    nearest = max(before, key=_order, default=None)
-    parent = None if nearest is None else f"step-{nearest.step:08d}"
-    is_newest = newest is None or _order(newest) <= (origin.timeline, origin.step)
-    if is_newest and origin.step <= step and left[:-1] == earlier:
-        return Head(run_id, step, origin.timeline, earlier, parent)
-    taken = {origin.timeline, *dict(earlier), *(of for head in heads for of in (head.timeline, *dict(head.forks)))}
-    return Head(run_id, step, max(taken) + 1, left, parent)
+def heads_of(inventory: Inventory) -> list[Head]:
+    """What every manifest claims to be, also one that cannot be used."""
+    return [entry.head for entry in inventory.entries if entry.head is not None]
 
 
-def _by_steps(inventory: Inventory, newest: Head | None, step: int) -> Descent | None:
-    """What a state of that step comes from, if the steps tell; None if it begins anew."""
-    if newest is not None and newest.step <= step:
-        return Descent(newest.timeline, newest.step)
-    usable = [entry.head for entry in lineage(inventory) if entry.head is not None and entry.head.step < step]
-    before = max(usable, key=_order, default=None)
-    return None if before is None else Descent(before.timeline, before.step)
-
-
-def _order(head: Head) -> tuple[int, int]:
+def head_order(head: Head) -> tuple[int, int]:
+    """Sorts heads by the order in which their checkpoints are believed: the newest timeline last, then the highest step."""
     return head.timeline, head.step
 
 
-def _claims(entries: Iterable[Entry]) -> list[tuple[Head, Entry]]:
-    return [(entry.head, entry) for entry in entries if entry.head is not None]
-
-
-def _within(head: Head, limits: dict[int, int | None]) -> bool:
+def is_within(head: Head, limits: Mapping[int, int | None]) -> bool:
+    """Whether a checkpoint lies on a lineage: timeline -> the last step on it, None for all of them."""
     if head.timeline not in limits:
         return False
     limit = limits[head.timeline]

@@ -1,6 +1,6 @@
 """Replicas: which components belong to each rank, and which must be the same on all of them, proved by digests (B05, B06)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal, final
 
 import attrs
@@ -85,6 +85,20 @@ def is_trained(path: str) -> bool:
         (True, True, False)
     """
     return any(part in path for part in _TRAINED)
+
+
+def absent_optional(ranks: Sequence[Collection[str]], optional: Sequence[frozenset[str]]) -> frozenset[str]:
+    """The components that every rank calls optional and that some rank does not have; a save leaves them out.
+
+    Args:
+        ranks: the components of each rank.
+        optional: what each rank calls optional.
+
+    Examples:
+        >>> sorted(absent_optional([{"model", "ema"}, {"model"}], [frozenset({"ema"})] * 2))
+        ['ema']
+    """
+    return frozenset(name for name in frozenset.intersection(*optional) if not all(name in each for each in ranks))
 
 
 def summary(leaves: Leaves, contract: Mapping[str, Json]) -> dict[str, str]:

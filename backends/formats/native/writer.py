@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Final, Protocol, final, runtime_checkable
 
-import attrs
 import numpy as np
 import torch
 import xxhash
@@ -12,27 +11,10 @@ from trainfold.backends.stores.protocol import Buffer, Place, Store
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import SaveFailed
 from trainfold.core.save.save_plan import FilePlan, TensorPlacement
+from trainfold.core.save.written import WrittenFile
 from trainfold.core.tensor_memory import tensor_bytes
 
 PIECE_BYTES: Final = 1 << 20  # small enough to stay in cache between the copy and the two digests
-
-
-@final
-@attrs.frozen
-class WrittenFile:
-    """What a written file turned out to be.
-
-    Attributes:
-        name: a single path component.
-        size_bytes: of the whole file.
-        digest: of the whole file; after its prefix it is what ``xxhsum -H2`` prints.
-        tensor_digests: leaf path -> digest of the tensor's bytes, equal to `leaf_digest` of the leaf.
-    """
-
-    name: str
-    size_bytes: int
-    digest: str
-    tensor_digests: Mapping[str, str]
 
 
 @runtime_checkable

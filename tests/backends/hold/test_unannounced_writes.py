@@ -13,7 +13,8 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load
-from trainfold.backends.runs.snapshot import describe_state, save_snapshot
+from trainfold.backends.runs.save import save_snapshot
+from trainfold.backends.runs.snapshot import describe_state
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RankFailed, SaveFailed
 from trainfold.core.format.fingerprint import fingerprint

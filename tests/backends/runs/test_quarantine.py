@@ -42,7 +42,7 @@ from trainfold.core.errors import (
     RunNotRestored,
 )
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.history.inventory import next_head
+from trainfold.core.history.next_checkpoint import next_head
 from trainfold.core.history.quarantine import (
     LIMIT,
     MAX_REASONS,

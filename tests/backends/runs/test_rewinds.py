@@ -17,8 +17,9 @@ from trainfold.backends.runs.api import load
 from trainfold.backends.runs.best_file import BestIgnored, best_scores, load_best, load_best_n, save_best
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt, quarantined
+from trainfold.backends.runs.save import save_snapshot
 from trainfold.backends.runs.scan import read_inventory, read_manifest
-from trainfold.backends.runs.snapshot import describe_state, save_snapshot
+from trainfold.backends.runs.snapshot import describe_state
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash
 from trainfold.core.best.record import make_best_record, updated

@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from trainfold.core.errors import Problem
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.manifest import Head
-from trainfold.core.history.inventory import Entry, Inventory, lineage, next_head
+from trainfold.core.history.inventory import Entry, Inventory, lineage
+from trainfold.core.history.next_checkpoint import next_head
 from trainfold.core.state.descent import Descent
 
 PROBLEM = Problem("CheckpointDamaged", "x", "a", "b", "c")

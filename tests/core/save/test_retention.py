@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from trainfold.core.best.top_n import BestEntry, plan_best
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.history.inventory import Entry, Inventory, lineage, next_head
+from trainfold.core.history.inventory import Entry, Inventory, lineage
+from trainfold.core.history.next_checkpoint import next_head
 from trainfold.core.save.retention import (
     Retention,
     Saved,

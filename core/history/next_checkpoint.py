@@ -1,0 +1,102 @@
+"""`next_checkpoint`: the identity of the checkpoint that is about to be saved: its timeline, its parent and its revision."""
+
+from collections.abc import Collection
+
+import attrs
+
+from trainfold.core.format.file_names import MANIFEST, directory_of
+from trainfold.core.format.manifest import Head
+from trainfold.core.history.inventory import Inventory, current_head, head_order, heads_of, is_within, lineage
+from trainfold.core.state.descent import BEGINNING, Descent
+
+
+def next_checkpoint(
+    inventory: Inventory, run_id: str, step: int, *, files: Collection[str] = (), descends_from: Descent | None = None
+) -> Head:
+    """The head of the next checkpoint, with a revision that no file of the step has yet.
+
+    Law: a step that has a manifest gets a higher revision than its files have, so that the old checkpoint stays whole until the new
+    manifest replaces the old one. A step without a manifest has revision 0: what it holds was never a checkpoint.
+
+    Args:
+        inventory: the run.
+        run_id: its id.
+        step: the step to save.
+        files: the names of the files that the step's directory holds now.
+        descends_from: the checkpoint that the state was loaded from or saved as last; None if unknown.
+
+    Examples:
+        >>> from trainfold.core.history.inventory import Entry
+        >>> old = Inventory("r", "r", (Entry("step-00000100", Head("r", 100)),))
+        >>> next_checkpoint(old, "r", 200).parent, next_checkpoint(old, "r", 100, files=["manifest.json"]).revision
+        ('step-00000100', 1)
+        >>> torn = Inventory("r", "r", (Entry("step-00000100", None),))
+        >>> next_checkpoint(torn, "r", 100, files=["manifest.json", "model-00000-of-00001.r2.safetensors"]).revision
+        3
+    """
+    head = next_head(inventory, run_id, step, descends_from=descends_from)
+    if MANIFEST not in files:
+        return head
+    entry = inventory.entry(directory_of(step))
+    known = _revision_in(files) if entry is None or entry.head is None else entry.head.revision
+    return attrs.evolve(head, revision=known + 1)
+
+
+def _revision_in(files: Collection[str]) -> int:
+    """The highest revision in the names of files, where the manifest cannot be read."""
+    parts = (part for name in files for part in name.split("."))
+    return max((int(part[1:]) for part in parts if part[:1] == "r" and part[1:].isdecimal()), default=0)
+
+
+def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Descent | None = None) -> Head:
+    """The head of the next checkpoint: in the same timeline if it continues the newest checkpoint, else in a new one.
+
+    Law: the lineage of the new checkpoint is the lineage of what it descends from, up to the step below. Everything else that the run
+    holds, whether newer, damaged or in quarantine, is left behind.
+
+    A deleted ancestor still says where its timeline was left, and the nearest ancestor that exists becomes the parent. If the descent
+    is unknown, the steps decide: a step above the newest checkpoint continues it, and a lower step descends from the newest usable
+    checkpoint below it.
+
+    Args:
+        inventory: the run.
+        run_id: its id.
+        step: the step to save.
+        descends_from: the checkpoint that the state was loaded from or saved as last; None if unknown.
+
+    Examples:
+        >>> from trainfold.core.history.inventory import Entry
+        >>> old = Inventory("r", "r", (Entry("step-00000100", Head("r", 100)), Entry("step-00000200", Head("r", 200))))
+        >>> next_head(old, "r", 300).timeline, next_head(old, "r", 110).timeline, next_head(old, "r", 110).forks
+        (0, 1, ((0, 100),))
+        >>> rewound = next_head(old, "r", 300, descends_from=Descent(0, 100))
+        >>> rewound.timeline, rewound.forks, rewound.parent
+        (1, ((0, 100),), 'step-00000100')
+    """
+    newest, heads = current_head(inventory), heads_of(inventory)
+    if descends_from == BEGINNING:
+        taken = {of for head in heads for of in (head.timeline, *dict(head.forks))}
+        return Head(run_id, step, max(taken, default=-1) + 1)
+    origin = _by_steps(inventory, newest, step) if descends_from is None else descends_from
+    if origin is None:
+        return Head(run_id, step, 0 if newest is None else newest.timeline + 1)
+    earlier = origin.forks or next((head.forks for head in heads if head.timeline == origin.timeline), ())
+    last = min(origin.step, step - 1)  # the step's own directory is about to hold something else
+    left = tuple((of, min(at, last)) for of, at in (*earlier, (origin.timeline, origin.step)) if last >= 0)
+    before = [head for head in heads if is_within(head, dict(left))]
+    nearest = max(before, key=head_order, default=None)
+    parent = None if nearest is None else f"step-{nearest.step:08d}"
+    is_newest = newest is None or head_order(newest) <= (origin.timeline, origin.step)
+    if is_newest and origin.step <= step and left[:-1] == earlier:
+        return Head(run_id, step, origin.timeline, earlier, parent)
+    taken = {origin.timeline, *dict(earlier), *(of for head in heads for of in (head.timeline, *dict(head.forks)))}
+    return Head(run_id, step, max(taken) + 1, left, parent)
+
+
+def _by_steps(inventory: Inventory, newest: Head | None, step: int) -> Descent | None:
+    """What a state of that step descends from if only steps are known; None for a run that starts from scratch."""
+    if newest is not None and newest.step <= step:
+        return Descent(newest.timeline, newest.step)
+    usable = [entry.head for entry in lineage(inventory) if entry.head is not None and entry.head.step < step]
+    before = max(usable, key=head_order, default=None)
+    return None if before is None else Descent(before.timeline, before.step)
