@@ -1,4 +1,4 @@
-"""`Snapshot`: a state as it is to be saved, and `save_snapshot`, which plans it, writes it and commits it."""
+"""`Snapshot`: a state as it is to be saved; all of it but the values of its tensors is copied."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
