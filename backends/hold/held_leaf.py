@@ -1,56 +1,106 @@
-"""`LeafReadState`: one leaf that is read while its owner may be about to write to it, and how far that has come."""
+"""`HeldLeaf`: one leaf that a writer reads while its owner may be about to write to it, and how far that has come."""
 
-from collections.abc import Callable
-from typing import TypeAlias, TypeVar, final
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, TypeAlias, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainfold.backends.hold.pinned_ring import PinnedRing
+from trainfold.backends.hold.copy_arena import Arena
+from trainfold.backends.hold.pinned_ring import Begun, PinnedRing
+from trainfold.backends.hold.write_watch import LeafName, WriteWatch, is_gone, steadily
+from trainfold.backends.stores.protocol import Place
+from trainfold.backends.wakeup import Wakeup
+from trainfold.core.errors import SaveFailed
 from trainfold.core.tensor_memory import byte_array, byte_view
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-T = TypeVar("T")
+_UNREAD: Final = -1
+
+
+@final
+class Handover:
+    """What the writer and the owner of held leaves share: a lock, what wakes each of them, and what was noticed.
+
+    Attributes:
+        mutex: taken in `with` only, and with no condition around it: see `Wakeup`.
+        writer: wakes the writer.
+        owner: wakes the owner.
+        watch: notices unannounced writes.
+        is_over: whether nothing more will be read.
+    """
+
+    def __init__(self, watch: WriteWatch) -> None:
+        self.mutex = threading.RLock()
+        self.writer = Wakeup()
+        self.owner = Wakeup()
+        self.watch = watch
+        self.is_over = False
+
+    def check(self, name: LeafName) -> None:
+        """Check that this leaf can still be read.
+
+        Raises:
+            SaveFailed: if a write was noticed, or the hold was released.
+        """
+        self.watch.check()
+        if self.is_over:
+            raise SaveFailed(name[1], expected="a hold", found="a released one", fix="save again")
 
 
 @final
 @attrs.define(eq=False)
 class Move:
-    """The copying of some leaves by who will write to them; over with one assignment, wherever it is interrupted."""
+    """The copying of some leaves by their owner. It ends with one assignment, wherever it is interrupted."""
 
     is_over: bool = False
 
 
 @final
-@attrs.define(eq=False)
-class LeafReadState:
-    """The bytes ``[read, copied_from)`` are still to be read from the live tensor, those after it from ``copy``.
+@attrs.define(eq=False, kw_only=True)
+class HeldLeaf:
+    """A leaf to write: see `trainfold.backends.formats.native.writer.Source`.
+
+    The bytes ``[read, copied_from)`` are still to be read from the live tensor, those after it from ``copy``. Fields change under
+    the lock of the handover.
 
     Attributes:
-        live: the tensor, until it is not needed any more.
+        name: component and path.
+        dtype: of the tensor.
+        shape: of the tensor.
         size_bytes: how many bytes it has.
-        is_flat: whether they lie in order, so that a part of them can be read or copied.
-        ring: what reads it, on a device.
-        read: how many have been read.
-        pinned_to: the writer has the bytes ``[read, pinned_to)`` in its hands.
+        handover: shared by all leaves of a hold.
+        live: the tensor, while it is needed.
+        is_flat: whether its bytes lie in order, so that a part of them can be read or copied.
+        ring: reads it, on a device.
+        read: how many bytes have been read.
+        pinned_to: the writer is reading the bytes ``[read, pinned_to)``.
         copied_from: where the copy begins.
-        copy: of the bytes from there on.
-        home: where the live tensor's memory was when it was held; None where that is not known.
+        copy: the bytes from there on.
+        home: where the live tensor's memory was when it was held; None where that is unknown.
     """
 
-    live: torch.Tensor | None
+    name: LeafName
+    dtype: torch.dtype
+    shape: torch.Size
     size_bytes: int
-    is_flat: bool
+    handover: Handover
+    live: torch.Tensor | None = None
+    is_flat: bool = True
     ring: PinnedRing | None = None
     read: int = 0
     pinned_to: int = 0
-    copied_from: int = -1
+    copied_from: int = _UNREAD
     copy: torch.Tensor | None = None
     home: int | None = None
     _moving: tuple[Move, int] | None = None
     _array: tuple[torch.Tensor, int, Bytes] | None = None
+
+    # --- the owner's thread ------------------------------------------------------------------------------------------
 
     @property
     def is_exposed(self) -> bool:
@@ -58,43 +108,9 @@ class LeafReadState:
         return self.live is not None and (self.read < self.copied_from or self.read < self.pinned_to)
 
     @property
-    def is_in_arena(self) -> bool:
-        """Whether a copy of it goes to the memory that the hold has for copies."""
-        return self.live is not None and self.live.is_cpu
-
-    @property
     def moving_from(self) -> int | None:
-        """The byte from which on it is being copied just now."""
+        """From which byte on the owner is copying it now."""
         return None if self._moving is None or self._moving[0].is_over else self._moving[1]
-
-    def move(self, move: Move, start: int) -> None:
-        """It is being copied from this byte on, until the move is over."""
-        self._moving = move, start
-
-    def moved(self, copy: torch.Tensor, start: int) -> None:
-        """It has been copied from this byte on; on the CPU, to where its bytes lie in order."""
-        self.is_flat = self.is_flat or copy.is_cpu  # first: an interrupt may come in between
-        self.copy, self.copied_from, self._moving = copy, start, None
-
-    def next_bytes(self, piece_bytes: int) -> tuple[torch.Tensor, int, int]:
-        """What to read next, live or copied; of which byte it has the first one; and up to where."""
-        moving_from = self.moving_from
-        is_copy = self.read >= self.copied_from
-        end = self.size_bytes if is_copy else self.copied_from if moving_from is None else moving_from
-        source, start = (self.copy, self.copied_from) if is_copy else (self.live, 0)
-        assert source is not None
-        return source, start, min(self.read + piece_bytes, end)
-
-    def array_of(self, source: torch.Tensor) -> Bytes:
-        """The memory of what it is read from; to be asked for again for each piece, since it may go elsewhere."""
-        address = source.data_ptr()
-        if self._array is None or self._array[0] is not source or self._array[1] != address:
-            self._array = source, address, byte_array(byte_view(source))
-        return self._array[2]
-
-    def is_where_it_was(self) -> bool:
-        """Whether the memory that `array_of` gave last is still the tensor's."""
-        return self._array is not None and self._array[0].data_ptr() == self._array[1]
 
     @property
     def is_replaced(self) -> bool:
@@ -104,34 +120,174 @@ class LeafReadState:
             return False
         return live.is_cuda or not live.untyped_storage().is_shared()
 
-    def let_go(self) -> None:
+    def move(self, move: Move, start: int) -> None:
+        """The owner copies it from this byte on, until the move is over."""
+        self._moving = move, start
+
+    def copy_of(self, live: torch.Tensor, start: int, arena: Arena) -> torch.Tensor:
+        """A copy of the live bytes from this one on; outside of the lock."""
+        if self.ring is not None:
+            copy = byte_view(live)[start : self.copied_from].clone()
+            self.ring.wait_for_current()
+            return copy
+        if not live.is_cpu:
+            return steadily(live, torch.clone)
+        if not self.is_flat:
+            return copied_to(arena.take(self.size_bytes), live)
+        copy = arena.take(self.copied_from - start)
+        return steadily(live, lambda source: copy.copy_(byte_view(source)[start : self.copied_from]))
+
+    def moved(self, copy: torch.Tensor, start: int) -> None:
+        """The owner has copied it from this byte on; on the CPU, to where its bytes lie in order."""
+        self.is_flat = self.is_flat or copy.is_cpu  # first: an interrupt may come in between
+        self.copy, self.copied_from, self._moving = copy, start, None
+
+    def release(self) -> None:
         """Nothing more is read from it."""
         self.live = self.copy = self._array = None
 
+    # --- the writer's thread -----------------------------------------------------------------------------------------
 
-def steadily(tensor: torch.Tensor, copy: Callable[[torch.Tensor], T]) -> T:
-    """What a function copies from a tensor, whose memory may go elsewhere meanwhile: ``share_memory_()`` frees the old one.
+    def pieces(self, piece_bytes: int, place: Place | None = None) -> Iterator[memoryview]:
+        """The bytes as they were when the leaf was held, in order; they are read once.
+
+        Args:
+            piece_bytes: the largest piece. Each is used before the next one is asked for.
+            place: where they are wanted; None for a buffer made here. Pieces from a device come from its ring.
+
+        Raises:
+            SaveFailed: if the leaf was written to without `Hold.protect`.
+        """
+        if not self.is_flat:
+            self._flatten()
+        if self.ring is not None:
+            for host in self.ring.pieces(self._begin_piece):
+                yield memoryview(host.numpy())  # type: ignore[arg-type]  # an array is a buffer; this memory is the ring's own
+            return
+        place = place or _scratch(min(piece_bytes, self.size_bytes))
+        while self.read < self.size_bytes:
+            wanted = place(min(piece_bytes, self.size_bytes - self.read))  # first, because it may have to wait
+            taken = self._take_piece(wanted)
+            if taken is not None:
+                yield taken
+        with self.handover.mutex:
+            self.release()
+        self.handover.owner.ring()
+
+    @contextmanager
+    def _unmoved(self) -> Iterator[None]:
+        """Wait while the owner copies the next bytes, and keep it from beginning with that meanwhile."""
+        while True:
+            with self.handover.mutex:
+                moving_from = self.moving_from
+                if moving_from is None or (self.is_flat and self.read < moving_from):
+                    yield
+                    return
+            self.handover.writer.wait()
+
+    def _take_piece(self, wanted: memoryview) -> memoryview | None:
+        """Copy the next piece to where it is wanted; None if its memory has moved meanwhile, and it has to be read again.
+
+        The live bytes themselves are not written: a slow disk must not delay an update.
+        """
+        handover = self.handover
+        with self._unmoved():
+            handover.check(self.name)
+            source, start, stop = self._next_bytes(len(wanted))
+            is_live = source is self.live
+            array, taken = self._array_of(source), wanted[: stop - self.read]
+            self.pinned_to = stop if is_live else 0
+        try:
+            np.copyto(np.frombuffer(taken, dtype=np.uint8), array[self.read - start : stop - start])
+        finally:
+            with handover.mutex:
+                if is_live:
+                    handover.watch.look_at(self.name)
+                is_taken = self._array is not None and self._array[0].data_ptr() == self._array[1]
+                self.read, self.pinned_to = stop if is_taken else self.read, 0
+            handover.owner.ring()
+        with handover.mutex:
+            handover.check(self.name)
+        return taken if is_taken else None
+
+    def _begin_piece(self) -> Begun | None:
+        """Begin to read the next piece on a device; a write that comes later waits for it there."""
+        if self.read == self.size_bytes or self.ring is None:
+            return None
+        with self._unmoved():
+            self.handover.watch.look_at(self.name)
+            self.handover.check(self.name)
+            source, start, stop = self._next_bytes(self.ring.piece_bytes)
+            begun = self.ring.begin(byte_view(source)[self.read - start : stop - start])
+            self.read = stop
+        self.handover.owner.ring()
+        return begun
+
+    def _flatten(self) -> None:
+        """Copy a leaf whose bytes do not lie in order, or not on the CPU; from then on the live one may change."""
+        handover = self.handover
+        with self._unmoved():
+            handover.check(self.name)
+            if self.is_flat:
+                return  # the owner has just copied it
+            source = self.live if self.copy is None else self.copy
+            assert source is not None
+            self._check_there(source)
+            self.pinned_to = self.size_bytes if self.copy is None else 0
+        flat = copied_to(Arena(self.size_bytes).take(self.size_bytes), source)
+        with handover.mutex:
+            if self.pinned_to:
+                handover.watch.look_at(self.name)
+            self.copy, self.copied_from, self.pinned_to, self.is_flat = flat, 0, 0, True
+            handover.check(self.name)
+        handover.owner.ring()
+
+    def _next_bytes(self, piece_bytes: int) -> tuple[torch.Tensor, int, int]:
+        """What to read next, live or copied; which of its bytes is the source's first; and up to where."""
+        moving_from = self.moving_from
+        is_copy = self.read >= self.copied_from
+        end = self.size_bytes if is_copy else self.copied_from if moving_from is None else moving_from
+        source, start = (self.copy, self.copied_from) if is_copy else (self.live, 0)
+        assert source is not None
+        self._check_there(source)
+        return source, start, min(self.read + piece_bytes, end)
+
+    def _array_of(self, source: torch.Tensor) -> Bytes:
+        """The memory that it is read from; looked up again for each piece, because it may move."""
+        address = source.data_ptr()
+        if self._array is None or self._array[0] is not source or self._array[1] != address:
+            self._array = source, address, byte_array(byte_view(source))
+        return self._array[2]
+
+    def _check_there(self, source: torch.Tensor) -> None:
+        if is_gone(source) or (source is self.live and self.is_replaced):
+            raise SaveFailed(
+                self.name[1],
+                expected="memory that stays until it is saved",
+                found="memory that was given back or replaced meanwhile, as untyped_storage().resize_(0) or an assignment to .data do",
+                fix="call manager.wait_staging() before you resize or free what is being saved",
+            )
+
+
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor lie in order, where they can be read."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) and (tensor.is_cpu or tensor.is_cuda)
+
+
+def copied_to(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, row-major, in this memory.
 
     Examples:
-        >>> steadily(torch.ones(2), torch.clone)
-        tensor([1., 1.])
+        >>> copied_to(torch.empty(2, dtype=torch.uint8), torch.tensor([True, False]))
+        tensor([1, 0], dtype=torch.uint8)
     """
-    while True:
-        if is_gone(tensor):
-            raise RuntimeError("its memory was given back")
-        address = tensor.data_ptr()
-        copied = copy(tensor)
-        if tensor.data_ptr() == address:
-            return copied
+    if tensor.dtype is torch.bool:
+        tensor = tensor.view(torch.uint8)  # else the copy makes a 1 of every byte that is not 0
+    wanted = memory.view(tensor.dtype).view(tensor.shape)
+    steadily(tensor, wanted.copy_)
+    return memory
 
 
-def is_gone(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor was given back, as ``untyped_storage().resize_(0)`` does.
-
-    Examples:
-        >>> weight = torch.ones(2)
-        >>> _ = weight.untyped_storage().resize_(0)
-        >>> is_gone(weight), is_gone(torch.ones(2)), is_gone(torch.ones(0))
-        (True, False, False)
-    """
-    return tensor.data_ptr() == 0 and tensor.numel() > 0
+def _scratch(size_bytes: int) -> Place:
+    memory = memoryview(bytearray(size_bytes))
+    return lambda wanted_bytes: memory[:wanted_bytes]

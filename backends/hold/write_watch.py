@@ -1,18 +1,23 @@
-"""`WriteWatch`: notices writes to tensors that nobody announced, by torch's version counters and, where asked, by their bytes."""
+"""`WriteWatch`: notices writes to tensors that were not announced, by torch's version counters and, where asked, by their bytes."""
 
-from collections.abc import Collection, Mapping
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
-from typing import Final, TypeAlias, final
+from types import FrameType
+from typing import Final, TypeAlias, TypeVar, final
 
 import torch
 
-from trainfold.backends.hold.held_leaf import is_gone, steadily
-from trainfold.backends.hold.owner_thread import OwnerThread
+from trainfold.backends import wakeup
 from trainfold.core.errors import SaveFailed
 from trainfold.core.format.codec import leaf_digest
 
+T = TypeVar("T")
 LeafName: TypeAlias = tuple[str, str]
 """A component and a leaf path in it."""
+LONGEST_SECS: Final = 0.5
 _VERSION: Final = attrgetter("_version")  # torch has no public name for the counter
 _WRITE: Final = "a write to it before the next optimizer step"
 _WRITE_FIX: Final = "nothing: it is copied from now on, which costs each save the time of the copy; or call manager.wait_staging() before you change it"
@@ -21,18 +26,21 @@ _AROUND: Final = (
 )
 _AROUND_FIX: Final = (
     "look for tensor.data, numpy or dlpack views, a flat parameter, or a fused optimizer that is not attached; "
-    "call manager.wait_staging() before it writes; without hold_check=True nobody would have seen it"
+    "call manager.wait_staging() before it writes; without hold_check=True the write would have been saved unnoticed"
 )
+_WAITING: Final = (vars(threading), vars(wakeup))
+_FIRST_NAP_SECS: Final = 0.0005
+_LONGEST_NAP_SECS: Final = 0.02
 
 
 @final
 class WriteWatch:
     """Remembers the version counters of tensors, and says which have moved. It is not locked: its hold does that.
 
-    Torch moves the counter when a kernel returns, so a write that is at work shows later; see `OwnerThread`.
+    Torch moves the counter when a kernel returns, so a write in progress shows later: see `wait_for_kernels`.
 
     Some writes move no counter: those through ``tensor.data``, numpy or dlpack, and those of a fused optimizer that is not
-    attached. With ``by_bytes`` every tensor is digested when this is made, and again at the last look, which finds them (W16).
+    attached. With ``by_bytes`` every tensor is digested when this is made and again at the last look, which finds them.
 
     Args:
         leaves: the tensors by name.
@@ -40,7 +48,7 @@ class WriteWatch:
         by_bytes: whether their bytes are compared too. That costs two readings of all of them, in the threads that call.
 
     Attributes:
-        written: the names of those that were found to be written to.
+        written: the names of those that were written to.
         digests: name -> digest of the bytes when this was made; empty unless they are compared.
     """
 
@@ -52,8 +60,8 @@ class WriteWatch:
         self._seen = watched, list(map(_VERSION, watched.values()))
         self._version_of: dict[LeafName, int] | None = None
         self._first: tuple[LeafName, str, str] | None = None
+        self._owner = threading.get_ident()
         self.digests = {name: steadily(leaf, leaf_digest) for name, leaf in watched.items()} if by_bytes else {}
-        self._owner = OwnerThread()
         self.written: set[LeafName] = set()
 
     @property
@@ -62,9 +70,9 @@ class WriteWatch:
         return not self._seen[0]
 
     def wait_for_kernels(self) -> None:
-        """Return when the thread that made this has left the kernel that it is in; to be called without a lock."""
+        """Return when the thread that made this has left the kernel that it is in; call it without a lock."""
         if not self.is_over:
-            self._owner.wait_until_it_moves()
+            wait_until_it_moves(self._owner)
 
     def keep(self, names: Collection[LeafName]) -> None:
         """Look at no others from now on."""
@@ -91,18 +99,18 @@ class WriteWatch:
                     self._note(name)
 
     def end(self) -> None:
-        """Look at all of them for the last time: from now on, whoever writes may."""
+        """Look at all of them for the last time: from now on they may be written to."""
         self.look()
         self._look_at_bytes()
         self._seen = {}, []
 
     def compare(self, name: LeafName, digest: str) -> None:
-        """Compare the digest of what was written for a leaf with that of what was held."""
+        """Compare the digest of the bytes that were written for a leaf with that of the bytes that were held."""
         if self.digests.get(name, digest) != digest:
             self._note(name, found=_AROUND, fix=_AROUND_FIX)
 
     def check(self) -> None:
-        """Fail if a write was found.
+        """Fail if a write was noticed.
 
         Raises:
             SaveFailed: naming the first leaf.
@@ -126,3 +134,69 @@ class WriteWatch:
     def _note(self, name: LeafName, *, found: str = _WRITE, fix: str = _WRITE_FIX) -> None:
         self.written.add(name)
         self._first = self._first or (name, found, fix)
+
+
+def steadily(tensor: torch.Tensor, copy: Callable[[torch.Tensor], T]) -> T:
+    """What a function copies from a tensor whose memory may move meanwhile: ``share_memory_()`` frees the old memory.
+
+    Examples:
+        >>> steadily(torch.ones(2), torch.clone)
+        tensor([1., 1.])
+    """
+    while True:
+        if is_gone(tensor):
+            raise RuntimeError("its memory was given back")
+        address = tensor.data_ptr()
+        copied = copy(tensor)
+        if tensor.data_ptr() == address:
+            return copied
+
+
+def is_gone(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor was given back, as ``untyped_storage().resize_(0)`` does.
+
+    Examples:
+        >>> weight = torch.ones(2)
+        >>> _ = weight.untyped_storage().resize_(0)
+        >>> is_gone(weight), is_gone(torch.ones(2)), is_gone(torch.ones(0))
+        (True, False, False)
+    """
+    return tensor.data_ptr() == 0 and tensor.numel() > 0
+
+
+def wait_until_it_moves(thread: int, *, longest_secs: float = LONGEST_SECS) -> bool:
+    """Wait until a thread has left the operation that it is in, such as a kernel that writes to a tensor.
+
+    A kernel moves the version counter of what it writes to before it returns to Python. So once the thread's place in its Python
+    code has moved, the counters show everything that was being written before. A thread in the module `threading` waits for a
+    lock, and is in no kernel; so is one in `trainfold.backends.wakeup`.
+
+    Args:
+        thread: its identifier.
+        longest_secs: give up after so long, because the operation may wait for something that never comes.
+
+    Returns:
+        Whether it has moved, waits, or has ended.
+
+    Examples:
+        >>> wait_until_it_moves(threading.get_ident())  # in the thread itself there is nothing to wait for
+        True
+    """
+    if thread == threading.get_ident():
+        return True
+    deadline, nap_secs = time.monotonic() + longest_secs, _FIRST_NAP_SECS
+    before = _place(thread)
+    while before is not None and _place(thread) == before:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(nap_secs)
+        nap_secs = min(2 * nap_secs, _LONGEST_NAP_SECS)
+    return True
+
+
+def _place(thread: int) -> tuple[FrameType, int] | None:
+    """Where a thread is in its Python code; None where it is in no operation."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001  # public but for its name
+    if frame is None or any(frame.f_globals is each for each in _WAITING):
+        return None
+    return frame, frame.f_lasti

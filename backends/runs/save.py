@@ -14,7 +14,8 @@ import torch
 
 from trainfold.backends.formats.native.writer import write_file
 from trainfold.backends.gc_pause import without_collecting
-from trainfold.backends.hold.hold import HeldLeaf, Hold
+from trainfold.backends.hold.held_leaf import HeldLeaf
+from trainfold.backends.hold.hold import Hold
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.runs.replicas import check_copies
 from trainfold.backends.runs.scan import check_place, read_inventory, read_run_id, run_document

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kit.hold_cases import PIECE, W, bytes_of, name_of
 
 from trainfold.backends.hold.hold import Hold
-from trainfold.backends.hold.owner_thread import OwnerThread
+from trainfold.backends.hold.write_watch import wait_until_it_moves
 from trainfold.core.errors import SaveFailed
 
 
@@ -353,7 +353,7 @@ def test_an_owner_that_waits_or_has_ended_or_never_moves_holds_no_save_up():
     call = map(operator.call, [partial(os.write, begin, b"x"), partial(os.read, reader, 1)])
 
     def owns(name, wait):
-        found[name] = OwnerThread()
+        found[name] = threading.get_ident()
         wait()
 
     waits = {"waits": may_end.wait, "reads": partial(list, call)}
@@ -363,13 +363,13 @@ def test_an_owner_that_waits_or_has_ended_or_never_moves_holds_no_save_up():
     os.read(is_in_call, 1)
     while "waits" not in found:
         time.sleep(0.001)
-    assert found["waits"].wait_until_it_moves(longest_secs=60)
-    assert not found["reads"].wait_until_it_moves(longest_secs=0.02)
+    assert wait_until_it_moves(found["waits"], longest_secs=60)
+    assert not wait_until_it_moves(found["reads"], longest_secs=0.02)
     may_end.set()
     os.write(writer, b"x")
     for thread in threads:
         thread.join(10)
-    assert found["reads"].wait_until_it_moves(longest_secs=60)
+    assert wait_until_it_moves(found["reads"], longest_secs=60)
     for descriptor in (is_in_call, begin, reader, writer):
         os.close(descriptor)
 

@@ -97,7 +97,7 @@ def test_memory_for_copies_is_there_once_however_late_it_is_made_ready(monkeypat
         while not hold.copied_bytes:
             time.sleep(0.001)
 
-    monkeypatch.setattr("trainfold.backends.hold.hold.Arena", Counted)
+    monkeypatch.setattr("trainfold.backends.hold.copy_room.Arena", Counted)
     if when == "after":
         protect()
     hold.prepare(ready_bytes)
@@ -160,7 +160,7 @@ def test_a_leaf_that_is_copied_to_be_read_counts_among_the_extra_bytes(begun):
 def test_a_machine_without_memory_for_copies_waits(monkeypatch):
     leaf = torch.zeros(1024)
     hold = Hold({W: leaf})
-    monkeypatch.setattr("trainfold.backends.hold.hold.Arena", _no_memory)
+    monkeypatch.setattr("trainfold.backends.hold.copy_room.Arena", _no_memory)
     waiter = threading.Thread(target=hold.protect)
     waiter.start()
     assert sum(len(piece) for piece in hold.pieces(W, PIECE)) == 4096
@@ -177,7 +177,7 @@ def test_an_interrupted_protect_can_be_called_again(monkeypatch):
     leaf = torch.zeros(1024)
     hold = Hold({W: leaf})
     with monkeypatch.context() as patched:
-        patched.setattr("trainfold.backends.hold.hold.Arena", _interrupt)
+        patched.setattr("trainfold.backends.hold.copy_room.Arena", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             hold.protect()
     hold.protect()
