@@ -8,6 +8,7 @@ from trainfold.adapters.evaluation.batch_source import Source
 from trainfold.core.checks import count
 from trainfold.core.data.chunks import Columns, columns_of, joined
 from trainfold.core.errors import InvalidArgument, InvalidBatch
+from trainfold.core.evaluate.coverage import Cut
 from trainfold.core.evaluate.suite import Tally
 
 _END: Final[Any] = object()
@@ -121,19 +122,19 @@ class Chunks:
         """Whether each batch was the one that its cursor gave, as far as their number and their sizes show."""
         return self._part is None or self._part.given == self._drawn
 
-    def reached(self, seen: int) -> tuple[int, int]:
-        """Of which indices it is true that this rank has seen its samples before them, and no other: the least, and the greatest.
+    def cut(self, seen: int) -> Cut:
+        """How far the samples of this rank were seen.
 
         Args:
             seen: how many chunks were evaluated: all that were given, or all but the last.
         """
         if self._part is None:
-            return -1, -1
+            return Cut(is_in_order=True, first=-1, last=-1)
         if seen < self._yielded:
-            return self._last[0].stop, self._last[1].start
+            return Cut(self.is_known(), self._last[0].stop, self._last[1].start)
         assert self._shares is not None  # as the part
         rest = self._at if self._waiting else next((share.start for share in self._shares), self._part.after.next_index)
-        return self._last[-1].stop, rest
+        return Cut(self.is_known(), self._last[-1].stop, rest)
 
     def check_order(self) -> None:
         """Refuse what was drawn where batches turn out to be missing in it: their samples then had other indices.

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, final
 import attrs
 import torch
 
-from trainfold.adapters.evaluation.batch_source import Source, Span, begin_of, source_of, span_of, together
+from trainfold.adapters.evaluation.batch_source import Source, begin_of, drawn_from, says_whole, source_of
 from trainfold.adapters.evaluation.chunks import Chunks, check_chunk
 from trainfold.adapters.evaluation.eval_mode import communicate, modules_of, undisturbed
 from trainfold.adapters.evaluation.generators import close_generators
@@ -30,6 +30,7 @@ from trainfold.core.checks import count
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.evaluate.combine import Layout, check_layouts, layout_of, pack, unpack
+from trainfold.core.evaluate.coverage import Span, span_of, together
 from trainfold.core.evaluate.evaluation import Evaluation, evaluation_of
 from trainfold.core.evaluate.suite import Suite, Tally, check_suite, check_tally, merge_tallies, no_tally
 from trainfold.core.format.codec import leaf_digest
@@ -187,7 +188,14 @@ def _evaluate(forward: Forward, batches: Any, suite: object, ranks: Collectives,
             layout = layout_of(share.suite, tally, world_size=ranks.world_size)
             if chunks is not None:
                 chunks.check_order()
-            span = span_of(source, given.start, seen=tally.batches, has_more=mine.has_more, chunks=chunks)
+            span = span_of(
+                drawn_from(source),
+                start=given.start,
+                seen=tally.batches,
+                has_more=mine.has_more,
+                is_whole=says_whole(source),
+                cut=None if chunks is None else chunks.cut(tally.batches),
+            )
             return tally, _Report(layout, tally.batches, span)
 
         tally, reports = everywhere(ranks, reported)
