@@ -13,7 +13,8 @@ from trainfold.core.evaluate.coverage import DrawnPart
 from trainfold.core.evaluate.suite import Tally
 from trainfold.core.layout.world import Collectives
 
-_FIX = "keep samples in arrays, or in lists of more than 5,000, which are not looked into"
+_LEVELS = 6  # a loader, its batch sampler, its sampler, and wrappers around these
+_FIX = "keep samples in arrays, or in lists of more than 5,000, which are not searched"
 
 
 @final
@@ -42,7 +43,7 @@ def source_of(batches: Any) -> Source:
     behind: list[tuple[Any, tuple[type, ...]]] = [(batches, (torch.Generator, EvalBatches, TimeLimit))]
     for thing, kinds in behind:
         found: Any
-        for found in reachable(thing, kinds, fix=_FIX):
+        for found in reachable(thing, kinds, levels=_LEVELS, fix=_FIX)[0]:
             if isinstance(found, EvalBatches) and found not in parts:
                 parts.append(found)
                 behind.append((found.fetch, (torch.Generator,)))

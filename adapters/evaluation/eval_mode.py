@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,6 +13,8 @@ import torch
 from trainfold.adapters.evaluation.reachability import reachable
 from trainfold.adapters.streams.rng_streams import bound_device, preserved_rng
 
+_LEVELS = 4  # forward itself, a helper or a trainer that it names, and two behind that
+_SHOWN = 5
 _LOCK = threading.RLock()
 _MODES: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, bool]] = weakref.WeakKeyDictionary()
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
@@ -53,15 +56,27 @@ def undisturbed(
         yield
 
 
-def modules_of(function: object) -> list[torch.nn.Module]:
-    """The modules that a function can reach: what it is, is bound to, has closed over or names, and what that holds.
+def modules_of(function: object, given: Sequence[torch.nn.Module] = ()) -> list[torch.nn.Module]:
+    """The modules of a forward: those given, and those that it is, is bound to, closes over or names, directly or through helpers.
+
+    A warning names the objects that were not searched, if no module with parameters was found.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1)
         >>> modules_of(lambda batch: model(batch)) == modules_of(model) == [model]
         True
     """
-    return reachable(function, torch.nn.Module, fix="name the model: modules=[model]")
+    found, beyond = reachable(function, torch.nn.Module, levels=_LEVELS, fix="name the model: modules=[model]")
+    modules = [*found, *given]
+    if beyond and not any(True for module in modules for _ in module.parameters()):
+        names = list(dict.fromkeys(getattr(each, "__qualname__", type(each).__qualname__) for each in beyond))
+        warnings.warn(
+            f"evaluate found no model in forward, and did not look into {', '.join(names[:_SHOWN])}"
+            f"{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}: a model there stays in its mode; "
+            "name it: modules=[model]",
+            stacklevel=2,
+        )
+    return modules
 
 
 def communicate(modules: Sequence[torch.nn.Module]) -> bool:

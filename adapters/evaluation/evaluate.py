@@ -154,7 +154,7 @@ def _evaluate(forward: Forward, batches: Any, suite: object, ranks: Collectives,
         def opened() -> tuple[tuple[Share, Source, Chunks | None], _Opening]:
             checked = check_suite(suite)
             _check_arguments(forward, given.steps)
-            found = [*modules_of(forward), *_modules_given(given.modules)]
+            found = modules_of(forward, _modules_given(given.modules))
             source = source_of(batches)
             going_on = _digest(checked, given.start)
             position = begin_of(source, given.start, ranks)

@@ -87,8 +87,8 @@ class Shelf:
 
 def deep(model, kind):
     if kind == "attributes":
-        held = Chain(Chain(Chain(Chain(Chain(model)))))
-        return lambda batch: {"loss": (held.inner.inner.inner.inner.inner(batch), 1)}
+        held = Chain(Chain(Chain(model)))
+        return lambda batch: {"loss": (held.inner.inner.inner(batch), 1)}
     if kind == "dicts":
         held = {"a": {"b": {"c": {"d": [{"e": model}]}}}}
         return lambda batch: {"loss": (held["a"]["b"]["c"]["d"][0]["e"](batch), 1)}

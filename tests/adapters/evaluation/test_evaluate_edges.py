@@ -322,7 +322,7 @@ def test_too_much_data_to_look_at_is_told_once_and_does_not_hide_a_sampler():
 
     loader = torch.utils.data.DataLoader(samples, batch_size=2, sampler=Sampler(), collate_fn=lambda _: numbers(2))
     before = generator.get_state()
-    with pytest.warns(UserWarning, match="100,000 objects behind a DataLoader.*keep samples in arrays") as caught:
+    with pytest.warns(UserWarning, match="20,000 objects behind a DataLoader.*keep samples in arrays") as caught:
         trainfold.evaluate(summed, loader, SUM)
     assert len(caught) == 1
     assert torch.equal(generator.get_state(), before)

@@ -184,11 +184,28 @@ def test_a_module_with_a_train_of_its_own_is_put_back_by_it():
 
 
 @pytest.mark.parametrize("kind", ["attributes", "dicts", "class", "weakref", "module", "deque"])
-def test_modules_are_found_however_deep_they_are_held(kind):
+def test_modules_are_found_in_all_that_forward_and_its_helpers_hold(kind):
     """Q06: dropout is off in an evaluation."""
     model = Counting()
     trainfold.evaluate(deep(model, kind), batches_of(torch.ones(2), []), {"loss": M.Ratio()})
     assert model.seen == [(False, False, False)]
+    assert model.training
+
+
+def test_a_model_too_deep_to_be_found_is_warned_of_and_named_by_hand():
+    """Q06: what was not searched is named once; a model given with modules= is evaluated without a warning."""
+    model, criterion = Counting(), torch.nn.MSELoss()
+    held = Chain(Chain(Chain(Chain(model))))
+
+    def forward(batch):
+        return {"loss": (criterion(held.inner.inner.inner.inner(batch), batch["values"]), 1)}
+
+    batches = batches_of(torch.ones(2), [])
+    with pytest.warns(UserWarning, match=r"found no model in forward, .*did not look into Chain: .*modules=\[model\]"):
+        trainfold.evaluate(forward, batches, {"loss": M.Ratio()})
+    assert model.seen == [(True, True, False)]
+    trainfold.evaluate(forward, batches, {"loss": M.Ratio()}, modules=[model])
+    assert model.seen[1:] == [(False, False, False)]
     assert model.training
 
 
@@ -414,7 +431,7 @@ class Haunted:
         self.lazy = Lazy()
         self.words = [["word"] * 4000 for _ in range(30)]
         self.samples = [{"text": "x"} for _ in range(4000)]
-        self.deep = Chain(Chain(Chain(model)))
+        self.deep = Chain(Chain(model))
 
 
 class Lazy(dict):
@@ -433,7 +450,7 @@ def test_a_search_touches_nothing_and_is_not_stopped_by_data():
     model = Counting()
     it = Haunted(model)
     trainfold.evaluate(
-        lambda batch: {"loss": (it.deep.inner.inner.inner(batch), 1)},
+        lambda batch: {"loss": (it.deep.inner.inner(batch), 1)},
         batches_of(torch.ones(2), []),
         {"loss": M.Ratio()},
     )
