@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 
 from trainfold.core.errors import HiddenState
-from trainfold.core.state.notes import RATES, begins_anew, with_rate
+from trainfold.core.state.notes import RATES, restarts, with_rate
 
 
 @final
@@ -42,7 +42,7 @@ class Rates:
                 saved = self._saved[key]
                 if rate != saved:
                     del self._saved[key]
-                    if begins_anew(self._began.get(key, ()), saved, rate):
+                    if restarts(self._began.get(key, ()), saved, rate):
                         self._warn(key, saved, rate)
             elif len(began := self._began.setdefault(key, [])) < 3:
                 self._began[key] = with_rate(began, rate)

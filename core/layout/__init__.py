@@ -1,1 +1,1 @@
-"""Where the parts of a tensor are, and which ranks there are. May import the ground floor."""
+"""Which part of a tensor each rank holds, and which ranks exist. May import the ground floor."""

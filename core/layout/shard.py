@@ -14,9 +14,9 @@ class Shard:
     """A slice of a global tensor, as a leaf. Make it with `make_shard`.
 
     Attributes:
-        tensor: the values that are present here.
+        tensor: the values that this rank holds.
         shape: the shape of the global tensor.
-        starts: where the slice begins in each dimension; it ends at ``starts[i] + tensor.shape[i]``.
+        starts: the first index of the slice in each dimension; it ends at ``starts[i] + tensor.shape[i]``.
     """
 
     tensor: torch.Tensor
@@ -42,6 +42,6 @@ def make_shard(tensor: torch.Tensor, *, shape: tuple[int, ...], starts: tuple[in
             "shard",
             expected=f"a slice of the global shape {shape}",
             found=f"starts {starts} with sizes {tuple(tensor.shape)}",
-            fix="give one start for each dimension, inside the global shape",
+            fix="pass one start for each dimension, inside the global shape",
         )
     return Shard(tensor, tuple(shape), tuple(starts))

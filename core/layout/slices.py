@@ -1,4 +1,4 @@
-"""Boxes: rectangular slices of a tensor, as (start, stop) for each dimension, and whether some of them tile a shape."""
+"""Boxes: rectangular slices of a tensor, one (start, stop) pair per dimension, and whether boxes tile a shape."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,7 +11,7 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 
 @lru_cache(maxsize=4096)
 def whole_box(shape: tuple[int, ...]) -> Box:
-    """The box that is all of a shape.
+    """Return the box that covers a shape.
 
     Examples:
         >>> whole_box((3, 2))
@@ -21,7 +21,7 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 def volume(box: Box) -> int:
-    """How many elements a box holds; 1 for a scalar's.
+    """Return the number of elements of a box; 1 for the box of a scalar.
 
     Examples:
         >>> volume(((0, 3), (4, 6))), volume(())
@@ -34,7 +34,7 @@ def volume(box: Box) -> int:
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """The common part of two boxes, or None.
+    """Return the intersection of two boxes, or None if it is empty.
 
     Examples:
         >>> intersect(((0, 4), (0, 2)), ((2, 6), (0, 2)))
@@ -45,23 +45,23 @@ def intersect(one: Box, other: Box) -> Box | None:
 
 
 def overlap(boxes: Sequence[Box]) -> bool:
-    """Whether two of some boxes have an element in common; empty boxes have none.
+    """Whether any two boxes have an element in common; empty boxes are ignored.
 
-    A sweep along the dimension with the most cuts: a box is compared with those that it meets there, so that n slices along
-    one dimension cost n comparisons after sorting, and a grid of n boxes about n times the boxes of one of its rows.
+    It sweeps along the dimension with the most cuts and compares a box only with those that it meets there. After sorting,
+    n slices along one dimension cost n comparisons, and a grid of n boxes costs about n times the boxes of one row.
 
     Examples:
         >>> overlap([((0, 2),), ((2, 3),)]), overlap([((0, 2),), ((1, 3),)])
         (False, True)
     """
-    held = [box for box in boxes if volume(box)]
-    if len(held) <= 1:
+    filled = [box for box in boxes if volume(box)]
+    if len(filled) <= 1:
         return False
-    if not held[0]:
+    if not filled[0]:
         return True
-    axis = max(range(len(held[0])), key=lambda i: len({box[i][0] for box in held}))
+    axis = max(range(len(filled[0])), key=lambda i: len({box[i][0] for box in filled}))
     open_boxes: list[Box] = []
-    for box in sorted(held, key=lambda box: box[axis][0]):
+    for box in sorted(filled, key=lambda box: box[axis][0]):
         open_boxes = [other for other in open_boxes if other[axis][1] > box[axis][0]]
         if any(intersect(box, other) is not None for other in open_boxes):
             return True
@@ -70,10 +70,10 @@ def overlap(boxes: Sequence[Box]) -> bool:
 
 
 def check_cover(path: str, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
-    """Check that boxes tile a shape: disjoint, and covering all of it.
+    """Check that boxes tile a shape: that they are disjoint and cover it.
 
     Raises:
-        InvalidState: naming the leaf and what is not covered once.
+        InvalidState: naming the leaf, with the number of elements covered and whether slices overlap.
 
     Examples:
         >>> check_cover("w", [((0, 2),), ((2, 3),)], (3,))

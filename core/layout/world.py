@@ -1,4 +1,4 @@
-"""`World` and the `Collectives` protocol: what core needs to know of ranks, which is all that it knows."""
+"""`World` and the `Collectives` protocol: all that core knows about ranks."""
 
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final, runtime_checkable
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 @final
 @attrs.frozen
 class World:
-    """How many ranks there are, and which one this is."""
+    """The number of ranks, and the index of this one."""
 
     rank: int = 0
     size: int = 1
@@ -48,25 +48,25 @@ class Collectives(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     def all_sum(self, tensors: "list[torch.Tensor]") -> "list[torch.Tensor]":
-        """The sums of equally shaped tensors over the ranks, added in rank order; the same bits on every rank."""
+        """Return the sums over the ranks of tensors of equal shapes, added in rank order; every rank gets the same bits."""
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
-        """The value that rank ``source`` has (a small object: what JSON or attrs can hold)."""
+        """Return the value of rank ``source``: a small object, such as JSON or attrs can hold."""
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order, on every rank (small objects)."""
+        """Return the values of all ranks, in rank order, on every rank; small objects."""
 
     def barrier(self, *, timeout_secs: float) -> None:
-        """Return when every rank is here; raise `RankFailed` after the deadline."""
+        """Return once every rank has called this; raise `RankFailed` after the deadline."""
 
     def fail(self, error: BaseException) -> Any:
-        """Tell the other ranks that this one will not take part any more."""
+        """Report to the other ranks that this rank has failed and takes part in no further call."""
 
     def duplicate(self) -> "Collectives":
-        """The same ranks once more: calls to one and to the other do not wait for each other, so threads can have one each.
+        """Return independent collectives over the same ranks, for another thread: calls on either do not wait for the other.
 
-        Every rank calls this, as it does the others.
+        Every rank must call this, like the other methods.
         """

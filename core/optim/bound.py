@@ -1,7 +1,7 @@
-"""`BoundOptimizer`: one torch optimizer whose state is that of a value, so that a step need not walk every leaf.
+"""`BoundOptimizer`: a torch optimizer that works on the tensors of an `OptimizerState`, so that a step walks no leaves.
 
-It is mutable and private to one step at a time. The torch optimizer's ``state[p]`` dicts are the very dicts in
-``OptimizerState.slots``, and its parameters alias the value's tensors.
+It is mutable, and one step at a time uses it. The torch optimizer's ``state[p]`` dicts are the dicts of
+``OptimizerState.slots``, and its parameters alias the tensors of the state.
 """
 
 import warnings
@@ -25,11 +25,11 @@ class BoundOptimizer:
     """A torch optimizer on given parameters, bound to one `OptimizerState` after another.
 
     Args:
-        kind: what `OptimizerState.kind` must be.
+        kind: the `OptimizerState.kind` that it accepts.
         cls: the torch class.
         hyper: the arguments of its constructor.
         masters: whether low-precision parameters have fp32 masters.
-        params: FQN -> parameter; gradients are read from ``targets``, and the parameters are written.
+        params: FQN -> parameter. It reads gradients from ``targets`` and writes the parameters.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class BoundOptimizer:
         self._order: list[str] = []
 
     def holds(self, state: OptimizerState) -> bool:
-        """Whether the state is the one that was collected last, so that nothing needs to be bound."""
+        """Whether the state is the last one collected, so that it is bound already."""
         if self._slots is None or state.kind != self._kind:
             return False
         masters = None if state.masters is None else state.masters.alive()
@@ -71,10 +71,10 @@ class BoundOptimizer:
         return same_tensors and self._fits(state.groups)
 
     def bind(self, state: OptimizerState) -> None:
-        """Take a state's tensors, without a copy, as those that the next `apply` writes to.
+        """Bind the tensors of a state, without a copy; the next `apply` writes to them.
 
         Raises:
-            InvalidState: if the state is of another optimizer or model, or a parameter has only a part of its slots.
+            InvalidState: if the state belongs to another optimizer or model, or a parameter lacks some of its slots.
         """
         if state.kind != self._kind:
             raise InvalidState(
@@ -84,7 +84,7 @@ class BoundOptimizer:
                 fix="make the step with the optimizer that the state was made with, or make a new optimizer state",
             )
         members = tuple(group.params for group in state.groups)
-        if members != self._covered:  # from step to step the tuples are the same objects, and no name is looked at
+        if members != self._covered:  # usually the same objects as in the last step, so that no names are compared
             check_cover(state.groups, self._params)
             self._covered = members
         self._bind_masters(state)
@@ -100,9 +100,9 @@ class BoundOptimizer:
         self._slots = self._read_slots()
 
     def use_groups(self, groups: tuple[ParamGroup, ...]) -> None:
-        """Take the hyperparameters of a state; they are the truth, not the constructor's arguments.
+        """Use the hyperparameters of a state; they override the arguments of the constructor.
 
-        Where the groups have other members, the slots are lost: `holds` is False then, and `bind` is what to call.
+        If the groups have other members, the slots are lost: `holds` returns False, and the caller must call `bind`.
         """
         if groups is self._groups:
             return
@@ -114,7 +114,7 @@ class BoundOptimizer:
         self._groups = groups
 
     def gather(self) -> None:
-        """Move the gradients of low-precision parameters to their masters, adding to what is there."""
+        """Add the gradients of low-precision parameters to those of their masters, and clear them."""
         for param, master in self._pairs:
             if param.grad is not None:
                 grad = param.grad.float()
@@ -122,7 +122,7 @@ class BoundOptimizer:
                 param.grad = None
 
     def apply(self, lr_factor: float) -> None:
-        """Step on the gradients of ``targets``: parameters, masters and slots are written in place."""
+        """Step on the gradients of ``targets``; write parameters, masters and slots in place."""
         optimizer = self._torch_optimizer()
         for group, mine in zip(optimizer.param_groups, self._groups, strict=True):
             if "lr" in mine.hyper:
@@ -134,7 +134,7 @@ class BoundOptimizer:
                 torch._foreach_copy_([param for param, _ in self._pairs], [master for _, master in self._pairs])
 
     def collect(self, lease: Lease) -> OptimizerState:
-        """The state after `apply`, under a lease; its leaves are the tensors that the next `apply` will write to."""
+        """Return the state after `apply`, under a lease; its leaves are the tensors that the next `apply` writes to."""
         self._slots = self._read_slots()
         self._groups = self._read_groups()
         masters: Leaves[torch.Tensor] | None = None
@@ -144,7 +144,7 @@ class BoundOptimizer:
         return OptimizerState(self._kind, Leaves.leased(self._slots, lease), self._groups, masters)
 
     def release(self) -> None:
-        """Let go of every tensor."""
+        """Release every tensor."""
         if self._torch is not None:
             self._torch.state.clear()
         for _, master in self._pairs:
@@ -153,16 +153,16 @@ class BoundOptimizer:
         self._slots = self._masters = None
 
     def _fits(self, groups: tuple[ParamGroup, ...]) -> bool:
-        """Whether the torch optimizer that is there can take these groups by taking their values alone.
+        """Whether the existing torch optimizer can use these groups by copying their values.
 
-        A hyperparameter that is no longer there must be the constructor's again, and not that of an earlier state.
+        A hyperparameter that a group no longer has must return to the constructor's value, not keep an earlier state's.
         """
         return groups is self._groups or [(group.params, group.hyper.keys()) for group in groups] == [
             (group.params, group.hyper.keys()) for group in self._groups
         ]
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
-        assert self._torch is not None, "bind comes first"
+        assert self._torch is not None, "call bind first"
         return self._torch
 
     def _bind_masters(self, state: OptimizerState) -> None:
@@ -170,7 +170,7 @@ class BoundOptimizer:
             if state.masters is not None:
                 raise InvalidState(
                     "state.optimizer.masters",
-                    expected="none, because the optimizer was made with masters=False",
+                    expected="None, because the optimizer was made with masters=False",
                     found=f"{len(state.masters)} masters",
                     fix="make the optimizer with masters=True, or set masters=None and lose their precision",
                 )
@@ -182,7 +182,7 @@ class BoundOptimizer:
 
     def _read_slots(self) -> dict[str, Any]:
         inner = self._torch_optimizer().state
-        if len(inner) != len(self._order):  # a parameter had its first gradient: back to the order of the model
+        if len(inner) != len(self._order):  # a parameter got its first gradient: restore the order of the model
             self._check_keys(inner)
             ordered = sorted(inner.items(), key=lambda item: self._ranks[item[0]])
             inner.clear()
@@ -195,13 +195,13 @@ class BoundOptimizer:
         if odd:
             raise UnsupportedOptimizer(
                 self._kind,
-                expected="an optimizer whose state is kept by parameter",
+                expected="an optimizer that keeps its state by parameter",
                 found=f"state under {odd[:4]}",
-                fix="use the optimizer itself in a loop of your own, with trainfold.attach(model, optimizer)",
+                fix="use the optimizer itself in your own loop, with trainfold.attach(model, optimizer)",
             )
 
     def _read_groups(self) -> tuple[ParamGroup, ...]:
-        """The groups, anew where the optimizer changed a hyperparameter by itself (the scaled lr is not one)."""
+        """Return the groups; new ones if the optimizer itself changed a hyperparameter (the scaled lr does not count)."""
         pairs = list(zip(self._groups, self._torch_optimizer().param_groups, strict=True))
         if all(
             value is mine.hyper.get(key, _ABSENT)
@@ -217,47 +217,47 @@ class BoundOptimizer:
 
 
 def group_hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A torch param group without its parameters."""
+    """Return a torch param group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
 def check_slots(
     slots: Mapping[str, Mapping[str, Any]], groups: Sequence[ParamGroup], params: Mapping[str, torch.Tensor]
 ) -> None:
-    """A parameter may have all its slots or none; a part of them is damage (B10).
+    """Check that each parameter has all of its slots, or no slots; with some of them the state is damaged.
 
-    What "all" is, is what the other parameters of its group with as many dimensions have.
+    The slots of a parameter are those of all parameters of its group with the same number of dimensions and dtype.
 
     Raises:
-        InvalidState: naming every parameter that is unknown or lacks slots, and the slots.
+        InvalidState: naming every parameter that is unknown or lacks slots, with the slots.
     """
     wrong = {name: "not a parameter of the model" for name in slots if name not in params}
     for group in groups:
         kinds: dict[tuple[int, torch.dtype], set[str]] = {}
-        held = [name for name in group.params if slots.get(name)]
-        for name in held:
+        with_slots = [name for name in group.params if slots.get(name)]
+        for name in with_slots:
             kinds.setdefault((params[name].dim(), params[name].dtype), set()).update(slots[name])
-        for name in held:
+        for name in with_slots:
             lacks = kinds[params[name].dim(), params[name].dtype] - set(slots[name])
             if lacks:
                 wrong[name] = f"lacks {sorted(lacks)}"
     if wrong:
         raise InvalidState(
             "state.optimizer.slots",
-            expected="all the slots of a parameter, or none where it never had a gradient",
+            expected="all the slots of a parameter, or no slots if it never had a gradient",
             found=wrong,
-            fix="the state is damaged or of another model; load it again, or leave the optimizer out",
+            fix="load the state again, because it is damaged or of another model; or leave the optimizer out",
         )
 
 
 def _masters_of(state: OptimizerState, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The masters of a state; new ones, with a warning, where it has lost them (B08)."""
+    """Return the masters of a state; if it has lost them, warn and make new ones."""
     if state.masters is not None:
         check_masters(state.masters, params)
         return dict(state.masters)
     warnings.warn(
         MastersRebuilt(
-            "state.optimizer.masters: expected fp32 masters, found none; they are cloned anew from the "
+            "state.optimizer.masters: expected fp32 masters, found none; they are cloned again from the "
             "low-precision parameters, and what was below their precision is lost"
         ),
         stacklevel=2,

@@ -1,4 +1,4 @@
-"""The groups of two optimizers by what the contract calls them: the first of their parameters, which may be another one."""
+"""Labels of param groups in a contract: the alphabetically first parameter, which differs when a group has changed."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,16 +8,16 @@ from trainfold.core.json_values import Json
 def relabelled(
     contract: Mapping[str, Json], prefix: str, saved: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]
 ) -> tuple[dict[str, Json], frozenset[str]]:
-    """A saved contract with the labels of the run, where a group has got or lost parameters.
+    """Return a saved contract with the labels of the run, for groups that gained or lost parameters.
 
     Args:
         contract: key -> value.
-        prefix: of the optimizer's keys, such as ``"optimizer."``.
+        prefix: the prefix of the optimizer's keys, such as ``"optimizer."``.
         saved: the parameters of each saved group.
-        wanted: those of each group of the run.
+        wanted: the parameters of each group of the run.
 
     Returns:
-        The contract, and the beginnings of keys whose group only one side has: they follow from the parameters.
+        The contract, and the prefixes of keys whose group only one side has; those follow from the parameters.
 
     Examples:
         >>> relabelled({"optimizer.groups['b'].lr": 0.1}, "optimizer.", [["b"]], [["a", "b"], ["c"]])
@@ -31,11 +31,11 @@ def relabelled(
     for group in filter(None, wanted):
         number = next((home[name] for name in group if name in home), None)
         if number is None or number in taken:
-            alone.add(_begin(prefix, group))
+            alone.add(_prefix_of(prefix, group))
         else:
-            taken[number] = _begin(prefix, group)
+            taken[number] = _prefix_of(prefix, group)
     for number, group in enumerate(saved):
-        old, new = _begin(prefix, group), taken.get(number)
+        old, new = _prefix_of(prefix, group), taken.get(number)
         if new is None:
             alone.add(old)
         elif new != old:
@@ -44,5 +44,5 @@ def relabelled(
     return found, frozenset(alone)
 
 
-def _begin(prefix: str, group: Sequence[str]) -> str:
+def _prefix_of(prefix: str, group: Sequence[str]) -> str:
     return f"{prefix}groups[{min(group, default='')!r}]."

@@ -27,9 +27,9 @@ class Optimizer:
 
     Attributes:
         cls: the torch class that computes.
-        hyper: the arguments of its constructor; once a state exists, the state's own are what counts.
+        hyper: the arguments of its constructor; once a state exists, the hyperparameters in the state count.
         groups: the rules for param groups, checked, each with its hyperparameters.
-        masters: whether low-precision parameters have fp32 masters (B08).
+        masters: whether low-precision parameters have fp32 masters.
     """
 
     cls: type[torch.optim.Optimizer]
@@ -39,24 +39,26 @@ class Optimizer:
 
     @property
     def kind(self) -> str:
-        """The class's name, which a state carries."""
+        """The name of the class, which a state carries."""
         return f"{self.cls.__module__}.{self.cls.__qualname__}"
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         return iter((self.init, self.update))
 
     def init(self, params: Params) -> OptimizerState:
-        """The state before the first step, with slots only where the torch class makes them at once.
+        """Return the state before the first step, with slots only if the torch class makes them at once.
 
         Args:
-            params: FQN -> tensor; not changed and not kept.
+            params: FQN -> tensor; neither changed nor kept.
 
         Raises:
-            InvalidArgument: if there is no parameter, a rule sets a hyperparameter that the class does not have, or the
-            class refuses a value.
+            InvalidArgument: if there is no parameter, if a rule sets a hyperparameter that the class does not have, or
+                if the class refuses a value.
         """
         if not params:
-            raise InvalidArgument("params", expected="at least one", found="none", fix="give the model's parameters")
+            raise InvalidArgument(
+                "params", expected="at least one", found="none", fix="pass the parameters of the model"
+            )
         masters = make_masters(params) if self.masters else None
         full: Params = masters if masters is not None else {}
         targets = {name: _parameter(full.get(name, value)) for name, value in params.items()}
@@ -92,21 +94,21 @@ class Optimizer:
         *,
         lr_factor: float = 1.0,
     ) -> tuple[dict[str, torch.Tensor], OptimizerState]:
-        """One step; the bits of the arguments are left as they are.
+        """Do one step; the arguments do not change.
 
         Law: k updates give the bits of k steps of the mutable torch optimizer.
 
         Args:
-            grads: FQN -> gradient; a parameter without one is not touched, as in torch.
-            opt_state: its ``groups[i].hyper`` are the hyperparameters that are used.
+            grads: FQN -> gradient; a parameter without a gradient does not change, as in torch.
+            opt_state: its ``groups[i].hyper`` are the hyperparameters of the step.
             params: FQN -> tensor.
-            lr_factor: multiplies each group's learning rate.
+            lr_factor: a factor of each group's learning rate.
 
         Returns:
             The new parameters and the new state.
 
         Raises:
-            InvalidState: if the three do not belong together.
+            InvalidState: if the arguments do not belong together.
         """
         if unknown := [name for name in grads if name not in params]:
             raise InvalidState("grads", expected="names of params", found=unknown, fix="use the same FQNs")
@@ -121,7 +123,7 @@ class Optimizer:
         return {name: value.detach() for name, value in fresh.items()}, bound.collect(Lease())
 
     def bound_to(self, params: dict[str, torch.nn.Parameter]) -> BoundOptimizer:
-        """A mutable instance on these parameters, for a step that donates."""
+        """Return a mutable instance on these parameters, for a step that updates in place."""
         return BoundOptimizer(self.kind, self.cls, self.hyper, masters=self.masters, params=params)
 
 
@@ -134,9 +136,9 @@ def optimizer(
 ) -> Optimizer:
     """Make pure functions from a torch optimizer class.
 
-    Every optimizer that computes from gradients alone will do; what an instance keeps outside of ``state`` and
-    ``param_groups`` is not part of the state and is lost between steps. ``SparseAdam`` needs sparse gradients, and so
-    works with ``update`` and not with a step that measures the gradient norm.
+    Any optimizer that computes from gradients alone works. Whatever an instance keeps outside ``state`` and
+    ``param_groups`` is not part of the state and is lost between steps. ``SparseAdam`` needs sparse gradients, so it
+    works with ``update``, but not with a step, which measures the gradient norm.
 
     Args:
         cls: such as ``torch.optim.AdamW``.
@@ -151,8 +153,9 @@ def optimizer(
         An `Optimizer`, which unpacks as ``(init, update)``.
 
     Raises:
-        UnsupportedOptimizer: if ``cls`` is no optimizer class, needs a closure (LBFGS), or has a ``state_dict`` of its own.
-        InvalidArgument: for an argument that the class does not have, or that no checkpoint can hold.
+        UnsupportedOptimizer: if ``cls`` is not an optimizer class, needs a closure (LBFGS), or overrides ``state_dict``.
+        InvalidArgument: for a rule that is neither an expression nor such a function, or for an argument that the class
+            does not have or that no checkpoint can hold.
 
     Examples:
         >>> init, update = optimizer(torch.optim.SGD, lr=0.5, groups=[(r"bias$", {"lr": 0.0})])
@@ -170,15 +173,15 @@ def optimizer(
         raise UnsupportedOptimizer(
             cls.__name__,
             expected="an optimizer that computes from gradients alone",
-            found="one whose step needs a closure, which evaluates the loss again",
+            found="an optimizer whose step needs a closure, which evaluates the loss again",
             fix="choose an optimizer whose step(closure=None) works without one",
         )
     if cls.state_dict is not torch.optim.Optimizer.state_dict:
         raise UnsupportedOptimizer(
             cls.__name__,
-            expected="an optimizer whose slots and groups are all of its state",
-            found="one with a state_dict() of its own",
-            fix="use the optimizer itself in a loop of your own, with trainfold.attach(model, optimizer)",
+            expected="an optimizer whose whole state is its slots and groups",
+            found="an optimizer that overrides state_dict()",
+            fix="use the optimizer itself in your own loop, with trainfold.attach(model, optimizer)",
         )
     try:
         inspect.signature(cls).bind([], **hyper)
@@ -199,10 +202,10 @@ def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
 
 
 def pair_of(optimizer: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The pair ``(init, update)`` that an argument is.
+    """Return an argument as the pair ``(init, update)``.
 
     Raises:
-        InvalidArgument: if it is none, such as an instance of a torch optimizer.
+        InvalidArgument: if it is not such a pair; for example, if it is an instance of a torch optimizer.
 
     Examples:
         >>> init, update = pair_of(optimizer(torch.optim.SGD, lr=0.5))
@@ -213,6 +216,6 @@ def pair_of(optimizer: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
             "optimizer",
             expected="what trainfold.optimizer returns, or a pair of pure functions (init, update)",
             found=f"a {type(optimizer).__qualname__}",
-            fix="pass trainfold.optimizer(torch.optim.AdamW, lr=...), the class and not an instance of it",
+            fix="pass trainfold.optimizer(torch.optim.AdamW, lr=...), with the class and not an instance of it",
         )
     return pair[0], pair[1]

@@ -106,7 +106,7 @@ def check_hyper(hyper: Mapping[str, Any], where: str) -> None:
     """Check that hyperparameters are values that a checkpoint can hold.
 
     Raises:
-        InvalidArgument: for the first that is not a scalar, a tuple of scalars or a tensor.
+        InvalidArgument: for the first value that is not a scalar, a tuple of scalars or a tensor.
     """
     for name, value in hyper.items():
         parts = value if isinstance(value, tuple | list) else (value,)
@@ -115,22 +115,22 @@ def check_hyper(hyper: Mapping[str, Any], where: str) -> None:
                 f"{where}[{name!r}]",
                 expected="a scalar, a tuple of scalars, or a tensor",
                 found=repr(value),
-                fix="hyperparameters are part of the state and are saved with it; functions are not",
+                fix="pass a plain value: hyperparameters are saved with the state, and functions cannot be",
             )
 
 
 def check_cover(groups: tuple[ParamGroup, ...], names: Iterable[str]) -> None:
-    """Check that groups hold each of the names exactly once.
+    """Check that the groups contain each name exactly once.
 
     Raises:
-        InvalidState: naming what is missing, unknown or there twice.
+        InvalidState: naming the parameters that are missing, unknown or listed twice.
     """
-    held = Counter(name for group in groups for name in group.params)
+    listed = Counter(name for group in groups for name in group.params)
     wanted = dict.fromkeys(names)
     wrong = {
-        "missing": [name for name in wanted if name not in held],
-        "unknown": [name for name in held if name not in wanted],
-        "twice": sorted(name for name, count in held.items() if count > 1),
+        "missing": [name for name in wanted if name not in listed],
+        "unknown": [name for name in listed if name not in wanted],
+        "twice": sorted(name for name, count in listed.items() if count > 1),
     }
     if any(wrong.values()):
         raise InvalidState(

@@ -1,4 +1,4 @@
-"""Schedules: pure functions from a step to the multiplier of each group's learning rate, and the horizon's owner (A13)."""
+"""Schedules: pure functions from a step to a factor of the learning rates; and `horizon`, the one source of the number of steps."""
 
 import math
 import numbers
@@ -13,7 +13,7 @@ from trainfold.core.state.state import Scalar
 Decay: TypeAlias = Literal["linear", "cosine", "1-sqrt", "none"]
 ScheduleFunction: TypeAlias = Callable[[int], float]
 
-_SHAPES: dict[str, Callable[[float], float]] = {  # done (0 to 1) -> what is left (1 to 0)
+_SHAPES: dict[str, Callable[[float], float]] = {  # progress (0 to 1) -> what is left (1 to 0)
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
     "1-sqrt": lambda done: 1.0 - math.sqrt(done),
@@ -25,14 +25,14 @@ _SHAPES: dict[str, Callable[[float], float]] = {  # done (0 to 1) -> what is lef
 class Schedule:
     """A warm-up, a plateau and a decay; make one with `constant`, `linear`, `cosine` or `wsd`.
 
-    It is called with the index of the step to come and returns a factor: ``lr = base_lr * schedule(step)``, which are
-    the bits of torch's ``LambdaLR``. It has no state, so that a resume cannot count a step twice (B12).
+    It maps the index of the coming step to a factor: ``lr = base_lr * schedule(step)``, with the bits of torch's
+    ``LambdaLR``. It has no state, so a resume cannot count a step twice.
 
     Attributes:
-        kind: the constructor's name.
-        total_steps: the horizon; None where the schedule does not need one.
-        warmup_steps: the factor rises in equal parts and is 1 at the last of these steps.
-        decay_steps: how many steps before the horizon the factor falls in.
+        kind: the name of the constructor.
+        total_steps: the horizon; None if the schedule needs none.
+        warmup_steps: steps of the linear rise; the factor is 1 at the last of them.
+        decay_steps: steps of the fall, which ends at the horizon.
         decay: the shape of the fall, or ``"none"``.
         floor: the factor at the horizon and after it.
     """
@@ -45,14 +45,14 @@ class Schedule:
     floor: float = 0.0
 
     def __call__(self, step: int) -> float:
-        """The factor for the step with this index, counted from 0.
+        """Return the factor for the step with this index, counted from 0.
 
         Raises:
-            InvalidSchedule: if the index is no whole number >= 0.
+            InvalidSchedule: if the index is not a whole number >= 0.
         """
         if not _whole(step) or step < 0:
             raise InvalidSchedule(
-                "step", expected="a whole number >= 0", found=repr(step), fix="give state.trainer.step, an int"
+                "step", expected="a whole number >= 0", found=repr(step), fix="pass state.trainer.step, an int"
             )
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -65,7 +65,7 @@ class Schedule:
         return self.floor + (1.0 - self.floor) * _SHAPES[self.decay](done)
 
     def describe(self) -> dict[str, Scalar]:
-        """What the ``scheduler`` component of a state holds, so that the horizon is persisted and compared."""
+        """Return the content of the ``scheduler`` component, so that the horizon is saved and compared."""
         return attrs.asdict(self)
 
 
@@ -121,18 +121,18 @@ def wsd(
     """Warm-up, stable, decay: the plateau lasts until ``decay_steps`` before ``total_steps``.
 
     Args:
-        total_steps: the horizon; may be None where ``decay="none"``.
+        total_steps: the horizon; may be None if ``decay="none"``.
         warmup_steps: steps of the linear rise.
         decay_steps: steps of the fall, >= 1; 0 if and only if ``decay="none"``.
-        decay: the shape of the fall; ``"none"`` trains without one, and a later run may decay from any checkpoint.
+        decay: the shape of the fall; ``"none"`` trains without a fall, and a later run may decay from any checkpoint.
         floor: the factor at the horizon and after it.
 
     Returns:
         The schedule.
 
     Raises:
-        InvalidSchedule: if the decay has no steps and is not disabled, or the numbers contradict each other.
-        HorizonUnknown: if there is a decay and no horizon.
+        InvalidSchedule: if the decay has no steps and is not disabled, or if the numbers contradict each other.
+        HorizonUnknown: if there is a decay but no horizon.
 
     Examples:
         >>> schedule = wsd(10, warmup_steps=2, decay_steps=4)
@@ -150,16 +150,16 @@ decay="none" to train without a decay, or decay_steps >= 1
 
 
 def horizon(*, total: int | None = None, max_steps: int | None = None, data_steps: int | None = None) -> int:
-    """The number of optimizer steps of a run, from its one owner: ``total`` > ``max_steps`` > ``data_steps``.
+    """Return the number of optimizer steps of a run: the first of ``total``, ``max_steps`` and ``data_steps`` that is known.
 
     Args:
-        total: said explicitly for the schedule.
-        max_steps: where the run stops.
-        data_steps: what the data of all epochs give; None for a stream.
+        total: the horizon of the schedule, set explicitly.
+        max_steps: the step at which the run stops.
+        data_steps: the steps in the data of all epochs; None for a stream.
 
     Raises:
-        HorizonUnknown: if none is known.
-        InvalidSchedule: if the one that counts is not positive.
+        HorizonUnknown: if all are None.
+        InvalidSchedule: if the first that is known is not positive.
 
     Examples:
         >>> horizon(max_steps=100, data_steps=70)
@@ -175,12 +175,12 @@ def horizon(*, total: int | None = None, max_steps: int | None = None, data_step
         "horizon",
         expected="one of total, max_steps, data_steps",
         found="none of them",
-        fix="a stream has no length: say total or max_steps",
+        fix="pass total or max_steps, because a stream has no length",
     )
 
 
 def describe(schedule: ScheduleFunction | None) -> dict[str, Scalar] | None:
-    """The description of any schedule; a user's own function is known by its name only.
+    """Return the description of a schedule; of a user's own function, only its name.
 
     Examples:
         >>> describe(lambda step: 0.5)["kind"]
@@ -195,10 +195,10 @@ def describe(schedule: ScheduleFunction | None) -> dict[str, Scalar] | None:
 
 
 def check_same(saved: object, wanted: Mapping[str, Scalar] | None) -> None:
-    """Refuse to train a state under another schedule than its own (A13).
+    """Refuse to train a state under another schedule than its own.
 
-    A scheduler component that is no description (a stateful scheduler's) belongs to its owner and passes where the
-    step has no schedule.
+    A scheduler component that is not a description, such as the state of a stateful scheduler, passes if the step has
+    no schedule.
 
     Raises:
         ScheduleMismatch: naming every field that differs, and both horizons.
@@ -227,7 +227,7 @@ def _whole(value: object) -> bool:
 
 
 def _rest(total: int, warmup: int) -> int:
-    """The steps after the warm-up; what is no number is told by `_checked`, which sees it too."""
+    """Return the steps after the warm-up; `_checked` reports arguments that are not whole numbers."""
     return total - warmup if _whole(total) and _whole(warmup) else 0
 
 

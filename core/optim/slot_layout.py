@@ -1,4 +1,4 @@
-"""Where an optimizer's slots live: on the device and in the memory layout of their parameter, as torch keeps them."""
+"""The device and memory layout of an optimizer's slots: those of their parameter, as in torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +13,10 @@ from trainfold.core.state.state import OptimizerState, ParamGroup
 
 
 def beside_params(optimizer: OptimizerState, params: Mapping[str, torch.Tensor]) -> OptimizerState:
-    """The same slots and masters, each beside its parameter; those that are there already are not copied.
+    """Return the slots and masters, each on the device and in the layout of its parameter; a copy only where that differs.
 
-    A slot of its parameter's shape gets the parameter's strides, because kernels round differently in another layout. A
-    ``step`` counter stays on the CPU unless its group is fused or capturable.
+    A slot with the shape of its parameter gets the strides of the parameter, because kernels round differently in another
+    layout. A ``step`` counter stays on the CPU unless its group is fused or capturable.
 
     Examples:
         >>> w = torch.zeros(2, 3).t()
@@ -28,8 +28,8 @@ def beside_params(optimizer: OptimizerState, params: Mapping[str, torch.Tensor])
     """
     on_device = {fqn for group in optimizer.groups if _counts_on_device(group) for fqn in group.params}
     slots = {
-        fqn: {name: _place(leaf, name, params.get(fqn), fqn in on_device) for name, leaf in held.items()}
-        for fqn, held in optimizer.slots.items()
+        fqn: {name: _place(leaf, name, params.get(fqn), fqn in on_device) for name, leaf in of_param.items()}
+        for fqn, of_param in optimizer.slots.items()
     }
     masters = optimizer.masters
     if masters is not None:
@@ -38,11 +38,11 @@ def beside_params(optimizer: OptimizerState, params: Mapping[str, torch.Tensor])
 
 
 def laid_out_like(value: torch.Tensor, target: object) -> torch.Tensor:
-    """A tensor with its values on the target's device and, where the shapes agree, with the target's strides.
+    """Return the values as a tensor on the target's device, with the target's strides if the shapes agree.
 
     Args:
         value: contiguous values, as they are read.
-        target: a tensor, or anything else, which changes nothing; a meta tensor gives only its strides.
+        target: a tensor; a meta tensor gives only its strides. With anything else the values are returned as they are.
 
     Examples:
         >>> laid_out_like(torch.zeros(3, 2), torch.zeros(2, 3).t()).stride()
@@ -57,12 +57,12 @@ def laid_out_like(value: torch.Tensor, target: object) -> torch.Tensor:
 
 
 def check_layouts(optimizer: OptimizerState, params: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a slot that would come back in another memory layout: kernels round differently there (W05).
+    """Refuse a slot that a load would restore in another memory layout, in which kernels round differently.
 
-    A slot comes back in the layout of its parameter if it has its shape, and else row by row.
+    A load restores a slot in the layout of its parameter if it has the shape of the parameter, and row by row otherwise.
 
     Args:
-        optimizer: what pure steps have made.
+        optimizer: the optimizer component of a pure step.
         params: FQN -> parameter.
 
     Raises:
@@ -73,17 +73,17 @@ def check_layouts(optimizer: OptimizerState, params: Mapping[str, torch.Tensor])
         >>> check_layouts(state, {"w": torch.zeros(2)})
         Traceback (most recent call last):
             ...
-        trainfold.core.errors.UnsupportedLeaf: optimizer.slots['w']['GG'][0]: expected a tensor that lies in memory as it would \
-after a load: strides [2, 1], found strides [1, 3], and so other bits after a resume; use the optimizer itself in a loop of your \
-own, with trainfold.attach(model, optimizer): its layouts are saved
+        trainfold.core.errors.UnsupportedLeaf: optimizer.slots['w']['GG'][0]: expected a tensor in the memory layout that a \
+load restores: strides [2, 1], found strides [1, 3], which give other bits after a resume; use the optimizer itself in your own \
+loop, with trainfold.attach(model, optimizer): its layouts are saved
     """
-    for fqn, held in optimizer.slots.items():
+    for fqn, of_param in optimizer.slots.items():
         given = params.get(fqn)
-        param = given if isinstance(given, torch.Tensor) else None  # and no shard, and no array
+        param = given if isinstance(given, torch.Tensor) else None  # neither a shard nor an array
         is_plain = param is None or param.is_contiguous()
-        for name, leaf in held.items():
+        for name, leaf in of_param.items():
             if type(leaf) is torch.Tensor and is_plain and leaf.is_contiguous():
-                continue  # nearly all of them
+                continue  # nearly all leaves
             for path, each in tree.named_leaves(leaf, f"optimizer.slots[{fqn!r}][{name!r}]"):
                 if isinstance(each, torch.Tensor) and each.layout is torch.strided:
                     is_beside = each is leaf and param is not None and name != "step"
@@ -97,14 +97,16 @@ def _check_layout(path: str, leaf: torch.Tensor, param: torch.Tensor | None) -> 
     if have != want and leaf.numel():
         raise UnsupportedLeaf(
             path,
-            expected=f"a tensor that lies in memory as it would after a load: strides {list(usual.stride())}",
-            found=f"strides {list(leaf.stride())}, and so other bits after a resume",
-            fix="use the optimizer itself in a loop of your own, with trainfold.attach(model, optimizer): its layouts are saved",
+            expected=f"a tensor in the memory layout that a load restores: strides {list(usual.stride())}",
+            found=f"strides {list(leaf.stride())}, which give other bits after a resume",
+            fix="use the optimizer itself in your own loop, with trainfold.attach(model, optimizer): its layouts are saved",
         )
 
 
 def _counts_on_device(group: ParamGroup) -> bool:
-    return group.hyper.get("fused") is True or group.hyper.get("capturable") is True  # a checkpoint may say anything
+    return (
+        group.hyper.get("fused") is True or group.hyper.get("capturable") is True
+    )  # True and no other value: a checkpoint may hold anything here
 
 
 def _place(leaf: Any, name: str, param: torch.Tensor | None, counts_on_device: bool) -> Any:  # noqa: FBT001 - private

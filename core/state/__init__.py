@@ -1,1 +1,1 @@
-"""A training run as a value: components, leaves, names, specs, the contract. May import `data`, `layout` and the ground floor."""
+"""A training run as a value: components, leaves, names, specs and the contract. May import `data`, `layout` and the ground floor."""

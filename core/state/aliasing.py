@@ -1,4 +1,4 @@
-"""Shared storage: which tensors have bytes in common, so that a write to one would change the other (B19)."""
+"""Shared storage: which tensors have bytes in common, so that a write to one would change the other."""
 
 from collections.abc import Iterable
 
@@ -10,13 +10,13 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def first_overlap(written: Named, others: Named = ()) -> tuple[str, str] | None:
-    """The first two named tensors whose bytes overlap, in the order of their addresses; None if all are apart.
+    """Return the first two tensors whose bytes overlap, in the order of their addresses; None if all are disjoint.
 
-    A tensor counts from its first byte to its last; views of one storage that lie beside each other are apart.
+    A tensor spans from its first byte to its last; adjacent views of one storage are disjoint.
 
     Args:
         written: tensors that may not overlap each other.
-        others: tensors that may overlap each other and none of ``written``.
+        others: tensors that may overlap each other, but not ``written``.
 
     Examples:
         >>> flat = torch.zeros(4)
@@ -27,7 +27,7 @@ def first_overlap(written: Named, others: Named = ()) -> tuple[str, str] | None:
     """
     spans = [(*_span(value), name, True) for name, value in written if _has_bytes(value)]
     spans += [(*_span(value), name, False) for name, value in others if _has_bytes(value)]
-    ends: dict[bool, tuple[str, int, str]] = {True: ("", 0, ""), False: ("", 0, "")}  # of written and of others
+    ends: dict[bool, tuple[str, int, str]] = {True: ("", 0, ""), False: ("", 0, "")}  # of `written`, and of `others`
     for device, start, stop, name, is_written in sorted(spans):
         for group in (True, False) if is_written else (True,):
             place, end, owner = ends[group]
@@ -48,7 +48,7 @@ def check_apart(written: Named, others: Named = (), *, fix: str) -> None:
     found = first_overlap(written, others)
     if found is not None:
         first, second = found
-        raise SharedStorage(second, expected="a storage of its own", found=f"the storage of {first}", fix=fix)
+        raise SharedStorage(second, expected="its own storage", found=f"the storage of {first}", fix=fix)
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:

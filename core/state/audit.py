@@ -1,6 +1,6 @@
-"""The audit: state that changes with training and that no component saves, told from what two looks at a run have seen (W07).
+"""The audit: finds state that changes with training and that no component saves, from two looks at a run.
 
-A look is made of facts: path -> what is there. This module compares two looks and says what a person should hear.
+A look is a mapping of facts: path -> what is there. This module compares two looks and writes the warning.
 """
 
 import re
@@ -9,7 +9,7 @@ from typing import Final, TypeAlias, final
 
 import attrs
 
-UNSAVED: Final = "unsaved"  # the key of the contract under which a manifest lists it; it is never compared
+UNSAVED: Final = "unsaved"  # the key of the contract for it; never compared
 SHOWN: Final = 12
 LISTED: Final = 64
 
@@ -21,7 +21,7 @@ BUFFER: Final = "a non-persistent buffer"
 LENGTH: Final = "a list"
 GENERATOR: Final = "a random generator"
 MODE: Final = "a mode (train or eval)"
-ORDER: Final = "an order or weights"  # a list or a tensor of what gives an order
+ORDER: Final = "an order or weights"  # a list or a tensor in an object that gives an order
 CARRIED: Final = "a tensor with a grad_fn that the next forward reads"
 _CONSTANT: Final = frozenset({NOTHING})
 _SIZED: Final = frozenset({TENSOR, BUFFER})
@@ -32,19 +32,19 @@ _CURES: Final[Mapping[str, str]] = {
     BUFFER: "register_buffer(name, tensor) without persistent=False",
     TENSOR: "register_buffer(name, tensor) in a module; or the state_dict() of its object",
     CARRIED: "register_buffer(name, tensor) in the module, and keep tensor.detach() in it",
-    ORDER: "extra={'name': (get, set)}, a function that returns it and one that takes it back",
-    NUMBER: "a buffer of a module; the state_dict() of its object; or extra={'name': (get, set)}, a function that returns it and one that takes it back",
-    TEXT: "extra={'name': (get, set)}, a function that returns it and one that takes it back",
-    LENGTH: "extra={'name': (get, set)}, a function that returns the list and one that takes it back",
+    ORDER: "extra={'name': (get, set)}, a function that returns it and one that restores it",
+    NUMBER: "a buffer of a module; the state_dict() of its object; or extra={'name': (get, set)}, a function that returns it and one that restores it",
+    TEXT: "extra={'name': (get, set)}, a function that returns it and one that restores it",
+    LENGTH: "extra={'name': (get, set)}, a function that returns the list and one that restores it",
     GENERATOR: "extra={'name': (get, set)}, functions that read and write its state",
     MODE: "set it before each step, as a function of live.progress.step",
 }
 _BY_DATA: Final = (
-    "extra={'data': dataset}, if the object has state_dict and load_state_dict (a plain DataLoader does not ask it for them); or draw "
+    "extra={'data': dataset}, if the object has state_dict and load_state_dict (a plain DataLoader does not call them); or draw "
     "from the global streams or from the index"
 )
 _BY_SAMPLER: Final = "give the sampler set_epoch(epoch), and make it from the epoch and a seed"
-# a sampler is started again to resume inside an epoch, so what it begins with there has to be what it began with then
+# a resume inside an epoch starts the sampler again, which must then start from the same values
 _BY_PLACE: Final[Mapping[tuple[str, str], str]] = {
     **{(" of a dataset or a collate", kind): _BY_DATA for kind in (TENSOR, NUMBER, TEXT, LENGTH, GENERATOR)},
     **{(" of a sampler", kind): _BY_SAMPLER for kind in (TENSOR, NUMBER, TEXT, LENGTH)},
@@ -58,13 +58,13 @@ _SAMPLER: Final = re.compile(r"loader(\[[^\[\]]*\])?\.(batch_)?sampler")
 @final
 @attrs.frozen
 class Fact:
-    """What was seen at one place.
+    """What a look found at one place.
 
     Attributes:
         kind: one of the kinds above.
-        value: equal for equal values: the text of a number, the digest of a tensor.
+        value: a text that is equal for equal values: of a number, or the digest of a tensor.
         owner: the path of the object that holds it.
-        shape: of a tensor.
+        shape: the shape of a tensor.
     """
 
     kind: str
@@ -77,7 +77,7 @@ Facts: TypeAlias = Mapping[str, Fact]
 
 
 def appeared(before: Facts, now: Facts) -> list[str]:
-    """The paths of what was not there, or was None or empty, and is there now.
+    """Return the paths of values that were absent, None or empty, and are there now.
 
     Examples:
         >>> appeared({"model.a": Fact(NOTHING, "None")}, {"model.a": Fact(NUMBER, "1"), "model.b": Fact(NOTHING, "None")})
@@ -87,22 +87,22 @@ def appeared(before: Facts, now: Facts) -> list[str]:
 
 
 def changed(before: Facts, now: Facts) -> dict[str, Fact]:
-    """What is another value now than it was, and is not a cache.
+    """Return the values that have changed and are not caches.
 
-    A cache is made when it is asked for, and is a function of what it was asked for. So these are none of the changes:
+    A cache is filled on demand, and is a function of its inputs. So these are not changes:
 
-    - what was not there, or was None or empty, and is there now: it may be changed by the next look;
-    - a tensor of another shape, as one that grows with the longest sequence so far;
+    - a value that was absent, None or empty, and is there now; the next look sees whether it changes;
+    - a tensor of another shape, such as one that grows with the longest sequence so far;
     - a number or a length that is a size of such a tensor in the same object.
 
-    A tensor with a graph that the next forward reads is no cache, and is one of the changes as soon as it is there.
+    A tensor with a graph that the next forward reads is not a cache, and is a change as soon as it is there.
 
     Args:
         before: an earlier look.
-        now: this one.
+        now: this look.
 
     Returns:
-        Path -> what is there now.
+        Path -> the fact of this look.
 
     Examples:
         >>> before = {"model.p": Fact(NUMBER, "0.1"), "model.cache": Fact(NOTHING, "None"), "model.n": Fact(NUMBER, "4")}
@@ -137,7 +137,7 @@ def _is_nothing(fact: Fact | None) -> bool:
 
 
 def attribute_of(path: str) -> str:
-    """The attribute that a place in a container belongs to.
+    """Return the attribute that a place in a container belongs to.
 
     Examples:
         >>> attribute_of("model.counts['cat'][3]"), attribute_of("model.blocks[0].p")
@@ -147,11 +147,11 @@ def attribute_of(path: str) -> str:
 
 
 def attributes_of(found: Mapping[str, Fact], *, accepted: Collection[str] = ()) -> dict[str, str]:
-    """Attribute -> what it holds, for each that has changed and that nobody has accepted.
+    """Return attribute -> what it holds, for each changed attribute that the script has not accepted.
 
     Args:
-        found: of `changed`.
-        accepted: attributes that need not be saved; one of them stands for all that is inside of it too.
+        found: the result of `changed`.
+        accepted: attributes that need not be saved; each also covers everything inside it.
 
     Examples:
         >>> attributes_of({"model.log[0]": Fact(NUMBER, "1"), "model.p": Fact(NUMBER, "2")}, accepted=["model.log"])
@@ -165,7 +165,7 @@ def attributes_of(found: Mapping[str, Fact], *, accepted: Collection[str] = ()) 
 
 
 def listed(named: Mapping[str, str]) -> dict[str, str]:
-    """What a manifest says of it: at most so many attributes, and how many more.
+    """Return the entry for a manifest: the first attributes, and how many more there are.
 
     Examples:
         >>> listed({"model.p": "a number"})
@@ -176,23 +176,23 @@ def listed(named: Mapping[str, str]) -> dict[str, str]:
 
 
 def hidden_state_text(named: Mapping[str, str], *, step: int) -> str:
-    """What a person hears: each attribute by name, and the cures.
+    """Return the warning: each attribute by name, and how to save it.
 
     Args:
         named: attribute -> what it holds.
-        step: where it was found.
+        step: the step at which it was found.
 
     Examples:
         >>> print(hidden_state_text({"model.drop.p": "a number"}, step=20))
-        1 attribute changes with training and is saved by no component; a resume from step 20 would begin it anew:
+        1 attribute changes with training and is saved by no component; a resume from step 20 would reset it:
           model.drop.p: a number
-        To save a number: a buffer of a module; the state_dict() of its object; or extra={'name': (get, set)}, a function that returns it and one that takes it back.
+        To save a number: a buffer of a module; the state_dict() of its object; or extra={'name': (get, set)}, a function that returns it and one that restores it.
         What need not be saved, such as a log: attach(..., unsaved=['model.drop.p']).
     """
     several = "attributes change with training and are" if len(named) > 1 else "attribute changes with training and is"
     them = "them" if len(named) > 1 else "it"
     lines = [
-        f"{len(named)} {several} saved by no component; a resume from step {step} would begin {them} anew:",
+        f"{len(named)} {several} saved by no component; a resume from step {step} would reset {them}:",
         *_lines(named),
         *_cures(named),
         f"What need not be saved, such as a log: attach(..., unsaved={list(named)[:1]}).",
@@ -201,21 +201,21 @@ def hidden_state_text(named: Mapping[str, str], *, step: int) -> str:
 
 
 def unsaved_of(contract: Mapping[str, object]) -> dict[str, str]:
-    """What the contract of a checkpoint lists; nothing for a value that no trainfold has written.
+    """Return the unsaved state that the contract of a checkpoint lists; empty for a malformed entry.
 
     Examples:
         >>> unsaved_of({"unsaved": {"model.p": "a number"}, "batch_size": 8})
         {'model.p': 'a number'}
     """
-    said = contract.get(UNSAVED)
-    return {str(path): str(what) for path, what in said.items()} if isinstance(said, Mapping) else {}
+    noted = contract.get(UNSAVED)
+    return {str(path): str(what) for path, what in noted.items()} if isinstance(noted, Mapping) else {}
 
 
 def not_restored(contract: Mapping[str, object], loaded: Collection[str]) -> dict[str, str]:
-    """What a checkpoint lists as unsaved and belongs to components that are loaded.
+    """Return the unsaved state that a checkpoint lists and that belongs to the loaded components.
 
     Args:
-        contract: of the checkpoint.
+        contract: the contract of the checkpoint.
         loaded: the names of the components.
 
     Examples:
@@ -227,26 +227,27 @@ def not_restored(contract: Mapping[str, object], loaded: Collection[str]) -> dic
 
 
 def not_restored_text(named: Mapping[str, str], *, checkpoint: str) -> str:
-    """What a person hears at a resume from a checkpoint that lacks state.
+    """Return the warning for a resume from a checkpoint that lacks state.
 
     Args:
-        named: attribute -> what it holds; some.
-        checkpoint: the one that is resumed from.
+        named: attribute -> what it holds; not empty.
+        checkpoint: the checkpoint that the run resumes from.
 
     Examples:
         >>> print(not_restored_text({"model.p": "a number"}, checkpoint="step-00000020"))
-        step-00000020 does not hold state that changes with training; what this run does not bring itself begins anew:
+        step-00000020 lacks state that changes with training; it starts from the values of this script, unless the script restores it:
           model.p: a number
-        To save a number: a buffer of a module; the state_dict() of its object; or extra={'name': (get, set)}, a function that returns it and one that takes it back.
+        To save a number: a buffer of a module; the state_dict() of its object; or extra={'name': (get, set)}, a function that returns it and one that restores it.
     """
     head = (
-        f"{checkpoint} does not hold state that changes with training; what this run does not bring itself begins anew:"
+        f"{checkpoint} lacks state that changes with training; it starts from the values of this script, "
+        "unless the script restores it:"
     )
     return "\n".join([head, *_lines(named), *_cures(named)])
 
 
 def component_of(path: str) -> str:
-    """The component that an attribute belongs to.
+    """Return the component that an attribute belongs to.
 
     Examples:
         >>> component_of("model.drop.p"), component_of("scheduler[0].n"), component_of("loader.dataset.rng")
@@ -257,7 +258,7 @@ def component_of(path: str) -> str:
 
 
 def _cures(named: Mapping[str, str]) -> list[str]:
-    """A line for each kind of what is named, and for each place where another cure is the one that works."""
+    """Return a line for each kind of state, and for each place that needs another cure."""
     places = dict.fromkeys((_place_of(path, kind), kind) for path, kind in named.items())
     known = [(place, kind, _BY_PLACE.get((place, kind), _CURES.get(kind))) for place, kind in places]
     return [f"To save {kind}{place}: {cure}." for place, kind, cure in sorted(known, key=_in_order) if cure]

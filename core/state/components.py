@@ -1,4 +1,4 @@
-"""Components: the named parts of a state, and the selection of some of them."""
+"""Components: the named parts of a state, and how to select and merge them."""
 
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
@@ -15,14 +15,14 @@ _BUILTIN = attrgetter(*BUILTIN_COMPONENTS)
 
 
 def components_of(state: TrainState) -> dict[str, Any]:
-    """The components that a state has, by name, built-in ones first.
+    """Return the components of a state by name, built-in ones first.
 
     Examples:
         >>> from trainfold.core.state.state import Progress
         >>> list(components_of(TrainState(trainer=Progress(), extra={"ema": {}})))
         ['trainer', 'ema']
     """
-    found = {name: held for name, held in zip(BUILTIN_COMPONENTS, _BUILTIN(state), strict=True) if held is not None}
+    found = {name: value for name, value in zip(BUILTIN_COMPONENTS, _BUILTIN(state), strict=True) if value is not None}
     for name, component in state.extra.items():
         _check_extra_name(name)
         found[name] = component
@@ -30,7 +30,7 @@ def components_of(state: TrainState) -> dict[str, Any]:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names of components as `components_of` has them: built-in ones first, the others as they come.
+    """Sort names of components as `components_of` does: built-in ones first, the others in the given order.
 
     Examples:
         >>> in_order(["ema", "rng", "model"])
@@ -42,7 +42,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def state_of(components: Mapping[str, Any]) -> TrainState:
-    """The inverse of `components_of`: a state from named components.
+    """Make a state from named components: the inverse of `components_of`.
 
     Examples:
         >>> state_of({"ema": 1}).extra
@@ -54,7 +54,7 @@ def state_of(components: Mapping[str, Any]) -> TrainState:
 
 
 def validate_components(names: Iterable[str] | None, *, declared: Collection[str] = ()) -> tuple[str, ...] | None:
-    """Check a selection when it is configured, before any state exists (B02).
+    """Check a selection when it is configured, before any state exists.
 
     Args:
         names: component names, or None for all of them.
@@ -64,7 +64,7 @@ def validate_components(names: Iterable[str] | None, *, declared: Collection[str
         The names, each once, in the order given; None for all.
 
     Raises:
-        UnknownComponent: naming every unknown one and the known ones.
+        UnknownComponent: naming every unknown component, and the known ones.
 
     Examples:
         >>> validate_components(["model", "ema"], declared=["ema"])
@@ -91,16 +91,16 @@ def validate_components(names: Iterable[str] | None, *, declared: Collection[str
 
 
 def check_likely(names: Iterable[str] | None) -> tuple[str, ...] | None:
-    """Check a selection before it is known which components the run has of its own (B02).
+    """Check a selection before the user's own components are known.
 
-    A name that nobody can have is refused, and one that is all but that of a built-in component: where it is a component of
-    the user's, an index or a word after an underscore tells the two apart.
+    It refuses a name that no component can have, and a name that is nearly that of a built-in component. A user's own
+    component may have a similar name if it differs by an index, or by a word after an underscore.
 
     Returns:
         The names, each once; None for all.
 
     Raises:
-        UnknownComponent: naming the nearest one.
+        UnknownComponent: naming the nearest component.
 
     Examples:
         >>> check_likely(["model", "model_2", "ema"])
@@ -131,20 +131,20 @@ def _is_slip(name: str) -> bool:
 
 
 def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
-    """The part of a state that has only these components (B01).
+    """Return the part of a state that has only these components.
 
     Law: ``merge(select(s, A), select(s, not A)) == s``.
 
     Args:
         state: the whole.
-        components: names; None for all. An empty selection is legal. A known component that this state does not have
-            is ignored (B02).
+        components: names; None for all. The selection may be empty. A known component that this state lacks is
+            ignored.
 
     Returns:
         A state whose other components are absent; its leaves are those of ``state``, not copies.
 
     Raises:
-        UnknownComponent: for a name that no state has and this one does not declare.
+        UnknownComponent: for a name that is neither built in nor a component of this state.
 
     Examples:
         >>> from trainfold.core.state.state import Progress
@@ -160,9 +160,10 @@ def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
 
 
 def merge(base: TrainState, part: TrainState) -> TrainState:
-    """A state with the components of ``part``, and those of ``base`` where ``part`` has none.
+    """Return a state with the components of ``part``, and those of ``base`` that ``part`` lacks.
 
-    Weights that replace others make the fp32 masters anew that do not round to them: these would revert them (B08).
+    If weights replace others, fp32 masters that do not round to them are cloned from them; otherwise the next step would
+    revert the weights.
 
     Examples:
         >>> from trainfold.core.state.state import Progress
@@ -173,7 +174,7 @@ def merge(base: TrainState, part: TrainState) -> TrainState:
     new_weights = part.model is not None and part.optimizer is None and part.model is not base.model
     if new_weights and part.model is not None and isinstance(base.optimizer, OptimizerState):
         whole = whole.evolve(optimizer=with_fitting_masters(base.optimizer, part.model.params))
-    origin = base.origin if part.trainer is None else part.origin  # of the counters
+    origin = base.origin if part.trainer is None else part.origin  # the origin of the counters
     return whole.evolve(contract={**base.contract, **part.contract}, origin=origin)
 
 
@@ -183,5 +184,5 @@ def _check_extra_name(name: object) -> None:
             f"state.extra[{name!r}]",
             expected="an identifier that is not a built-in component's name",
             found=repr(name),
-            fix="rename the component: it becomes a file name and a stable key (B15)",
+            fix="rename the component: its name becomes a file name and a stable key",
         )

@@ -1,4 +1,4 @@
-"""The resume contract: what must be equal for a resume to continue the same run, as plain keys and values (V08)."""
+"""The resume contract: plain keys and values that must be equal for a resume to continue the same run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,10 +17,10 @@ _GROUPS = "optimizer.groups["
 
 
 def contract_of(state: TrainState) -> dict[str, Json]:
-    """What a state itself says: optimizer, hyperparameters, schedule, horizon, dataset, and what its step must keep.
+    """Return the contract of a state: optimizer, hyperparameters, schedule, horizon, dataset, and the settings of its step.
 
     Args:
-        state: any state; components that it does not have add nothing.
+        state: any state; absent components add nothing.
 
     Returns:
         Key -> JSON value; the keys are sorted.
@@ -30,10 +30,10 @@ def contract_of(state: TrainState) -> dict[str, Json]:
         {'scheduler.kind': 'constant', 'scheduler.total': 100}
     """
     found: dict[str, Any] = {}
-    told = dict(state.contract)
+    recorded = dict(state.contract)
     if isinstance(state.optimizer, OptimizerState) and not is_of_live_run(state):
         found |= settings_of(state)
-        told = {key: value for key, value in told.items() if not key.startswith(_GROUPS)}
+        recorded = {key: value for key, value in recorded.items() if not key.startswith(_GROUPS)}
     if isinstance(state.scheduler, Mapping) and isinstance(state.scheduler.get("kind"), str):
         found |= {f"scheduler.{name}": value for name, value in state.scheduler.items()}
     if attrs.has(type(state.dataset)):
@@ -42,20 +42,20 @@ def contract_of(state: TrainState) -> dict[str, Json]:
             for field in ("length", "seed")
             if hasattr(state.dataset, field)
         }
-    return checked_contract({**found, **told})  # what the state was told goes before what shows
+    return checked_contract({**found, **recorded})  # what the state records overrides what its components show
 
 
 def settings_of(state: TrainState) -> dict[str, Any]:
-    """The settings of the optimizer of a pure step: what stood in its groups before it wrote into them (ADR-0010).
+    """Return the settings of a pure step's optimizer: the values of its groups before the optimizer wrote into them (ADR-0010).
 
-    A step notes them in the contract of the state when the optimizer first writes into a group; until then they are what
-    stands there. A learning rate is always the one that stands there, because no pure step writes it.
+    A step records them in the contract of the state when the optimizer first writes into a group. Until then they are
+    the current values. A learning rate is always the current value, because no pure step writes it.
 
     Args:
         state: any state.
 
     Returns:
-        Contract key -> value; nothing for a state without an optimizer, or for one that a live run has captured.
+        Contract key -> value; empty for a state without an optimizer, and for a state that a live run has captured.
 
     Examples:
         >>> from trainfold.core.state.leaves import Leaves
@@ -67,20 +67,20 @@ def settings_of(state: TrainState) -> dict[str, Any]:
     """
     if not isinstance(state.optimizer, OptimizerState) or is_of_live_run(state):
         return {}
-    stands = _optimizer(state.optimizer)
+    current = _optimizer(state.optimizer)
     noted = {key: value for key, value in state.contract.items() if key.startswith(_GROUPS)}
     labels = {
         key.rpartition(".")[0] for key in noted
-    }  # a group with other parameters is another one, and was not noted
+    }  # a group with other parameters has another label, and is not noted
     return {
         key: value if key not in noted or key.endswith("].lr") else noted[key]
-        for key, value in stands.items()
+        for key, value in current.items()
         if key in noted or key.rpartition(".")[0] not in labels
     }
 
 
 def settings_at_risk(state: TrainState) -> dict[str, Json]:
-    """The settings of a first step whose groups hold lists or tensors, which a step that donates may write to in place.
+    """Return the settings before the first step, if groups hold lists or tensors, which a donating step may change in place.
 
     Args:
         state: the state that the step is about to consume.
@@ -94,14 +94,14 @@ def settings_at_risk(state: TrainState) -> dict[str, Json]:
 
 
 def noted_settings(before: TrainState, after: Any) -> dict[str, Json]:
-    """The settings that a contract has to note, because the groups after a step, or in a checkpoint, say something else.
+    """Return the settings that the contract must record, because the groups after a step, or in a checkpoint, differ.
 
     Args:
-        before: the state that the step began with, or that wanted to resume.
-        after: the optimizer's state that the step returned, or that was loaded.
+        before: the state before the step, or the state to resume into.
+        after: the optimizer component after the step, or from the checkpoint.
 
     Returns:
-        Contract key -> value; nothing where the groups are as they were, or where their settings are noted already.
+        Contract key -> value; empty if the groups have not changed, or if their settings are recorded already.
     """
     if not isinstance(before.optimizer, OptimizerState) or not isinstance(after, OptimizerState):
         return {}
@@ -114,7 +114,7 @@ def noted_settings(before: TrainState, after: Any) -> dict[str, Json]:
 
 
 def step_contract(contract: Mapping[str, Json]) -> dict[str, Json]:
-    """The part of a saved contract that a state carries for its next step.
+    """Return the part of a saved contract that a state carries for its next step.
 
     Examples:
         >>> step_contract({"step.accumulate": 4, "batch_size": 8})
@@ -124,7 +124,7 @@ def step_contract(contract: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def run_contract(contract: Mapping[str, Json]) -> dict[str, Json]:
-    """The rest of it: what a state says of the run around it, such as a captured one of its loader.
+    """Return the rest of a contract: what a state records of the run around it, such as a captured state of its loader.
 
     Examples:
         >>> run_contract({"step.accumulate": 4, "batch_size": 8})
@@ -134,7 +134,7 @@ def run_contract(contract: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def checked_contract(contract: Mapping[str, Any]) -> dict[str, Json]:
-    """A contract with every value in its JSON form.
+    """Return a contract with every value in its JSON form.
 
     Raises:
         UnsupportedLeaf: naming the key, for a value that has no exact JSON form.
@@ -147,7 +147,7 @@ def checked_contract(contract: Mapping[str, Any]) -> dict[str, Json]:
 
 
 def is_of_live_run(state: TrainState) -> bool:
-    """Whether a live run has said what its optimizer was set to; what else is in a group by now is state (ADR-0010).
+    """Whether a live run has recorded the settings of its optimizer; other values in its groups are state (ADR-0010).
 
     Examples:
         >>> is_of_live_run(TrainState())
@@ -158,7 +158,7 @@ def is_of_live_run(state: TrainState) -> bool:
 
 def _optimizer(optimizer: OptimizerState) -> dict[str, Any]:
     found: dict[str, Any] = {"optimizer.kind": optimizer.kind}
-    # Named by its first parameter, so that the order in which groups were made does not matter (B10).
+    # Named by its first parameter, so that the order of the groups does not matter.
     for group in optimizer.groups:
         label = min(group.params, default="")
         found |= {f"optimizer.groups[{label!r}].{name}": value for name, value in group.hyper.items()}
@@ -166,7 +166,7 @@ def _optimizer(optimizer: OptimizerState) -> dict[str, Any]:
 
 
 def _plain(value: Any, path: str) -> Json:
-    if type(value) in SCALARS:  # nearly every one
+    if type(value) in SCALARS:  # nearly every value
         return encode_scalar(value, path)
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
@@ -175,5 +175,7 @@ def _plain(value: Any, path: str) -> Json:
     if isinstance(value, Mapping):
         return {str(key): _plain(each, path) for key, each in value.items()}
     if tree.one_level(value) is not None or isinstance(value, torch.Tensor):
-        raise UnsupportedLeaf(path, expected="a plain value", found=type(value).__name__, fix="name its parts")
+        raise UnsupportedLeaf(
+            path, expected="a plain value", found=type(value).__name__, fix="list its parts as plain values"
+        )
     return encode_scalar(value, path)

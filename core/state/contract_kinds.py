@@ -1,30 +1,30 @@
-"""Kinds of contract keys: what each key of a contract is about, and which keys rank 0 alone compares."""
+"""Kinds of contract keys: the subject of each key, and which keys only rank 0 compares."""
 
 import re
 from collections.abc import Mapping
 from typing import Final
 
 _OWNERS: Mapping[str, str] = {"optimizer": "hyperparameters", "dataset": "dataset", "environment": "environment"}
-# What a scheduler leaves in the groups that it works on: its own base rates.
+# The base rates that a scheduler writes into the groups of its optimizer.
 BASE_RATES: Final = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
-OF_RANK_ZERO: Final = frozenset({"environment", "settings", "samples"})  # kinds that rank 0 alone compares
+OF_RANK_ZERO: Final = frozenset({"environment", "settings", "samples"})  # kinds that only rank 0 compares
 _GROUPED: Final = re.compile(r"^attached\.\w+\.(groups|held)\[")  # a hyperparameter of an attached optimizer
 
 
 def is_of_rank_zero(key: str) -> bool:
-    """Whether rank 0 alone compares a key of a contract, because each rank may have its own: an environment, a share, a device.
+    """Whether only rank 0 compares a key, because its value may differ between ranks: an environment, a share, a device.
 
     Examples:
         >>> is_of_rank_zero("environment.threads"), is_of_rank_zero("attached.scaler.growth_interval"), is_of_rank_zero("batch_size")
         (True, True, False)
-        >>> is_of_rank_zero("dataset_size")  # of a loader, whose position each rank saves and compares, its length included
+        >>> is_of_rank_zero("dataset_size")  # each rank saves and compares the position of its loader, which includes the length
         True
     """
     return key == "dataset_size" or contract_kind(key) in OF_RANK_ZERO
 
 
 def contract_kind(key: str) -> str:
-    """The kind of drift that a contract key stands for.
+    """Return the kind of drift of a contract key.
 
     Examples:
         >>> contract_kind("scheduler.total"), contract_kind("batch_size"), contract_kind("tokenizer")
@@ -52,10 +52,10 @@ def contract_kind(key: str) -> str:
 
 
 def _attached_kind(key: str) -> str | None:
-    """Of what a live run says of its objects; None for what an attached optimizer has in its groups, and for who is frozen."""
+    """Return the kind of a key about an attached object; None for the groups of an optimizer and the frozen parameters."""
     if key.startswith(("attached.scheduler.", "attached.scheduler[")):
-        named = key.removeprefix("attached.scheduler").rpartition("]")[2]  # what comes after the scheduler's own name
-        if "(" in named:  # a function, or a value in an object of somebody's class
+        named = key.removeprefix("attached.scheduler").rpartition("]")[2]  # the rest, after the name of the scheduler
+        if "(" in named:  # a function, or a value in an object of a user's class
             return "schedule_function"
         return "scheduler_own" if named.startswith(".own.") else "scheduler"
     if key.startswith(("attached.loader.", "attached.loader[")):

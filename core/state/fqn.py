@@ -1,4 +1,4 @@
-"""Names: canonical FQNs, and the named tensors of a module, each once and with its ties (B11, B17, B19)."""
+"""Names: canonical FQNs, and the named tensors of a module, each once and with its ties."""
 
 from types import MethodType
 from typing import Any, final
@@ -19,9 +19,9 @@ class BufferSlot:
 
     Attributes:
         owner: the dict of the submodule that holds the buffer.
-        key: its key there.
-        name: the canonical FQN, of the first place where the tensor is registered twice.
-        persistent: whether it is part of a state (B17).
+        key: its key in that dict.
+        name: the canonical FQN; of a tensor that is registered twice, that of the first place.
+        persistent: whether it is part of a state.
     """
 
     owner: dict[str, torch.Tensor | None]
@@ -33,14 +33,14 @@ class BufferSlot:
 @final
 @attrs.frozen(eq=False)
 class NamedTensors:
-    """What a module holds, under canonical names.
+    """The tensors of a module under canonical names.
 
     Attributes:
         params: FQN -> parameter, each once, under its first name.
         buffers: FQN -> persistent buffer, each once.
-        ties: (alias, FQN) pairs of names that are the same tensor.
+        ties: (alias, FQN) pairs of names of the same tensor.
         slots: every place of a buffer, persistent or not.
-        rescaled: weights that the forward which looks them up writes to (``max_norm``).
+        rescaled: weights that a forward overwrites when it looks them up (``max_norm``).
     """
 
     params: dict[str, torch.nn.Parameter]
@@ -53,7 +53,7 @@ class NamedTensors:
 def canonical_name(name: str) -> str:
     """Strip the prefixes of wrappers (DDP, compile, activation checkpointing, FSDP) at any depth.
 
-    Law: it is idempotent, and the last part of the name is kept whatever it is.
+    Law: it is idempotent, and always keeps the last part of the name.
 
     Examples:
         >>> canonical_name("module._orig_mod.h.0._checkpoint_wrapped_module.attn.weight")
@@ -69,7 +69,7 @@ def named_tensors(module: torch.nn.Module) -> NamedTensors:
     """Name the parameters and buffers of a module; nothing is copied.
 
     Raises:
-        InvalidState: if two tensors have the same name once the wrappers are stripped.
+        InvalidState: if two tensors have the same name without the prefixes.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
@@ -83,7 +83,7 @@ def named_tensors(module: torch.nn.Module) -> NamedTensors:
     places = [
         (owner, key, prefix + key, value)
         for prefix, owner in modules
-        for key, value in owner._buffers.items()  # noqa: SLF001 (named_buffers gives the tensors and not their places)
+        for key, value in owner._buffers.items()  # noqa: SLF001 (named_buffers yields the tensors, not their places)
     ]
     buffers, buffer_ties = _each_once([(name, value) for _, _, name, value in places if value is not None])
     first = {id(value): name for name, value in buffers.items()}
@@ -118,7 +118,7 @@ def _rescaled(modules: list[tuple[str, torch.nn.Module]]) -> tuple[torch.Tensor,
     found: list[torch.Tensor | None] = []
     for _, each in modules:
         if isinstance(each, _EMBEDDINGS) and each.max_norm is not None:
-            # not `each.weight`, which may be computed, with buffers and random streams that move
+            # not `each.weight`, which may be computed, and then changes buffers and random streams
             found.append(each._parameters.get("weight"))  # noqa: SLF001
             computed = each._modules.get("parametrizations")  # noqa: SLF001
             found += [] if computed is None else computed.parameters()
@@ -126,20 +126,20 @@ def _rescaled(modules: list[tuple[str, torch.nn.Module]]) -> tuple[torch.Tensor,
 
 
 def _walk(module: torch.nn.Module, prefix: str, found: list[tuple[str, torch.nn.Module]]) -> None:
-    """Every place of a module, and the canonical prefix of the names of what it holds; who names modules itself is asked."""
+    """Collect every place of a module and its canonical prefix. A module that overrides `named_modules` is called."""
     if type(module).named_modules is not torch.nn.Module.named_modules or "named_modules" in vars(module):
         for path, each in module.named_modules(None, "", False):  # noqa: FBT003  # as torch calls it for a child
             found.append((prefix + canonical_name(f"{path}.") if path else prefix, each))
         return
     found.append((prefix, module))
-    for name, child in module._modules.items():  # noqa: SLF001  # what torch's `named_modules` goes by, at half the cost
+    for name, child in module._modules.items():  # noqa: SLF001  # as torch's `named_modules` does, at half the cost
         if child is not None:
             _walk(child, prefix if name in _WRAPPERS else f"{prefix}{name}.", found)
 
 
 def _named_parameters(module: torch.nn.Module, modules: list[tuple[str, torch.nn.Module]]) -> list[tuple[str, Any]]:
-    """Every place of a parameter; a module that says itself what its parameters are is asked, and costs a second walk."""
-    members = module._named_members  # noqa: SLF001  # what torch's own `named_parameters` goes by
+    """Return every place of a parameter. A module that overrides `named_parameters` is called, which costs a second walk."""
+    members = module._named_members  # noqa: SLF001  # what torch's own `named_parameters` calls
     is_torchs = (module.named_parameters, members) == (
         MethodType(torch.nn.Module.named_parameters, module),
         MethodType(torch.nn.Module._named_members, module),  # noqa: SLF001  # as above
@@ -153,7 +153,7 @@ def _named_parameters(module: torch.nn.Module, modules: list[tuple[str, torch.nn
     return [
         (prefix + key, value)
         for prefix, owner in modules
-        for key, value in owner._parameters.items()  # noqa: SLF001  # what is None there has no public iterator
+        for key, value in owner._parameters.items()  # noqa: SLF001  # there is no public iterator that skips None
         if value is not None
     ]
 
@@ -181,13 +181,13 @@ def _clash(name: str) -> InvalidState:
     return InvalidState(
         f"model[{name!r}]",
         expected="one tensor for each name",
-        found="two whose names are equal without the wrappers' prefixes",
+        found="two tensors whose names are equal without the prefixes of wrappers",
         fix="rename one of the submodules",
     )
 
 
 def check_real(model: torch.nn.Module) -> NamedTensors:
-    """The named tensors of a model, if it has values.
+    """Return the named tensors of a model, if they have values.
 
     Raises:
         InvalidState: naming the parameters or buffers on the meta device, or not initialised.
@@ -198,7 +198,7 @@ def check_real(model: torch.nn.Module) -> NamedTensors:
         raise InvalidState(
             "model",
             expected="initialised parameters",
-            found=f"lazy ones: {lazy}",
+            found=f"lazy parameters: {lazy}",
             fix="run the model once on a batch, so that their shapes are known",
         )
     meta = [name for name, value in {**named.params, **named.buffers}.items() if value.is_meta]
@@ -207,6 +207,6 @@ def check_real(model: torch.nn.Module) -> NamedTensors:
             "model",
             expected="parameters with values",
             found=f"{len(meta)} on the meta device, such as {meta[0]!r}",
-            fix="model.to_empty(device=...) and initialise it, or build it outside of torch.device('meta')",
+            fix="call model.to_empty(device=...) and initialise it, or build it outside torch.device('meta')",
         )
     return named

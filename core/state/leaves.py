@@ -13,14 +13,14 @@ _ADDRESS_FREE_REPR_LIMIT = 4
 
 
 class Reader(Protocol):
-    """Somebody who still reads leaves in the background, such as the hold of an async save."""
+    """A reader of leaves in the background, such as the hold of an async save."""
 
     @property
     def is_over(self) -> bool:
-        """Whether it has read all that it wanted."""
+        """Whether it has finished reading."""
 
     def protect(self) -> None:
-        """Return when the leaves may be written to: what is unread has been read, or copied."""
+        """Return once the leaves may be overwritten: the unread leaves have been read or copied."""
 
 
 @final
@@ -28,33 +28,33 @@ class Reader(Protocol):
 class Lease:
     """The right to read a set of leaves, shared by every `Leaves` of one state and every part selected from it.
 
-    A donating step ends the lease of its input: one assignment, however many leaves there are.
+    A donating step ends the lease of its input with one assignment, however many leaves there are.
 
     Attributes:
         consumed_by: the step that took the storage, or None while the leaves are alive.
-        readers: who reads the leaves in the background, and is asked before they are written to.
+        readers: the background readers of the leaves; each is called before the leaves are overwritten.
     """
 
     consumed_by: int | None = None
     readers: tuple[Reader, ...] = ()
 
     def add_reader(self, reader: Reader) -> None:
-        """Have somebody asked before the leaves are written to."""
+        """Add a reader that is called before the leaves are overwritten."""
         self.readers = (*(each for each in self.readers if not each.is_over), reader)
 
     def protect(self) -> None:
-        """Let the readers finish or copy; whoever writes to the leaves calls this first."""
+        """Let the readers finish or copy. Call this before writing to the leaves."""
         for reader in self.readers:
             reader.protect()
-        self.readers = ()  # not before: who was interrupted in waiting has to wait again
+        self.readers = ()  # not before: a caller that was interrupted while it waited must wait again
 
 
 @final
 class Leaves(Mapping[str, T], Generic[T]):
     """A frozen, ordered mapping from a name (an FQN) to a leaf, or to a mapping of leaves.
 
-    It reads like a dict. After a donating step consumed the state that it belongs to, each access raises
-    `StateDonated` with the leaf and the step; `is_donated` says so without raising.
+    It reads like a dict. After a donating step has consumed its state, each access raises `StateDonated` with the leaf
+    and the step. `is_donated` reports that without raising.
 
     Args:
         items: a mapping or pairs; the order is kept.
@@ -76,7 +76,7 @@ class Leaves(Mapping[str, T], Generic[T]):
 
     @classmethod
     def leased(cls, items: dict[str, T], lease: Lease) -> "Leaves[T]":
-        """Wrap a dict without a copy, under a lease that other leaves share (for steps; the dict is given up)."""
+        """Wrap a dict without a copy, under a lease that other leaves share. For steps; the caller gives up the dict."""
         self = cls.__new__(cls)
         self._items = items
         self._lease = lease
@@ -84,7 +84,7 @@ class Leaves(Mapping[str, T], Generic[T]):
 
     @property
     def lease(self) -> Lease:
-        """The lease that these leaves are read under."""
+        """The lease of these leaves."""
         return self._lease
 
     @property
@@ -93,12 +93,12 @@ class Leaves(Mapping[str, T], Generic[T]):
         return self._lease.consumed_by is not None
 
     def alive(self, leaf: str = "*") -> dict[str, T]:
-        """The dict itself (not to be changed), or `StateDonated` naming ``leaf``."""
+        """Return the dict itself, which must not be changed; raise `StateDonated` with the name ``leaf`` if it is consumed."""
         if self._lease.consumed_by is not None:
             raise StateDonated(
                 leaf,
-                expected="a state that is alive",
-                found=f"one whose storage the step from {self._lease.consumed_by} consumed",
+                expected="a state that no step has consumed",
+                found=f"a state whose storage the step from {self._lease.consumed_by} consumed",
                 fix="use the state that the step returned, or make the step with donate=False",
             )
         return self._items
@@ -129,7 +129,7 @@ class Leaves(Mapping[str, T], Generic[T]):
 
 
 def leaves_in(tree: Any) -> list[Leaves[Any]]:
-    """Every `Leaves` of a tree, the outermost ones.
+    """Return the outermost `Leaves` of a tree.
 
     Examples:
         >>> leaves_in({"ema": Leaves({"w": 1}), "n": 2})
@@ -153,5 +153,5 @@ def _unflatten(names: tuple[str, ...], values: Iterable[T]) -> Leaves[T]:
     return Leaves(zip(names, values, strict=True))
 
 
-_register: Any = optree.register_pytree_node  # its stub knows no mapping with a lease
+_register: Any = optree.register_pytree_node  # its type stub does not cover such a mapping
 _register(Leaves, _flatten, _unflatten, path_entry_type=optree.MappingEntry, namespace="trainfold")

@@ -1,4 +1,4 @@
-"""fp32 master copies of low-precision parameters, which are part of the optimizer's state (B08)."""
+"""fp32 master copies of low-precision parameters, which are part of the optimizer's state."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ def is_low_precision(tensor: torch.Tensor) -> bool:
 
 
 def make_masters(params: Mapping[str, torch.Tensor]) -> Leaves[torch.Tensor]:
-    """An fp32 copy of each low-precision parameter.
+    """Return an fp32 copy of each low-precision parameter.
 
     Examples:
         >>> make_masters({"w": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(2)})["w"].dtype
@@ -33,10 +33,10 @@ def make_masters(params: Mapping[str, torch.Tensor]) -> Leaves[torch.Tensor]:
 
 
 def check_masters(masters: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
-    """Refuse masters that are not those of the parameters.
+    """Refuse masters that do not belong to the parameters.
 
     Raises:
-        InvalidState: naming those whose name, shape or dtype is another.
+        InvalidState: naming the masters whose name, shape or dtype differs.
     """
     wanted = {name: tuple(value.shape) for name, value in params.items() if is_low_precision(value)}
     found = {name: tuple(value.shape) for name, value in masters.items()}
@@ -47,18 +47,18 @@ def check_masters(masters: Mapping[str, torch.Tensor], params: Mapping[str, torc
             "state.optimizer.masters",
             expected={name: wanted.get(name) for name in wrong},
             found={name: (found.get(name), str(masters[name].dtype) if name in masters else None) for name in wrong},
-            fix="these masters belong to another model; set masters=None to clone them anew",
+            fix="set masters=None to clone them from the parameters: these belong to another model",
         )
 
 
 def refresh_masters(opt_state: OptimizerState, params: Mapping[str, torch.Tensor]) -> OptimizerState:
-    """Take the masters from the parameters, as is needed after weights alone were loaded.
+    """Replace the masters by fp32 copies of the parameters. Call it after weights alone were loaded.
 
-    Without it the first step would round the old masters into the new weights, and so revert them.
+    Without it the first step would round the old masters into the weights, and so revert the load.
 
     Args:
         opt_state: an optimizer state, with or without masters.
-        params: the weights that are true from now on.
+        params: the loaded weights.
 
     Returns:
         The same state with masters equal to ``params``.
@@ -72,7 +72,7 @@ def refresh_masters(opt_state: OptimizerState, params: Mapping[str, torch.Tensor
 
 
 def with_fitting_masters(opt_state: OptimizerState, params: Mapping[str, torch.Tensor]) -> OptimizerState:
-    """Keep each master that rounds to its parameter, and make the others anew: they are of other weights.
+    """Keep each master that rounds to its parameter, and clone the others from the parameters: they belong to other weights.
 
     Examples:
         >>> old, new = torch.tensor([1.001]), torch.tensor([1.0], dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Notes: what a checkpoint says of itself in the contract that is no condition of a resume: what is unsaved, who is trained, which rates."""
+"""Notes: entries of a contract that are not conditions of a resume: unsaved state, trained parameters, first learning rates."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
@@ -6,17 +6,17 @@ from typing import Any, Final
 from trainfold.core.state.audit import UNSAVED
 from trainfold.core.state.contract_kinds import contract_kind
 
-RATES: Final = "rates"  # the key of the contract under which a manifest lists them; it is never compared
+RATES: Final = "rates"  # the key of the contract for them; never compared
 RATES_KEPT: Final = 3
 
-TRAINED: Final = "requires_grad"  # the key of the contract; it is put back, and never compared
+TRAINED: Final = "requires_grad"  # the key of the contract; restored, and never compared
 
 _ATTACHED: Final = "attached."
 NOTES: Final = frozenset({UNSAVED, TRAINED})
 
 
 def notes_of(contract: Mapping[str, Any]) -> dict[str, Any]:
-    """The notes of a contract.
+    """Return the notes of a contract.
 
     Examples:
         >>> notes_of({"unsaved": {"model.p": "a number"}, "batch_size": 8})
@@ -26,11 +26,11 @@ def notes_of(contract: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of_later(contract: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of objects that this run may attach after the restore: no condition of a resume yet.
+    """Return the settings in a checkpoint of objects that this run has not attached yet; they are not compared yet.
 
     Args:
-        contract: of the checkpoint.
-        known: what the run says of itself.
+        contract: the contract of the checkpoint.
+        known: the contract of the run.
 
     Examples:
         >>> settings_of_later({"attached.ema.decay": 0.9, "attached.model.p": 0.5}, {"attached.model.p": 0.5})
@@ -49,7 +49,7 @@ def _owner(key: str) -> str:
 
 
 def without_notes(contract: Mapping[str, Any]) -> dict[str, Any]:
-    """All but the notes.
+    """Return a contract without its notes.
 
     Examples:
         >>> without_notes({"unsaved": {"model.p": "a number"}, "batch_size": 8})
@@ -59,18 +59,18 @@ def without_notes(contract: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_of(contract: Mapping[str, object], components: Collection[str] | None) -> dict[str, bool]:
-    """Parameter -> whether it was trained when it was saved, of those that had changed since they were attached.
+    """Return parameter -> whether it was trained at the save, for parameters that changed since they were attached.
 
     Args:
-        contract: of the checkpoint.
-        components: which of them; None for all.
+        contract: the contract of the checkpoint.
+        components: the components to include; None for all.
 
     Examples:
         >>> trained_of({"requires_grad": {"model.0.weight": True, "ema.w": False}, "batch_size": 8}, ["model"])
         {'model.0.weight': True}
     """
-    said = contract.get(TRAINED)
-    pairs = said.items() if isinstance(said, Mapping) else ()
+    noted = contract.get(TRAINED)
+    pairs = noted.items() if isinstance(noted, Mapping) else ()
     return {
         str(path): value
         for path, value in pairs
@@ -79,27 +79,27 @@ def trained_of(contract: Mapping[str, object], components: Collection[str] | Non
 
 
 def put_back_text(changed: Mapping[str, bool], *, shown: int = 8) -> str:
-    """What a person hears: each parameter by name, and how to have it otherwise.
+    """Return the log message for a restored ``requires_grad``: each parameter by name, and how to change it.
 
     Args:
         changed: parameter -> whether it is trained from now on.
-        shown: how many are listed.
+        shown: the number of parameters to list.
 
     Examples:
         >>> print(put_back_text({"model.0.weight": True, "model.0.bias": True}))
         requires_grad is as it was when the run was saved, and not as the script has attached it: model.0.weight (trained), \
-model.0.bias (trained); set it in the loop to have it otherwise
+model.0.bias (trained); set it in the loop to change it
     """
     listed = [f"{path} ({'trained' if value else 'frozen'})" for path, value in list(changed.items())[:shown]]
     more = [f"and {len(changed) - shown} more"] if len(changed) > shown else []
     return (
         "requires_grad is as it was when the run was saved, and not as the script has attached it: "
-        f"{', '.join([*listed, *more])}; set it in the loop to have it otherwise"
+        f"{', '.join([*listed, *more])}; set it in the loop to change it"
     )
 
 
 def with_rate(began: Sequence[float], rate: float) -> list[float]:
-    """The first rates of a run, one for each change, with one more.
+    """Append a rate to the first rates of a run, one for each change.
 
     Examples:
         >>> with_rate([0.1], 0.1), with_rate([0.1], 0.09), with_rate([0.1, 0.09, 0.08], 0.07)
@@ -110,18 +110,18 @@ def with_rate(began: Sequence[float], rate: float) -> list[float]:
     return [*began, rate]
 
 
-def begins_anew(began: Sequence[float], saved: float, first: float) -> bool:
-    """Whether the first change of a rate after a resume leads back to where the run began, from a rate that it did not begin with.
+def restarts(began: Sequence[float], saved: float, first: float) -> bool:
+    """Whether the first change of a rate after a resume jumps back to the first rates of the run: its schedule has restarted.
 
-    A rate that is computed from the step goes on, so that its first change is another one.
+    A rate that is computed from the step continues, so its first change is a different one.
 
     Args:
         began: the first rates of the run, one for each change.
-        saved: the rate of the checkpoint.
+        saved: the rate in the checkpoint.
         first: the rate after the first change that follows the resume.
 
     Examples:
-        >>> begins_anew([0.1, 0.09, 0.081], 0.05, 0.09), begins_anew([0.1, 0.09, 0.081], 0.05, 0.045)
+        >>> restarts([0.1, 0.09, 0.081], 0.05, 0.09), restarts([0.1, 0.09, 0.081], 0.05, 0.045)
         (True, False)
     """
     return len(began) > 1 and saved not in began and first in began[:2]

@@ -1,4 +1,4 @@
-"""The specs of the leaves of a tree: what it holds without its values."""
+"""Leaf specs of a tree: dtypes and shapes without the values."""
 
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {}  # str() of a dtype costs a microsecon
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype as torch does, without the module.
+    """Return torch's name of a dtype, without the module.
 
     Examples:
         >>> dtype_name(torch.bfloat16)
@@ -28,7 +28,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def leaf_spec(leaf: Any, path: str) -> AnySpec:
-    """The spec of one leaf.
+    """Return the spec of one leaf.
 
     Raises:
         UnsupportedLeaf: for a leaf that is neither a tensor, an array, a `Shard` nor a plain scalar.
@@ -51,7 +51,7 @@ def leaf_spec(leaf: Any, path: str) -> AnySpec:
 
 @lru_cache(maxsize=4096)
 def _shared_spec(dtype: str, shape: tuple[int, ...]) -> LeafSpec:
-    """One value for all leaves of a shape: a model has 1e5 leaves and a handful of shapes."""
+    """Share one value between all leaves of a shape: a model has 1e5 leaves and a handful of shapes."""
     return LeafSpec(dtype, shape)
 
 
@@ -61,7 +61,7 @@ def _array_spec(dtype: np.dtype[Any], shape: tuple[int, ...]) -> LeafSpec:
 
 
 def spec_of(values: tree.Tree, prefix: str = "") -> dict[str, AnySpec]:
-    """The spec of each leaf by its path, in tree order.
+    """Return the spec of each leaf by its path, in tree order.
 
     Examples:
         >>> {path: str(spec) for path, spec in spec_of({"w": torch.zeros(2), "n": 3}, prefix="extra").items()}

@@ -1,1 +1,1 @@
-"""A training step as a function. May import `optim`, `metrics`, `state` and what lies below them, and `engine`, its own."""
+"""A training step as a function. May import `optim`, `metrics`, `state`, everything below them, and its own `engine`."""

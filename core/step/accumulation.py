@@ -1,6 +1,6 @@
-"""Windows: the microbatches between two boundaries, and the arithmetic of accumulation (A07, A08, A12).
+"""Windows: the microbatches between two boundaries, and the arithmetic of accumulation.
 
-A state exists only at a boundary: a step takes a whole window, so that nothing can be saved in the middle of one.
+A state exists only at a boundary. A step takes a whole window, so nothing can be saved in the middle of one.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,20 +16,20 @@ Tail: TypeAlias = Literal["raise", "drop", "step"]
 def windows(microbatches: Iterable[T], accumulate: int, *, tail: Tail = "raise") -> Iterator[list[T]]:
     """Group a stream of microbatches into the windows of optimizer steps.
 
-    It reads exactly ``accumulate`` microbatches for each window that it gives, and nothing ahead of them.
+    It reads exactly ``accumulate`` microbatches for each window that it yields, and never reads ahead.
 
     Args:
         microbatches: a stream; it may span epochs.
-        accumulate: microbatches a window, >= 1.
-        tail: what to do when the stream ends inside a window: ``"raise"``, ``"drop"`` the started window, or
-            ``"step"`` on what there is (its loss is divided by its own weight).
+        accumulate: microbatches per window, >= 1.
+        tail: what to do when the stream ends inside a window: ``"raise"``, ``"drop"`` the incomplete window, or
+            ``"step"`` on it (its loss is divided by its own weight).
 
     Returns:
-        Windows, each a list to be given to a step.
+        Windows, each a list to pass to a step.
 
     Raises:
         IncompleteWindow: if the stream ends inside a window and ``tail="raise"``.
-        InvalidArgument: for an unknown tail, or ``accumulate < 1``; at the call, before anything is read.
+        InvalidArgument: at the call, before anything is read, for an unknown tail or ``accumulate < 1``.
 
     Examples:
         >>> list(windows(range(5), 2, tail="step"))
@@ -44,7 +44,7 @@ def windows(microbatches: Iterable[T], accumulate: int, *, tail: Tail = "raise")
 
 def _windows(stream: Iterator[T], accumulate: int, tail: Tail) -> Iterator[list[T]]:
     window: list[T] = []
-    for microbatch in stream:  # a StopIteration is the loop's, and cannot become a RuntimeError here (PEP 479)
+    for microbatch in stream:  # a for loop: a StopIteration from next() would become a RuntimeError here (PEP 479)
         window.append(microbatch)
         if len(window) == accumulate:
             yield window
@@ -62,15 +62,15 @@ def _windows(stream: Iterator[T], accumulate: int, tail: Tail) -> Iterator[list[
 
 
 def accumulation_steps(*, per_step: int, per_microbatch: int, world_size: int = 1) -> int:
-    """How many microbatches each rank accumulates to make a global batch (A12).
+    """Return the number of microbatches that each rank accumulates for a global batch.
 
     Args:
-        per_step: samples (or tokens) of an optimizer step, over all ranks.
-        per_microbatch: samples (or tokens) of one microbatch of one rank.
+        per_step: samples (or tokens) per optimizer step, over all ranks.
+        per_microbatch: samples (or tokens) per microbatch on one rank.
         world_size: number of data-parallel ranks.
 
     Raises:
-        BatchNotDivisible: naming the numbers, unless it divides exactly.
+        BatchNotDivisible: with the numbers, unless the division is exact.
         InvalidArgument: if one of the numbers is not positive.
 
     Examples:
@@ -95,23 +95,23 @@ def accumulation_steps(*, per_step: int, per_microbatch: int, world_size: int = 
 def check_plan(
     *, microbatches: int | None, accumulate: int, epochs: int = 1, max_steps: int | None = None, tail: Tail = "raise"
 ) -> int | None:
-    """Reject an impossible accumulation plan before a model exists (A08).
+    """Reject an impossible accumulation plan before a model exists.
 
     A window may span epochs. A run that stops at ``max_steps`` never reaches the incomplete window.
 
     Args:
-        microbatches: how many one epoch has; None for a stream of unknown length.
-        accumulate: microbatches a window.
+        microbatches: microbatches per epoch; None for a stream of unknown length.
+        accumulate: microbatches per window.
         epochs: epochs of the run.
-        max_steps: where the run stops at the latest.
+        max_steps: the last step of the run; None for no limit.
         tail: as for `windows`.
 
     Returns:
-        The optimizer steps of the run; None where neither the data nor ``max_steps`` says.
+        The number of optimizer steps of the run; None if neither the data nor ``max_steps`` determines it.
 
     Raises:
-        BatchNotDivisible: if the data end inside a window, the tail would raise, and ``max_steps`` is not earlier.
-        InvalidArgument: if there is not one step to do, or a number is out of range.
+        BatchNotDivisible: if the data end inside a window, ``tail="raise"``, and ``max_steps`` is not reached before.
+        InvalidArgument: if the run would have no step, or a number is out of range.
 
     Examples:
         >>> check_plan(microbatches=10, accumulate=4, epochs=2)
@@ -153,4 +153,4 @@ def _check_accumulate(accumulate: int) -> None:
 
 
 def _check_tail(tail: str) -> None:
-    choice("tail", tail, get_args(Tail), fix="say what to do")
+    choice("tail", tail, get_args(Tail), fix="pass one of these")

@@ -1,4 +1,4 @@
-"""`bind_model`: a state as something to call, for evaluation; calling it changes nothing."""
+"""`bind_model`: the model of a state as a function, for evaluation. Calling it changes nothing."""
 
 from typing import Any, final
 
@@ -14,7 +14,7 @@ class BoundModel:
     """A model in evaluation mode with the parameters of one state; make one with `bind_model`.
 
     Args:
-        template: a skeleton of the model, for this object alone.
+        template: a private skeleton of the model.
         state: the model component.
     """
 
@@ -26,10 +26,10 @@ class BoundModel:
         template.bind(dict(state.params.alive()), buffers, state.ties)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; what the forward writes to its buffers is put back.
+        """Call the model; the buffers are restored afterwards.
 
         Raises:
-            StateDonated: if a step has consumed the state since.
+            StateDonated: if a step has consumed the state.
         """
         self._state.params.alive("state.model.params")
         self._template.keep_buffers()
@@ -42,10 +42,10 @@ class BoundModel:
 def bind_model(model: torch.nn.Module, state: TrainState) -> BoundModel:
     """Return the model of a state as a function, in evaluation mode.
 
-    Gradients are recorded as they are in the surrounding code: use ``torch.no_grad()`` where none are wanted.
+    Gradients are recorded as usual in PyTorch: wrap the call in ``torch.no_grad()`` if none are needed.
 
     Args:
-        model: gives the structure; it is not changed and not kept.
+        model: gives the structure; it is neither changed nor kept.
         state: its parameters are used without a copy.
 
     Raises:
@@ -65,4 +65,4 @@ def bind_model(model: torch.nn.Module, state: TrainState) -> BoundModel:
         raise InvalidState(
             "state.model", expected="a model component", found=None, fix="merge the weights into the state first"
         )
-    return BoundModel(ModuleSpec(model).cast(), state.model)
+    return BoundModel(ModuleSpec(model).template(), state.model)

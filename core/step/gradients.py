@@ -1,4 +1,4 @@
-"""Gradients of a window: forward and backward of each microbatch, normalised once, judged before anything is updated."""
+"""Gradients of a window: forward and backward of each microbatch, normalised once, checked before any update."""
 
 import math
 from collections.abc import Callable
@@ -19,16 +19,16 @@ LossFunction: TypeAlias = Callable[[Any, B], Loss]
 @final
 @attrs.frozen
 class WindowResult:
-    """What a window came to, in Python numbers: reading them is the one time that a step waits for the device.
+    """The results of a window as Python numbers; reading them is the only time that a step waits for the device.
 
     Attributes:
         loss: sum over weight.
         grad_norm: the norm of the normalised gradient, before it is clipped.
         weight: the sum of the weights.
         samples: over all ranks.
-        metrics: the ratios of the user's metrics; nan where nothing was counted.
-        norm: the norm as a tensor, to clip by.
-        grads: the gradients, normalised.
+        metrics: the ratios of the user's metrics; nan for a denominator of 0.
+        norm: the norm as a tensor, for clipping.
+        grads: the normalised gradients.
     """
 
     loss: float
@@ -52,19 +52,19 @@ def run_window(  # noqa: PLR0913 (every one is named where it is called)
     normalise: bool,
     after_each: Callable[[], None],
 ) -> Totals:
-    """Forward and backward of every microbatch; gradients add up in the parameters.
+    """Run forward and backward of every microbatch; gradients accumulate in the parameters.
 
     Args:
         micro: the microbatches.
-        step: of the state.
+        step: the index of the step.
         module: the model.
         loss_fn: ``(model, batch) -> Loss``.
-        key: the run's; each step, microbatch and rank draws from a key of its own.
+        key: the key of the run; each step, microbatch and rank draws from its own key.
         device: where the model computes.
         rank: the data-parallel rank.
-        normalise: divide the loss by its weight before the backward: for the only microbatch of a single rank, where
-            these are the operations, and so the bits, of the backward of a mean (A04).
-        after_each: is called after each backward.
+        normalise: divide the loss by its weight before the backward. For the only microbatch of a single rank, these
+            are the operations, and so the bits, of the backward of a mean.
+        after_each: called after each backward.
 
     Returns:
         The sums of the window on this rank.
@@ -75,19 +75,19 @@ def run_window(  # noqa: PLR0913 (every one is named where it is called)
         with forked_rng(part_key, device), torch.enable_grad():
             loss = check_loss(loss_fn(module, part))
             totals.add(loss)
-            if loss.sum.requires_grad:  # a microbatch without a valid token may have a constant for its loss
+            if loss.sum.requires_grad:  # the loss of a microbatch without a valid token may be a constant
                 torch.autograd.backward(loss.sum / normaliser(loss.weight) if normalise else loss.sum)
         after_each()
     return totals
 
 
 def judge(totals: Totals, norm_of: Norm, *, normalised: bool, where: str) -> WindowResult:
-    """Divide the gradients by the weight and read what the window came to; nothing but gradients is changed.
+    """Divide the gradients by the weight and read the results of the window; only gradients change.
 
     Raises:
         InvalidBatch: on every rank, if the weight of the whole window is not positive.
         InvalidArgument: on every rank, if no parameter has a gradient.
-        NonFinite: on every rank, if the loss or the gradient norm of any rank is not finite (A09).
+        NonFinite: on every rank, if the loss or the gradient norm of any rank is not finite.
     """
     grads = norm_of.grads()
     if grads and not normalised:
@@ -108,14 +108,14 @@ def judge(totals: Totals, norm_of: Norm, *, normalised: bool, where: str) -> Win
             "loss_fn",
             expected="a loss that depends on a parameter that requires a gradient",
             found=f"a loss of {loss_sum / weight} that does not depend on any parameter",
-            fix="compute it from the model that loss_fn is given, without detach() or no_grad(), and freeze less than all",
+            fix="compute it from the model that loss_fn receives, without detach() or no_grad(), and do not freeze all parameters",
         )
     if not finite:
         raise NonFinite(
             where,
             expected="a finite loss and gradient norm on every rank",
             found=f"loss {loss_sum / weight}, gradient norm {grad_norm}{_blame(totals)}",
-            fix="nothing was updated: go on from error.skipped, which is past this batch, or lower the learning rate",
+            fix="nothing was updated: continue from error.skipped, which is past this batch, or lower the learning rate",
         )
     return WindowResult(
         loss=loss_sum / weight,

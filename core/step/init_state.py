@@ -1,4 +1,4 @@
-"""`init_state`: the first state of a run, copied from a model that is left as it was."""
+"""`init_state`: the first state of a run, copied from a model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,10 +27,10 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
     """Make the state before the first step.
 
     Args:
-        model: a module with real tensors; its tensors are copied, and it is left as it was.
-        optimizer: a pair ``(init, update)``, such as `trainfold.optimizer` returns.
+        model: a module with real tensors. They are copied; the module does not change.
+        optimizer: what `trainfold.optimizer` returns, or another pair ``(init, update)``.
         seed: the root of all randomness of the steps.
-        schedule: its description, and so the horizon, becomes the ``scheduler`` component.
+        schedule: its description, which includes the horizon, becomes the ``scheduler`` component.
         dataset: the data position, such as a `DataCursor`.
         extra: user-declared components by name.
 
@@ -38,8 +38,8 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
         The state, with each tied parameter once.
 
     Raises:
-        InvalidState: if the model is on the meta device or has parameters that are not initialised, or if its ``state_dict()`` has
-            more than parameters and buffers, which a pure step would lose (W05).
+        InvalidState: if the model is on the meta device or has parameters that are not initialised; or if its
+            ``state_dict()`` has more than parameters and buffers, which a pure step would lose.
         SharedStorage: if two tensors of the model share storage without being the same tensor.
 
     Examples:
@@ -49,10 +49,10 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
         (['weight', 'bias'], 0)
     """
     named = check_real(model)
-    _check_says_no_more(model, named)
+    _check_plain_state_dict(model, named)
     check_apart(
         [*named.params.items(), *named.buffers.items()],
-        fix="tie by assigning the same Parameter object, or give each a storage of its own",
+        fix="tie by assigning the same Parameter object, or give each tensor its own storage",
     )
     params = {name: value.detach().clone() for name, value in named.params.items()}
     init, _ = pair_of(optimizer)
@@ -78,8 +78,8 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
     )
 
 
-def _check_says_no_more(model: torch.nn.Module, named: NamedTensors) -> None:
-    """Refuse a module with a state that is neither a parameter nor a buffer: a pure step has no place for it (W05)."""
+def _check_plain_state_dict(model: torch.nn.Module, named: NamedTensors) -> None:
+    """Refuse a module with state that is neither a parameter nor a buffer, because a pure step cannot carry it."""
     known = {*named.params, *named.buffers, *(alias for alias, _ in named.ties)}
     places = {value.data_ptr() for value in (*named.params.values(), *named.buffers.values())}
     more = [
@@ -92,5 +92,5 @@ def _check_says_no_more(model: torch.nn.Module, named: NamedTensors) -> None:
             "model",
             expected="a state_dict() of parameters and buffers alone",
             found=f"{len(more)} more: {', '.join(map(repr, more[:4]))}",
-            fix="register what changes as a buffer; or use the model in a loop of your own, with trainfold.attach(model, optimizer), which saves it",
+            fix="register the changing state as a buffer; or write your own loop with trainfold.attach(model, optimizer), which saves it",
         )

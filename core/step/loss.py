@@ -1,4 +1,4 @@
-"""`Loss`: a sum and its denominator, never a mean, so that every window is normalised exactly once (A01, A02)."""
+"""`Loss`: a sum and its denominator, never a mean, so that every window is normalised exactly once."""
 
 import numbers
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ _LARGEST = int(torch.finfo(torch.float64).max)
 @final
 @attrs.frozen(eq=False)
 class Loss:
-    """What a loss function returns.
+    """The result of a loss function.
 
     Attributes:
         sum: the sum of the loss over the batch, a tensor with one element.
-        weight: what the sum is divided by, such as the number of valid tokens; 0 in a microbatch is fine.
-        metrics: name -> ``(num, den)``, reported as the ratio of their sums over the window and the ranks; a tensor
-            alone is a sum that is divided by the weight, as the loss is.
+        weight: what the sum is divided by, such as the number of valid tokens. It may be 0 in a microbatch.
+        metrics: name -> ``(num, den)``, reported as the ratio of their sums over the window and the ranks. A value that
+            is not a pair is a sum, and is divided by the weight like the loss.
     """
 
     sum: torch.Tensor
@@ -36,14 +36,14 @@ class Loss:
 @final
 @attrs.define(eq=False)
 class Totals:
-    """The sums of a window; numbers, or tensors that nobody has read yet, because reading waits for a device.
+    """The sums of a window, as numbers or as tensors that are not read yet, because reading waits for a device.
 
     Attributes:
         loss: the sum of the losses.
         weight: the sum of the weights.
-        samples: how many samples there were.
+        samples: the number of samples.
         metrics: name -> (num, den) sums.
-        suspects: ranks whose loss or gradient is not finite, as far as is known.
+        suspects: ranks whose loss or gradient is known not to be finite.
     """
 
     loss: Number = 0
@@ -53,7 +53,7 @@ class Totals:
     suspects: list[int] = attrs.field(factory=list)
 
     def add(self, loss: Loss) -> None:
-        """Count one microbatch."""
+        """Add one microbatch."""
         self.loss = self.loss + wide(loss.sum)
         weight = wide(loss.weight)
         self.weight = self.weight + weight
@@ -64,7 +64,7 @@ class Totals:
 
 
 def wide(value: Number) -> Number:
-    """The sum of a tensor in float64 or int64, without its graph: read where that is free, which is on a CPU.
+    """Return the sum of a tensor in float64 or int64, without its graph; as a number if the tensor is on a CPU.
 
     Examples:
         >>> wide(torch.tensor([1.5, 2.5])), wide(torch.tensor([True, True])), wide(3)
@@ -81,7 +81,7 @@ def wide(value: Number) -> Number:
 
 
 def normaliser(weight: Number) -> Number:
-    """What a sum is divided by, through which no gradient flows; a tensor of several elements counts as its sum.
+    """Return the divisor of a sum. No gradient flows through it; a tensor of several elements counts as its sum.
 
     Examples:
         >>> normaliser(3), normaliser(torch.tensor(3)), normaliser(torch.tensor([True, False, True]))
@@ -93,7 +93,7 @@ def normaliser(weight: Number) -> Number:
 
 
 def read(values: list[Number]) -> list[float | int]:
-    """The values as Python numbers, with one transfer where they are on a device.
+    """Return the values as Python numbers, with one transfer for all values on a device.
 
     Examples:
         >>> read([1, torch.tensor(2), torch.tensor(0.5)])
@@ -110,10 +110,10 @@ def read(values: list[Number]) -> list[float | int]:
 
 
 def check_loss(value: object) -> Loss:
-    """Check what a user's loss function returned.
+    """Check the result of a user's loss function.
 
     Raises:
-        InvalidArgument: if it is not a `Loss` whose sum is one real number, or one of its numbers is none.
+        InvalidArgument: if it is not a `Loss` whose sum is one real number, or if a weight or metric is not a number.
     """
     if isinstance(value, Loss) and isinstance(value.sum, torch.Tensor) and value.sum.numel() == 1:
         if value.sum.is_complex():
@@ -142,7 +142,7 @@ def check_loss(value: object) -> Loss:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it can be summed and divided; an int beyond the floats cannot."""
+    """Whether the value can be summed and divided; an int beyond the range of floats cannot."""
     if isinstance(value, numbers.Integral):
         return abs(int(value)) <= _LARGEST
     return isinstance(value, numbers.Real | torch.Tensor | np.bool_)
@@ -160,5 +160,5 @@ def _check_metrics(metrics: Mapping[str, object]) -> None:
                 f"loss_fn: metrics[{name!r}]",
                 expected="a number, a tensor, or a pair (num, den) of these",
                 found=shown(metric),
-                fix="return the sum and what it is to be divided by",
+                fix="return the sum and its divisor, as a pair",
             )

@@ -1,4 +1,4 @@
-"""Microbatches: a batch split along dimension 0, as even as can be."""
+"""Microbatches: a batch split along dimension 0, as evenly as possible."""
 
 from typing import Any, TypeVar
 
@@ -14,11 +14,11 @@ def split(batch: B | list[B], accumulate: int) -> tuple[list[B], int]:
     """Split a batch into microbatches.
 
     Args:
-        batch: a tree whose tensors share dimension 0; or a list of such trees, which is taken as it is.
-        accumulate: how many microbatches to make; a list may have fewer (the last window of a stream), not more.
+        batch: a tree whose tensors share dimension 0; or a list of such trees, which are the microbatches.
+        accumulate: the number of microbatches to make; a list may have fewer (the last window of a stream), but not more.
 
     Returns:
-        The microbatches, and the number of samples in all of them.
+        The microbatches, and their total number of samples.
 
     Raises:
         InvalidBatch: if there are no samples, fewer than microbatches, or tensors of different lengths.
@@ -73,7 +73,7 @@ def _ready_made(batch: list[B], accumulate: int) -> tuple[list[B], int]:
 
 
 def _leaves(batch: Any) -> list[Any]:
-    """The leaves; a plain dict or tuple of tensors is read without a walk, which a short step would feel."""
+    """The leaves. A plain dict or tuple of tensors is read directly, because the walk of a tree would slow a short step."""
     parts = list(batch.values()) if type(batch) is dict else batch if type(batch) is tuple else None
     if parts and all(type(part) is torch.Tensor for part in parts):
         return list(parts)

@@ -1,4 +1,4 @@
-"""The one exchange of a step: gradients, loss, weight and metrics are summed over the ranks at the boundary (A02-A04)."""
+"""The one exchange of a step: gradients, loss, weight and metrics are summed over the ranks at the boundary."""
 
 import hashlib
 import math
@@ -9,13 +9,13 @@ from trainfold.core.errors import RanksDisagree
 from trainfold.core.layout.world import Collectives
 from trainfold.core.step.loss import Number, Totals, read
 
-_DIGEST_BYTES = 4  # its sum over two million ranks is still exact in float64
+_DIGEST_BYTES = 4  # so that a sum over two million ranks is exact in float64
 
 
 def exchange(totals: Totals, targets: list[torch.nn.Parameter], collectives: Collectives) -> Totals:
     """Sum a window over the ranks, with one call of ``all_sum``; the gradients of ``targets`` are replaced.
 
-    A parameter that had a gradient on some rank has one on every rank afterwards.
+    Afterwards, a parameter that had a gradient on any rank has one on every rank.
 
     Args:
         totals: this rank's sums.
@@ -23,7 +23,7 @@ def exchange(totals: Totals, targets: list[torch.nn.Parameter], collectives: Col
         collectives: the ranks.
 
     Returns:
-        The sums over all ranks, with the ranks whose loss or gradients are not finite; the same bits on every rank.
+        The sums over all ranks and the ranks whose loss or gradients are not finite. Every rank gets the same bits.
 
     Raises:
         RanksDisagree: if the ranks report metrics of different names.
@@ -43,7 +43,7 @@ def exchange(totals: Totals, targets: list[torch.nn.Parameter], collectives: Col
     for block, flat in zip(blocks, flats, strict=True):
         pieces = torch.split(flat, [target.numel() for target in block])
         for target, piece in zip(block, pieces, strict=True):
-            _grad(target).copy_(piece.view_as(target))  # a copy: ranks that are threads may be given one tensor
+            _grad(target).copy_(piece.view_as(target))  # a copy: ranks that are threads may receive the same tensor
     summed = stats.tolist()
     for target, count in zip(trained, summed[len(numbers) :], strict=True):
         if count == 0:
@@ -55,7 +55,7 @@ def _local_numbers(
     totals: Totals, flats: list[torch.Tensor], names: list[str], collectives: Collectives
 ) -> list[float | int]:
     ratios: list[Number] = [number for name in names for number in totals.metrics[name]]
-    peaks = [torch.linalg.vector_norm(flat, math.inf) for flat in flats]  # NaN and inf survive a maximum
+    peaks = [torch.linalg.vector_norm(flat, math.inf) for flat in flats]  # a maximum keeps NaN and inf
     loss, weight, *rest = read([totals.loss, totals.weight, *ratios, *peaks])
     ratio_numbers, peak_numbers = rest[: len(ratios)], rest[len(ratios) :]
     suspect = not all(map(math.isfinite, [loss, weight, *peak_numbers]))
@@ -67,7 +67,10 @@ def _global(summed: list[float], names: list[str], world_size: int) -> Totals:
     loss, weight, samples, digest, *rest = summed
     if digest != _digest(names) * world_size:
         raise RanksDisagree(
-            "metrics", expected=f"{names}, as on this rank", found="other names", fix="return the same on every rank"
+            "metrics",
+            expected=f"{names}, as on this rank",
+            found="other names",
+            fix="return the same metrics on every rank",
         )
     flags, ratios = rest[:world_size], rest[world_size:]
     return Totals(

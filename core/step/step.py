@@ -310,8 +310,8 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
             found="True, with a pair of pure functions for an optimizer",
             fix="leave donate out, or make the optimizer with trainfold.optimizer",
         )
-    mould, ranks = ModuleSpec(model), None if collectives is None or collectives.world_size == 1 else collectives
-    check_hooks(mould.hooks, alone=accumulate == 1 and ranks is None)
+    spec, ranks = ModuleSpec(model), None if collectives is None or collectives.world_size == 1 else collectives
+    check_hooks(spec.hooks, alone=accumulate == 1 and ranks is None)
     contract = {
         f"{STEP_PREFIX}accumulate": accumulate,
         f"{STEP_PREFIX}clip_norm": largest,
@@ -326,7 +326,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         accumulate=accumulate,
         clip_norm=largest,
         collectives=ranks,
-        pool=WorkspacePool(mould, optimizer),
+        pool=WorkspacePool(spec, optimizer),
     )
 
 

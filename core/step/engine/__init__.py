@@ -1,1 +1,1 @@
-"""The only mutable objects of core: what one step in flight computes with. Only `step` imports it."""
+"""The only mutable objects of core: those that one step in flight computes with. Only `step` may import it."""

@@ -1,7 +1,7 @@
 """`Norm`: the norm of gradients and their clipping, with the bits of ``torch.nn.utils.clip_grad_norm_``.
 
-Where all gradients are of one dtype on a CPU, these are torch's own kernels without the grouping and the wrappers around
-them, which a step of two milliseconds feels. Elsewhere it is torch's function.
+If all gradients have one dtype and lie on a CPU, these are torch's own kernels without the grouping and wrappers around
+them, which would slow a step of two milliseconds. Otherwise it is torch's function.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import final
 import torch
 
 _EPSILON = 1e-6  # torch adds it to the norm before it divides
-_SURELY_BELOW = 0.99  # whatever the norm was rounded to
+_SURELY_BELOW = 0.99  # below the limit for any rounding of the norm
 
 
 @final
@@ -38,13 +38,13 @@ class Norm:
         )
 
     def grads(self) -> list[torch.Tensor]:
-        """The gradients that are there."""
+        """The gradients of the targets that have one."""
         return [target.grad for target in self._targets if target.grad is not None]
 
     def of(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """The 2-norm of all gradients as one vector; 0 where there are none."""
+        """The 2-norm of all gradients as one vector; 0 without gradients."""
         if self._are_alike and grads:
-            norms: list[torch.Tensor] = list(torch._foreach_norm(grads))  # noqa: SLF001 (torch names none of them publicly)
+            norms: list[torch.Tensor] = list(torch._foreach_norm(grads))  # noqa: SLF001 (torch has no public name for it)
             total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
             return total
         return torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
@@ -53,10 +53,10 @@ class Norm:
         """Scale the gradients so that their norm is at most ``limit``.
 
         Args:
-            grads: what `grads` returned.
+            grads: the result of `grads`.
             limit: the largest norm.
-            norm: what `of` returned for them.
-            known: its value, which somebody has read already; where it is small, torch would multiply by 1.
+            norm: the result of `of`.
+            known: the value of ``norm``, which the caller has read already; if it is small, torch would multiply by 1.
         """
         if known + _EPSILON < _SURELY_BELOW * limit:
             return

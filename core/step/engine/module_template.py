@@ -1,4 +1,4 @@
-"""`Template`: a private skeleton of a model, whose parameters and buffers are those of one state after another."""
+"""`Template`: a private skeleton of a model that computes with the parameters and buffers of one state after another."""
 
 import copy
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from trainfold.core.state.state import ModelState
 from trainfold.core.step.engine.param_hooks import hooks_of
 
 _COMMUNICATE = ("torch.nn.parallel", "torch.distributed")
-_SILENT = "torch.distributed.algorithms._checkpoint"  # activation checkpointing, which lives there all the same
+_SILENT = "torch.distributed.algorithms._checkpoint"  # activation checkpointing: there, but it does not communicate
 
 
 @final
 class ModuleSpec:
-    """What templates are cast from: the structure of a user's model, and none of its parameters.
+    """The structure of a user's model without its parameters; templates are made from it.
 
     Args:
-        model: is read once and never changed or kept.
+        model: read once; never changed or kept.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -30,36 +30,36 @@ class ModuleSpec:
         memo: dict[int, Any] = {id(value): _hollow_parameter(value) for value in named.params.values()}
         self.hooks = hooks_of(named.params)
         memo |= {id(value): _hollow(value) for value in named.buffers.values()}
-        self._module = _copied(model, memo)  # the memo stands in for the large tensors: they are not copied
+        self._module = _copied(model, memo)  # the memo replaces the large tensors, so they are not copied
         self.ties = named.ties
         self.param_specs = _specs("params", named.params)
         self.specs = self.param_specs | _specs("buffers", named.buffers)
         tensors = [*named.params.values(), *named.buffers.values()]
         self.device = tensors[0].device if tensors else torch.device("cpu")
 
-    def cast(self) -> "Template":
-        """A new template."""
+    def template(self) -> "Template":
+        """Make a new template."""
         return Template(self, copy.deepcopy(self._module))
 
 
 @final
 class Template:
-    """A module that computes with the tensors of the state that is bound to it.
+    """A module that computes with the tensors of the bound state.
 
     Attributes:
         module: the skeleton.
         params: FQN -> its parameter.
-        device: where the model was built.
+        device: the device of the model.
     """
 
-    def __init__(self, mould: ModuleSpec, module: torch.nn.Module) -> None:
+    def __init__(self, spec: ModuleSpec, module: torch.nn.Module) -> None:
         named = named_tensors(module)
         self.module = module
         self.params = named.params
-        for name, hooks in mould.hooks.items():
+        for name, hooks in spec.hooks.items():
             hooks.register(self.params[name])
-        self.device = mould.device
-        self._mould = mould
+        self.device = spec.device
+        self._spec = spec
         self._persistent = [slot for slot in named.slots if slot.persistent]
         self._transient = [(slot, slot.owner[slot.key]) for slot in named.slots if not slot.persistent]
         self._pristine = [_clone(value) for _, value in self._transient]
@@ -68,17 +68,17 @@ class Template:
         self._scratch: dict[str, torch.Tensor] = {}
 
     def holds(self, model: ModelState) -> bool:
-        """Whether the state's tensors are bound already."""
+        """Whether the state's tensors are bound."""
         return model.params.alive() is self._bound and model.buffers.alive() is self._buffers
 
     def bind(self, params: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], ties: object) -> None:
-        """Compute with these tensors from now on, without a copy.
+        """Compute with these tensors from now on; they are not copied.
 
         Raises:
-            SpecMismatch: listing every name, shape and dtype that is not the model's.
+            SpecMismatch: listing every name, shape and dtype that differs from the model.
             InvalidState: if the ties differ, or a tensor is on another device.
         """
-        check_model(self._mould, params, buffers, ties)
+        check_model(self._spec, params, buffers, ties)
         for name, param in self.params.items():
             param.data = params[name]
         self._place(buffers)
@@ -86,16 +86,16 @@ class Template:
         self._scratch = {}
 
     def check_params(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Check that parameters from outside are the model's.
+        """Check that a user's update returned the parameters of the model.
 
         Raises:
-            SpecMismatch: listing every name, shape and dtype that is not.
+            SpecMismatch: listing every name, shape and dtype that differs.
         """
-        if differences := diff_specs(_specs("params", params), self._mould.param_specs):
+        if differences := diff_specs(_specs("params", params), self._spec.param_specs):
             raise SpecMismatch("what update returned", differences)
 
     def keep_buffers(self) -> None:
-        """Let the forward write to copies of the buffers, so that nobody sees a state change in the middle of a window (A05)."""
+        """Make the forward write to copies of the buffers, so that the state does not change within a window."""
         if not self._buffers:
             return
         if self._scratch:
@@ -105,15 +105,15 @@ class Template:
             self._place(self._scratch)
 
     def undo(self) -> None:
-        """Forget what the forward wrote and assigned, and the gradients."""
+        """Discard what the forward wrote and assigned, and the gradients."""
         self.drop_grads()
         self._reset_transient()
         if self._buffers:
             self._place(self._scratch or self._buffers)
 
     def harvest(self) -> dict[str, torch.Tensor]:
-        """The persistent buffers after the forward; those that are no state are as they were in the model (B17)."""
-        assert self._buffers is not None, "bind comes first"
+        """Return the persistent buffers after the forward, and reset the others to their values in the model."""
+        assert self._buffers is not None, "call bind first"
         self._reset_transient()
         mine = self._scratch or self._buffers
         replaced = {
@@ -126,17 +126,17 @@ class Template:
         return self._buffers
 
     def drop_grads(self) -> None:
-        """Forget the gradients."""
+        """Discard the gradients."""
         for param in self.params.values():
             param.grad = None
 
     def bound_params(self) -> dict[str, torch.Tensor]:
-        """The tensors that `bind` was given."""
-        assert self._bound is not None, "bind comes first"
+        """The parameters that `bind` received."""
+        assert self._bound is not None, "call bind first"
         return self._bound
 
     def release(self) -> None:
-        """Let go of every tensor of the state."""
+        """Release every tensor of the state."""
         for param in self.params.values():
             param.grad = None
             param.data = _hollow(param)
@@ -147,7 +147,7 @@ class Template:
         self._scratch = {}
 
     def _replace(self, replaced: Mapping[str, torch.Tensor | None]) -> None:
-        """Take buffers that the forward assigned anew; copied, since they may be a part of something larger."""
+        """Take over buffers that the forward reassigned; as copies, because they may be views of something larger."""
         assert self._buffers is not None
         self._buffers = dict(self._buffers)
         for name, value in replaced.items():
@@ -172,28 +172,31 @@ class Template:
 
 
 def check_model(
-    mould: ModuleSpec, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], ties: object
+    spec: ModuleSpec, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], ties: object
 ) -> None:
-    """Check that a state's tensors fit a model.
+    """Check that the tensors of a state fit a model.
 
     Raises:
         SpecMismatch: listing every difference of names, shapes and dtypes.
         InvalidState: if the ties differ, or a tensor is on another device.
     """
-    differences = diff_specs(_specs("params", params) | _specs("buffers", buffers), mould.specs)
+    differences = diff_specs(_specs("params", params) | _specs("buffers", buffers), spec.specs)
     if differences:
         raise SpecMismatch("state.model", differences)
-    if ties != mould.ties:
+    if ties != spec.ties:
         raise InvalidState(
-            "state.model.ties", expected=mould.ties, found=ties, fix="build the model as it was when it was saved"
+            "state.model.ties",
+            expected=spec.ties,
+            found=ties,
+            fix="build the model with the ties that it had when it was saved",
         )
     for name, value in [*params.items(), *buffers.items()]:
-        if value.device.type != mould.device.type:
+        if value.device.type != spec.device.type:
             raise InvalidState(
                 f"state.model[{name!r}]",
-                expected=f"a tensor on {mould.device}, where the model is",
-                found=f"one on {value.device}",
-                fix="move the model there before the step is made",
+                expected=f"a tensor on {spec.device}, where the model is",
+                found=f"a tensor on {value.device}",
+                fix="move the model there before you make the step",
             )
 
 
@@ -202,12 +205,12 @@ def _specs(section: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, AnySp
 
 
 def check_silent(model: torch.nn.Module) -> None:
-    """Check that a backward of the model talks to nobody: a step adds up over the ranks itself, once a window.
+    """Check that a backward of the model does not communicate: a step sums over the ranks itself, once per window.
 
-    Wrappers are known by where their classes come from, so that nothing of torch.distributed is imported here.
+    It recognises wrappers by the modules of their classes, so it need not import torch.distributed.
 
     Raises:
-        InvalidArgument: naming the first submodule that communicates: DDP, FSDP, and their like.
+        InvalidArgument: naming the first submodule that communicates, such as DDP or FSDP.
     """
     for name, module in model.named_modules():
         origins = [cls.__module__ for cls in type(module).__mro__]
@@ -216,7 +219,7 @@ def check_silent(model: torch.nn.Module) -> None:
                 f"model.{name}" if name else "model",
                 expected="a module whose backward does not communicate",
                 found=f"{type(module).__module__}.{type(module).__qualname__}",
-                fix="pass the module inside (model.module for DDP) and collectives=..., and the step averages over ranks",
+                fix="pass the module inside it (model.module for DDP) and collectives=...; the step averages over the ranks",
             )
 
 
@@ -226,10 +229,10 @@ def _copied(model: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     except (RuntimeError, TypeError) as error:
         raise InvalidArgument(
             f"model{_uncopyable(model, memo)}",
-            expected="something that copy.deepcopy can copy",
+            expected="a model that copy.deepcopy can copy",
             found=str(error).partition(".")[0],
-            fix="use torch.nn.utils.parametrizations in the place of old weight_norm, keep locks, files and graphs out of "
-            "the model, or give it a __deepcopy__",
+            fix="replace the old weight_norm by torch.nn.utils.parametrizations, keep locks, files and graphs out of the "
+            "model, or give it a __deepcopy__",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""`Hooks`: what a user registered on the parameters of a model, such as a mask of a gradient, for a template of it."""
+"""`Hooks`: the hooks that a user registered on parameters, such as a mask of a gradient, for a template of the model."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -15,18 +15,18 @@ Hook = Callable[..., Any]
 @final
 @attrs.frozen
 class Hooks:
-    """The hooks of one parameter; torch copies a parameter without them.
+    """The hooks of one parameter; torch copies a parameter without its hooks.
 
     Attributes:
-        on_grad: those that are given each gradient and may return another.
-        after_grad: those that are given the parameter when its gradient is there.
+        on_grad: hooks that receive each gradient and may return another.
+        after_grad: hooks that receive the parameter once its gradient is accumulated.
     """
 
     on_grad: tuple[Hook, ...] = ()
     after_grad: tuple[Hook, ...] = ()
 
     def register(self, param: torch.nn.Parameter) -> None:
-        """Put them on another parameter."""
+        """Register the hooks on another parameter."""
         for hook in self.on_grad:
             param.register_hook(hook)  # type: ignore[no-untyped-call]
         for hook in self.after_grad:
@@ -34,7 +34,7 @@ class Hooks:
 
 
 def hooks_of(params: Mapping[str, torch.nn.Parameter]) -> dict[str, Hooks]:
-    """FQN -> hooks, for each parameter that has any and trains.
+    """Return FQN -> hooks for each trained parameter that has hooks.
 
     Args:
         params: FQN -> parameter of the user's model.
@@ -57,11 +57,11 @@ def hooks_of(params: Mapping[str, torch.nn.Parameter]) -> dict[str, Hooks]:
 
 
 def check_hooks(hooks: Mapping[str, Hooks], *, alone: bool) -> None:
-    """Check that hooks do in a step what they do in a loop by hand.
+    """Check that hooks have the same effect in a step as in a hand-written loop.
 
-    A window of several microbatches, or of several ranks, adds up gradients of sums and divides once, at its end (A01). A
-    hook would be given those of sums, and only one that is linear means the same by it. One that holds a parameter, or a
-    module, would read that of the user's model, which does not change, and not that of the state.
+    A window of several microbatches or ranks adds up the gradients of sums and divides once, at its end. A hook would
+    receive the gradient of a sum, for which only a linear hook has the same effect. A hook that holds a parameter or a
+    module would read the user's model, which does not change, instead of the state.
 
     Args:
         hooks: FQN -> hooks.
@@ -70,15 +70,15 @@ def check_hooks(hooks: Mapping[str, Hooks], *, alone: bool) -> None:
     Raises:
         InvalidArgument: naming the parameter.
     """
-    for name, held in hooks.items():
-        for hook in (*held.on_grad, *held.after_grad):
+    for name, of_one in hooks.items():
+        for hook in (*of_one.on_grad, *of_one.after_grad):
             _check_apart(name, hook)
     if hooks and not alone:
         raise InvalidArgument(
             f"model: the hooks of {next(iter(hooks))}",
-            expected="none, where a step has several microbatches or ranks",
-            found="a hook on its gradient, which is divided by the weight of the whole step only after all of them",
-            fix="train with accumulate=1 on one rank, or write it into the model, as a parametrization or a mask in forward",
+            expected="no hooks in a step of several microbatches or ranks",
+            found="a hook on a gradient, which is divided by the weight of the whole step only after the last microbatch",
+            fix="train with accumulate=1 on one rank, or move the hook into the model, as a parametrization or a mask in forward",
         )
 
 
@@ -87,14 +87,14 @@ def _check_apart(name: str, hook: Hook) -> None:
     if held is not None:
         raise InvalidArgument(
             f"model: a hook of {name}",
-            expected="a function of the gradient, or of the parameter that it is given",
-            found=f"one that holds a {type(held).__name__} of its own, whose values are not those of the state",
-            fix="use register_post_accumulate_grad_hook, whose function is given the parameter with its gradient",
+            expected="a function of the gradient, or of the parameter that it receives",
+            found=f"a function that holds a {type(held).__name__}, whose values are not those of the state",
+            fix="use register_post_accumulate_grad_hook, whose function receives the parameter with its gradient",
         )
 
 
 def _held(hook: Any) -> Iterator[Any]:
-    """What a function brings with it: its closure, its defaults, the object that it is a method of."""
+    """The values that a function holds: its closure, its defaults, the object of a bound method."""
     if isinstance(hook, functools.partial):
         yield from (*hook.args, *hook.keywords.values())
         yield from _held(hook.func)
@@ -102,7 +102,7 @@ def _held(hook: Any) -> Iterator[Any]:
     for cell in getattr(hook, "__closure__", None) or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # a name that has no value yet
+        except ValueError:  # a name without a value yet
             continue
     yield from getattr(hook, "__defaults__", None) or ()
     yield getattr(hook, "__self__", None)

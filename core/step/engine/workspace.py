@@ -1,4 +1,4 @@
-"""`StepWorkspace`: the mutable objects that one step in flight computes with, and the pool that they wait in."""
+"""`StepWorkspace`: the mutable objects that one step in flight computes with, and the pool of idle ones."""
 
 import contextlib
 import sys
@@ -17,19 +17,21 @@ from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 from trainfold.core.step.engine.grad_norm import Norm
 from trainfold.core.step.engine.module_template import ModuleSpec
 
-_FIX = "give each leaf a storage of its own (clone one of them), or make the step with donate=False"
+_FIX = "give each leaf its own storage (clone one of them), or make the step with donate=False"
 
 
 @final
 class StepWorkspace:
     """A template of the model and a bound optimizer.
 
-    While a chain of donated states flows through it, the same tensors stay bound, and no leaf is visited in Python.
+    Along a chain of donated states the same tensors stay bound, so that a step visits no leaf in Python.
     """
 
     def __init__(self, spec: ModuleSpec, optimizer: Any) -> None:
-        self.template = spec.cast()
-        if not self.template.module.training:  # elsewhere a frozen normalisation, say, is in eval mode on purpose
+        self.template = spec.template()
+        if (
+            not self.template.module.training
+        ):  # a model in training mode may have submodules in eval mode on purpose, such as a frozen normalisation
             self.template.module.train()
         self.bound = optimizer.bound_to(self.template.params) if isinstance(optimizer, Optimizer) else None
         self.targets = list((self.template.params if self.bound is None else self.bound.targets).values())
@@ -38,15 +40,15 @@ class StepWorkspace:
         self._seen_extra: object = None
 
     def holds(self, state: TrainState) -> bool:
-        """Whether the state's tensors are the ones that are bound."""
+        """Whether the state's tensors are bound."""
         assert state.model is not None
         return self.template.holds(state.model) and (self.bound is None or self.bound.holds(state.optimizer))
 
     def check_apart(self, state: TrainState) -> None:
-        """Check a state that is new here, or whose extra components are, before it is written to.
+        """Check a state before it is written to, if its tensors or its extra components are new to this workspace.
 
         Raises:
-            SharedStorage: if two leaves of it share storage.
+            SharedStorage: if two of its leaves share storage.
         """
         if not self.holds(state):
             written = [
@@ -59,11 +61,11 @@ class StepWorkspace:
         self._seen_extra = state.extra
 
     def enter(self, state: TrainState) -> None:
-        """Bind the state's own tensors, which the step will write to.
+        """Bind the state's own tensors; the step writes to them.
 
         Raises:
-            SpecMismatch: if they are not the model's.
-            InvalidState: if the optimizer's are not.
+            SpecMismatch: if the model component does not fit the model.
+            InvalidState: if the optimizer component does not fit the optimizer.
         """
         model = state.model
         assert model is not None
@@ -75,38 +77,38 @@ class StepWorkspace:
             self.bound.use_groups(state.optimizer.groups)
 
     def gather(self) -> None:
-        """After a backward: gradients of low-precision parameters go to their masters."""
+        """Move the gradients of low-precision parameters to their masters, after a backward."""
         if self.bound is not None:
             self.bound.gather()
 
     def undo(self) -> None:
-        """Leave the bound tensors as they were before the forward."""
+        """Restore the bound tensors to their values before the forward."""
         self.template.undo()
         for target in self.targets:
             target.grad = None
 
     def collect(self, state: TrainState, lease: Lease) -> tuple[ModelState, OptimizerState]:
-        """The new model and optimizer state, after the update."""
+        """Return the new model and optimizer components, after the update."""
         assert state.model is not None
         assert self.bound is not None
         buffers = self.template.harvest()
         params = self.template.bound_params()
         for target in self.targets:
             target.grad = None
-        # a fused optimizer on a CPU moves no version counter, and a graph that reads these tensors must not run now
+        # a fused optimizer on a CPU increments no version counter; a graph that reads these tensors must fail, not run
         torch.autograd.graph.increment_version(params.values())
         model = ModelState(Leaves.leased(params, lease), Leaves.leased(buffers, lease), state.model.ties)
         return model, self.bound.collect(lease)
 
     def release(self) -> None:
-        """Let go of every tensor of the state."""
+        """Release every tensor of the state."""
         self.watch = self._seen_extra = None
         self.template.release()
         if self.bound is not None:
             self.bound.release()
 
     def _check_extra(self, extra: Any) -> None:
-        """A cheap form of the check, for components that change from step to step, such as a moving average."""
+        """A cheap form of the check for components that change at each step, such as a moving average."""
         starts = {value.data_ptr(): name for name, value in self.template.bound_params().items()}
         for path, leaf in _tensors(tree.named_leaves(extra, "state.extra")):
             if leaf.data_ptr() in starts:
@@ -119,21 +121,21 @@ class WorkspacePool:
     """Idle workspaces; each step in flight uses its own.
 
     Args:
-        spec: of the model.
-        optimizer: of the step.
+        spec: the structure of the model.
+        optimizer: the optimizer of the step.
     """
 
     def __init__(self, spec: ModuleSpec, optimizer: Any) -> None:
         self._spec = spec
         self._optimizer = optimizer
         self._idle: list[StepWorkspace] = []
-        self._lock = threading.RLock()  # a lease may die, and so call back, at any moment in any thread
+        self._lock = threading.RLock()  # a lease may die, and call back, at any time in any thread
 
     @contextlib.contextmanager
     def workspace(self, state: TrainState) -> Iterator[StepWorkspace]:
-        """A workspace for one step: the one that holds the state already, where there is one.
+        """Take a workspace for one step, preferably the one that already has the state bound.
 
-        Whatever fails in the block, nothing of it stays in the workspace: no gradient, no buffer, no binding.
+        If the block raises, the workspace keeps nothing of it: no gradient, no buffer, no binding.
         """
         with self._lock:
             index = next((i for i, workspace in enumerate(self._idle) if workspace.holds(state)), -1)
@@ -150,18 +152,18 @@ class WorkspacePool:
                 self._idle.append(workspace)
 
     def watch(self, workspace: StepWorkspace, lease: Lease) -> None:
-        """Keep a workspace bound for as long as somebody has the state, so that an idle one holds no memory."""
-        # bound here: when Python ends, this module's names may be gone before the lease is
+        """Keep a workspace bound while the state is alive, so that an idle workspace keeps no memory alive."""
+        # bound here: at exit, Python may clear this module's names before the lease dies
         is_ending = sys.is_finalizing
 
-        def let_go(reference: weakref.ref[Lease]) -> None:
+        def release(reference: weakref.ref[Lease]) -> None:
             if is_ending():
                 return
             with self._lock:
                 if workspace in self._idle and workspace.watch is reference:
                     workspace.release()
 
-        workspace.watch = weakref.ref(lease, let_go)
+        workspace.watch = weakref.ref(lease, release)
 
 
 def _tensors(named: list[tuple[str, Any]]) -> list[tuple[str, torch.Tensor]]:

@@ -49,7 +49,7 @@ def test_what_changes_with_training_and_is_saved_nowhere_is_named_once(case):
     assert len(heard) == 1, heard
     assert f"  {path}: " in heard[0]
     assert list(listed) == [path]
-    assert "a resume from step 1 would begin it anew" in heard[0]
+    assert "a resume from step 1 would reset it" in heard[0]
 
 
 def test_a_queue_of_a_constant_length_is_seen_by_what_is_in_it():

@@ -216,7 +216,7 @@ def test_a_skipped_step_leaves_a_position_of_another_kind_to_the_caller():
     sgd = optimizer(torch.optim.SGD, lr=0.5)
     model, state = linear_state(sgd)
     state = state.evolve(dataset={"shard": 3})
-    with pytest.raises(NonFinite, match=r"go on from error\.skipped") as caught:
+    with pytest.raises(NonFinite, match=r"continue from error\.skipped") as caught:
         make_step(model, linear_loss, sgd)(state, {"x": torch.full((2, 2), float("nan")), "mask": torch.ones(2)})
     assert caught.value.skipped.dataset == {"shard": 3}
 
