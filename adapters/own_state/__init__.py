@@ -1,1 +1,1 @@
-"""What objects keep in a way of their own: its plain form, how to take a load back, how to compare. Imports core alone."""
+"""The state that objects keep in their own ways: its plain form, how to undo a load, how to compare. Imports only core."""

@@ -1,4 +1,4 @@
-"""What an object holds where no code has to run to see it: attributes, containers, closures."""
+"""What an object holds, as far as it can be seen without running code: attributes, containers, closures."""
 
 import functools
 import types
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-MANY: Final = 64  # a container with more is data: only its ends are looked at
+MANY: Final = 64  # a larger container is data: only its ends are read
 END: Final = 8
 SEQUENCES: Final = (list, tuple, deque)
 _SETS: Final = (set, frozenset)
@@ -16,13 +16,13 @@ _OPAQUE: Final = (type, types.ModuleType, torch.Tensor, str, bytes, int, float, 
 
 
 def held_by(value: Any, *, names: bool = False) -> Iterator[tuple[str, Any]]:
-    """Each thing that an object holds, with the part of a path that leads to it.
+    """Yield everything that an object holds, with the part of a path that leads to it.
 
-    Nothing of the object's own runs: no property, no ``__getattr__``, no iterator of a container of its own.
+    No code of the object runs: no property, no ``__getattr__``, no iterator of its class.
 
     Args:
         value: anything.
-        names: whether the globals that a function names are looked at as well as what it closed over.
+        names: whether to include the globals that a function names, and not only its closure.
 
     Examples:
         >>> list(held_by({"a": 1, "b": [2]}))
@@ -59,7 +59,7 @@ def _of_container(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes that an instance has of its own, in ``__dict__`` and in ``__slots__``."""
+    """Yield the attributes of an instance, in ``__dict__`` and in ``__slots__``."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -72,7 +72,7 @@ def attributes(value: Any) -> Iterator[tuple[str, Any]]:
             if isinstance(member, types.MemberDescriptorType):
                 try:
                     yield f".{name}", member.__get__(value)
-                except AttributeError:  # not set yet
+                except AttributeError:  # not set
                     continue
 
 
@@ -91,7 +91,7 @@ def _of_function(function: Any, *, names: bool) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         try:
             yield f".{name}", cell.cell_contents
-        except ValueError:  # not bound yet
+        except ValueError:  # not bound
             continue
     if names:
         for name in _named(code):
@@ -100,6 +100,6 @@ def _of_function(function: Any, *, names: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _named(code: types.CodeType) -> set[str]:
-    """The names that a function uses, those of the functions inside of it too."""
+    """Return the names that a function uses, including those of nested functions."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return set(code.co_names).union(*map(_named, inner))

@@ -1,4 +1,4 @@
-"""The plain form of what an object keeps in containers of its own choice: dicts, lists, tensors and scalars, without pickle (U01)."""
+"""The plain form of state in arbitrary containers: dicts, lists, tensors and scalars, without pickle."""
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,14 +17,14 @@ _DTYPES: Final = {str(each): each for each in vars(torch).values() if isinstance
 
 
 def to_plain(value: Any, names: Mapping[int, str]) -> Any:  # noqa: PLR0911 - one return for each container
-    """The same value in new dicts, lists and tuples; tensors are shared.
+    """Return the value in new dicts, lists and tuples; tensors are shared.
 
-    A deque, a set, a dict with keys that are no text, a ``torch.dtype`` and a few more become a dict that says what they are.
-    A parameter of the model, or its ``id``, becomes its name: neither means anything in another process (B10). What has no
-    plain form stays as it is, and a save refuses it by its path.
+    A deque, a set, a dict with keys other than strings, a ``torch.dtype`` and a few more become a dict that names their
+    type. A parameter of the model, or its ``id``, becomes its name, because neither has a meaning in another process. A
+    value without a plain form is returned as it is, and a save refuses it by its path.
 
     Args:
-        value: what an object keeps.
+        value: the state of an object.
         names: ``id(parameter)`` -> canonical name.
 
     Examples:
@@ -59,14 +59,14 @@ def to_plain(value: Any, names: Mapping[int, str]) -> Any:  # noqa: PLR0911 - on
 
 
 def from_plain(value: Any, parameters: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of `to_plain`; containers are new, and tensors are shared.
+    """Return the value of a plain form: the inverse of `to_plain`. Containers are new; tensors are shared.
 
     Args:
         value: a plain form.
         parameters: canonical name -> parameter.
 
     Raises:
-        InvalidState: for a form that `to_plain` never returns, or a parameter that is not there.
+        InvalidState: for a form that `to_plain` never returns, or a parameter that does not exist.
 
     Examples:
         >>> from_plain({"queue": {"__trainfold__": "deque", "items": [1], "maxlen": 2}}, {})
@@ -90,11 +90,11 @@ def from_plain(value: Any, parameters: Mapping[str, torch.Tensor]) -> Any:
 
 
 def with_layout(tensor: torch.Tensor, usual: torch.Tensor | None = None) -> Any:
-    """A tensor, and how it lies in memory where it would not come back so: kernels round differently in another layout.
+    """Return a tensor, with its strides if a load would not restore them: kernels round differently in another layout.
 
     Args:
-        tensor: any.
-        usual: the tensor whose layout it would get; None for one that is contiguous.
+        tensor: any tensor.
+        usual: the tensor whose layout a load gives it; None for a contiguous layout.
 
     Examples:
         >>> form = with_layout(torch.zeros(2, 3).t())
@@ -104,9 +104,7 @@ def with_layout(tensor: torch.Tensor, usual: torch.Tensor | None = None) -> Any:
     if tensor.layout is not torch.strided or (tensor.is_contiguous() and (usual is None or usual.is_contiguous())):
         return tensor
     is_usual = usual is not None and usual.shape == tensor.shape and usual.stride() == tensor.stride()
-    if is_usual or not _is_dense(
-        tensor.shape, tensor.stride()
-    ):  # what has gaps, or lies twice, comes back without them
+    if is_usual or not _is_dense(tensor.shape, tensor.stride()):  # a load drops gaps and overlaps
         return tensor
     return {_TAG: "strided", "tensor": tensor, "strides": list(tensor.stride())}
 
@@ -128,7 +126,7 @@ def _laid_out(tensor: torch.Tensor, strides: list[int]) -> torch.Tensor:
 
 
 def _items(value: Mapping[Any, Any], names: Mapping[int, str]) -> Any:
-    """A dict where all keys are text, and else the pairs."""
+    """Return a dict if all keys are strings, and otherwise its pairs."""
     if all(type(key) is str for key in value) and _TAG not in value:
         return {key: to_plain(each, names) for key, each in value.items()}
     return {_TAG: "pairs", "items": [[_key(key, names), to_plain(each, names)] for key, each in value.items()]}

@@ -1,4 +1,4 @@
-"""`first_difference`: what two captures of one object differ in, to the bit, for a restore that is read back (W05)."""
+"""`first_difference`: the first difference between two captures of one object, to the bit, to check a restore."""
 
 from collections import Counter
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ Difference: TypeAlias = tuple[str, str, str]
 
 
 def first_difference(saved: Any, found: Any, path: str) -> Difference | None:
-    """The first leaf that is not the same in two trees, and what both say; None where all are equal to the bit.
+    """Return the first leaf that differs between two trees, with both values; None if all are equal to the bit.
 
     Examples:
         >>> first_difference({"a": [1, 2.0]}, {"a": [1, 2]}, "extra")
@@ -25,13 +25,13 @@ def first_difference(saved: Any, found: Any, path: str) -> Difference | None:
         True
     """
     if is_tensor_leaf(saved) or is_tensor_leaf(found):
-        return None if _same_tensor(saved, found) else (path, _said(saved), _said(found))
+        return None if _same_tensor(saved, found) else (path, _text_of(saved), _text_of(found))
     one, other = tree.one_level(saved), tree.one_level(found)
     if one is None or other is None:
         same = (
             one is other and type(saved) is type(found) and (repr(saved) == repr(found) or _same_counts(saved, found))
         )
-        return None if same else (path, _said(saved), _said(found))
+        return None if same else (path, _text_of(saved), _text_of(found))
     kind, entries, children = one
     theirs = dict(zip(other[1], other[2], strict=True))
     if kind is not other[0] or set(entries) != set(theirs):
@@ -44,7 +44,7 @@ def first_difference(saved: Any, found: Any, path: str) -> Difference | None:
 
 
 def _same_counts(saved: Any, found: Any) -> bool:
-    return isinstance(saved, Counter) and bool(saved == found)  # they may have been counted in another order
+    return isinstance(saved, Counter) and bool(saved == found)  # their keys may be in another order
 
 
 def _same_tensor(saved: Any, found: Any) -> bool:
@@ -58,7 +58,7 @@ def _same_tensor(saved: Any, found: Any) -> bool:
     return bool(torch.equal(byte_view(one).cpu(), byte_view(other).cpu()))
 
 
-def _said(value: Any) -> str:
+def _text_of(value: Any) -> str:
     if is_tensor_leaf(value):
         dense = as_tensor(value, "leaf")
         return f"{dense.dtype}{list(dense.shape)} with the values {shown(dense.flatten()[:4].tolist())}"

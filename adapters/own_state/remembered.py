@@ -1,4 +1,4 @@
-"""`remember`: everything that an object keeps in memory, so that a load which fails halfway can be taken back (V12)."""
+"""`remember`: a copy of everything that an object holds, so that a load that fails halfway can be undone."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet
@@ -12,16 +12,16 @@ _LEAVES: Final = (str, bytes, type, FunctionType, MethodType, BuiltinFunctionTyp
 
 
 def remember(objects: Iterable[Any]) -> Callable[[], None]:
-    """What these objects hold now, and how to have them hold it again.
+    """Copy what these objects hold now, so that it can be restored.
 
-    The attributes, the dicts, lists and sets that they lead to, and the values of tensors come back into the same objects.
-    Whoever else holds on to one of them sees what was there before. Tensors are copied, so this costs what they do.
+    Attributes, the dicts, lists and sets that they lead to, and the values of tensors are restored in the same objects, so
+    that every other reference to them sees the old values as well. Tensors are copied, which costs their memory.
 
     Args:
-        objects: such as an optimizer and those that it holds.
+        objects: for example, an optimizer and the optimizers that it holds.
 
     Returns:
-        A function that puts everything back; it may be called again.
+        A function that restores everything; it may be called again.
 
     Examples:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
@@ -40,7 +40,7 @@ def remember(objects: Iterable[Any]) -> Callable[[], None]:
 @final
 class _Walk:
     def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}  # the objects stay alive, so that an id is one object's
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay unique
         self._undos: list[Callable[[], None]] = []
 
     def undo(self) -> None:
@@ -55,9 +55,9 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             self._tensor(value)
         elif isinstance(value, MutableMapping):
-            held = dict(value)
-            self._undos.append(lambda: _refill(value, held))
-            self._visit_all([*held, *held.values()], depth)
+            entries = dict(value)
+            self._undos.append(lambda: _refill(value, entries))
+            self._visit_all([*entries, *entries.values()], depth)
         elif isinstance(value, MutableSequence | deque):
             items = list(value)
             self._undos.append(lambda: _replace(value, items))
@@ -78,16 +78,16 @@ class _Walk:
         data, copy = value.data, value.detach().clone()
 
         def undo() -> None:
-            value.data = data  # a load may have put other memory behind it
+            value.data = data  # a load may have replaced its memory
             if not torch.equal(data, copy):
                 data.copy_(copy)
 
         self._undos.append(undo)
 
 
-def _refill(mapping: MutableMapping[Any, Any], held: dict[Any, Any]) -> None:
+def _refill(mapping: MutableMapping[Any, Any], entries: dict[Any, Any]) -> None:
     mapping.clear()
-    mapping.update(held)
+    mapping.update(entries)
 
 
 def _replace(sequence: Any, items: list[Any]) -> None:

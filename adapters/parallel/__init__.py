@@ -1,1 +1,1 @@
-"""Parallel training as the manager sees it: what wrappers such as DistributedDataParallel keep alike. May import `live` and what lies below it."""
+"""Parallel training as a manager sees it: what wrappers such as DistributedDataParallel keep equal. May import `live` and everything below it."""

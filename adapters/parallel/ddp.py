@@ -1,4 +1,4 @@
-"""Buffers that DistributedDataParallel sends: those of its rank 0 are the ones that every rank has after the next forward (ADR-0017)."""
+"""Buffers that DistributedDataParallel broadcasts: after the next forward, every rank has those of rank 0 (ADR-0017)."""
 
 from collections.abc import Mapping
 
@@ -11,18 +11,18 @@ from trainfold.core.state.fqn import NamedTensors
 
 
 def sent_buffers(run: Live, modules: Mapping[str, NamedTensors], world: Collectives) -> dict[str, str]:
-    """The buffers of a run that the next forward overwrites with those of rank 0, so that rank 0's are the exact ones to save.
+    """Return the buffers that the next forward overwrites with those of rank 0, so that rank 0 has the exact values to save.
 
-    That is certain where an attached optimizer steps parameters of the wrapper, ``broadcast_buffers`` is on, the last forward was one that gradients were summed for, no hook and no
-    ``join`` says otherwise, and the wrapper's ranks are those of the save.
+    That is certain only if an attached optimizer steps parameters of the wrapper, ``broadcast_buffers`` is on, gradients were summed for
+    the last forward, no hook and no ``join`` changes the broadcast, and the ranks of the wrapper are those of the save.
 
     Args:
-        run: the live run, with the wrapper attached and not what is inside of it.
-        modules: component -> what its module holds.
+        run: the live run, with the wrapper attached and not the module inside it.
+        modules: component -> the tensors of its module.
         world: the ranks of the save.
 
     Returns:
-        Leaf path -> who sends it to whom, for the ranks to compare.
+        Leaf path -> a text with the sender and the receivers, which the ranks compare.
     """
     sent: dict[int, str] = {}
     trained: set[int] | None = None
@@ -41,7 +41,7 @@ def sent_buffers(run: Live, modules: Mapping[str, NamedTensors], world: Collecti
 
 
 def _trained(run: Live) -> set[int]:
-    """The parameters that attached optimizers step; a copy of a wrapper, such as in an average of weights, has others and no forward."""
+    """Return the ids of the parameters that attached optimizers step; a copy of a wrapper, as in averaged weights, has others and no forward."""
     return {
         id(parameter)
         for optimizer in run.optimizers.values()
@@ -56,7 +56,7 @@ def _sent_by(wrapper: DistributedDataParallel, world: Collectives) -> dict[int, 
         world.rank,
         world.world_size,
     )
-    joins = getattr(getattr(wrapper, "_join_config", None), "enable", False)  # then another rank may send
+    joins = getattr(getattr(wrapper, "_join_config", None), "enable", False)  # then another rank may be the sender
     if not is_of_all or joins or hasattr(wrapper, "buffer_hook") or not wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
         return {}
     ranks = torch.distributed.get_process_group_ranks(group)

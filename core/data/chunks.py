@@ -1,4 +1,4 @@
-"""Chunks: a batch as columns that share dimension 0, cut and joined so that a forward sees the same memory, whatever the batches were."""
+"""Chunks: batches as columns that share dimension 0, cut and joined so that a forward sees the same memory for any batch size."""
 
 from collections.abc import Sequence
 from typing import Any, Final, final
@@ -13,7 +13,7 @@ from trainfold.core.leaf_path import join
 from trainfold.core.tensor_memory import check_plain
 
 _ALIGNMENT_BYTES: Final = (
-    64  # of torch's own memory on a CPU; kernels may round otherwise where memory begins elsewhere
+    64  # the alignment of torch's memory on a CPU; kernels may round differently at another alignment
 )
 _ARRAYS = (torch.Tensor, np.ndarray)
 _NUMBERS: Final = "biufc"
@@ -22,13 +22,13 @@ _NUMBERS: Final = "biufc"
 @final
 @attrs.frozen(eq=False)
 class Columns:
-    """A batch, or a part of one, by its columns: tensors, arrays, or lists that have one value for each sample.
+    """A batch, or a part of it, as columns: tensors, arrays, or lists with one value for each sample.
 
     Attributes:
         values: the columns; None where the batch has None.
-        structure: how they lie in the batch.
-        paths: their places, for messages.
-        samples: how many samples each of them has.
+        structure: the structure of the batch around them.
+        paths: the path of each column, for messages.
+        samples: the number of samples in each column.
     """
 
     values: tuple[Any, ...]
@@ -37,7 +37,7 @@ class Columns:
     samples: int
 
     def part(self, start: int, stop: int) -> "Columns":
-        """The samples ``[start, stop)``; tensors and arrays are views."""
+        """Return the samples ``[start, stop)``; tensors and arrays are views."""
         if (start, stop) == (0, self.samples):
             return self
         values = tuple(None if column is None else column[start:stop] for column in self.values)
@@ -47,11 +47,11 @@ class Columns:
 def columns_of(batch: Any) -> Columns:
     """Read a batch as columns.
 
-    A list or tuple that holds tensors or arrays is structure, as in ``[x, y]``; one that holds none is a column. So is a None, such
-    as for a mask that there is none of: every batch has it in its place.
+    A list or tuple with tensors or arrays is structure, as in ``[x, y]``; one without is a column. A None is a column too, such as
+    an absent mask: every batch has it in the same place.
 
     Raises:
-        InvalidBatch: naming the leaf that is no column, or the columns that differ in length.
+        InvalidBatch: naming the leaf that is not a column, or the columns that differ in length.
         InvalidArgument: for tensors that are not plain memory.
 
     Examples:
@@ -77,16 +77,16 @@ def columns_of(batch: Any) -> Columns:
             "batch",
             expected="tensors or arrays that share dimension 0, and lists of one value for each sample",
             found=shown or "no leaf",
-            fix="return a dict or a tuple of them from fetch or the loader's collate, or give map(dict, loader) where that returns another "
-            "mapping; keep what is no sample's own out of the batch; or leave chunk= out",
+            fix="return a dict or a tuple of them from fetch or the loader's collate, or pass map(dict, loader) if collate returns another "
+            "mapping; keep values that do not belong to a sample out of the batch; or leave chunk= out",
         )
     return Columns(values, structure, tuple(paths), of_columns.pop() or 0)
 
 
 def joined(parts: Sequence[Columns]) -> Any:
-    """One batch of several parts, in their order.
+    """Join parts, in their order, to one batch.
 
-    Law: its tensors depend on the samples alone, in their strides and in where their memory begins, too.
+    Law: its tensors depend on the samples alone, including their strides and the alignment of their memory.
 
     Raises:
         InvalidBatch: naming the column whose parts do not fit together.
@@ -139,7 +139,7 @@ def _joined(path: str, pieces: list[Any]) -> Any:
 
 
 def _described(piece: Any) -> str:
-    """What has to be the same for pieces to be joined."""
+    """Describe what must be equal in pieces that are joined."""
     if isinstance(piece, torch.Tensor):
         return f"{piece.dtype}, {[*piece.shape[1:]]} a sample, on {piece.device}"
     if isinstance(piece, np.ndarray):
@@ -150,9 +150,9 @@ def _described(piece: Any) -> str:
 def _misfit(path: str, expected: str, found: str) -> InvalidBatch:
     return InvalidBatch(
         path,
-        expected=f"batches that can be joined; the one before has {expected}",
+        expected=f"batches that can be joined; the previous batch has {expected}",
         found=found,
-        fix="pad each sample to a length of its own or of the dataset, and not to that of its batch",
+        fix="pad samples to one length for the dataset, or not at all, instead of the length of their batch",
     )
 
 
@@ -167,7 +167,7 @@ def _whole_tensor(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_as_new(tensor: torch.Tensor) -> bool:
-    """Whether its strides are those of a new tensor: a contiguous one may have others along dimensions of size 1."""
+    """Whether the strides are those of a new tensor: a contiguous tensor may have others along dimensions of size 1."""
     return tensor.is_contiguous() and tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
@@ -175,7 +175,9 @@ def _whole_array(pieces: list[Any]) -> Any:
     found = np.ascontiguousarray(np.concatenate(pieces))
     if found.dtype.kind not in _NUMBERS or not found.nbytes:
         return found
-    memory = torch.empty(found.nbytes, dtype=torch.uint8).numpy()  # torch's memory begins where kernels want it
+    memory = torch.empty(
+        found.nbytes, dtype=torch.uint8
+    ).numpy()  # torch's memory has the alignment that kernels expect
     whole = memory.view(found.dtype).reshape(found.shape)
     whole[...] = found
     return whole

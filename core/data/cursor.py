@@ -1,4 +1,4 @@
-"""`DataCursor`: where a run stands in its data, counted in samples over all ranks."""
+"""`DataCursor`: the position of a run in its data, counted in samples over all ranks."""
 
 from typing import final
 
@@ -20,13 +20,13 @@ __all__ = ["DataCursor", "check_cursor", "make_cursor", "sample_order", "shard_o
 class DataCursor:
     """The position of a run in its data: the same on every rank, whatever the world size. Make it with `make_cursor`.
 
-    Law: however the sizes of batches and worlds change on the way, each sample of an epoch is read exactly once.
+    Law: each sample of an epoch is read exactly once, even if the sizes of batches and worlds change on the way.
 
     Attributes:
-        epoch: epochs finished; the one being read has this number.
-        next_index: samples of this epoch that were read, in [0, length): the end of an epoch is position 0 of the next.
+        epoch: finished epochs, which is the number of the current epoch.
+        next_index: samples read in this epoch, in [0, length); the end of an epoch is position 0 of the next.
         length: samples in the dataset.
-        seed: of the order in which epochs are read.
+        seed: the seed of the order of samples.
 
     Examples:
         >>> cursor = make_cursor(10, seed=3)
@@ -43,16 +43,16 @@ class DataCursor:
 
     @property
     def remaining(self) -> int:
-        """Samples of this epoch that were not read yet, at least one."""
+        """Samples left in this epoch, at least one."""
         return self.length - self.next_index
 
     @property
     def order(self) -> Permutation:
-        """The order of this epoch."""
+        """The order of samples in this epoch."""
         return sample_order(self.seed, self.epoch, self.length)
 
     def positions(self, size: int) -> range:
-        """The next ``size`` positions in this epoch, fewer at its end; the dataset indices of an unshuffled run.
+        """Return the next ``size`` positions in this epoch, fewer at its end: the dataset indices of an unshuffled run.
 
         Args:
             size: at most this many, >= 1.
@@ -68,19 +68,17 @@ class DataCursor:
             range(7, 10)
         """
         if size < 1:
-            raise InvalidArgument(
-                "DataCursor.positions.size", expected="size >= 1", found=size, fix="ask for one sample or more"
-            )
+            raise InvalidArgument("DataCursor.positions.size", expected="size >= 1", found=size, fix="pass at least 1")
         return range(self.next_index, min(self.next_index + size, self.length))
 
     def batch(self, size: int) -> Indices:
-        """The next ``size`` dataset indices of this epoch, fewer at its end (as a loader with ``drop_last=False``).
+        """Return the next ``size`` dataset indices of this epoch, fewer at its end, like a loader with ``drop_last=False``.
 
         Args:
             size: at most this many, over all ranks, >= 1.
 
         Returns:
-            An int64 array, never empty: index a tensor with it, or iterate over it. Advance by its length.
+            An int64 array, never empty, to index a tensor with or to iterate over. Advance the cursor by its length.
 
         Raises:
             InvalidArgument: if ``size < 1``.
@@ -93,13 +91,13 @@ class DataCursor:
         return self.order[self.positions(size)]
 
     def batch_across(self, size: int) -> Indices:
-        """The next ``size`` dataset indices, going on into the orders of the next epochs: always ``size`` of them.
+        """Return exactly ``size`` dataset indices, continuing in the orders of the next epochs.
 
         Args:
-            size: how many, over all ranks, >= 1.
+            size: the number of samples, over all ranks, >= 1.
 
         Returns:
-            An int64 array. A sample can be in it twice where it crosses the end of an epoch, once for each epoch.
+            An int64 array. If it crosses the end of an epoch, a sample may occur twice, once for each epoch.
 
         Raises:
             InvalidArgument: if ``size < 1``.
@@ -116,10 +114,10 @@ class DataCursor:
         return np.concatenate(parts)
 
     def advance(self, samples: int) -> "DataCursor":
-        """The position after so many more samples; the end of an epoch is position 0 of the next one (G03).
+        """Return the position after more samples; the end of an epoch is position 0 of the next.
 
         Args:
-            samples: read since, over all ranks, >= 0; it may cross ends of epochs.
+            samples: samples read since, over all ranks, >= 0; they may cross ends of epochs.
 
         Returns:
             The new position.
@@ -136,26 +134,26 @@ class DataCursor:
                 "DataCursor.advance.samples",
                 expected="samples >= 0",
                 found=samples,
-                fix="a position only goes forward",
+                fix="pass the number of samples read; a position never moves back",
             )
         epochs, next_index = divmod(self.next_index + samples, self.length)
         return attrs.evolve(self, epoch=self.epoch + epochs, next_index=next_index)
 
 
 def make_cursor(length: int, *, seed: int = 0, epoch: int = 0, next_index: int = 0) -> DataCursor:
-    """Return a checked position, at the start of the data unless told otherwise.
+    """Return a checked position; by default, the start of the data.
 
     Args:
         length: samples in the dataset, >= 1.
-        seed: of the order, in [0, 2**64).
-        epoch: epochs finished, >= 0.
-        next_index: samples of this epoch already read, in [0, length).
+        seed: the seed of the order, in [0, 2**64).
+        epoch: finished epochs, >= 0.
+        next_index: samples already read in this epoch, in [0, length).
 
     Returns:
         The position.
 
     Raises:
-        InvalidState: naming the field that is wrong.
+        InvalidState: naming the invalid field.
 
     Examples:
         >>> make_cursor(100)
@@ -168,13 +166,13 @@ def make_cursor(length: int, *, seed: int = 0, epoch: int = 0, next_index: int =
         ("next_index", next_index, 0, length),
     ):
         is_end = name == "next_index" and value == length
-        fix = "the end of an epoch is written epoch + 1, next_index 0" if is_end else f"correct the {name}"
+        fix = "write the end of an epoch as epoch + 1, next_index 0" if is_end else f"correct the {name}"
         count(f"state.dataset.{name}", value, least=low, below=high, fix=fix, error=InvalidState)
     return DataCursor(epoch=epoch, next_index=next_index, length=length, seed=seed)
 
 
 def check_cursor(cursor: DataCursor, *, length: int) -> DataCursor:
-    """Check a position that comes from elsewhere, such as a checkpoint, against the dataset that it will read (G02).
+    """Check a position that comes from elsewhere, such as a checkpoint, against the dataset that it will read.
 
     Args:
         cursor: the position.
@@ -196,7 +194,7 @@ def check_cursor(cursor: DataCursor, *, length: int) -> DataCursor:
         raise DataPositionMismatch(
             "state.dataset.length",
             expected=f"a position in the {length} samples of this dataset",
-            found=f"one in {cursor.length}",
-            fix="give the dataset that the run was started with, or start the data anew with make_cursor",
+            found=f"a position in {cursor.length} samples",
+            fix="pass the dataset that the run started with, or restart the data with make_cursor",
         )
     return cursor

@@ -1,4 +1,4 @@
-"""`DistributedEvalCursor`: where an evaluation stands, in samples over all ranks, so that each sample is evaluated exactly once (Q01)."""
+"""`DistributedEvalCursor`: the position of an evaluation, in samples over all ranks, so that each sample is evaluated exactly once."""
 
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, final
@@ -21,13 +21,13 @@ T = TypeVar("T")
 class DistributedEvalCursor:
     """The position of an evaluation in its samples: the same on every rank. Make it with `make_eval_cursor`.
 
-    Law: however often an evaluation is interrupted, and with whatever sizes of batches and worlds it goes on, each sample is evaluated
-    exactly once: none is repeated or padded so that shares come out even, and none is dropped.
+    Law: each sample is evaluated exactly once, however often the evaluation is interrupted and whatever the sizes of batches and worlds
+    after each interruption. No sample is repeated or padded to make the shares equal, and no sample is dropped.
 
     Attributes:
         length: samples to evaluate.
-        global_batch_size: samples of one step, over all ranks; the last step may have fewer.
-        next_index: samples that were evaluated, in [0, length].
+        global_batch_size: samples per step, over all ranks; the last step may have fewer.
+        next_index: samples already evaluated, in [0, length].
 
     Examples:
         >>> cursor = make_eval_cursor(10, global_batch_size=4)
@@ -43,28 +43,28 @@ class DistributedEvalCursor:
 
     @property
     def positions(self) -> range:
-        """The samples of the next step, over all ranks; none at the end."""
+        """The samples of the next step, over all ranks; empty at the end."""
         return range(self.next_index, min(self.next_index + self.global_batch_size, self.length))
 
     @property
     def steps(self) -> int:
-        """How many steps remain: the same on every rank, and what ``evaluate(..., steps=...)`` wants."""
+        """The number of remaining steps, the same on every rank; pass it to ``evaluate(..., steps=...)``."""
         return -(-(self.length - self.next_index) // self.global_batch_size)
 
     @property
     def is_done(self) -> bool:
-        """Whether every sample was evaluated."""
+        """Whether every sample has been evaluated."""
         return self.next_index >= self.length
 
     def share(self, rank: int, world_size: int) -> range:
-        """One rank's samples of the next step.
+        """Return one rank's samples of the next step.
 
-        Law: the shares of all ranks, one after the other, are `positions`; sizes differ by at most one, and are zero where there
-        are more ranks than samples.
+        Law: the shares of all ranks, concatenated in rank order, are `positions`. Their sizes differ by at most one; with more
+        ranks than samples, some are empty.
 
         Args:
             rank: this rank, from 0.
-            world_size: how many ranks share the step.
+            world_size: the number of ranks that share the step.
 
         Raises:
             InvalidArgument: unless ``0 <= rank < world_size``.
@@ -73,7 +73,7 @@ class DistributedEvalCursor:
         return mine
 
     def advance(self, steps: int = 1) -> "DistributedEvalCursor":
-        """The position after so many more steps; it stays at the end.
+        """Return the position after more steps; it never passes the end.
 
         Raises:
             InvalidArgument: if ``steps < 0``.
@@ -83,7 +83,7 @@ class DistributedEvalCursor:
                 "DistributedEvalCursor.advance.steps",
                 expected="steps >= 0",
                 found=steps,
-                fix="a position only goes forward",
+                fix="pass the number of steps done; a position never moves back",
             )
         return attrs.evolve(self, next_index=min(self.next_index + steps * self.global_batch_size, self.length))
 
@@ -91,16 +91,16 @@ class DistributedEvalCursor:
 def make_eval_cursor(
     length: int, *, global_batch_size: int, next_index: int = 0, after: DistributedEvalCursor | None = None
 ) -> DistributedEvalCursor:
-    """Return a checked position, at the first sample unless told otherwise.
+    """Return a checked position; by default, the first sample.
 
     Args:
         length: samples to evaluate, >= 0.
-        global_batch_size: samples of one step over all ranks, >= 1.
-        next_index: samples that were evaluated already, in [0, length].
-        after: a position to go on from, perhaps with another size of batches; it has to be one in as many samples.
+        global_batch_size: samples per step over all ranks, >= 1.
+        next_index: samples already evaluated, in [0, length].
+        after: a position to continue from, possibly with another batch size; its number of samples must be ``length``.
 
     Raises:
-        InvalidState: naming the field that is wrong.
+        InvalidState: naming the invalid field.
         DataPositionMismatch: if ``after`` belongs to another number of samples.
 
     Examples:
@@ -137,8 +137,8 @@ def check_eval_cursor(cursor: DistributedEvalCursor, *, length: int) -> Distribu
         raise DataPositionMismatch(
             "DistributedEvalCursor.length",
             expected=f"a position in the {length} samples of this dataset",
-            found=f"one in {cursor.length}",
-            fix="give the samples that the evaluation was started with, or start it anew with make_eval_cursor",
+            found=f"a position in {cursor.length} samples",
+            fix="pass the samples that the evaluation started with, or restart it with make_eval_cursor",
         )
     return cursor
 
@@ -146,16 +146,16 @@ def check_eval_cursor(cursor: DistributedEvalCursor, *, length: int) -> Distribu
 @final
 @attrs.define(eq=False, on_setattr=attrs.setters.frozen)
 class EvalBatches(Generic[T]):
-    """This rank's batches of an evaluation, or of a part of it; made by `eval_batches`. Its length is how many it has.
+    """One rank's batches of an evaluation, or of a part of it; made by `eval_batches`. Its length is the number of batches.
 
     Attributes:
-        cursor: where they begin.
-        fetch: from the positions of a batch to the batch.
-        steps: how many steps they take, the same on every rank; a rank without a share of a step has no batch for it.
-        rank: whose they are.
-        world_size: of how many ranks.
-        chunk: each share begins at a multiple of so many samples, and ends at one or at the last sample.
-        given: how many batches the last iteration over them has given so far: what an evaluation that was cut goes by.
+        cursor: the position of the first batch.
+        fetch: a function from the positions of a batch to the batch.
+        steps: the number of steps, the same on every rank; a rank without a share of a step has no batch for it.
+        rank: the rank of these batches.
+        world_size: the number of ranks.
+        chunk: each share begins at a multiple of this number of samples, and ends at one or at the last sample.
+        given: batches yielded so far by the last iteration; an interrupted evaluation uses it to find its position.
     """
 
     cursor: DistributedEvalCursor
@@ -168,12 +168,12 @@ class EvalBatches(Generic[T]):
 
     @property
     def complete(self) -> bool:
-        """Whether nothing remains after them; an evaluation of a part is partial, and says so."""
+        """Whether no samples remain after these batches; otherwise the evaluation reports that it is partial."""
         return self.after.is_done
 
     @property
     def after(self) -> DistributedEvalCursor:
-        """Where the evaluation stands when all of them were evaluated: what to save with its tally."""
+        """The position after all of these batches; save it with the tally."""
         return self.cursor.advance(self.steps)
 
     def __len__(self) -> int:
@@ -181,7 +181,7 @@ class EvalBatches(Generic[T]):
         return max(self.steps - 1, 0) * full + last  # only the last step may have fewer samples
 
     def __bool__(self) -> bool:
-        return True  # as a loader is, also where this rank has no batch
+        return True  # like a loader, even if this rank has no batch
 
     def __iter__(self) -> Iterator[T]:
         self.given = 0
@@ -192,7 +192,7 @@ class EvalBatches(Generic[T]):
                 yield self.fetch(mine)
 
     def shares(self) -> Iterator[range]:
-        """The samples of each batch, in order."""
+        """Return the samples of each batch, in order."""
         return filter(None, map(self._share, range(self.steps)))
 
     def _share(self, step: int) -> range:
@@ -209,21 +209,21 @@ def eval_batches(
     limit: int | None = None,
     chunk: int = 1,
 ) -> EvalBatches[T]:
-    """This rank's batches from a position on.
+    """Return this rank's batches from a position on.
 
     Args:
-        cursor: where to begin, the same on every rank.
-        fetch: called with the positions of each batch, a range that is not empty.
-        collectives: the ranks; None: this process is all there is. Nothing is communicated.
-        limit: at most so many steps, to evaluate a part and save; None: to the end.
-        chunk: cut the ranks' shares at multiples of so many samples, for ``evaluate(..., chunk=...)`` on several ranks.
+        cursor: the position of the first batch, the same on every rank.
+        fetch: called with the positions of each batch, a non-empty range.
+        collectives: the ranks; None for a single process. Nothing is communicated.
+        limit: the largest number of steps, to evaluate a part and save; None for no limit.
+        chunk: cut the ranks' shares at multiples of this number of samples, for ``evaluate(..., chunk=...)`` on several ranks.
 
     Returns:
-        What can be iterated over, any number of times.
+        An iterable of batches, which can be iterated any number of times.
 
     Raises:
-        InvalidState: if the position is one that cannot be.
-        InvalidArgument: if ``limit < 1``, or if steps would cut a chunk in two.
+        InvalidState: if the position is invalid.
+        InvalidArgument: if ``limit < 1``, or if the steps would cut a chunk.
 
     Examples:
         >>> part = eval_batches(make_eval_cursor(10, global_batch_size=4), list, limit=2)
@@ -235,7 +235,7 @@ def eval_batches(
     check_eval_cursor(cursor, length=cursor.length)
     if limit is not None and limit < 1:
         raise InvalidArgument(
-            "limit", expected="a number of steps, >= 1, or None", found=limit, fix="leave it out to go to the end"
+            "limit", expected="a number of steps, >= 1, or None", found=limit, fix="leave it out to evaluate to the end"
         )
     _check_chunk(cursor, chunk)
     rank, world_size = (0, 1) if collectives is None else (collectives.rank, collectives.world_size)
@@ -251,14 +251,14 @@ def _check_chunk(cursor: DistributedEvalCursor, chunk: object) -> None:
             "eval_batches.chunk",
             expected=f"a cursor whose global_batch_size is a multiple of chunk={chunk}",
             found=size,
-            fix=f"make_eval_cursor(..., global_batch_size={-(-size // chunk) * chunk}), or more: a step has that many samples in all, "
-            f"and a rank has a share of it if there are {chunk} for each",
+            fix=f"call make_eval_cursor(..., global_batch_size={-(-size // chunk) * chunk}), or more: that is the number of samples of a step over "
+            f"all ranks, and every rank gets a share if there are {chunk} for each",
         )
     if cursor.next_index % chunk and not cursor.is_done:
         raise InvalidArgument(
             "eval_batches.chunk",
             expected=f"a cursor that begins at a multiple of chunk={chunk}",
             found=f"next_index={cursor.next_index}",
-            fix=f"begin where a chunk does: next_index={cursor.next_index // chunk * chunk}, with the tally of an evaluation in "
+            fix=f"begin at the start of a chunk: next_index={cursor.next_index // chunk * chunk}, with the tally of an evaluation in "
             f"chunks of {chunk} that ended there",
         )

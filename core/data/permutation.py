@@ -1,4 +1,4 @@
-"""`Permutation`: a shuffle of ``range(n)`` that is computed index by index, without a table."""
+"""`Permutation`: a shuffle of ``range(n)`` that computes each index, without a table."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _Words: TypeAlias = npt.NDArray[np.uint64]
 
 MAX_LENGTH = 2**63 - 1  # an index is an int64
 _ROUNDS = 24
-_CHUNK = 1 << 13  # indices at a time: the dozen temporaries of a round stay in the cache
+_CHUNK = 1 << 13  # indices per pass: the dozen temporaries of a round fit in the cache
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -24,14 +24,14 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def _mix(word: int) -> int:
-    """The finaliser of SplitMix64: a bijection of 64-bit words in which every input bit moves every output bit."""
+    """The finaliser of SplitMix64: a bijection of 64-bit words in which every input bit affects every output bit."""
     word = ((word ^ (word >> 30)) * _MIX_1) & _MASK
     word = ((word ^ (word >> 27)) * _MIX_2) & _MASK
     return word ^ (word >> 31)
 
 
 def _mix_all(words: _Words) -> _Words:
-    """`_mix` of an array (unsigned arithmetic of numpy wraps modulo 2**64, as it should); the array is given up."""
+    """Apply `_mix` to an array, in place; numpy's unsigned arithmetic wraps modulo 2**64, as it must."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(_MIX_1)
     words ^= words >> np.uint64(27)
@@ -45,23 +45,23 @@ def _mix_all(words: _Words) -> _Words:
 class Permutation:
     """A keyed bijection of ``range(length)`` in O(1) memory. Make it with `sample_order`.
 
-    An index is written as ``left + columns * right`` on a grid of about sqrt(length) by sqrt(length) cells, and each of
-    24 Feistel rounds adds a keyed hash of one coordinate to the other. The grid has at most ``columns - 1`` cells more
-    than there are indices; an index that lands on one of them is sent through again (cycle walking), which happens less
+    An index is ``left + columns * right`` on a grid of about sqrt(length) by sqrt(length) cells. Each of 24 Feistel rounds
+    adds a keyed hash of one coordinate to the other. The grid has at most ``columns - 1`` more cells than there are
+    indices. An index that lands on one of these cells passes through the rounds again (cycle walking); that happens less
     than once in sqrt(length) times.
 
     Source: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), method 3, with the
     SplitMix64 finaliser (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) as round
-    function. 24 rounds because a permutation of a handful of elements needs them to look uniform (as in Mitchell,
+    function. It uses 24 rounds because a permutation of a few elements needs them to look uniform (as in Mitchell,
     Stokes, Frank and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs", 2022): over 500,000 keys, chi-squared over
-    all permutations of 2 to 9 elements is within 1.6 sigma of uniform, and with 16 rounds 14 sigma off. It shuffles; it
-    keeps no secret.
+    all permutations of 2 to 9 elements is within 1.6 sigma of uniform; with 16 rounds it is 14 sigma off. It is a shuffle,
+    not a cipher.
 
     Attributes:
-        length: how many indices there are.
+        length: the number of indices.
         columns: the width of the grid.
-        rows: its height.
-        keys: one 64-bit word a round.
+        rows: the height of the grid.
+        keys: one 64-bit word per round.
     """
 
     length: int
@@ -83,14 +83,14 @@ class Permutation:
     @overload
     def __getitem__(self, index: torch.Tensor) -> torch.Tensor: ...
     def __getitem__(self, index: Any) -> Any:
-        """What stands at a position, or at each of many.
+        """Return the index at a position, or at each of several positions.
 
         Args:
-            index: a position; or a slice, range, integer array or integer tensor of positions. From 0 to length - 1;
-                negative ones do not count from the end.
+            index: a position; or a slice, range, integer array or integer tensor of positions. Positions go from 0 to
+                length - 1; negative positions are out of range.
 
         Returns:
-            An int for an int, a tensor for a tensor, else an int64 array.
+            An int for an int, a tensor for a tensor, and otherwise an int64 array.
 
         Raises:
             IndexError: if a position is out of range.
@@ -104,7 +104,7 @@ class Permutation:
     @overload
     def inverse(self, index: torch.Tensor) -> torch.Tensor: ...
     def inverse(self, index: Any) -> Any:
-        """Where an index stands, or each of many: ``order.inverse(order[i]) == i``.
+        """Return the position of an index, or of each of several: ``order.inverse(order[i]) == i``.
 
         Args:
             index: as for indexing.
@@ -176,35 +176,35 @@ class Permutation:
         return flat.astype(np.int64).reshape(indices.shape)
 
     def _pass(self, words: _Words, *, inverse: bool) -> None:
-        """All rounds, in place."""
+        """Apply all rounds, in place."""
         columns, rows = np.uint64(self.columns), np.uint64(self.rows)
         right, left = np.divmod(words, columns)
         numbers = range(len(self.keys))
         for number in reversed(numbers) if inverse else numbers:
             source, target, size = (right, left, columns) if number % 2 == 0 else (left, right, rows)
             shift = _mix_all(source + np.uint64(self.keys[number])) % size
-            target += size - shift if inverse else shift  # both are in [0, size]: no wrap below 2 * size
+            target += size - shift if inverse else shift  # at most 2 * size, so it does not wrap
             np.subtract(target, size, out=target, where=target >= size)
         np.multiply(right, columns, out=words)
         words += left
 
 
 def sample_order(seed: int, epoch: int, n: int) -> Permutation:
-    """The order in which an epoch reads the samples of a dataset: a permutation of ``range(n)`` without a table.
+    """Return the order in which an epoch reads a dataset: a permutation of ``range(n)`` without a table.
 
     Law: ``sorted(order) == range(n)``, for every seed, epoch and n. The same arguments give the same order on every
-    machine and in every version: its values are pinned by tests, because checkpoints rely on them.
+    machine and in every version. Tests pin its values, because checkpoints rely on them.
 
     Args:
-        seed: of the run; in [0, 2**64).
-        epoch: from 0; each has an order of its own.
-        n: the number of samples; in [0, 2**63).
+        seed: the seed of the run, in [0, 2**64).
+        epoch: the epoch, from 0; each has its own order.
+        n: the number of samples, in [0, 2**63).
 
     Returns:
-        The order: ``order[i]`` is the dataset index that is read at position i, ``order[start:stop]`` an int64 array.
+        The order: ``order[i]`` is the dataset index at position i, and ``order[start:stop]`` is an int64 array.
 
     Raises:
-        InvalidArgument: naming the argument that is out of range.
+        InvalidArgument: naming the argument out of range.
 
     Examples:
         >>> order = sample_order(seed=0, epoch=0, n=10)
@@ -214,7 +214,7 @@ def sample_order(seed: int, epoch: int, n: int) -> Permutation:
     for name, value, limit in (("seed", seed, 2**64), ("epoch", epoch, 2**64), ("n", n, MAX_LENGTH + 1)):
         count(f"sample_order.{name}", value, least=0, below=limit, fix=f"correct the {name}")
     columns = math.isqrt(max(n - 1, 0)) + 1
-    columns += columns % 2  # on an odd by odd grid every round is an even permutation, and so would be the order
+    columns += columns % 2  # on an odd by odd grid every round, and so the order, would be an even permutation
     rows = max(1, -(-n // columns))
     word = 0
     for part in (seed, epoch, n):

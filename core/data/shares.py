@@ -1,4 +1,4 @@
-"""Shares: how a range, or a batch, is split over the ranks of a world."""
+"""Shares: how to split a range or a batch over the ranks of a world."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from trainfold.core.layout.world import make_world
 def even_split(n: int, world_size: int) -> tuple[range, ...]:
     """Split ``range(n)`` into one contiguous range for each rank.
 
-    Law: the ranges are disjoint, in rank order, cover ``range(n)``; sizes differ by at most one.
+    Law: the ranges are disjoint, in rank order, and cover ``range(n)``; their sizes differ by at most one.
 
     Args:
         n: number of samples, >= 0.
@@ -48,23 +48,23 @@ def _share(n: int, rank: int, world_size: int) -> range:
 
 
 def shard_of(batch: Any, rank: int, world_size: int) -> Any:
-    """One rank's share of a global batch.
+    """Return one rank's share of a global batch.
 
-    Law: the shares of all ranks, concatenated in rank order, are the batch; sizes differ by at most one, and are zero
-    where there are more ranks than samples.
+    Law: the shares of all ranks, concatenated in rank order, are the batch. Their sizes differ by at most one; with more
+    ranks than samples, some are empty.
 
     Args:
-        batch: an array or tensor, split along dimension 0; or a pytree of them that agree in it; or a list, tuple or
-            range that holds no array anywhere, which is taken as a sequence of samples.
+        batch: an array or tensor, split along dimension 0; a pytree of them with one size of dimension 0; or a list,
+            tuple or range without any array, which is a sequence of samples.
         rank: this rank, from 0.
-        world_size: how many ranks share the batch.
+        world_size: the number of ranks that share the batch.
 
     Returns:
-        The share, of the batch's type; tensors and arrays are views.
+        The share, with the type of the batch; tensors and arrays are views.
 
     Raises:
         InvalidArgument: unless ``0 <= rank < world_size``.
-        InvalidBatch: if the batch's leaves differ in dimension 0, or one has none.
+        InvalidBatch: if the leaves of the batch differ in dimension 0, or one has no dimensions.
 
     Examples:
         >>> shard_of([10, 11, 12, 13, 14], rank=1, world_size=2)

@@ -20,12 +20,12 @@ _STATIC = {"pytree_node": False}
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen
 class Progress:
-    """The trainer component: how far the run is, in exact Python ints (B14).
+    """The trainer component: the progress of the run, in exact Python ints.
 
     Attributes:
-        step: optimizer steps done; the next step has this index.
-        epoch: epochs of data finished, where a live loop counts them; a step leaves it, since its epoch is the data cursor's.
-        samples: samples consumed, over all ranks; of a live run, as its loop counts them (`Live.advance`).
+        step: optimizer steps done, which is the index of the next step.
+        epoch: finished epochs of data, as counted by a live loop. A pure step does not change it; its epoch is in the data cursor.
+        samples: samples consumed, over all ranks; in a live run, as passed to `Live.advance`.
         tokens: the sum of the loss weights (valid tokens), over all ranks.
     """
 
@@ -43,8 +43,8 @@ class ModelState:
 
     Attributes:
         params: FQN -> tensor, each tied parameter once, under its first name.
-        buffers: FQN -> tensor; non-persistent buffers are never in here (B17).
-        ties: (alias, FQN) pairs of parameters that are the same tensor (B19).
+        buffers: FQN -> tensor, without non-persistent buffers.
+        ties: (alias, FQN) pairs of parameters that are the same tensor.
     """
 
     params: Leaves[torch.Tensor]
@@ -71,16 +71,16 @@ class ParamGroup:
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen
 class OptimizerState:
-    """The optimizer component, keyed by FQN, so that it survives reordering (B10).
+    """The optimizer component, keyed by FQN, so that it survives reordering.
 
     Attributes:
-        kind: the optimizer's class, ``"torch.optim.adamw.AdamW"``.
-        slots: FQN -> slot -> leaf, such as ``slots["h.0.w"]["exp_avg"]``; a parameter that never had a gradient has
-            no entry, as in torch.
+        kind: the class of the optimizer, such as ``"torch.optim.adamw.AdamW"``.
+        slots: FQN -> slot -> leaf, such as ``slots["h.0.w"]["exp_avg"]``; as in torch, a parameter that never had a
+            gradient has no entry.
         groups: the param groups, with their hyperparameters.
-        masters: FQN -> fp32 master copy of a low-precision parameter (B08), or None where there are none.
-        with_grad: the FQNs whose gradient was there, whatever it was, when a live optimizer was captured: at a boundary
-            it is as good as zeros, which an optimizer steps on, where it passes over a parameter that has none.
+        masters: FQN -> fp32 master copy of a low-precision parameter; None if there are no masters.
+        with_grad: the FQNs that had a gradient when a live optimizer was captured. At a boundary the gradient is
+            equivalent to zeros: an optimizer steps on zeros, but skips a parameter whose gradient is None.
     """
 
     kind: str
@@ -94,14 +94,14 @@ class OptimizerState:
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen
 class OwnOptimizerState:
-    """An optimizer whose state is more than slots of parameters and groups (W05, W06).
+    """An optimizer whose state is more than slots of parameters and groups.
 
     Attributes:
-        base: class, groups, and the slots of parameters; no slots where the class says its own state.
-        own: what its own ``state_dict()`` returns, where its class or a hook has one; else None.
-        loose: what it keeps in ``state`` under keys that are no parameters.
-        attributes: plain attributes that it has changed since it was attached.
-        held: the states of the optimizers that it holds, by attribute.
+        base: class, groups, and the slots of parameters; without slots if the class overrides ``state_dict()``.
+        own: the result of its own ``state_dict()``, if its class overrides it or a hook changes it; else None.
+        loose: entries of ``state`` whose keys are not parameters.
+        attributes: plain attributes that changed since the optimizer was attached.
+        held: the states of the optimizers in its attributes, by attribute.
     """
 
     base: OptimizerState
@@ -115,9 +115,9 @@ class OwnOptimizerState:
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen
 class Opaque:
-    """A subtree whose structure belongs to somebody else, such as a loader's ``state_dict()``.
+    """A subtree whose structure belongs to another library, such as a loader's ``state_dict()``.
 
-    It is saved and restored as a whole and not compared leaf by leaf; its owner checks it.
+    It is saved and restored as a whole, and not compared leaf by leaf; its owner checks it.
     """
 
     value: Any
@@ -126,11 +126,11 @@ class Opaque:
 @final
 @attrs.frozen(eq=False)
 class Origin:
-    """Where a state comes from, which is no part of what it says: all origins are equal.
+    """The origin of a state, which is not part of its value: all origins are equal.
 
     Attributes:
-        runs: the id of a run -> the checkpoint of it that the state was loaded from, or saved as.
-        adapts: keys of the contract in which the run that resumes goes before the checkpoint, by policy.
+        runs: the id of a run -> the checkpoint of that run that the state was loaded from, or saved as.
+        adapts: keys of the contract for which a policy prefers the value of the resuming run to that of the checkpoint.
     """
 
     runs: Mapping[str, Descent] = attrs.field(factory=dict)
@@ -147,19 +147,19 @@ class Origin:
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen
 class TrainState:
-    """A training run as a value. A component that is None is absent.
+    """A training run as a value. An absent component is None.
 
     Attributes:
         model: parameters and buffers.
         optimizer: the optimizer's slots and hyperparameters, or any tree of a user's own optimizer.
         scheduler: the schedule's description, or a stateful scheduler's state.
         trainer: the counters.
-        dataset: the data position, a `DataCursor` or any tree of the user's.
+        dataset: the data position, a `DataCursor` or any tree.
         rng: the random key, or the captured streams of a mutable loop.
         extra: user-declared components by name, such as ``{"ema": ...}``.
-        contract: what a resume must keep beside the components, such as ``{"step.accumulate": 4}``; not a component. It is
-            saved, comes back with a resume, and is compared by the next step (V08).
-        origin: where it comes from, for a manager that saves it; not saved, and equal in all states.
+        contract: settings that a resume must keep, such as ``{"step.accumulate": 4}``. It is not a component. It is saved,
+            restored by a resume, and compared by the next step.
+        origin: the checkpoint that it descends from, for the manager that saves it; not saved, and equal in all states.
     """
 
     model: ModelState | None = None
@@ -185,7 +185,7 @@ class TrainState:
 if TYPE_CHECKING:
 
     class TrainableState(TrainState):  # type: ignore[misc]  # final at run time: this only narrows types
-        """A state that has a model and counters: what `init_state` and steps return, without an assert for a type checker."""
+        """A state with a model and counters, as `init_state` and steps return it; type checkers need no assert for them."""
 
         model: ModelState
         trainer: Progress
@@ -201,7 +201,7 @@ def make_progress(*, step: int = 0, epoch: int = 0, samples: int = 0, tokens: in
     """Return checked counters.
 
     Raises:
-        InvalidState: if one is negative or not an int.
+        InvalidState: if a counter is negative or not an int.
 
     Examples:
         >>> make_progress(step=2, samples=64)

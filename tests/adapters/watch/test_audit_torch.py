@@ -208,7 +208,7 @@ def test_a_resume_says_what_the_checkpoint_does_not_hold_and_compares_nothing_of
     model = Net()
     with (
         CheckpointManager(tmp_path / "run") as manager,
-        pytest.warns(HiddenState, match=r"does not hold.*\n  model\.mask"),
+        pytest.warns(HiddenState, match=r"lacks state.*\n  model\.mask"),
     ):
         assert not manager.restore(attach(model, torch.optim.SGD(model.parameters(), lr=0.1))).is_fresh
 
