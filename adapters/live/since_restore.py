@@ -7,7 +7,8 @@ from typing import Any, Final, final
 import torch
 
 from trainfold.adapters.components.component import ComponentAdapter, copied_containers
-from trainfold.adapters.components.optimizer import OptimizerPart, groups_of
+from trainfold.adapters.components.optimizer import OptimizerPart
+from trainfold.adapters.components.optimizer_state import groups_of
 from trainfold.adapters.components.scheduler import SchedulerPart
 from trainfold.adapters.draws.batch_digest import batch_digest
 from trainfold.adapters.live.restore import refusals, write_all

@@ -13,7 +13,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainfold.adapters.components.component import copied
-from trainfold.adapters.components.optimizer import OptimizerPart, base_of
+from trainfold.adapters.components.optimizer import OptimizerPart
+from trainfold.adapters.components.optimizer_state import base_of
 from trainfold.adapters.components.schedule_settings import settings_of
 from trainfold.adapters.components.scheduler import SchedulerPart, opaques
 from trainfold.adapters.script.script_contract import SCHEDULED, bare

@@ -9,7 +9,8 @@ from typing import Any, final
 import torch
 
 from trainfold.adapters.components.component import kind_of
-from trainfold.adapters.components.optimizer import OptimizerPart, groups_of
+from trainfold.adapters.components.optimizer import OptimizerPart
+from trainfold.adapters.components.optimizer_state import groups_of
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.codec import leaf_digest

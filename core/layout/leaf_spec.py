@@ -1,4 +1,4 @@
-"""Leaf specs: what a leaf is without its values, and all the differences between two sets of them. Imports no torch."""
+"""Leaf specs: dtypes and shapes without the values, and all differences between two sets of specs. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Literal, TypeAlias, final
@@ -16,9 +16,9 @@ class LeafSpec:
     """A tensor leaf without its values.
 
     Attributes:
-        dtype: torch's name of the dtype, ``"bfloat16"``.
+        dtype: torch's name of the dtype, such as ``"bfloat16"``.
         shape: the global shape.
-        slices: the half-open boxes of it that are present here, one (start, stop) pair a dimension; empty = all of it.
+        slices: the half-open boxes of it that this rank holds, one (start, stop) pair per dimension; empty for all of it.
     """
 
     dtype: str
@@ -32,7 +32,7 @@ class LeafSpec:
 @final
 @attrs.frozen
 class ScalarSpec:
-    """A leaf that is not a tensor: its Python type's name, ``"int"``."""
+    """A leaf that is not a tensor, by the name of its Python type, such as ``"int"``."""
 
     kind: str
 
@@ -46,7 +46,7 @@ AnySpec: TypeAlias = LeafSpec | ScalarSpec
 @final
 @attrs.frozen
 class Difference:
-    """One leaf in which what was saved and what is wanted differ.
+    """One difference between a saved and a wanted leaf.
 
     Attributes:
         path: the leaf path.
@@ -66,7 +66,7 @@ class Difference:
 
 
 def diff_specs(saved: Mapping[str, AnySpec], wanted: Mapping[str, AnySpec]) -> tuple[Difference, ...]:
-    """Every difference between two specs at once: first in the order wanted, then what was saved and is not wanted.
+    """Return every difference between two specs: first in the order of ``wanted``, then the unexpected leaves.
 
     Examples:
         >>> wanted = {"w": LeafSpec("float32", (2,)), "b": LeafSpec("float32", (2,))}

@@ -1,4 +1,4 @@
-"""`Descent`: which checkpoint a state comes from. Imports no torch: commands that read a run need it."""
+"""`Descent`: the checkpoint that a state descends from. Imports no torch, because commands that read a run need it."""
 
 from typing import Final, final
 
@@ -8,13 +8,13 @@ import attrs
 @final
 @attrs.frozen
 class Descent:
-    """Which checkpoint a state comes from: the one that it was loaded from, or that was saved last on its way.
+    """The checkpoint that a state descends from: the one it was loaded from, or the last one saved since.
 
     Attributes:
-        timeline: the checkpoint's.
-        step: the checkpoint's; or a lower one, if the state went back to it in memory.
-        forks: where the earlier timelines were left, as its head says; may be left out while the run has a checkpoint of the
-            timeline.
+        timeline: the timeline of the checkpoint.
+        step: the step of the checkpoint, or a lower step if the state went back to it in memory.
+        forks: where the run left its earlier timelines, from the head of the checkpoint; may be empty while the run has a
+            checkpoint of the timeline.
     """
 
     timeline: int
@@ -23,4 +23,4 @@ class Descent:
 
 
 BEGINNING: Final = Descent(-1, -1)
-"""What a state descends from that was never saved: nothing, whatever the run holds."""
+"""The descent of a state that was never saved: it descends from no checkpoint of the run."""
