@@ -134,7 +134,7 @@ def test_a_save_while_averaged_weights_are_swapped_in_is_refused(name):
             ema.update()
             live.advance(samples=8)
         ema.apply()
-        with pytest.raises(SwappedWeights, match=r"model: .*those that ema had.*swap the averaged weights out"):
+        with pytest.raises(SwappedWeights, match=r"model: .*the weights that ema had.*swap the averaged weights out"):
             manager.save(live)
         ema.restore()
         manager.save(live)
