@@ -215,7 +215,7 @@ def test_batches_that_have_no_samples_to_cut_are_refused_by_name(batch, named):
 @pytest.mark.parametrize(
     ("one", "other", "named"),
     [
-        ({"x": torch.ones(3, 5)}, {"x": torch.ones(3, 4)}, r"batch\['x'\].*\[5\].*\[4\].*pad each sample"),
+        ({"x": torch.ones(3, 5)}, {"x": torch.ones(3, 4)}, r"batch\['x'\].*\[5\].*\[4\].*pad samples"),
         ({"x": torch.ones(3)}, {"x": torch.ones(3).double()}, "float32.*float64"),
         ({"x": np.ones(3)}, {"x": np.ones(3, dtype="int64")}, "float64.*int64"),
         ({"x": torch.ones(3)}, (torch.ones(3),), "joined"),
