@@ -19,61 +19,14 @@ The rest is public by subject::
     errors                                  all of them, each with its fix
 
 ``trainfold.properties.laws`` and ``trainfold.properties.contracts`` test your own parts; `trainfold demo` shows it all.
-The names here are re-exports, each documented where it lives. Importing this package imports nothing else; a name brings its
-module when it is first used.
+The names here are re-exports, each documented where it lives. Importing this package imports nothing else; the first use of a
+name imports its module.
 """
 
 from importlib import import_module as _import
-from typing import TYPE_CHECKING as _CHECKED
 from typing import Any as _Any
 
 __version__ = "0.1.0"
-
-if _CHECKED:
-    from trainfold import accumulation as accumulation
-    from trainfold import data as data
-    from trainfold import errors as errors
-    from trainfold import evaluation as evaluation
-    from trainfold import managers as managers
-    from trainfold import metrics as metrics
-    from trainfold import plans as plans
-    from trainfold import random as random
-    from trainfold import ranks as ranks
-    from trainfold import retention as retention
-    from trainfold import schedules as schedules
-    from trainfold import states as states
-    from trainfold import stores as stores
-    from trainfold.adapters.evaluation.evaluate import evaluate as evaluate
-    from trainfold.adapters.live.live import Live as Live
-    from trainfold.adapters.live.live import attach as attach
-    from trainfold.adapters.manager.disabled import DisabledManager as DisabledManager
-    from trainfold.adapters.manager.manager import CheckpointManager as CheckpointManager
-    from trainfold.adapters.requests.sources import SignalRequests as SignalRequests
-    from trainfold.adapters.requests.stop_file import StopFile as StopFile
-    from trainfold.backends.ranks.in_process import SingleProcess as SingleProcess
-    from trainfold.backends.ranks.torch_distributed import TorchCollectives as TorchCollectives
-    from trainfold.backends.runs.api import load as load
-    from trainfold.backends.runs.api import plan as plan
-    from trainfold.backends.runs.api import save as save
-    from trainfold.backends.runs.save import SaveResult as SaveResult
-    from trainfold.backends.stores.local import LocalStore as LocalStore
-    from trainfold.core.errors import RestoreRefused as RestoreRefused
-    from trainfold.core.errors import ResumeRefused as ResumeRefused
-    from trainfold.core.errors import SaveFailed as SaveFailed
-    from trainfold.core.errors import TrainfoldError as TrainfoldError
-    from trainfold.core.format.fingerprint import fingerprint as fingerprint
-    from trainfold.core.optim.optimizer import optimizer as optimizer
-    from trainfold.core.resume.resume_plan import Refusal as Refusal
-    from trainfold.core.resume.resume_plan import ResumePlan as ResumePlan
-    from trainfold.core.state.components import merge as merge
-    from trainfold.core.state.components import select as select
-    from trainfold.core.state.leaves import Leaves as Leaves
-    from trainfold.core.state.state import Progress as Progress
-    from trainfold.core.state.state import TrainState as TrainState
-    from trainfold.core.step.bind import bind_model as bind_model
-    from trainfold.core.step.init_state import init_state as init_state
-    from trainfold.core.step.loss import Loss as Loss
-    from trainfold.core.step.step import make_step as make_step
 
 _MODULES = (
     "accumulation",
@@ -90,38 +43,33 @@ _MODULES = (
     "states",
     "stores",
 )
-_MODULE_OF = {
-    "CheckpointManager": "trainfold.adapters.manager.manager",
-    "DisabledManager": "trainfold.adapters.manager.disabled",
-    "Leaves": "trainfold.core.state.leaves",
-    "Live": "trainfold.adapters.live.live",
-    "LocalStore": "trainfold.backends.stores.local",
-    "Loss": "trainfold.core.step.loss",
-    "Progress": "trainfold.core.state.state",
-    "Refusal": "trainfold.core.resume.resume_plan",
-    "RestoreRefused": "trainfold.core.errors",
-    "ResumePlan": "trainfold.core.resume.resume_plan",
-    "ResumeRefused": "trainfold.core.errors",
-    "SaveFailed": "trainfold.core.errors",
-    "SaveResult": "trainfold.backends.runs.save",
-    "SignalRequests": "trainfold.adapters.requests.sources",
-    "SingleProcess": "trainfold.backends.ranks.in_process",
-    "StopFile": "trainfold.adapters.requests.stop_file",
-    "TorchCollectives": "trainfold.backends.ranks.torch_distributed",
-    "TrainState": "trainfold.core.state.state",
-    "TrainfoldError": "trainfold.core.errors",
-    "attach": "trainfold.adapters.live.live",
-    "bind_model": "trainfold.core.step.bind",
-    "evaluate": "trainfold.adapters.evaluation.evaluate",
-    "fingerprint": "trainfold.core.format.fingerprint",
-    "init_state": "trainfold.core.step.init_state",
-    "load": "trainfold.backends.runs.api",
-    "make_step": "trainfold.core.step.step",
-    "merge": "trainfold.core.state.components",
-    "optimizer": "trainfold.core.optim.optimizer",
-    "plan": "trainfold.backends.runs.api",
-    "save": "trainfold.backends.runs.api",
-    "select": "trainfold.core.state.components",
+_MODULE_OF = {  # ``__init__.pyi`` says the same to type checkers
+    name: module
+    for module, names in {
+        "trainfold.adapters.evaluation.evaluate": ("evaluate",),
+        "trainfold.adapters.live.live": ("Live", "attach"),
+        "trainfold.adapters.manager.disabled": ("DisabledManager",),
+        "trainfold.adapters.manager.manager": ("CheckpointManager",),
+        "trainfold.adapters.requests.sources": ("SignalRequests",),
+        "trainfold.adapters.requests.stop_file": ("StopFile",),
+        "trainfold.backends.ranks.in_process": ("SingleProcess",),
+        "trainfold.backends.ranks.torch_distributed": ("TorchCollectives",),
+        "trainfold.backends.runs.api": ("load", "plan", "save"),
+        "trainfold.backends.runs.save": ("SaveResult",),
+        "trainfold.backends.stores.local": ("LocalStore",),
+        "trainfold.core.errors": ("RestoreRefused", "ResumeRefused", "SaveFailed", "TrainfoldError"),
+        "trainfold.core.format.fingerprint": ("fingerprint",),
+        "trainfold.core.optim.optimizer": ("optimizer",),
+        "trainfold.core.resume.resume_plan": ("Refusal", "ResumePlan"),
+        "trainfold.core.state.components": ("merge", "select"),
+        "trainfold.core.state.leaves": ("Leaves",),
+        "trainfold.core.state.state": ("Progress", "TrainState"),
+        "trainfold.core.step.bind": ("bind_model",),
+        "trainfold.core.step.init_state": ("init_state",),
+        "trainfold.core.step.loss": ("Loss",),
+        "trainfold.core.step.step": ("make_step",),
+    }.items()
+    for name in names
 }
 
 __all__ = ["__version__", *_MODULES, *_MODULE_OF]  # noqa: PLE0604 the tables are the list
