@@ -18,8 +18,10 @@ from trainfold.core.format.structure.ownership import is_between_epochs, is_opaq
 from trainfold.core.history.inventory import OLDER, Inventory, lineage
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import World
-from trainfold.core.resume.compare import Findings, compare_component, compare_contract
+from trainfold.core.resume.compare import compare_component
+from trainfold.core.resume.compare_contract import compare_contract
 from trainfold.core.resume.drift import Drift, verdict_of
+from trainfold.core.resume.findings import Findings
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import ComponentAction, Refusal, ResumePlan

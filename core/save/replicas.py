@@ -7,6 +7,7 @@ import attrs
 
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import RanksDisagree
+from trainfold.core.format.structure.describe import Described
 from trainfold.core.json_values import Json, canonical_json
 from trainfold.core.state.audit import UNSAVED
 from trainfold.core.state.contract_kinds import is_of_rank_zero
@@ -162,4 +163,58 @@ def disagreement(name: str, told: Sequence[tuple[int, str, str]], first: str) ->
         expected="the bits of rank 0, because one rank writes what all have",
         found=f"others on rank {rank}{more}",
         fix=_STATISTICS.format(name) if is_buffer(path) else _VALUES,
+    )
+
+
+def first_difference(name: str, one: Described, other: Described) -> tuple[str, str, str]:
+    """The first leaf that two ranks describe otherwise, and what each has there."""
+    if not is_same(one.node, other.node):
+        return _first_node(name, one.node, other.node)
+    mine, theirs = (
+        {path: f"a tensor of {spec.dtype} {[*spec.shape]}" for path, spec in each.tensors.items()}
+        for each in (one, other)
+    )
+    paths = [path for path in {**mine, **theirs} if mine.get(path) != theirs.get(path)]
+    if not paths:  # the same tensors, in another order
+        return name, _short([*mine]), _short([*theirs])
+    return paths[0], mine.get(paths[0], "nothing"), theirs.get(paths[0], "nothing")
+
+
+def _first_node(path: str, one: Json, other: Json, tag: str = "") -> tuple[str, str, str]:
+    """As `first_difference`, of two nodes of the form of `trainfold.core.format.structure.rebuild`; ``tag`` is the one above."""
+    if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
+        for key in one:
+            if not is_same(one[key], other[key]):
+                step = {"dict": f"[{key!r}]", "leaves": f"[{key!r}]", "fields": f".{key}", "static": f".{key}"}.get(tag)
+                return _first_node(path + (step or ""), one[key], other[key], "" if step else key)
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for index, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+            if not is_same(mine, theirs):
+                return _first_node(f"{path}[{index}]" if tag in ("list", "tuple") else path, mine, theirs)
+    return path, _short(one), _short(other)
+
+
+def is_same(one: Json, other: Json) -> bool:
+    """Whether two nodes are the same to the bit; ``==`` alone takes 0.0 for -0.0, and 1 for True."""
+    return one is other or (one == other and repr(one) == repr(other))
+
+
+def _short(value: object, limit: int = 80) -> str:
+    return repr(value)[:limit]
+
+
+def structures_differ(where: str, mine: object, theirs: object, rank: int) -> RanksDisagree:
+    """The error for a component whose structure is not the same on all ranks.
+
+    Args:
+        where: the first leaf that differs.
+        mine: what rank 0 has there.
+        theirs: what the other rank has there.
+        rank: the other rank.
+    """
+    return RanksDisagree(
+        where,
+        expected=f"what rank 0 has: {mine}",
+        found=f"on rank {rank}: {theirs}",
+        fix="make it equal on all ranks, a count by summing it over them; what each rank has of its own is saved for its random streams and its loader alone",
     )

@@ -10,7 +10,7 @@ from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointDamaged, TrainfoldError
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.strict_json import strict_json
-from trainfold.core.save.save_plan import header_of
+from trainfold.core.save.file_layout import header_of
 
 _CHUNK_BYTES: Final = 16 << 20
 _LENGTH_BYTES: Final = 8

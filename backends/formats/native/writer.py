@@ -10,7 +10,7 @@ import xxhash
 from trainfold.backends.stores.protocol import Buffer, Place, Store
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import SaveFailed
-from trainfold.core.save.save_plan import FilePlan, TensorPlacement
+from trainfold.core.save.file_layout import FilePlan, TensorPlacement
 from trainfold.core.save.written import WrittenFile
 from trainfold.core.tensor_memory import tensor_bytes
 

@@ -17,7 +17,8 @@ from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged
 from trainfold.core.format.manifest import encode_manifest
 from trainfold.core.format.structure.describe import describe
-from trainfold.core.save.save_plan import header_of, plan_save
+from trainfold.core.save.file_layout import header_of
+from trainfold.core.save.save_plan import plan_save
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import strategies
 

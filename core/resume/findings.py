@@ -1,0 +1,34 @@
+"""`Findings`: what a comparison has found so far."""
+
+from collections.abc import Mapping
+
+import attrs
+
+from trainfold.core.errors import Problem
+from trainfold.core.resume.drift import Drift, DriftAction, make_drift, verdict_of
+
+
+class Findings:
+    """What a comparison has found so far: drifts with their verdicts, problems, and leaves that are left out."""
+
+    def __init__(self, policy: Mapping[str, DriftAction]) -> None:
+        self.drifts: list[Drift] = []
+        self.problems: list[Problem] = []
+        self.ignored: set[str] = set()
+        self._policy = policy
+
+    def drift(
+        self, kind: str, where: str, *, saved: object, wanted: object, cause: tuple[str, str] | None = None
+    ) -> DriftAction:
+        """Note a drift and return its verdict.
+
+        One that follows from another, its cause (kind and place), is told by that one where that one is refused; and otherwise it
+        has its verdict, unless the policy names its own kind.
+        """
+        found = make_drift(kind, where, saved=saved, wanted=wanted, policy=self._policy)
+        if cause is not None and kind not in self._policy and f"contract:{where}" not in self._policy:
+            found = attrs.evolve(found, verdict=verdict_of(*cause, self._policy))
+            if found.verdict == "refuse":
+                return found.verdict
+        self.drifts.append(found)
+        return found.verdict
