@@ -29,7 +29,8 @@ from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.manifest import Head
 from trainfold.core.format.structure.describe import Described, describe
-from trainfold.core.resume.planner import next_to_examine, plan_resume
+from trainfold.core.resume.choose import next_to_examine
+from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, resume_request
 from trainfold.core.resume.request import Target as Resumer
 from trainfold.core.resume.resume_plan import ResumePlan

@@ -19,7 +19,8 @@ from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.structure.describe import Described
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
-from trainfold.core.resume.planner import chosen_manifest, plan_resume
+from trainfold.core.resume.choose import chosen_manifest
+from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, Target, resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.save.cadence import Cadence, advise_cadence

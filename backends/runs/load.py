@@ -32,7 +32,8 @@ from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
 from trainfold.core.layout.world import Collectives
 from trainfold.core.printable import printable
-from trainfold.core.resume.planner import next_to_examine, plan_resume
+from trainfold.core.resume.choose import next_to_examine
+from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.audit import not_restored_text

@@ -1,0 +1,181 @@
+"""Which checkpoint a resume takes: the newest that is usable and has the wanted components, or the step that was asked for."""
+
+import itertools
+from collections.abc import Collection
+from typing import Final
+
+import attrs
+
+from trainfold.core.errors import Problem
+from trainfold.core.format.manifest import Manifest
+from trainfold.core.history.inventory import OLDER, Inventory, lineage
+from trainfold.core.resume.drift import verdict_of
+from trainfold.core.resume.position_checks import with_positions_checked
+from trainfold.core.resume.request import ResumeRequest, Target
+
+_ALWAYS_NEEDED: Final = frozenset({"model", "optimizer", "trainer"})  # without one of them a checkpoint is an export
+
+
+def next_to_examine(inventory: Inventory, request: ResumeRequest, wanted: Collection[str] = ()) -> str | None:
+    """The checkpoint whose manifest must be read before a plan can be made, or None if enough is known.
+
+    Args:
+        inventory: the run, as far as it is known.
+        request: what was asked for.
+        wanted: the components of the run that resumes. A checkpoint that omitted some of them is passed over for an older one.
+
+    Examples:
+        >>> from trainfold.core.history.inventory import Entry
+        >>> from trainfold.core.format.manifest import Head
+        >>> next_to_examine(Inventory("r", "r", (Entry("step-00000007", Head("r", 7)),)), ResumeRequest())
+        'step-00000007'
+    """
+    if inventory.problem is not None:
+        return None
+    inventory = with_positions_checked(inventory, request)
+    if request.step is not None:
+        asked = [entry for entry in inventory.entries if entry.head and entry.head.step == request.step]
+        return next((entry.name for entry in asked if entry.manifest is None and entry.problem is None), None)
+    for entry in lineage(inventory):
+        if entry.manifest is None:
+            return entry.name
+        if not left_out(entry.manifest, request, wanted):
+            return None
+    return None
+
+
+def left_out(manifest: Manifest, request: ResumeRequest, wanted: Collection[str]) -> tuple[str, ...]:
+    """The components that a resume would miss in a checkpoint that was saved without them on purpose.
+
+    These are the components that its manifest lists as omitted, and the model, the optimizer and the counters, because a checkpoint
+    without one of them is an export. The script has added any other absent component since, so that no older checkpoint has it either.
+
+    Args:
+        manifest: the manifest of the checkpoint.
+        request: what was asked for. Components that it resets, leaves out, or lets drift by policy are not missed.
+        wanted: the components of the run that resumes.
+    """
+    asked = [
+        name
+        for name in wanted
+        if (request.components is None or name in request.components) and name not in request.reset
+    ]
+    return tuple(
+        name
+        for name in asked
+        if (name in manifest.omitted or name in _ALWAYS_NEEDED)
+        and manifest.component(name) is None
+        and verdict_of(kind_of_absence(name, manifest), name, request.policy) == "refuse"
+    )
+
+
+def kind_of_absence(name: str, manifest: Manifest) -> str:
+    """The kind of drift of a component that the checkpoint does not have."""
+    return "external_weights" if name == "model" and name in manifest.omitted else "missing_component"
+
+
+def chosen_manifest(inventory: Inventory, request: ResumeRequest, wanted: Collection[str]) -> Manifest | None:
+    """The newest usable manifest that has the wanted components; if there is none, the newest usable one.
+
+    Args:
+        inventory: the run, with the manifests that `next_to_examine` asked for.
+        request: what was asked for, without a step.
+        wanted: the components of the run that resumes.
+    """
+    found = [entry.manifest for entry in lineage(inventory) if entry.manifest is not None]
+    return next((each for each in found if not left_out(each, request, wanted)), found[0] if found else None)
+
+
+def choose(inventory: Inventory, request: ResumeRequest, wanted: Collection[str]) -> Manifest | tuple[Problem, ...]:
+    """The manifest of the checkpoint to resume, or every reason why there is none.
+
+    Args:
+        inventory: the run, with the manifests that `next_to_examine` asked for.
+        request: what was asked for.
+        wanted: the components of the run that resumes.
+    """
+    if inventory.problem is not None:
+        return (inventory.problem,)
+    if request.step is not None:
+        return _at_step(inventory, request.step)
+    found = chosen_manifest(inventory, request, wanted)
+    return _nothing_usable(inventory) if found is None else found
+
+
+def _at_step(inventory: Inventory, step: int) -> Manifest | tuple[Problem, ...]:
+    name = f"step-{step:08d}"
+    entry = inventory.entry(name)
+    if entry is not None and entry.problem is not None:
+        return (_with_possible_fix(entry.problem, inventory, step),)
+    if entry is not None and entry.manifest is not None:
+        return entry.manifest
+    saved = [each.head.step for each in inventory.entries if each.head is not None]
+    return (Problem("CheckpointMissing", f"{inventory.run}/{name}", "a checkpoint of this step",
+                     f"steps {saved[-8:]}" if saved else "no checkpoint", "name a saved step, or none for the newest", 11),)  # fmt: skip
+
+
+def _nothing_usable(inventory: Inventory) -> tuple[Problem, ...]:
+    bad = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is not None)
+    torn = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is None)
+    empty = Problem("RunEmpty", inventory.run, "a complete checkpoint", "none",
+                     "train from the start, or point at another run", 12)  # fmt: skip
+    if inventory.lost is not None and not bad:
+        empty = Problem("RunDamaged", inventory.run, f"a whole checkpoint: {inventory.lost}", "none",
+                        "copy the run again, or start over on purpose: CheckpointManager(run, start_over=True)", 19)  # fmt: skip
+    reasons = tuple(_with_possible_fix(each, inventory) for each in bad or torn)
+    return reasons if bad else (empty, *reasons)
+
+
+def _with_possible_fix(problem: Problem, inventory: Inventory, step: int | None = None) -> Problem:
+    """The problem with another fix if its fix is an older checkpoint and no usable one exists (before a step)."""
+    usable = [each for each in inventory.entries if each.problem is None and each.head is not None]
+    if not problem.fix.startswith(OLDER) or any(
+        each.head is not None and (step is None or each.head.step < step) for each in usable
+    ):
+        return problem
+    return attrs.evolve(problem, fix="no older checkpoint is whole: copy the run again, or start another run")
+
+
+def newer_without_components(
+    inventory: Inventory, manifest: Manifest, target: Target, request: ResumeRequest
+) -> tuple[Problem, ...]:
+    """The newer checkpoints that were passed over because they lack wanted components."""
+    newer = itertools.takewhile(lambda entry: entry.manifest is not manifest, lineage(inventory))
+    return tuple(
+        Problem(
+            "ComponentsLeftOut",
+            f"{inventory.run}/{entry.name}",
+            f"a checkpoint with {', '.join(left_out(entry.manifest, request, target.components))}",
+            f"one saved with {', '.join(component.name for component in entry.manifest.components)} alone",
+            f"do nothing if it is an export; to load what it has, ask for it: step={entry.manifest.head.step}, components=[...]",
+            20,
+        )
+        for entry in newer
+        if entry.manifest is not None
+    )
+
+
+def newer_with_problems(inventory: Inventory, manifest: Manifest) -> tuple[Problem, ...]:
+    """The problems of newer checkpoints, and of every directory whose manifest has no readable head."""
+    chosen = (manifest.head.timeline, manifest.head.step)
+    name = f"step-{manifest.head.step:08d}"
+    return tuple(
+        entry.problem
+        for entry in inventory.entries
+        if entry.problem is not None
+        and (
+            (entry.head.timeline, entry.head.step) > chosen
+            if entry.head is not None
+            else entry.name > name or entry.problem.error != "CheckpointTorn"
+        )
+    )
+
+
+def left_behind(inventory: Inventory, manifest: Manifest) -> tuple[str, ...]:
+    """A note on the steps that rewinds have left behind, if there are any."""
+    left = sorted(
+        entry.head.step for entry in inventory.entries
+        if entry.head is not None and entry.head.timeline < manifest.head.timeline
+        and entry.head.step > dict(manifest.head.forks).get(entry.head.timeline, -1)
+    )  # fmt: skip
+    return (f"steps {left} were left behind by a rewind (timeline {manifest.head.timeline})",) if left else ()
