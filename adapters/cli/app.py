@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Group, Parameter, Token
 from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
@@ -36,6 +36,7 @@ def _seconds(_type: object, tokens: Sequence[Token]) -> float:
     return seconds_of(tokens[0].value)
 
 
+Shell = Literal["bash", "zsh", "fish"]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON instead of tables.")]
 RunPath = Annotated[Path, Parameter(help="Directory of a run, such as runs/a.")]
 CheckpointPath = Annotated[
@@ -47,6 +48,9 @@ _START, _LOOK, _TRUST = (
     Group("Look at runs and checkpoints", sort_key=2),
     Group("Before you rely on one", sort_key=3),
 )
+_CHANGE = Group("Change a run", sort_key=4)
+_SHELL = Group("For shells and programs", sort_key=5)
+_KEEP = Group("What stays: what any rule wants", sort_key=9)
 _CADENCE = Group(
     "How often to save", help="Three figures of yours, and the cadence that loses the least time.", sort_key=9
 )
@@ -54,10 +58,11 @@ _CADENCE = Group(
 app = App(
     name="trainfold",
     version=__version__,
+    version_flags=["--version", "-V"],
     help=(
         "Training runs that can be killed at any moment and end with the same bits.\n\n"
         "A run is a directory; each checkpoint in it is a directory `step-...` that is complete if, and only if, it has "
-        "a `manifest.json`. Nothing here changes a run.\n\n"
+        "a `manifest.json`. Only `prune` changes a run.\n\n"
         "Exit codes: 0 all is well; 2 the command line is wrong; 3 `diff` found differences; 4 the output cannot be written; "
         "10 and above a checkpoint is missing, torn, damaged, foreign or refused, and the text says what to do. With --json one object is printed in "
         "any case, and its field `error` says the same."
@@ -216,6 +221,87 @@ def plan(  # noqa: PLR0913 - one for each option
 
     costs = {"mtbf_secs": mtbf, "save_secs": save, "step_secs": step_time, "write_secs": write, "restart_secs": restart}
     return deliver(lambda: plan_run(run, step=step, costs=costs), as_json=json)
+
+
+@app.command(group=_CHANGE)
+def prune(  # noqa: PLR0913 - one for each option
+    run: RunPath,
+    *,
+    keep_last: Annotated[
+        int | None,
+        Parameter(group=_KEEP, converter=_whole, help="Keep the newest N complete checkpoints; 0 keeps all."),
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        Parameter(
+            group=_KEEP, converter=_whole, help="Keep the first checkpoint at or after each multiple of N steps."
+        ),
+    ] = None,
+    keep_best: Annotated[
+        int | None,
+        Parameter(group=_KEEP, converter=_whole, help="Keep the N best whose scores are in the run's best.json."),
+    ] = None,
+    keep_newer: Annotated[
+        float | None,
+        Parameter(group=_KEEP, converter=_seconds, help="Keep what was saved at most so long ago, such as 7d or 12h."),
+    ] = None,
+    left_behind_last: Annotated[
+        int | None,
+        Parameter(
+            group=_KEEP,
+            converter=_whole,
+            help="Of the checkpoints that rewinds have left behind, keep the newest N; without a rule all of them stay.",
+        ),
+    ] = None,
+    left_behind_newer: Annotated[
+        float | None,
+        Parameter(group=_KEEP, converter=_seconds, help="Of these, keep what was saved at most so long ago."),
+    ] = None,
+    dry_run: Annotated[bool, Parameter(negative=(), help="Print what would be deleted, and delete nothing.")] = False,
+    json: Json = False,
+) -> int:
+    """Delete old checkpoints by the rules of a manager's retention. Needs at least one rule.
+
+    The newest complete checkpoint stays, and so does what a pointer or best.json names. What is left of saves and deletions that did not
+    finish goes. A run into which another program may save is refused; --dry-run only reads.
+
+    Example: trainfold prune runs/a --keep-last 3 --keep-every 10000 --dry-run
+    """
+    from trainfold.adapters.cli.prune import Keep, prune_run
+
+    keep = Keep(
+        last=keep_last,
+        every=keep_every,
+        best=keep_best,
+        newer_secs=keep_newer,
+        left_behind_last=left_behind_last,
+        left_behind_newer_secs=left_behind_newer,
+    )
+    return deliver(lambda: prune_run(run, keep, dry_run=dry_run), as_json=json)
+
+
+@app.command(group=_SHELL)
+def completion(shell: Annotated[Shell, Parameter(help="The shell: bash, zsh or fish.")], /) -> int:
+    """Print a script that completes trainfold's commands and options in a shell.
+
+    Example: eval "$(trainfold completion bash)"
+    """
+    from trainfold.adapters.cli.terminal.output import written
+
+    return written(lambda: print(app.generate_completion(prog_name="trainfold", shell=shell), end="")) or 0
+
+
+@app.command(group=_SHELL)
+def schema(
+    name: Annotated[
+        str | None, Parameter(help="What it describes, such as ls; without it, all names are listed.")
+    ] = None,
+    /,
+) -> int:
+    """Print the JSON Schema of what a command prints with --json, or of a checkpoint's manifest.json."""
+    from trainfold.adapters.cli.schema import show_schema
+
+    return show_schema(name)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -119,10 +119,15 @@ def error_of(problem: Problem) -> errors.TrainfoldError:
 def _newest(inventory: Inventory) -> str:
     head = current_head(inventory)
     if head is None:
-        raise errors.RunEmpty(
-            inventory.run,
-            expected="a complete checkpoint",
-            found=f"{len(inventory.entries)} saves that did not finish" if inventory.entries else "none",
-            fix="train from the start, or point at another run",
-        )
+        raise nothing_complete(inventory)
     return next(entry.name for entry in inventory.entries if entry.head == head)
+
+
+def nothing_complete(inventory: Inventory) -> errors.RunEmpty:
+    """The error for a run that has no complete checkpoint."""
+    return errors.RunEmpty(
+        inventory.run,
+        expected="a complete checkpoint",
+        found=f"{len(inventory.entries)} saves that did not finish" if inventory.entries else "none",
+        fix="train from the start, or point at another run",
+    )

@@ -3,12 +3,19 @@
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from trainfold.backends.runs.best_lock import best_json_lock
-from trainfold.backends.runs.best_reader import BEST_POINTER, best_bytes, best_name, named_by, parsed_best, scores_in
+from trainfold.backends.runs.best_reader import (
+    BEST_POINTER,
+    best_bytes,
+    best_name,
+    named_by,
+    parsed_best,
+    read_best,
+    scores_in,
+)
 from trainfold.backends.runs.quarantine_file import quarantined
-from trainfold.backends.runs.save import SaveResult
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BestFile
@@ -19,6 +26,9 @@ from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.save.events import Event
 from trainfold.core.save.pruning import Pruning, best_still_there, may_be_torn, plan_pruning, to_prove
 from trainfold.core.save.retention import Retention, Saved
+
+if TYPE_CHECKING:  # it imports torch, and `trainfold prune` needs none
+    from trainfold.backends.runs.save import SaveResult
 
 _LOG = logging.getLogger("trainfold")
 
@@ -41,7 +51,7 @@ class Pruner:
         self._parts: dict[str, frozenset[str] | None] = {}  # components of partial checkpoints
         self._durable_best: bytes | None = None
 
-    def retain(self, result: SaveResult) -> list[Event]:
+    def retain(self, result: "SaveResult") -> list[Event]:
         """Delete what the policy does not keep, after a commit. A failure is logged as a warning, and the next call tries again.
 
         What a kill has left of older saves and deletions is deleted too: a step directory without a manifest in which every file has a
@@ -51,22 +61,47 @@ class Pruner:
             An event for each checkpoint that was deleted.
         """
         events: list[Event] = []
-        self._parts[result.checkpoint] = _parts(result.fingerprints, result.omitted)
+        parts = self._parts[result.checkpoint] = _parts(result.fingerprints, result.omitted)
         try:
-            with best_json_lock():
-                self._retain(result, events)
+            self.prune(Saved(result.checkpoint, result.step, result.timeline, parts=parts), events)
         except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule: the checkpoint is committed all the same
             _LOG.warning(
                 "%s: old checkpoints could not be deleted, and will be tried again: %s", self._store.url, error
             )
         return events
 
-    def _retain(self, result: SaveResult, events: list[Event]) -> None:
+    def plan(self, written: Saved) -> Pruning:
+        """Decide what may be deleted now; reads only.
+
+        Args:
+            written: the newest complete checkpoint of the present lineage.
+
+        Raises:
+            CheckpointError: if there is a best that cannot be read.
+        """
+        inventory = read_inventory(self._store)
+        return self._plan(written, with_quarantined(inventory, quarantined(self._store)), read_best(self._store))
+
+    def prune(self, written: Saved, events: list[Event]) -> None:
+        """Delete what may be deleted now.
+
+        Args:
+            written: the newest complete checkpoint of the present lineage.
+            events: gets an event for each checkpoint that is deleted, at once.
+
+        Raises:
+            CheckpointError: if there is a best that cannot be read.
+            SaveFailed: if the store cannot delete; what it deleted before is in ``events``.
+        """
+        with best_json_lock():
+            self._prune(written, events)
+
+    def _prune(self, written: Saved, events: list[Event]) -> None:
         inventory = read_inventory(self._store)
         data = best_bytes(self._store)
         best = None if data is None else parsed_best(self._store, data)
         self._lead_best_back(inventory, best)
-        plan = self._plan(result, with_quarantined(inventory, quarantined(self._store)), best)
+        plan = self._plan(written, with_quarantined(inventory, quarantined(self._store)), best)
         if plan.deleted and data is not None and data != self._durable_best:
             self._store.commit(BEST_FILE, data, replaces=digest_of(data))  # else a crash may bring an earlier one back
             self._durable_best = data
@@ -99,12 +134,11 @@ class Pruner:
             _LOG.warning("%s: the rewind has left the best, %s, behind: the pointer `best` leads to %s, the best of those that are kept",
                          self._store.url, best_name(best), found)  # fmt: skip
 
-    def _plan(self, result: SaveResult, inventory: Inventory, best: BestFile | None) -> Pruning:
+    def _plan(self, written: Saved, inventory: Inventory, best: BestFile | None) -> Pruning:
         """Look at what the decision needs, and decide."""
-        written = Saved(result.checkpoint, result.step, result.timeline, parts=self._parts[result.checkpoint])
         names = to_prove(inventory, written, with_left_behind=self._left_behind is not None)
         whole = [name for name in names if self._is_whole(inventory, name)]
-        entries = [entry for name in (*whole, result.checkpoint) if (entry := inventory.entry(name)) is not None]
+        entries = [entry for name in (*whole, written.name) if (entry := inventory.entry(name)) is not None]
         pointed = {target: f"the pointer {name}" for name, target in self._store.pointers().items()}
         return plan_pruning(
             inventory,

@@ -4,10 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 
 from trainfold.adapters.cli import main
+from trainfold.adapters.cli.schema import names, schema_of
 from trainfold.backends.runs.api import save
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.optim.optimizer import optimizer
@@ -56,6 +58,8 @@ def answered(call):
     def answered(*arguments, code=0):
         out, err = call(*arguments, "--json", code=code)
         found = json.loads(out)
+        name = str(arguments[0])
+        fits_its_schema(name if name in names() else "ls", found)  # every schema has the errors
         error = found.pop("error", None)
         assert (error is None) == (code == 0) == (err == "")
         assert error is None or (error["exit_code"] == code and all(error[part] for part in EXPLAINED))
@@ -63,6 +67,13 @@ def answered(call):
         return found, error
 
     return answered
+
+
+def fits_its_schema(name, document):
+    """Check a document of JSON against the schema that the package has for it."""
+    schema = schema_of(name)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(document, schema, cls=jsonschema.Draft202012Validator)
 
 
 def flip(path, offset=-1):

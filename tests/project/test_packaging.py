@@ -64,6 +64,11 @@ def test_the_wheel_holds_every_module_and_nothing_else(copy_of_tree, tmp_path):
     expected = modules_of(copy_of_tree) | own
     assert {name for name in names if name.endswith((".py", ".pyi", ".typed"))} == expected
     assert {f"trainfold/{name}.py" for name in trainfold._MODULES} < own
+    schemas = {
+        f"trainfold/{path.relative_to(copy_of_tree)}" for path in copy_of_tree.glob("adapters/cli/schemas/*.json")
+    }
+    assert schemas
+    assert {name for name in names if name.endswith(".json")} == schemas
     assert not {name for name in names if not name.startswith("trainfold/")}
 
 

@@ -34,7 +34,15 @@ call = cli_cases.call
 answered = cli_cases.answered
 
 
-COMMANDS = {"demo": 0, "ls": 1, "inspect": 1, "diff": 2, "verify": 1, "plan": 1}  # and how many arguments each needs
+COMMANDS = {
+    "demo": 0,
+    "ls": 1,
+    "inspect": 1,
+    "diff": 2,
+    "verify": 1,
+    "plan": 1,
+    "prune": 1,
+}  # and how many arguments each needs
 
 
 @pytest.mark.parametrize(
@@ -139,7 +147,7 @@ def in_a_terminal(answer, columns):
     return re.sub(r"\x1b\[[0-9;]*m", "", drawn).replace("\r\n", "\n").splitlines()
 
 
-@pytest.mark.parametrize("columns", [60, 70, 80, 100, 132, 200])
+@pytest.mark.parametrize("columns", [60, 70, 80, 100, 132, 200, 240])
 def test_ls_has_one_line_for_each_checkpoint_in_a_terminal_of_any_usual_width(run, columns):
     """R03: name, step and status are in it; what has no room is said to be missing."""
     (run / "step-00000008").mkdir()
@@ -154,11 +162,12 @@ def test_ls_has_one_line_for_each_checkpoint_in_a_terminal_of_any_usual_width(ru
         "complete", "CheckpointDamaged", "complete, resumed next", "CheckpointTorn"
     ]  # fmt: skip
     heading = next(line for line in lines if line.startswith("┃"))
-    hidden = [name for name in ("components", "after", "timeline", "size") if name not in heading]
-    assert hidden == ["components", "after", "timeline", "size"][: len(hidden)], "what is worth least goes first"
+    spare = ["components", "after", "date", "timeline", "kind", "size", "age"]
+    hidden = [name for name in spare if name not in heading]
+    assert hidden == spare[: len(hidden)], "what is worth least goes first"
     assert any("a wider terminal" in line for line in lines) == bool(hidden)
     assert all(name in "\n".join(lines) for name in hidden)
-    assert (hidden == []) == (columns == 200)
+    assert (hidden == []) == (columns == 240)
 
 
 def test_a_name_is_never_split_in_a_narrow_terminal(run):
@@ -263,7 +272,7 @@ def test_a_fix_names_only_commands_that_there_are():
         for name in re.findall(r"`trainfold ([a-z]\w*)", path.read_text(encoding="utf-8"))
     }
     assert named
-    assert named <= {*COMMANDS, "rehearse"}  # which takes a program's own command line, after its dashes
+    assert named <= {*COMMANDS, "rehearse", "schema"}
 
 
 # --- what files say, in a terminal -----------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ def test_ls_inspect_verify_and_diff_import_no_torch(run, more):
     """V18: what reads a run on a login node starts in a fraction of a second."""
     two, four = run / "step-00000002", run / "step-00000004"
     for code, arguments in ((0, ("ls", run)), (0, ("inspect", two)), (0, ("inspect", two, "--tensors")),
-                            (0, ("verify", run)), (3, ("diff", two, four)), (0, ("diff", two, two))):  # fmt: skip
+                            (0, ("verify", run)), (3, ("diff", two, four)), (0, ("diff", two, two)),
+                            (0, ("prune", run, "--keep-last", "1", "--dry-run"))):  # fmt: skip
         assert started(*arguments, *more) == (code, []), arguments
 
 

@@ -1,0 +1,171 @@
+"""`trainfold prune RUN`: deletes old checkpoints by the rules of a manager's retention, or shows what it would delete."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
+
+import attrs
+
+from trainfold.adapters.cli.locate import nothing_complete, open_run
+from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError, size_text
+from trainfold.adapters.manager.retention import Pruner
+from trainfold.backends.runs.best_reader import read_best
+from trainfold.backends.runs.quarantine_file import quarantined
+from trainfold.backends.runs.scan import examine
+from trainfold.backends.stores.protocol import Store
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.history.inventory import Inventory, lineage
+from trainfold.core.history.quarantine import with_quarantined
+from trainfold.core.save.events import Event
+from trainfold.core.save.pruning import Pruning
+from trainfold.core.save.retention import Retention, Saved, keep_best, keep_every, keep_last, keep_newer
+
+_COMMAND: Final = "trainfold prune"
+_WRITTEN: Final = "just written"  # as a plan calls the newest, which a manager has just saved
+_TORN: Final = "a save or a deletion did not finish"
+
+
+@final
+@attrs.frozen(kw_only=True)
+class Keep:
+    """The options of `trainfold prune` that say what stays; each is the argument of a manager's rule, and None for no such rule.
+
+    Attributes:
+        last: as `keep_last`; 0 for all.
+        every: as `keep_every`.
+        best: as `keep_best`, in the direction that the run's ``best.json`` has.
+        newer_secs: as `keep_newer`.
+        left_behind_last: as `keep_last`, of the checkpoints that rewinds have left behind.
+        left_behind_newer_secs: as `keep_newer`, of these.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: int | None = None
+    newer_secs: float | None = None
+    left_behind_last: int | None = None
+    left_behind_newer_secs: float | None = None
+
+
+def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
+    """Delete what no rule keeps, as a manager does after each save.
+
+    The newest complete checkpoint stays, and so does what a pointer or ``best.json`` names. What is left of saves and deletions that
+    did not finish goes.
+
+    Args:
+        run: the directory.
+        keep: the rules; at least one of the present lineage.
+        dry_run: whether nothing is deleted. Only a deletion needs the run's lock.
+
+    Returns:
+        What stays, and what went or would go.
+
+    Raises:
+        UsageError: without a rule, or for a value that a rule cannot have.
+        RunEmpty: if nothing in the run is complete.
+        RunLocked: while another program may save into the run.
+        CheckpointError: of the matching kind, if the directory is not a run, or its ``best.json`` cannot be read.
+        SaveFailed: if something cannot be deleted.
+    """
+    store, inventory = open_run(run)
+    policy, left_behind = _policies(store, keep)
+    pruner = Pruner(store, policy, left_behind)
+    if dry_run:
+        plan = pruner.plan(_newest(store, inventory))
+        return _answer(inventory, plan, plan.deleted, _sizes(store, plan), dry_run=True)
+    events: list[Event] = []
+    with store.lock():
+        written = _newest(store, open_run(run)[1])
+        plan = pruner.plan(written)
+        sizes = _sizes(store, plan)
+        pruner.prune(written, events)
+    deleted = tuple(event.checkpoint for event in events if event.checkpoint is not None)
+    return _answer(inventory, plan, deleted, sizes, dry_run=False)
+
+
+def _policies(store: Store, keep: Keep) -> tuple[Retention, Retention | None]:
+    rules = (
+        ("--keep-last", keep.last, keep_last),
+        ("--keep-every", keep.every, keep_every),
+        ("--keep-newer", keep.newer_secs, keep_newer),
+    )
+    policy = _added(None, rules)
+    if keep.best is not None:
+        file = read_best(store)
+        if file is None:
+            raise UsageError(f"{_COMMAND} --keep-best", expected="a run with a best.json", found="none",
+                             fix="leave --keep-best out: no score of this run is recorded")  # fmt: skip
+        best = _rule("--keep-best", partial(keep_best, direction=file.record.direction), keep.best)
+        policy = best if policy is None else policy | best
+    if policy is None:
+        raise UsageError(_COMMAND, expected="at least one rule for what stays", found="none",
+                         fix="for example: --keep-last 3, --keep-every 10000, --keep-best 3 or --keep-newer 7d")  # fmt: skip
+    left = (
+        ("--left-behind-last", keep.left_behind_last, keep_last),
+        ("--left-behind-newer", keep.left_behind_newer_secs, keep_newer),
+    )
+    return policy, _added(None, left)
+
+
+def _added(policy: Retention | None, rules: Sequence[tuple[str, Any, Callable[[Any], Retention]]]) -> Retention | None:
+    for option, value, make in rules:
+        if value is not None:
+            rule = _rule(option, make, value)
+            policy = rule if policy is None else policy | rule
+    return policy
+
+
+def _rule(option: str, make: Callable[[Any], Retention], value: Any) -> Retention:
+    try:
+        return make(value)
+    except InvalidArgument as error:
+        raise UsageError(f"{_COMMAND} {option}", expected=error.expected, found=error.found, fix=error.fix) from None
+
+
+def _newest(store: Store, inventory: Inventory) -> Saved:
+    """The newest checkpoint that has all its files: a torn one must not protect itself and let the complete ones go.
+
+    Raises:
+        RunEmpty: if there is none.
+    """
+    inventory = with_quarantined(inventory, quarantined(store))
+    while found := lineage(inventory):
+        inventory = examine(store, inventory, found[0].name)
+        entry = inventory.entry(found[0].name)
+        if entry is not None and entry.problem is None and entry.manifest is not None:
+            head, omitted = entry.manifest.head, entry.manifest.omitted
+            parts = frozenset(each.name for each in entry.manifest.components) if omitted else None
+            return Saved(entry.name, head.step, head.timeline, parts=parts)
+    raise nothing_complete(inventory)
+
+
+def _sizes(store: Store, plan: Pruning) -> dict[str, int]:
+    """How many bytes each directory that goes has in its files."""
+    return {
+        name: sum(store.size(f"{name}/{file}") or 0 for file in store.list(name))
+        for name in (*plan.deleted, *plan.torn)
+    }
+
+
+def _answer(
+    inventory: Inventory, plan: Pruning, deleted: tuple[str, ...], sizes: Mapping[str, int], *, dry_run: bool
+) -> Answer:
+    planned = {**plan.lineage.kept, **plan.left_behind.kept}
+    kept = {name: ["the newest" if each == _WRITTEN else each for each in why] for name, why in planned.items()}
+    verb = "goes" if dry_run else "gone"
+    rows = [(name, "stays", "", "; ".join(why)) for name, why in kept.items()]
+    rows += [(name, verb, size_text(sizes[name]), "nothing keeps it") for name in deleted]
+    rows += [(name, verb, size_text(sizes[name]), _TORN) for name in plan.torn]
+    freed = sum(sizes[name] for name in (*deleted, *plan.torn))
+    title = f"{inventory.run}: {'would free' if dry_run else 'freed'} {size_text(freed)}"
+    data = {
+        "run": inventory.run,
+        "dry_run": dry_run,
+        "kept": [{"name": name, "why": why} for name, why in kept.items()],
+        "deleted": [{"name": name, "size_bytes": sizes[name]} for name in deleted],
+        "torn": [{"name": name, "size_bytes": sizes[name]} for name in plan.torn],
+        "freed_bytes": freed,
+    }
+    return Answer(data, (Table(title, ("checkpoint", "what", "size", "why"), tuple(rows)),))

@@ -1,0 +1,93 @@
+"""What `trainfold ls` shows of each checkpoint: when it was saved, its size and kind, and what names it."""
+
+import os
+from datetime import UTC, datetime
+
+import pytest
+
+from trainfold.adapters.cli.ls import list_run
+from trainfold.adapters.cli.terminal.output import aligned
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.runs.api import save
+from trainfold.backends.runs.best_file import save_best
+from trainfold.backends.stores.local import LocalStore
+from trainfold.core.best.record import make_best_record, updated
+from trainfold.core.state.state import Progress, TrainState
+
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step, age in ((10, 3 * 86400), (20, 5400), (30, 45)):
+        save(TrainState(trainer=Progress(step=step), extra={"ema": 1.0}), tmp_path / "a")
+        os.utime(tmp_path / "a" / f"step-{step:08d}" / "manifest.json", (NOW - age, NOW - age))
+    return tmp_path / "a"
+
+
+def cells(answer, *columns):
+    (table,) = answer.tables
+    places = [table.columns.index(column) for column in columns]
+    return [tuple(row[place] for place in places) for row in table.rows]
+
+
+def test_ages_are_given_in_a_unit_that_suits_them(run):
+    found = cells(list_run(run, clock=NOW), "step", "age")
+    assert found == [("10", "3 d"), ("20", "90 min"), ("30", "45 s")]
+    each = list_run(run, clock=NOW).data["checkpoints"]
+    assert [one["age_secs"] for one in each] == [259200.0, 5400.0, 45.0]
+    assert each[2]["committed_at"] == datetime.fromtimestamp(NOW - 45, UTC).isoformat(timespec="seconds")
+
+
+def test_dates_are_those_of_the_machine(run):
+    ((date,), *_) = cells(list_run(run, clock=NOW), "date")
+    assert date == f"{datetime.fromtimestamp(NOW - 3 * 86400).astimezone():%Y-%m-%d %H:%M}"
+
+
+def test_a_checkpoint_from_the_future_is_of_age_zero(run):
+    """Clocks are set; a list is no place to fail."""
+    assert cells(list_run(run, clock=NOW - 86400), "age")[-1] == ("0 s",)
+
+
+def test_the_best_and_a_partial_one_are_of_kinds_of_their_own(run):
+    save_best(LocalStore(run), updated(make_best_record(metric="loss", direction="min"), {"loss": 0.5}, step=20))
+    with CheckpointManager(run, components=["ema"]) as manager:
+        state = TrainState(trainer=Progress(), extra={"ema": 1.0})
+        state = manager.load(state, manager.should_load(state))
+        manager.save(state.evolve(trainer=Progress(step=40)))
+    answer = list_run(run, clock=NOW)
+    assert cells(answer, "kind") == [("native",), ("native, best",), ("native",), ("native, partial",)]
+    found = answer.data["checkpoints"]
+    assert [one["kind"] for one in found] == ["native"] * 4
+    assert found[1]["names"] == ["best"]
+    assert found[3]["names"] == ["latest"]
+    assert found[3]["omitted"] == ["trainer"]
+
+
+def test_a_best_that_cannot_be_read_does_not_keep_a_run_from_being_listed(run):
+    (run / "best.json").write_bytes(b"{}")
+    assert list_run(run, clock=NOW).error is None
+
+
+def test_what_a_rewind_has_left_behind_is_marked_and_its_timeline_shown(run):
+    """E16: the list tells the lineage of a resume from what it does not go through."""
+    with CheckpointManager(run) as manager:
+        state = TrainState(trainer=Progress(), extra={"ema": 1.0})
+        state = manager.load(state, manager.should_load(state, step=10))
+        manager.save(state.evolve(trainer=Progress(step=40)))
+    answer = list_run(run, clock=NOW)
+    assert cells(answer, "step", "timeline", "status") == [
+        ("10", "0", "complete"),
+        ("20", "0", "complete, left behind by a rewind"),
+        ("30", "0", "complete, left behind by a rewind"),
+        ("40", "1", "complete, resumed next"),
+    ]
+    assert [one["left_behind"] for one in answer.data["checkpoints"]] == [False, True, True, False]
+
+
+def test_a_save_that_did_not_finish_has_no_date(run):
+    (run / "step-00000040").mkdir()
+    (row,) = cells(list_run(run, clock=NOW), "date", "age", "size", "kind", "status")[-1:]
+    assert row[:4] == ("", "", "", "")
+    assert row[4].startswith("CheckpointTorn")
+    assert aligned(list_run(run, clock=NOW).tables[0])
