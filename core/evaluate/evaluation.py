@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from trainfold.core.evaluate.suite import Suite, Tally, check_tally, nonfinite_of, results_of
+from trainfold.core.html_table import html_table
 
 
 @final
@@ -53,6 +54,15 @@ class Evaluation(dict[str, Any]):
 
     def __repr__(self) -> str:
         return super().__repr__() if self.complete else f"<partial: {super().__repr__()}>"
+
+    def _repr_html_(self) -> str:
+        title = f"{'evaluation' if self.complete else 'partial evaluation'} of {self.batches} batches"
+        counted = {
+            name: ", ".join(f"{count} {kind}" for kind, count in of.items()) for name, of in self.nonfinite.items()
+        }
+        rows = [(name, value, counted.get(name, "")) for name, value in self.items()]
+        rows += [(name, "", why) for name, why in counted.items() if name not in self]
+        return html_table(title, ("metric", "result", "not finite"), rows)
 
 
 def evaluation_of(suite: Suite, tally: Tally) -> Evaluation:

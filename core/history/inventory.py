@@ -7,6 +7,7 @@ import attrs
 
 from trainfold.core.errors import Problem
 from trainfold.core.format.manifest import Head, Manifest
+from trainfold.core.html_table import html_table
 
 OLDER: Final = "use an older checkpoint"  # how the fix of a problem begins that an older one does not have
 
@@ -52,6 +53,25 @@ class Inventory:
     entries: tuple[Entry, ...]
     problem: Problem | None = None
     lost: str | None = None
+
+    def _repr_html_(self) -> str:
+        resumed = next(iter(lineage(self)), None)
+        rows = []
+        for entry in self.entries:
+            head = (
+                ("", "", "")
+                if entry.head is None
+                else (str(entry.head.step), str(entry.head.timeline), entry.head.parent or "")
+            )
+            status = "a manifest, not read yet" if entry.manifest is None else "complete"
+            if entry.problem is not None:
+                status = f"{entry.problem.error}: {entry.problem.found}"
+            elif entry is resumed:
+                status = f"{status}; a resume tries it first"
+            rows.append((entry.name, *head, status))
+        if self.problem is not None:
+            rows.append(("the run", "", "", "", str(self.problem)))
+        return html_table(f"{self.run}  run {self.run_id}", ("checkpoint", "step", "timeline", "after", "status"), rows)
 
     def entry(self, name: str) -> Entry | None:
         """The entry of that name, or None."""

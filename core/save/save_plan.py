@@ -14,6 +14,7 @@ from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.structure.describe import Described
 from trainfold.core.format.structure.ownership import belongs_to_rank
+from trainfold.core.html_table import html_table
 from trainfold.core.json_values import Json
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, check_cover, volume, whole_box
@@ -71,6 +72,12 @@ class SavePlan:
         ]
         names = ", ".join(component.name for component in self.components)
         return "\n".join([f"save {self.directory}: {names}; {self.world_size} ranks, {self.size_bytes:,} bytes", *rows])
+
+    def _repr_html_(self) -> str:
+        names = ", ".join(component.name for component in self.components)
+        title = f"save {self.directory}: {names}; {self.world_size} ranks, {self.size_bytes:,} bytes"
+        rows = ((f.name, str(f.rank), str(len(f.tensors)), f"{f.size_bytes:,}") for f in self.files)
+        return html_table(title, ("file", "rank", "tensors", "bytes"), rows)
 
 
 def plan_save(
