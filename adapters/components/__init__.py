@@ -1,1 +1,1 @@
-"""One mutable object behind one component of a state: modules, optimizers, schedulers. May import `own_state`."""
+"""The mutable object behind each component of a state: modules, optimizers, schedulers. May import `own_state`."""

@@ -1,4 +1,4 @@
-"""`ComponentAdapter`: one component of a live run, as something that can be read into a value and written back from one."""
+"""`ComponentAdapter`: one component of a live run, which can be captured as a value and written from one."""
 
 import copy
 from collections.abc import Callable
@@ -17,54 +17,54 @@ Undo = Callable[[], None]
 
 @runtime_checkable
 class ComponentAdapter(Protocol):
-    """A mutable object, or several, behind one component of a state."""
+    """One or more mutable objects behind one component of a state."""
 
     def capture(self) -> Any:
-        """The component's value; tensors are the live ones, containers are copied. Nothing moves (C14)."""
+        """Return the value of the component; tensors are the live ones, containers are copied. Nothing changes."""
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Every reason why this value cannot be written, all at once; nothing is changed (V12)."""
+        """Return every reason why this value cannot be written; nothing is changed."""
 
     def write(self, saved: Any) -> Undo:
-        """Write a value without problems; return how to take it back. A write that raises has changed nothing."""
+        """Write a value that has no problems; return its undo. A write that raises has changed nothing."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with torch's pair of methods."""
+    """An object with torch's pair of methods for its state."""
 
     def state_dict(self) -> Any:
-        """The state, as a tree."""
+        """Return the state as a tree."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take a state back."""
+        """Load a state."""
 
 
 def nothing() -> None:
-    """The undo of a write that cannot fail and after which nothing can."""
+    """Do nothing: the undo of a write that is never undone, because neither it nor anything after it can fail."""
 
 
 def copied_containers(value: Any) -> Any:
-    """The same tree in new dicts and lists; tensors and arrays are shared."""
+    """Return the tree in new dicts and lists; tensors and arrays are shared."""
     if type(value) in SCALARS:
         return value
     return tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else copy.copy(leaf), value)
 
 
 def copied(value: Any) -> Any:
-    """The same tree with nothing shared, for an owner that will change it."""
+    """Return a copy of the tree that shares nothing, for an owner that will change it."""
     return tree.map(copy.deepcopy, tree.map_tensors(lambda tensor: tensor.detach().clone(), value))
 
 
 @final
 @attrs.frozen
 class ObjectPart:
-    """A component whose structure its own object knows: a scheduler, a grad scaler, a callback.
+    """A component whose structure only its object knows: a scheduler, a grad scaler, a callback.
 
     Attributes:
         target: the object, with ``state_dict`` and ``load_state_dict``.
-        path: where it stands in the state, for messages.
-        same_keys: whether the keys of a saved dict must be those of the object's own.
+        path: its path in the state, for messages.
+        same_keys: whether a saved dict must have the keys of the object's current ``state_dict()``.
     """
 
     target: Stateful
@@ -72,11 +72,11 @@ class ObjectPart:
     same_keys: bool = False
 
     def capture(self) -> Opaque:
-        """The object's ``state_dict()``, in containers of its own."""
+        """Return the object's ``state_dict()``, in new containers."""
         return Opaque(copied_containers(self.target.state_dict()))
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Whether it is such a value at all, and has the keys that the object has."""
+        """Check that it is the state of an object, with the object's keys."""
         if not isinstance(saved, Opaque):
             return [wrong_kind(self.path, "the saved state_dict of an object", saved)]
         own = self.target.state_dict() if self.same_keys else None
@@ -92,10 +92,10 @@ class ObjectPart:
         return []
 
     def write(self, saved: Any) -> Undo:
-        """Give the object its state, and read it back; if it refuses, or comes back otherwise, give it back what it had.
+        """Load the state into the object and read it back; if the load fails or reads back differently, restore the old state.
 
         Raises:
-            InvalidState: if what the object says now is not what was saved, naming its class (W05).
+            InvalidState: if the object does not return what was saved, naming its class.
         """
         before = copied(self.target.state_dict())
 
@@ -114,32 +114,32 @@ class ObjectPart:
         found = self.target.state_dict()
         difference = first_difference(saved, found, self.path)
         if difference is None or first_difference(found, self.target.state_dict(), self.path) is not None:
-            return  # what never says the same twice, such as a clock, cannot be compared
+            return  # a state that differs at each read, such as a clock, cannot be compared
         where, was, now = difference
         kind = type(self.target).__qualname__
         raise InvalidState(
             where,
             expected=f"{was}, as it was saved",
             found=f"{now}, after load_state_dict() of {kind}",
-            fix=f"{kind} does not take back what its state_dict() says: fix its pair of methods, or attach a pair of functions",
+            fix=f"fix the pair of methods of {kind}, whose load_state_dict() does not restore its state_dict(); or attach a pair of functions",
         )
 
 
 @final
 @attrs.frozen
 class TreePart:
-    """A component behind a pair of functions: ``get()`` returns a tree, ``set(tree)`` takes one back."""
+    """A component behind a pair of functions: ``get()`` returns a tree, ``set(tree)`` restores one."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     path: str
 
     def capture(self) -> Any:
-        """What ``get()`` returns; opaque, because its shape is its owner's and may grow."""
+        """Return the result of ``get()``; it is opaque, because its owner decides its structure, which may grow."""
         return Opaque(self.get())
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """None that could be known here: the owner of the tree may have changed its shape."""
+        """Return no problems: only the owner of the tree knows its structure."""
         del saved
         return []
 
@@ -155,12 +155,12 @@ class TreePart:
 
 
 def kind_of(value: object) -> str:
-    """The class of an object, ``"torch.optim.adamw.AdamW"``."""
+    """Return the name of an object's class, such as ``"torch.optim.adamw.AdamW"``."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def wrong_kind(path: str, expected: str, found: object) -> InvalidState:
-    """The error for a component that holds something else altogether."""
+    """Return the error for a component with a value of another kind."""
     return InvalidState(
         path,
         expected=expected,

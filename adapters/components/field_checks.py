@@ -1,4 +1,4 @@
-"""`field_problems`: what a scheduler's saved fields must be, checked before anything is written (W20)."""
+"""`field_problems`: checks of the saved fields of a scheduler, before anything is written."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,16 +17,16 @@ _EACH_GROUP: Final = ("base_lrs", "_last_lr")
 def field_problems(
     saved: Mapping[Any, Any], present: Mapping[Any, Any], path: str, *, is_torchs: bool
 ) -> list[TrainfoldError]:
-    """Every field that is of another type than the one that the scheduler has.
+    """Return a problem for every field whose type differs from that of the live scheduler.
 
-    A number may be any number, a list a tuple; what is None may become anything. Of torch's own schedulers the counts are whole,
-    the rates are one for each group, and nothing becomes None.
+    A number may replace any number, a tuple a list, and anything None. For torch's own schedulers, counts must be whole numbers,
+    there must be one rate per group, and None replaces nothing.
 
     Args:
         saved: the state of a scheduler.
-        present: that of the live one.
-        path: where it stands, for messages.
-        is_torchs: whether the class is one of torch.
+        present: the state of the live scheduler.
+        path: its path in the state, for messages.
+        is_torchs: whether the class is from torch.
 
     Examples:
         >>> [str(each.where) for each in field_problems({"gamma": "x"}, {"gamma": 0.5}, "scheduler", is_torchs=True)]

@@ -1,4 +1,4 @@
-"""What belongs to an optimizer beside its slots and groups: its own ``state_dict``, the optimizers that it holds, attributes."""
+"""The state of an optimizer beside slots and groups: its own ``state_dict``, the optimizers that it holds, attributes."""
 
 from collections.abc import Collection, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -27,11 +27,13 @@ _MANY: Final = 256
 def held_optimizers(
     optimizer: torch.optim.Optimizer, around: Collection[torch.optim.Optimizer] = ()
 ) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers that this one holds by attribute, in containers and helper objects too; those that they hold are theirs.
+    """Return the optimizers in the attributes of an optimizer, also inside containers and helper objects.
+
+    Optimizers that the found ones hold are not included.
 
     Args:
-        optimizer: such as a Lookahead around an AdamW.
-        around: those that hold it, which it may know.
+        optimizer: for example, a Lookahead around an AdamW.
+        around: the optimizers that hold this one, which it may refer to.
 
     Examples:
         >>> outer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
@@ -45,7 +47,7 @@ def held_optimizers(
         if name in _TORCHS_OWN or isinstance(value, _PLAIN) or (isinstance(value, _CONTAINERS) and not value):
             continue
         for path, each, is_inside in _within(value, name, 0, is_inside=False):
-            if is_inside:  # a schedule may use an optimizer of torch on a number of its own
+            if is_inside:  # a schedule may use a torch optimizer on its own number
                 mine = _parameters(optimizer) if mine is None else mine
                 if mine.isdisjoint(_parameters(each)):
                     continue
@@ -58,7 +60,7 @@ def held_optimizers(
 
 
 def _within(value: Any, path: str, depth: int, *, is_inside: bool) -> Iterator[tuple[str, torch.optim.Optimizer, bool]]:
-    """The optimizers in a value, with the path of each, and whether it is inside of another object; what they hold is theirs."""
+    """Yield the optimizers in a value, each with its path and whether it is inside another object; does not enter them."""
     if isinstance(value, torch.optim.Optimizer):
         yield path, value, is_inside
     elif isinstance(value, _PLAIN) or depth > _DEPTH:
@@ -78,15 +80,15 @@ def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def nest_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """An optimizer and all that it holds, at any depth, each once; the outermost first."""
+    """Return an optimizer and all optimizers that it holds, at any depth, each once, the outermost first."""
     found = [optimizer]
     for each in found:
         found += [inner for inner in held_optimizers(each).values() if all(inner is not known for known in found)]
     return found
 
 
-def says_own_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what ``state_dict()`` returns is not torch's: its class overrides it, or a hook changes it."""
+def overrides_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class overrides ``state_dict()``, or a hook changes its result."""
     plain = torch.optim.Optimizer.state_dict
     hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
     return (
@@ -97,7 +99,7 @@ def says_own_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def own_state(optimizer: torch.optim.Optimizer) -> Any:
-    """What ``state_dict()`` returns.
+    """Return the result of ``state_dict()``.
 
     Raises:
         InvalidState: if it fails, naming the class.
@@ -110,19 +112,19 @@ def own_state(optimizer: torch.optim.Optimizer) -> Any:
             f"{kind}.state_dict()",
             expected="the state of the optimizer",
             found=f"{type(error).__qualname__}: {error}",
-            fix=f"use a {type(optimizer).__qualname__} whose state_dict() works with this torch: no run with it can be resumed",
+            fix=f"use a {type(optimizer).__qualname__} whose state_dict() works with this torch; without it no run can be resumed",
         ) from error
 
 
 @final
 @attrs.frozen
 class AsAttached:
-    """What an optimizer was when it was attached: settings. What has appeared or changed since then is state (ADR-0010).
+    """The settings of an optimizer when it was attached. What has appeared or changed since then is state (ADR-0010).
 
     Attributes:
-        groups: what stood in each group.
-        attributes: the plain attributes, in a form of their own.
-        held: the same of the optimizers that it holds.
+        groups: the content of each group.
+        attributes: the plain attributes, in their plain form.
+        held: the settings of the optimizers that it holds.
     """
 
     groups: tuple[Mapping[str, Any], ...]
@@ -131,12 +133,12 @@ class AsAttached:
 
 
 def as_attached(optimizer: torch.optim.Optimizer, around: tuple[torch.optim.Optimizer, ...] = ()) -> AsAttached:
-    """Note what an optimizer is now.
+    """Record the settings of an optimizer.
 
     Raises:
-        InvalidState: if it has a ``state_dict()`` of its own that fails.
+        InvalidState: if it overrides ``state_dict()``, and the call fails.
     """
-    if says_own_state(optimizer):
+    if overrides_state_dict(optimizer):
         own_state(optimizer)
     inside = (*around, optimizer)
     return AsAttached(
@@ -147,20 +149,20 @@ def as_attached(optimizer: torch.optim.Optimizer, around: tuple[torch.optim.Opti
 
 
 def is_given(attached: AsAttached | None, group: int, key: str, value: Any) -> bool:
-    """Whether a value stands in a group since the optimizer was attached."""
+    """Whether a value has been in a group since the optimizer was attached."""
     known = attached is not None and group < len(attached.groups)
     return known and attached is not None and attached.groups[group].get(key) is value
 
 
 @final
 class Attached:
-    """What each optimizer of a run was when it was attached, by component."""
+    """The settings of each optimizer of a run when it was attached, by component."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[torch.optim.Optimizer, AsAttached]] = {}
 
     def of(self, name: str, optimizer: torch.optim.Optimizer) -> AsAttached:
-        """What it was at the first call; a component that was refused and is registered anew counts from then on."""
+        """Return its settings at the first call; a component that was refused and is registered again counts from then on."""
         known = self._known.get(name)
         if known is None or known[0] is not optimizer:
             known = self._known[name] = (optimizer, as_attached(optimizer))
@@ -168,7 +170,7 @@ class Attached:
 
 
 def changed_attributes(optimizer: torch.optim.Optimizer, attached: AsAttached | None) -> dict[str, Any]:
-    """The plain attributes that are not as they were when the optimizer was attached, such as a count of its steps."""
+    """Return the plain attributes that have changed since the optimizer was attached, such as a count of its steps."""
     if attached is None or type(optimizer).__module__.startswith(_TORCHS):
         return {}
     before = attached.attributes
@@ -176,7 +178,7 @@ def changed_attributes(optimizer: torch.optim.Optimizer, attached: AsAttached | 
 
 
 def _plain_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """Public attributes that are numbers, text, or a few of them; a larger one is for the class to save itself."""
+    """Yield public attributes that are numbers, strings, or short containers of them; the class must save larger ones itself."""
     if type(optimizer).__module__.startswith(_TORCHS):
         return
     for name, value in vars(optimizer).items():
@@ -203,7 +205,7 @@ def _is_small(value: Any, depth: int) -> bool:
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
-    return repr(one) == repr(other)  # which tells -0.0 from 0.0, and takes a NaN for itself
+    return repr(one) == repr(other)  # which distinguishes -0.0 from 0.0, and a NaN equals itself
 
 
 _ABSENT: Final = object()

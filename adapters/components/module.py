@@ -1,4 +1,4 @@
-"""A module as the ``model`` component (or any other): parameters and persistent buffers by canonical name, in place."""
+"""A module as the ``model`` component, or another: parameters and persistent buffers by canonical name, written in place."""
 
 from typing import Any, final
 
@@ -16,13 +16,13 @@ from trainfold.core.state.state import ModelState
 
 
 def module_state(named: NamedTensors, *, view: bool = False) -> ModelState:
-    """A module's tensors as a value; they are the module's own, not copies.
+    """Return a module's tensors as a value; they are the module's own, not copies.
 
-    Non-persistent buffers are left out, tied parameters are in it once, wrappers leave no trace in the names.
+    It has no non-persistent buffers, tied parameters once, and names without the prefixes of wrappers.
 
     Args:
         named: the tensors of the module, by canonical name.
-        view: whether parameters may be the module's own objects, which require gradients: for a caller that only reads, at once.
+        view: whether parameters may be the module's own objects, which require gradients; for a caller that reads them at once.
 
     Examples:
         >>> state = module_state(named_tensors(torch.nn.Linear(2, 1)))
@@ -41,9 +41,9 @@ class ModulePart:
     """A module behind a component.
 
     Attributes:
-        module: the live module; its parameter objects stay, so that ties and the optimizer's references survive.
+        module: the live module; its parameter objects stay, which keeps ties and the optimizer's references intact.
         path: the component, for messages.
-        can_undo: whether a write can be taken back, because something after it may be refused.
+        can_undo: whether a write can be undone, because a later write may be refused.
     """
 
     module: torch.nn.Module
@@ -51,11 +51,11 @@ class ModulePart:
     can_undo: bool = False
 
     def capture(self) -> ModelState:
-        """The module's tensors, not copied."""
+        """Return the module's tensors, not copied."""
         return module_state(named_tensors(self.module))
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Every missing, unexpected and differing tensor at once."""
+        """Return all missing, unexpected and differing tensors."""
         if not isinstance(saved, ModelState):
             return [wrong_kind(self.path, "the parameters and buffers of a module", saved)]
         own = self.capture()
@@ -63,9 +63,9 @@ class ModulePart:
         return [SpecMismatch(self.path, differences)] if differences else []
 
     def write(self, saved: Any) -> Undo:
-        """Copy the values into the live tensors, and clear the gradients: a checkpoint is at a boundary.
+        """Copy the values into the live tensors, and clear the gradients, because a checkpoint is at a boundary.
 
-        The optimizer's part puts zeros where its state says that there was a gradient.
+        The part of the optimizer sets zeros where its state records a gradient.
         """
         own = self.capture()
         saved = _as_named_by(saved, own)
@@ -93,7 +93,7 @@ class ModulePart:
 
 
 def _as_named_by(saved: ModelState, own: ModelState) -> ModelState:
-    """The saved tensors, a tied one under the name that the live module puts first."""
+    """Return the saved tensors, each tied tensor under the first name that the live module has for it."""
     if set(saved.ties) == set(own.ties):
         return saved
     known = dict(saved.ties)

@@ -1,4 +1,4 @@
-"""What a script gave the modules of a model, as plain values for the resume contract: the ``p`` of a Dropout, a stride, an activation (W08)."""
+"""Settings of the modules of a model, as plain values for the resume contract: the ``p`` of a Dropout, a stride, an activation."""
 
 import re
 import types
@@ -14,7 +14,7 @@ from trainfold.core.json_values import Json, canonical_json, encode_scalar
 from trainfold.core.state.fqn import canonical_name
 
 _OF_MODULES: Final = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl", "_version"})
-# What the shapes of its tensors say of a module as well: those are refused, and a person is told the cause alone.
+# Settings that also show in the shapes of the tensors: a resume refuses the shapes, and so reports one cause only.
 _OF_SHAPES: Final = frozenset(
     {"in_features", "out_features", "in_channels", "out_channels", "num_features", "normalized_shape", "num_channels"}
     | {"num_embeddings", "embedding_dim", "input_size", "hidden_size", "num_layers", "num_parameters", "embed_dim"}
@@ -22,7 +22,7 @@ _OF_SHAPES: Final = frozenset(
 )
 _WRAPPERS: Final = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.")
 _NUMBERED: Final = re.compile(r"(?<![^.])\d+(?![^.])")
-_MOST: Final = 256  # places in a model that are named
+_MOST: Final = 256  # places in a model that get their own key
 _LONG: Final = 64
 _NUMBERS: Final = (bool, int, float)
 _TEXTS: Final = (str, type(None))
@@ -31,15 +31,15 @@ _NONE: Any = object()
 
 
 def settings_of_modules(root: torch.nn.Module, path: str) -> dict[str, Json]:
-    """Contract key -> plain value, for the settings of a model's submodules, as they were when it was attached.
+    """Return contract key -> plain value, for the settings of a model's submodules when it was attached.
 
-    Of torch's own modules their class counts, and each plain public attribute that no shape shows; of somebody's class each number, since
-    a text may be the path of a log. Modules that differ by their number alone share one key, with ``*`` for the number: where
-    they are alike, its value is that of each. No code of the modules runs.
+    For torch's own modules these are the class and each plain public attribute that does not show in a shape. For other classes these are
+    the numbers only, because a string may be the path of a log. Modules whose names differ only in a number share one key, with ``*`` for
+    the number; if their values are equal, the key has one value. No code of the modules runs.
 
     Args:
         root: the model.
-        path: what the keys begin with.
+        path: the prefix of the keys.
 
     Examples:
         >>> settings_of_modules(torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Dropout(0.1)), "m")
@@ -60,18 +60,18 @@ def settings_of_modules(root: torch.nn.Module, path: str) -> dict[str, Json]:
 
 
 def settings_of_root(root: torch.nn.Module, path: str) -> dict[str, Json]:
-    """The same for the model itself, a key for each setting.
+    """Return the same for the model itself, with one key for each setting.
 
     Examples:
         >>> settings_of_root(torch.nn.Dropout(0.1), "m")
         {'m.kind': 'Dropout', 'm.p': 0.1, 'm.inplace': False}
     """
-    outermost = takewhile(lambda found: not found[0], _places(root))  # what lies in them comes after them
+    outermost = takewhile(lambda found: not found[0], _places(root))  # their submodules come after them
     return {f"{path}.{key}": value for _, module in outermost for key, value in _settings(module)}
 
 
 def _places(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each module by its path without the wrappers, which are none of them."""
+    """Yield each module with its path, without wrappers and their prefixes."""
     for name, module in root.named_modules():
         if not type(module).__module__.startswith(_WRAPPERS):
             yield canonical_name(f"{name}._")[:-2] if name else "", module
@@ -91,22 +91,22 @@ def _settings(module: torch.nn.Module) -> Iterator[tuple[str, Json]]:
 
 
 def _together(each: list[dict[str, Json]]) -> Json:
-    """What several modules say, by setting: one value where they are alike, and all of them in their order where they are not."""
-    said: dict[str, Json] = {}
+    """Return the settings of several modules: one value if they are equal, and otherwise all values in their order."""
+    merged: dict[str, Json] = {}
     for name in sorted({name for one in each for name in one}):
         values = [one.get(name) for one in each]
         if all(value == values[0] for value in values):
-            said[name] = values[0]
+            merged[name] = values[0]
         else:
-            said[name] = (
+            merged[name] = (
                 values if len(values) <= _LONG else f"{len(values)} values, {digest_of(canonical_json(values))}"
             )
-    return said
+    return merged
 
 
 def _plain(value: Any, *, texts: bool) -> Any:
-    """The JSON form of a number, of a function by its name, and of short rows of them; `_NONE` for all else."""
-    kind = type(value)  # a proxy may run code where it is asked for its class
+    """Return the JSON form of a number, a function (its name), or a short row of these; `_NONE` for everything else."""
+    kind = type(value)  # not isinstance, for which a proxy may run code
     if kind in _NUMBERS or (texts and kind in _TEXTS):
         return encode_scalar(value, "module")
     if texts and kind in _FUNCTIONS:

@@ -12,7 +12,7 @@ from trainfold.adapters.components.held_optimizers import (
     changed_attributes,
     held_optimizers,
     nest_of,
-    says_own_state,
+    overrides_state_dict,
 )
 from trainfold.adapters.components.optimizer_state import NOT_HYPER, base_of, capture_optimizer, names_of
 from trainfold.adapters.components.slot_checks import fits, group_problems, slot_problems
@@ -23,7 +23,7 @@ from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.state.state import OptimizerState, OwnOptimizerState
 
-_KEPT = (*NOT_HYPER, "initial_lr")  # a scheduler that was made late needs the last
+_KEPT = (*NOT_HYPER, "initial_lr")  # a scheduler made after a restore needs initial_lr
 _ABSENT = object()
 
 
@@ -33,11 +33,11 @@ class OptimizerPart:
     """A torch optimizer behind a component.
 
     Attributes:
-        optimizer: the live optimizer; its param group dicts stay, because a scheduler holds on to them.
+        optimizer: the live optimizer; its param group dicts stay, because a scheduler keeps references to them.
         names: ``id(parameter)`` -> canonical name.
         path: the component, for messages.
-        attached: what it was when it was attached.
-        around: the optimizers that hold it.
+        attached: its settings when it was attached.
+        around: the optimizers that hold this one.
     """
 
     optimizer: torch.optim.Optimizer
@@ -48,22 +48,22 @@ class OptimizerPart:
 
     @property
     def has_own_way(self) -> bool:
-        """Whether it says its own state or holds other optimizers, so that a write may turn out not to come back."""
-        return says_own_state(self.optimizer) or bool(held_optimizers(self.optimizer, self.around))
+        """Whether it overrides ``state_dict`` or holds other optimizers, so that a write must be read back and checked."""
+        return overrides_state_dict(self.optimizer) or bool(held_optimizers(self.optimizer, self.around))
 
     def capture(self) -> OptimizerState | OwnOptimizerState:
-        """The slots and hyperparameters, tensors not copied."""
+        """Return slots and hyperparameters; tensors are not copied."""
         return capture_optimizer(self.optimizer, self.names, attached=self.attached, around=self.around)
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Every reason at once: another class, other parameters, other groups, slots missing, misshapen, of another type."""
+        """Return all reasons: another class, other parameters or groups, slots that are missing or have another shape or type."""
         if not isinstance(saved, OptimizerState | OwnOptimizerState):
             return [wrong_kind(self.path, "the state of a torch optimizer", saved)]
         base = base_of(saved)
         found: list[TrainfoldError] = []
         if base.kind != kind_of(self.optimizer):
             found.append(
-                self._problem("kind", kind_of(self.optimizer), base.kind, "make the optimizer that the state is of")
+                self._problem("kind", kind_of(self.optimizer), base.kind, "make an optimizer of the class of the state")
             )
         params = self._params()
         mine = {frozenset(group) for group in self.groups()}
@@ -84,7 +84,7 @@ class OptimizerPart:
         if unknown:
             found.append(self._problem("slots", "slots of parameters in a group", unknown[:8], "repair the state"))
         try:
-            slots = {name: from_plain(held, params) for name, held in base.slots.items()}
+            slots = {name: from_plain(form, params) for name, form in base.slots.items()}
         except InvalidState as error:
             return [*found, error]
         is_torchs = base.kind.startswith("torch.optim.") and not found
@@ -99,22 +99,24 @@ class OptimizerPart:
         return found or self._own_problems(saved)
 
     def _own_problems(self, saved: OptimizerState | OwnOptimizerState) -> list[TrainfoldError]:
-        """Whether what is beside slots and groups can be this optimizer's."""
+        """Check what the state has beside slots and groups."""
         own = saved if isinstance(saved, OwnOptimizerState) else OwnOptimizerState(saved)
         found: list[TrainfoldError] = []
         kind = type(self.optimizer).__qualname__
-        if says_own_state(self.optimizer) != (own.own is not None):
-            sides = ("a state_dict() of its own", "slots alone")
+        if overrides_state_dict(self.optimizer) != (own.own is not None):
+            sides = ("the result of its own state_dict()", "slots alone")
             expected, got = sides if own.own is None else sides[::-1]
-            fix = f"use the {kind} that the state was captured from; an older trainfold lost what only its state_dict() has"
+            fix = f"use the {kind} that the state was captured from; older versions of trainfold lost what only its state_dict() has"
             found.append(self._problem("own", expected, got, fix))
         elif own.own is not None and [group.params for group in own.base.groups] != self.groups():
-            fix = f"give {kind} its parameters in the order in which it had them: its own state_dict() counts them"
+            fix = f"pass {kind} its parameters in the saved order, because its own state_dict() numbers them"
             found.append(self._problem("groups", "parameters in the order of the saved ones", "another order", fix))
         mine = self.held()
         if set(mine) != set(own.held):
             fix = f"build the {kind} around the same optimizers as when the state was saved"
-            found.append(self._problem("held", f"the states of {sorted(mine)}", f"those of {sorted(own.held)}", fix))
+            found.append(
+                self._problem("held", f"the states of {sorted(mine)}", f"the states of {sorted(own.held)}", fix)
+            )
         else:
             for name, part in mine.items():
                 found.extend(part.problems(own.held[name]))
@@ -133,12 +135,12 @@ class OptimizerPart:
     def write(self, saved: Any) -> Undo:
         """Write the slots and hyperparameters straight into the optimizer.
 
-        Not through ``load_state_dict``, which casts slots to the dtype of their parameter (B09). A slot tensor that is
-        there already with the same shape, dtype and device is overwritten in place. Where a class has a way of its own, that
-        is used, and what it made of the state is captured again and compared (W05).
+        It does not call ``load_state_dict``, which casts slots to the dtype of their parameter. An existing slot tensor of
+        the same shape, dtype and strides is overwritten in place. If the class overrides ``state_dict``, or holds other optimizers,
+        its own ``load_state_dict`` is called, and the state is captured again and compared.
 
         Raises:
-            InvalidState: if its own way does not bring the state back; nothing is changed then.
+            InvalidState: if its own method does not restore the state; then nothing is changed.
         """
         if isinstance(saved, OptimizerState) and not self.has_own_way:
             hypers = self._hypers(saved)
@@ -157,9 +159,9 @@ class OptimizerPart:
         return undo
 
     def write_gradients(self, saved: OptimizerState | OwnOptimizerState) -> None:
-        """Leave zeros where there was a gradient and None where there was none: the optimizer steps on the former.
+        """Set gradients to zeros where the saved state had one, and to None elsewhere, because an optimizer skips None.
 
-        After ``zero_grad(set_to_none=False)`` weight decay and momentum go on to move a parameter that is not used.
+        After ``zero_grad(set_to_none=False)``, weight decay and momentum keep moving a parameter that is not used.
         """
         with_grad = frozenset(base_of(saved).with_grad)
         for name, parameter in self._params().items():
@@ -168,7 +170,7 @@ class OptimizerPart:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def held(self) -> dict[str, "OptimizerPart"]:
-        """The optimizers that it holds, by attribute, as parts."""
+        """Return the optimizers in its attributes, by attribute, as parts."""
         return {
             name: OptimizerPart(
                 each,
@@ -181,7 +183,7 @@ class OptimizerPart:
         }
 
     def _load(self, saved: OptimizerState | OwnOptimizerState) -> None:
-        """Give the optimizer, and those that it holds, all but the hyperparameters, which a policy may have changed."""
+        """Load everything into the optimizer and those that it holds, except hyperparameters: a policy may have changed them."""
         own = saved if isinstance(saved, OwnOptimizerState) else OwnOptimizerState(saved)
         parameters = self._params()
         if own.own is None:
@@ -197,7 +199,7 @@ class OptimizerPart:
             part._load(own.held[name])  # noqa: SLF001 (a part of the same class)
 
     def _write_attributes(self, values: Mapping[str, Any]) -> None:
-        """Set the attributes that a step had changed, and bring back those that a step has changed meanwhile."""
+        """Set the saved attributes, and reset those that a step has changed since and that were not saved."""
         for name in changed_attributes(self.optimizer, self.attached):
             if name not in values:
                 before = self.attached.attributes.get(name, _ABSENT) if self.attached is not None else _ABSENT
@@ -217,11 +219,11 @@ class OptimizerPart:
                 where,
                 expected=f"{was}, as it was saved",
                 found=f"{now}, after load_state_dict() of {kind}",
-                fix=f"{kind} does not take back what its state_dict() says: fix its pair of methods, or train with another class",
+                fix=f"fix the pair of methods of {kind}, whose load_state_dict() does not restore its state_dict(); or train with another class",
             )
 
     def _write_groups(self, saved: OptimizerState | OwnOptimizerState, seen: set[int]) -> None:
-        """Write the hyperparameters; those of a group that the outer optimizer shares with what it holds are the outer one's."""
+        """Write the hyperparameters; a group that the outer optimizer shares with an inner one gets those of the outer one."""
         self._set_hypers(self._hypers(base_of(saved)), seen)
         if isinstance(saved, OwnOptimizerState):
             for name, part in self.held().items():
@@ -234,16 +236,16 @@ class OptimizerPart:
         for (name, parameter), hyper in zip(parameters.items(), self._hyper_of(saved), strict=True):
             if name not in saved.slots:
                 continue
-            held = self.optimizer.state.get(parameter, {})
+            current = self.optimizer.state.get(parameter, {})
             slots[parameter] = {}
             for key, value in from_plain(saved.slots[name], parameters).items():
-                present = held.get(key)
+                present = current.get(key)
                 if _same_spec(value, present):
                     overwritten.append((present, value))
                     slots[parameter][key] = present
                 else:
                     slots[parameter][key] = _placed(value, _device_of(key, parameter, hyper))
-        # everything that can fail is done, and nothing was changed so far
+        # everything that can fail is done, and nothing has changed yet
         for present, value in overwritten:
             present.copy_(value)
         self.optimizer.state.clear()
@@ -262,7 +264,7 @@ class OptimizerPart:
             seen.add(id(group))
             settings = given[number] if number < len(given) else group
             for key in [key for key in group if key not in {*hyper, *settings, *_KEPT}]:
-                del group[key]  # a step has put it there that the restored run has not done
+                del group[key]  # written by a step that the restored run has not done
             for key, value in hyper.items():
                 present = group.get(key)
                 if (
@@ -270,21 +272,21 @@ class OptimizerPart:
                     and isinstance(value, torch.Tensor)
                     and present.shape == value.shape
                 ):
-                    present.copy_(value)  # a compiled step, or a graph, reads this tensor
+                    present.copy_(value)  # a compiled step or a CUDA graph reads this tensor
                 else:
                     group[key] = value
 
     def _params(self) -> dict[str, torch.Tensor]:
-        """The parameters in the optimizer's order, by name."""
+        """Return the parameters by name, in the optimizer's order."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return dict(zip(names_of(parameters, self.names, self.path), parameters, strict=True))
 
     def groups(self) -> list[tuple[str, ...]]:
-        """The names of the parameters of each group, in the optimizer's order."""
+        """Return the names of the parameters of each group, in the optimizer's order."""
         return [tuple(names_of(group["params"], self.names, self.path)) for group in self.optimizer.param_groups]
 
     def _hyper_of(self, saved: OptimizerState) -> list[Mapping[str, Any]]:
-        """For each of `_params`, the hyperparameters of its group."""
+        """Return the hyperparameters of the group of each parameter, in the order of `_params`."""
         by_name = {name: group.hyper for group in saved.groups for name in group.params}
         return [by_name[name] for name in self._params()]
 
@@ -297,14 +299,14 @@ def _shape(value: object) -> torch.Size | None:
 
 
 def _device_of(key: str, parameter: torch.Tensor, hyper: Mapping[str, Any]) -> torch.device:
-    """Where torch keeps a new slot: a step counter is on the CPU unless the kernels read it."""
+    """Return the device on which torch keeps a new slot: a step counter is on the CPU unless the kernels read it."""
     if key == "step" and not (hyper.get("capturable") or hyper.get("fused")):
         return torch.device("cpu")
     return parameter.device
 
 
 def _placed(value: Any, device: torch.device) -> Any:
-    """A copy of a slot, on its device and with its own dtype."""
+    """Return a copy of a slot on the device, with its own dtype."""
     copies = tree.map_tensors(lambda tensor: tensor.detach().to(device=device, copy=True), value)
     return tree.map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copied(leaf), copies)
 
@@ -316,9 +318,9 @@ def _same_spec(value: Any, present: Any) -> bool:
 
 
 def _groups_kept(optimizers: list[torch.optim.Optimizer]) -> Undo:
-    """A function that brings what ``load_state_dict`` put into new group dicts into the old ones.
+    """Return a function that copies what ``load_state_dict`` put into new group dicts into the old dicts.
 
-    A scheduler holds on to the old ones, and an optimizer may share them with the one that it holds.
+    A scheduler keeps references to the old dicts, and an optimizer may share them with an inner one.
     """
     kept = [(each, vars(each)["param_groups"]) for each in optimizers if "param_groups" in vars(each)]
     kept_dicts = [(each, groups, list(groups)) for each, groups in kept]
@@ -326,9 +328,9 @@ def _groups_kept(optimizers: list[torch.optim.Optimizer]) -> Undo:
     def bring_back() -> None:
         contents = [(groups, dicts, [dict(group) for group in each.param_groups]) for each, groups, dicts in kept_dicts]
         for (each, _, _), (groups, dicts, new) in zip(kept_dicts, contents, strict=True):
-            for group, held in zip(dicts, new, strict=True):
+            for group, loaded in zip(dicts, new, strict=True):
                 group.clear()
-                group.update(held)
+                group.update(loaded)
             groups[:] = dicts
             each.param_groups = groups
 
@@ -336,7 +338,7 @@ def _groups_kept(optimizers: list[torch.optim.Optimizer]) -> Undo:
 
 
 def _without_hyper(saved: OptimizerState | OwnOptimizerState) -> Any:
-    """What is read back; hyperparameters, which a policy may have changed, are written after it."""
+    """Return what is read back and compared; hyperparameters are written later, because a policy may have changed them."""
     if isinstance(saved, OptimizerState):
         return {"slots": dict(saved.slots)}
     return {

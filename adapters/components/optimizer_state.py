@@ -13,8 +13,8 @@ from trainfold.adapters.components.held_optimizers import (
     changed_attributes,
     held_optimizers,
     is_given,
+    overrides_state_dict,
     own_state,
-    says_own_state,
 )
 from trainfold.adapters.own_state.plain_form import to_plain, with_layout
 from trainfold.core.errors import InvalidState
@@ -31,20 +31,20 @@ def capture_optimizer(
     attached: AsAttached | None = None,
     around: tuple[torch.optim.Optimizer, ...] = (),
 ) -> OptimizerState | OwnOptimizerState:
-    """An optimizer's state as a value, keyed by name; its tensors are the optimizer's own, not copies.
+    """Return an optimizer's state as a value, keyed by name; tensors are the optimizer's own, not copies.
 
-    A parameter that never had a gradient has no slots, as in torch (B10). Of gradients only their presence is in it. Where
-    slots and groups are not all of it, because its class has a ``state_dict`` of its own, it holds other optimizers, or keeps
-    something under other keys than parameters, it is an `OwnOptimizerState` (W05).
+    As in torch, a parameter that never had a gradient has no slots. Of gradients, the state records only which parameters
+    have one. It is an `OwnOptimizerState` if there is more than slots and groups: if the class overrides ``state_dict``, or
+    the optimizer holds other optimizers or keeps entries under keys other than parameters.
 
     Args:
         optimizer: any torch optimizer.
         names: ``id(parameter)`` -> canonical name.
-        attached: what it was when it was attached; None where plain attributes are not asked for.
-        around: the optimizers that hold it.
+        attached: the optimizer's settings when it was attached; None to leave out plain attributes.
+        around: the optimizers that hold this one.
 
     Raises:
-        InvalidState: if the optimizer holds a tensor that has no name.
+        InvalidState: if the optimizer holds a tensor without a name.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)
@@ -53,14 +53,14 @@ def capture_optimizer(
         ('torch.optim.sgd.SGD', ('w', 'b'))
     """
     held = held_optimizers(optimizer, around)
-    says = says_own_state(optimizer)
+    overrides = overrides_state_dict(optimizer)
     attributes = changed_attributes(optimizer, attached)
-    base, loose = _base(optimizer, names, attached, with_slots=not says)
-    if not (says or held or attributes or loose):
+    base, loose = _base(optimizer, names, attached, with_slots=not overrides)
+    if not (overrides or held or attributes or loose):
         return base
     return OwnOptimizerState(
         base,
-        own=to_plain(own_state(optimizer), names) if says else None,
+        own=to_plain(own_state(optimizer), names) if overrides else None,
         loose=loose,
         attributes=attributes,
         held={
@@ -75,9 +75,9 @@ def capture_optimizer(
 def groups_of(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], attached: AsAttached | None = None
 ) -> tuple[ParamGroup, ...]:
-    """The param groups of an optimizer, by name, with what stands in them now.
+    """Return the param groups of an optimizer, by name, with their current values.
 
-    A member of an enumeration that stands there since the optimizer was attached is the script's to give, and not in them.
+    They leave out a member of an enumeration that was there when the optimizer was attached: the script supplies it.
     """
     return tuple(
         ParamGroup(
@@ -95,18 +95,18 @@ def groups_of(
 def _base(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], attached: AsAttached | None, *, with_slots: bool
 ) -> tuple[OptimizerState, dict[str, Any] | None]:
-    """Slots and groups; and what is in ``optimizer.state`` under keys that are no parameters, if anything is."""
+    """Return slots and groups, and the entries of ``optimizer.state`` whose keys are not parameters, if there are any."""
     groups = groups_of(optimizer, names, attached)
     state = optimizer.state if with_slots else {}
-    held = [(parameter, each) for parameter, each in state.items() if each]  # a look may leave an empty entry
-    found = list(map(names.get, map(id, (parameter for parameter, _ in held))))
+    entries = [(parameter, each) for parameter, each in state.items() if each]  # reading may leave an empty entry
+    found = list(map(names.get, map(id, (parameter for parameter, _ in entries))))
     loose: dict[str, Any] | None = None
     if None in found:
         others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
         loose = to_plain(others, names) if others else None
-        held = [(parameter, each) for parameter, each in held if isinstance(parameter, torch.Tensor)]
-        found = list(names_of([parameter for parameter, _ in held], names, "optimizer.state"))
-    slots = dict(zip(found, _copied_slots(held, names, is_torchs=_is_torchs(optimizer)), strict=True))
+        entries = [(parameter, each) for parameter, each in entries if isinstance(parameter, torch.Tensor)]
+        found = list(names_of([parameter for parameter, _ in entries], names, "optimizer.state"))
+    slots = dict(zip(found, _copied_slots(entries, names, is_torchs=_is_torchs(optimizer)), strict=True))
     order = list(filter(slots.__contains__, chain.from_iterable(group.params for group in groups)))
     base = OptimizerState(
         kind=kind_of(optimizer),
@@ -116,21 +116,24 @@ def _base(
             name
             for mine, theirs in zip(groups, optimizer.param_groups, strict=True)
             for name, parameter in zip(mine.params, theirs["params"], strict=True)
-            if (grad := parameter.grad) is not None and grad.layout is torch.strided  # no zeros are like a sparse one
+            if (grad := parameter.grad) is not None
+            and grad.layout is torch.strided  # zeros cannot replace a sparse gradient
         ),
     )
     return base, loose
 
 
-def _copied_slots(held: list[tuple[torch.Tensor, Any]], names: Mapping[int, str], *, is_torchs: bool) -> Iterable[Any]:
-    slots = [each for _, each in held]
+def _copied_slots(
+    entries: list[tuple[torch.Tensor, Any]], names: Mapping[int, str], *, is_torchs: bool
+) -> Iterable[Any]:
+    slots = [each for _, each in entries]
     if set(map(type, slots)) <= {dict} and set(map(type, chain.from_iterable(map(dict.values, slots)))) <= {
         torch.Tensor
     }:
-        tensors = () if is_torchs else chain((p for p, _ in held), chain.from_iterable(map(dict.values, slots)))
-        if all(map(torch.Tensor.is_contiguous, tensors)):  # torch's own lie as their parameters do
-            return map(dict.copy, slots)  # there are many, and nearly all are so
-    return [_slot_form(parameter, each, names) for parameter, each in held]
+        tensors = () if is_torchs else chain((p for p, _ in entries), chain.from_iterable(map(dict.values, slots)))
+        if all(map(torch.Tensor.is_contiguous, tensors)):  # torch's own slots have the layout of their parameters
+            return map(dict.copy, slots)  # the fast path, which nearly all slots take
+    return [_slot_form(parameter, each, names) for parameter, each in entries]
 
 
 def _slot_form(parameter: torch.Tensor, slots: Mapping[str, Any], names: Mapping[int, str]) -> Any:
@@ -156,7 +159,7 @@ def names_of(parameters: Collection[Any], names: Mapping[int, str], where: str) 
             expected="parameters of the attached model",
             found=f"a tensor of shape {shape} that the model does not have",
             fix="build the optimizer from the parameters of this model, after it was wrapped or moved; "
-            "or attach the module that has it under extra=",
+            "or attach the module that owns the tensor under extra=",
         )
     return [name for name in found if name is not None]
 
@@ -166,5 +169,5 @@ def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def base_of(saved: OptimizerState | OwnOptimizerState) -> OptimizerState:
-    """Slots and groups, whatever else is there."""
+    """Return the slots and groups of any optimizer state."""
     return saved.base if isinstance(saved, OwnOptimizerState) else saved

@@ -1,4 +1,4 @@
-"""What modules keep beside parameters and persistent buffers: a ``state_dict`` of their own, hooks on it, ``get_extra_state`` (W05, B18)."""
+"""State of modules beside parameters and persistent buffers: an overridden ``state_dict``, hooks on it, ``get_extra_state``."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -22,16 +22,16 @@ Owners: TypeAlias = Mapping[str, torch.nn.Module]
 @final
 @attrs.frozen
 class OwnModulePart:
-    """The state that some modules say themselves, as a component beside the one of the weights.
+    """The state that some modules return themselves, as a component beside the weights.
 
-    It is written after the weights, since what a module says may be made of them.
+    It is written after the weights, because it may be computed from them.
 
     Attributes:
         module: the whole module.
         path: the component.
-        owners: the modules that say more, by name.
-        read: what one of them says.
-        load: gives it back to one of them.
+        owners: the modules with such state, by name.
+        read: returns the state of an owner.
+        load: loads the state of an owner.
     """
 
     module: torch.nn.Module
@@ -41,17 +41,19 @@ class OwnModulePart:
     load: Callable[[torch.nn.Module, Any], None]
 
     def capture(self) -> Opaque:
-        """What each of them says now."""
+        """Return the current state of each owner."""
         return Opaque({name: to_plain(self.read(each, self.module), {}) for name, each in self.owners.items()})
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Whether it is the state of the same modules."""
+        """Check that it is the state of the same modules."""
         if not isinstance(saved, Opaque) or not isinstance(saved.value, Mapping):
-            return [wrong_kind(self.path, "what modules say beside their weights", saved)]
+            return [wrong_kind(self.path, "the state of modules beside their weights", saved)]
         if set(saved.value) != set(self.owners):
             fix = "build the modules as they were when the state was saved"
             expected, found = sorted(self.owners), sorted(map(str, saved.value))
-            return [InvalidState(self.path, expected=f"the states of {expected}", found=f"those of {found}", fix=fix)]
+            return [
+                InvalidState(self.path, expected=f"the states of {expected}", found=f"the states of {found}", fix=fix)
+            ]
         try:
             from_plain(saved.value, {})
         except InvalidState as error:
@@ -59,10 +61,10 @@ class OwnModulePart:
         return []
 
     def write(self, saved: Any) -> Undo:
-        """Give each its state, keep the weights as they are, and compare what the modules say now with what was saved.
+        """Load each owner, keep the weights unchanged, and compare the state that the modules return now with the saved one.
 
         Raises:
-            InvalidState: if it is not the same, naming the class; nothing is changed then.
+            InvalidState: if they differ, naming the classes; then nothing is changed.
         """
         undo = remember(self.owners.values())
         weights = [(tensor, tensor.detach().clone()) for tensor in _tensors(self.module)]
@@ -84,17 +86,17 @@ class OwnModulePart:
                 where,
                 expected=f"{was}, as it was saved",
                 found=f"{now}, after the load of {kinds}",
-                fix="fix the pair of methods or hooks: what one of them saves the other has to take back",
+                fix="fix the pair of methods or hooks, so that the second restores what the first saves",
             )
         return undo
 
 
 def own_module_parts(name: str, module: Any) -> dict[str, OwnModulePart]:
-    """The components that a module needs beside its weights, if it needs any; none for what is no module.
+    """Return the components that a module needs beside its weights; empty for an ordinary module.
 
     Args:
         name: the component of the weights.
-        module: the module, wrapped or not; anything else needs none.
+        module: the module, wrapped or not; for any other object the result is empty.
 
     Examples:
         >>> own_module_parts("model", torch.nn.Linear(1, 1))
@@ -107,9 +109,9 @@ def own_module_parts(name: str, module: Any) -> dict[str, OwnModulePart]:
     own: dict[str, torch.nn.Module] = {}
     for path, each in module.named_modules():
         short = canonical_name(f"{path}._")[:-2] if path else ""
-        for found, says in ((extra, _has_extra(each)), (own, _says_own(each, module))):
-            if says:
-                found[path if short in found else short] = each  # a wrapper has the name of what it wraps
+        for found, has_state in ((extra, _has_extra(each)), (own, _has_own(each, module))):
+            if has_state:
+                found[path if short in found else short] = each  # a wrapper has the name of the module that it wraps
     parts = {
         f"{prefix}_extra_state": OwnModulePart(module, f"{prefix}_extra_state", extra, _extra_of, _set_extra),
         f"{prefix}_own_state": OwnModulePart(module, f"{prefix}_own_state", own, _own_of, _load_own),
@@ -118,20 +120,20 @@ def own_module_parts(name: str, module: Any) -> dict[str, OwnModulePart]:
 
 
 def late_problems(name: str, module: Any, parts: Mapping[str, OwnModulePart]) -> list[TrainfoldError]:
-    """What a module says itself that it did not say when it was attached, such as by a hook that came later.
+    """Return a problem for each owner that has appeared since the module was attached, for example by a later hook.
 
     Args:
         name: the component of its weights.
-        module: the module; anything else has no problems.
-        parts: what `own_module_parts` found then.
+        module: the module; any other object has no problems.
+        parts: the result of `own_module_parts` when it was attached.
     """
     known = {(each, owner) for each, part in parts.items() for owner in part.owners}
     now = {(each, owner) for each, part in own_module_parts(name, module).items() for owner in part.owners}
     return [
         InvalidState(
             f"{name}.{owner}" if owner else name,
-            expected="a state_dict() that says what it said when the module was attached",
-            found="a hook, or a method, that was put there later",
+            expected="a state_dict() with the hooks and methods that the module had when it was attached",
+            found="a hook or a method that was added later",
             fix="register hooks on state_dict before trainfold.attach(...)",
         )
         for _, owner in sorted(now - known)
@@ -150,8 +152,8 @@ def _set_extra(module: torch.nn.Module, value: Any) -> None:
     module.set_extra_state(value)
 
 
-def _says_own(module: torch.nn.Module, whole: torch.nn.Module) -> bool:
-    """Whether ``state_dict()`` of this module may have more in it than its tensors; torch's own are believed if they show none."""
+def _has_own(module: torch.nn.Module, whole: torch.nn.Module) -> bool:
+    """Whether ``state_dict()`` of this module may contain more than its tensors; torch's own modules are called to find out."""
     plain = torch.nn.Module
     overrides = [
         getattr(type(module), name)
@@ -160,10 +162,10 @@ def _says_own(module: torch.nn.Module, whole: torch.nn.Module) -> bool:
     ]
     hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]  # noqa: SLF001 (torch has no
     # public name for them)
-    says = [*overrides, *hooks]
-    if not says:
+    sources = [*overrides, *hooks]
+    if not sources:
         return False
-    return not all(_is_torchs(each) for each in says) or bool(_own_of(module, whole))
+    return not all(_is_torchs(each) for each in sources) or bool(_own_of(module, whole))
 
 
 def _is_torchs(function: Any) -> bool:
@@ -171,7 +173,7 @@ def _is_torchs(function: Any) -> bool:
 
 
 def _own_of(module: torch.nn.Module, whole: torch.nn.Module) -> dict[str, Any]:
-    """The part of ``state_dict()`` that is none of the tensors of the whole module; those are saved already."""
+    """Return the part of ``state_dict()`` without the tensors of the whole module, which are saved already."""
     known = {_place(tensor) for tensor in _tensors(whole)}
     return {
         key: value
@@ -181,12 +183,12 @@ def _own_of(module: torch.nn.Module, whole: torch.nn.Module) -> dict[str, Any]:
 
 
 def _load_own(module: torch.nn.Module, own: Mapping[str, Any]) -> None:
-    """Load what the module has now, with its own part replaced."""
+    """Load the current state of the module, with its own part replaced."""
     present = {key: value for key, value in module.state_dict().items() if not _is_extra(key)}
     stale = set(_own_of(module, module)) - set(own)
     state = {key: value for key, value in present.items() if key not in stale} | dict(own)
     if "strict" in inspect.signature(module.load_state_dict).parameters:
-        module.load_state_dict(state, strict=False)  # what is left out is compared afterwards
+        module.load_state_dict(state, strict=False)  # missing keys show in the comparison afterwards
     else:
         module.load_state_dict(state)
 

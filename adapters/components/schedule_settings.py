@@ -1,4 +1,4 @@
-"""What a script gave a scheduler, as plain values for the resume contract: settings, and functions by code and constants (W08)."""
+"""Settings of a scheduler, as plain values for the resume contract; functions by their code and constants."""
 
 import functools
 import types
@@ -14,7 +14,7 @@ from trainfold.core.digest import digest_of
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.json_values import Json, canonical_json, encode_scalar
 
-# What moves as a scheduler steps, and what follows from a setting of the same scheduler.
+# Attributes that change as a scheduler steps, or that follow from another setting of the same scheduler.
 _MOVES: Final = frozenset(
     {"optimizer", "verbose", "last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "mode_worse"}
     | {"_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "_schedule_phases"}
@@ -27,19 +27,19 @@ _DEPTH: Final = 3
 
 
 def settings_of(scheduler: Any, path: str, *, knows_groups: bool) -> dict[str, Json]:
-    """Contract key -> plain value, for each setting of a scheduler that was just made.
+    """Return contract key -> plain value, for each setting of a newly made scheduler.
 
-    A setting is an attribute, or an entry of its ``state_dict()``, that is plain and does not move with a step; private ones
-    count as well. So no class needs to be known. A function ends with ``()``; it is known by its code, its constants, and the
-    plain values that it has from around it. An object of somebody's class, such as a config, is known by its plain attributes,
-    each as ``cfg(Config).total``.
+    A setting is a plain attribute, public or private, or a plain entry of ``state_dict()``, that does not change with a
+    step. So no class needs special treatment. The key of a function ends with ``()``; its value is its code, its constants,
+    and the plain values that it reads from outside. An object of a user's class, such as a config, contributes its plain
+    attributes, each as ``cfg(Config).total``.
 
     Args:
         scheduler: the object.
-        path: what the keys begin with.
-        knows_groups: whether its optimizer is attached, whose groups say the base rates.
+        path: the prefix of the keys.
+        knows_groups: whether its optimizer is attached, whose groups contain the base rates.
 
-    The settings of what is no torch scheduler are named ``<path>.own.<setting>``: no replay can take them.
+    The settings of an object that is not a torch scheduler are named ``<path>.own.<setting>``, because no replay can apply them.
 
     Examples:
         >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -47,12 +47,12 @@ def settings_of(scheduler: Any, path: str, *, knows_groups: bool) -> dict[str, J
         {'s.gamma': 0.5, 's.step_size': 30}
     """
     state = scheduler.state_dict()
-    held = {**(state if isinstance(state, Mapping) else {}), **_attributes(scheduler)}
+    values = {**(state if isinstance(state, Mapping) else {}), **_attributes(scheduler)}
     left_out = _MOVES | ({"base_lrs"} if knows_groups else set())
     found: dict[str, Json] = {}
     plainly = path if isinstance(scheduler, LRScheduler) else f"{path}.own"
-    for name in sorted(name for name in held if isinstance(name, str) and name not in left_out):
-        value = held[name]
+    for name in sorted(name for name in values if isinstance(name, str) and name not in left_out):
+        value = values[name]
         if name == "_schedulers":
             for number, inner in enumerate(value):
                 found |= settings_of(inner, f"{path}.schedulers[{number}]", knows_groups=knows_groups)
@@ -67,14 +67,14 @@ def settings_of(scheduler: Any, path: str, *, knows_groups: bool) -> dict[str, J
 
 
 def settings_of_object(target: Any, path: str) -> dict[str, Json]:
-    """Contract key -> plain value, for what an attached object that is no scheduler says of itself: numbers, texts, functions.
+    """Return contract key -> plain value, for the settings of any other attached object: numbers, strings, functions.
 
-    Those of its ``state_dict()`` and of its attributes; of a module its own attributes alone, because its state are weights.
-    At most 64 of them are named.
+    They come from its ``state_dict()`` and its attributes; for a module, from its attributes only, because its state is
+    weights. There are at most 64 of them.
 
     Args:
-        target: the object, as it was when it was attached.
-        path: what the keys begin with.
+        target: the object, when it is attached.
+        path: the prefix of the keys.
 
     Examples:
         >>> scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
@@ -84,13 +84,13 @@ def settings_of_object(target: Any, path: str) -> dict[str, Json]:
     is_module = isinstance(target, torch.nn.Module)
     try:
         state = {} if is_module else target.state_dict()
-    except Exception:  # noqa: BLE001 (somebody's own: what cannot be captured says so in the first step)
+    except Exception:  # noqa: BLE001 (a user's class: a capture that fails is reported at the first step)
         state = {}
-    held = {**(state if isinstance(state, Mapping) else {}), **dict(own_attributes(target))}
+    values = {**(state if isinstance(state, Mapping) else {}), **dict(own_attributes(target))}
     found: dict[str, Json] = {}
-    for name in sorted(name for name in held if isinstance(name, str) and name not in _OF_MODULES):
-        value = held[name]
-        if isinstance(value, torch.nn.Module | torch.Tensor | np.ndarray) or name.lstrip("_") in held.keys() - {name}:
+    for name in sorted(name for name in values if isinstance(name, str) and name not in _OF_MODULES):
+        value = values[name]
+        if isinstance(value, torch.nn.Module | torch.Tensor | np.ndarray) or name.lstrip("_") in values.keys() - {name}:
             continue
         if functions := _functions_in(value):
             found[f"{path}.{name}()"] = [_function(each, _DEPTH) for each in functions]
@@ -102,13 +102,13 @@ def settings_of_object(target: Any, path: str) -> dict[str, Json]:
 
 
 def own_attributes(target: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes of an instance, without running code of its own."""
+    """Yield the attributes of an instance, without running its code."""
     for path, value in attributes_of(target):
         yield path.removeprefix("."), value
 
 
 def _in_object(value: Any, path: str) -> dict[str, Json]:
-    """The plain attributes of an object of somebody's class: what a scheduler may read its settings from."""
+    """Return the plain attributes of an object of a user's class, from which a scheduler may read its settings."""
     if isinstance(value, _NO_CONFIG) or type(value).__module__.split(".")[0] in ("torch", "numpy", "builtins"):
         return {}
     plain = [(name, _plain(each)) for name, each in sorted(own_attributes(value)) if name not in _MOVES]
@@ -117,7 +117,7 @@ def _in_object(value: Any, path: str) -> dict[str, Json]:
 
 
 def _attributes(scheduler: Any) -> dict[str, Any]:
-    """All of them, but for what a torch scheduler makes of its own methods."""
+    """Return all attributes, except the one that a torch scheduler makes of its own methods."""
     return {name: value for name, value in own_attributes(scheduler) if name != "_scale_fn_ref"}
 
 
@@ -133,7 +133,7 @@ _NONE: Any = object()
 
 
 def _plain(value: Any) -> Any:
-    """The JSON form of a plain value, a digest of a long one; `_NONE` for what is no plain value."""
+    """Return the JSON form of a plain value, or a digest of a long one; `_NONE` for any other value."""
     try:
         found = _json(value)
     except (TypeError, UnsupportedLeaf):
@@ -155,7 +155,7 @@ def _json(value: Any) -> Json:
 
 
 def _function(function: Any, depth: int) -> Json:
-    """A function as a plain value: its own constants by name, and a digest of its code."""
+    """Return a function as a plain value: its constants by name, and a digest of its code."""
     if isinstance(function, functools.partial):
         given = {str(number): each for number, each in enumerate(function.args)} | function.keywords
         return {"partial": _function(function.func, depth), **_values(given, depth)}
@@ -165,7 +165,7 @@ def _function(function: Any, depth: int) -> Json:
             "code": digest_of(repr(_code(code)).encode("utf-8", "backslashreplace")),
             **_around(function, code, depth),
         }
-    call = getattr(type(function), "__call__", None)  # noqa: B004 its code, where it is an object of somebody's class
+    call = getattr(type(function), "__call__", None)  # noqa: B004 (not whether it is callable, but its code)
     if isinstance(call, types.FunctionType):
         return {"class": type(function).__qualname__, "call": _function(call, depth), **_values(vars(function), depth)}
     return str(getattr(function, "__qualname__", type(function).__qualname__))
@@ -180,11 +180,11 @@ def _constant(value: object) -> object:
         return _code(value)
     return (
         sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
-    )  # whose order is another in each process
+    )  # the order of a set differs between processes
 
 
 def _around(function: Any, code: types.CodeType, depth: int) -> dict[str, Json]:
-    """What a function reads that is not in its code: defaults, closure cells, globals; plain values, and functions by theirs."""
+    """Return the values that a function reads from outside its code: defaults, closure cells and globals."""
     function = getattr(function, "__func__", function)
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
     closed = {name: cell.cell_contents for name, cell in cells.items() if _is_filled(cell)}
@@ -207,7 +207,7 @@ def _values(given: Mapping[str, Any], depth: int) -> dict[str, Json]:
 
 def _is_filled(cell: types.CellType) -> bool:
     try:
-        cell.cell_contents  # noqa: B018 (it raises where the cell is empty)
+        cell.cell_contents  # noqa: B018 (it raises if the cell is empty)
     except ValueError:
         return False
     return True

@@ -16,9 +16,9 @@ from trainfold.core.state.state import Opaque
 @final
 @attrs.frozen
 class SchedulerPart:
-    """Schedulers behind one component; restoring never calls ``step()`` (B12).
+    """Schedulers behind one component; a restore never calls ``step()``.
 
-    The learning rate itself lives in the optimizer's param groups and is restored with them.
+    The learning rate itself is in the optimizer's param groups and is restored with them.
 
     Attributes:
         schedulers: one scheduler, or a list, tuple or dict of them.
@@ -33,27 +33,27 @@ class SchedulerPart:
         ]
 
     def capture(self) -> Any:
-        """The ``state_dict()`` of each, in the same arrangement."""
+        """Return the ``state_dict()`` of each scheduler, in the same structure."""
         _, arrangement = tree.flatten(self.schedulers)
         return tree.unflatten(arrangement, [part.capture() for part in self._parts()])
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Whether it is the same arrangement of the same kinds of schedulers, each field of its type (W20)."""
+        """Check that the state has the same structure of the same schedulers, with fields of the right types."""
         parts, values = self._parts(), opaques(saved)
         if [part.path for part in parts] != list(values):
             return [
                 InvalidState(
                     "scheduler",
                     expected=f"the states of {[part.path for part in parts]}",
-                    found=f"those of {list(values)}",
-                    fix="attach as many schedulers as the state was captured from, in the same arrangement",
+                    found=f"the states of {list(values)}",
+                    fix="attach as many schedulers as the state was captured from, in the same structure",
                 )
             ]
         found = [problem for part in parts for problem in part.problems(values[part.path])]
         return found or [problem for part in parts for problem in _field_problems(part, values[part.path])]
 
     def write(self, saved: Any) -> Undo:
-        """Give each its state; if one refuses, all have the states that they had."""
+        """Load each scheduler; if one load fails, restore the old states of all."""
         values = opaques(saved)
         undos: list[Undo] = []
 
@@ -69,7 +69,7 @@ class SchedulerPart:
         return undo_all
 
     def kinds(self) -> list[str]:
-        """The classes, for the resume contract."""
+        """Return the classes, for the resume contract."""
         return [kind_of(part.target) for part in self._parts()]
 
 
@@ -83,10 +83,10 @@ def _field_problems(part: ObjectPart, saved: Opaque) -> list[TrainfoldError]:
 
 
 def check_schedulers(schedulers: Any) -> Any:
-    """Refuse an object that cannot be a scheduler, when it is attached.
+    """Check attached schedulers.
 
     Raises:
-        InvalidArgument: naming it.
+        InvalidArgument: naming the first object that cannot be a scheduler.
     """
     for path, scheduler in tree.named_leaves(schedulers, "scheduler"):
         if not isinstance(scheduler, Stateful):
@@ -100,7 +100,7 @@ def check_schedulers(schedulers: Any) -> Any:
 
 
 def opaques(saved: Any) -> dict[str, Any]:
-    """The state of each scheduler by its path, ``scheduler['critic']``."""
+    """Return the state of each scheduler by its path, such as ``scheduler['critic']``."""
     found: dict[str, Any] = {}
 
     def collect(value: Any, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Objects that hold a part of a state on each rank in a form that looks whole: refused by name, until they can be saved."""
+"""Refuses objects that hold only a part of the state on each rank, but look whole; they cannot be saved yet."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,11 +6,11 @@ import torch
 
 from trainfold.core.errors import InvalidArgument
 
-_STATELESS = ("ProcessGroup", "_AllreduceUpcastHookState")  # the second is that of DDP's own mixed precision
+_STATELESS = ("ProcessGroup", "_AllreduceUpcastHookState")  # the second belongs to DDP's own mixed precision
 
 
 def check_whole_module(module: torch.nn.Module, where: str) -> None:
-    """Refuse a module of which each rank holds a part (FSDP1, FSDP2, DTensors), or with a communication hook that keeps state.
+    """Refuse a module that is sharded over the ranks (FSDP1, FSDP2, DTensors), or has a communication hook with state.
 
     Raises:
         InvalidArgument: naming the first such module or parameter.
@@ -22,30 +22,30 @@ def check_whole_module(module: torch.nn.Module, where: str) -> None:
         if _is_a(each, "FullyShardedDataParallel"):
             raise _sharded(
                 where,
-                f"a FullyShardedDataParallel{f' at {name!r}' if name else ''}: its flat parameters are this rank's part of all",
+                f"a FullyShardedDataParallel{f' at {name!r}' if name else ''}: its flat parameters are this rank's part of the whole",
             )
         for hook_state in _states_of_hooks(each):
             raise InvalidArgument(
                 where,
-                expected="a module that keeps nothing of its own on each rank",
-                found=f"a communication hook with a {type(hook_state).__qualname__}{f' at {name!r}' if name else ''}: it keeps what it did not send",
-                fix="register a hook without a state, such as fp16_compress_hook with state=None: what this one keeps cannot be saved yet",
+                expected="a module that keeps no state of its own on each rank",
+                found=f"a communication hook with a {type(hook_state).__qualname__}{f' at {name!r}' if name else ''}: it keeps the part of the gradients that it did not send",
+                fix="register a hook without state, such as fp16_compress_hook with state=None: the state of this hook cannot be saved yet",
             )
     for name, parameter in module.named_parameters():
         if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
             raise _sharded(
                 where,
-                f"a flat parameter of FullyShardedDataParallel at {name!r}: its flat parameters are this rank's part of all",
+                f"a flat parameter of FullyShardedDataParallel at {name!r}: its flat parameters are this rank's part of the whole",
             )
         if _is_a(parameter, "DTensor") or _is_a(parameter.data, "DTensor"):
             raise _sharded(
                 where,
-                f"a DTensor at {name!r}, as fully_shard (FSDP2) and tensor parallelism make: this rank has its part of all",
+                f"a DTensor at {name!r}, as fully_shard (FSDP2) and tensor parallelism make it: this rank has its part of the whole",
             )
 
 
 def check_whole_optimizer(optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Refuse an optimizer that keeps the slots of this rank's share alone, in an optimizer of its own.
+    """Refuse an optimizer that keeps, in an inner optimizer, only the slots of this rank's share.
 
     Raises:
         InvalidArgument: for a ``ZeroRedundancyOptimizer``.
@@ -57,16 +57,16 @@ def check_whole_optimizer(optimizer: torch.optim.Optimizer, where: str) -> None:
         raise InvalidArgument(
             where,
             expected="an optimizer that has the slots of all its parameters on every rank",
-            found="a ZeroRedundancyOptimizer, which keeps those of this rank's share in another one",
-            fix="use the optimizer class that it wraps, under DistributedDataParallel: what this one has cannot be saved yet",
+            found="a ZeroRedundancyOptimizer, which keeps only the slots of this rank's share, in an inner optimizer",
+            fix="use the optimizer class that it wraps, under DistributedDataParallel: sharded slots cannot be saved yet",
         )
 
 
 def check_whole(targets: Iterable[tuple[str, object]]) -> None:
-    """Check what a run attaches: (where, object) pairs; objects of other kinds pass.
+    """Check the objects that a run attaches: (where, object) pairs; other kinds of objects pass.
 
     Raises:
-        InvalidArgument: for the first one that holds parts.
+        InvalidArgument: for the first object that holds only a part of its state.
     """
     for where, target in targets:
         if isinstance(target, torch.nn.Module):
@@ -76,13 +76,13 @@ def check_whole(targets: Iterable[tuple[str, object]]) -> None:
 
 
 def wheres(model: object, optimizer: object, extra: Mapping[str, object]) -> list[tuple[str, object]]:
-    """What was attached, with the argument that it came by."""
+    """Return the attached objects, each with the argument that it was passed as."""
     named = {f"extra[{name!r}]": target for name, target in extra.items()}
     return [("attach.model", model), ("attach.optimizer", optimizer), *named.items()]
 
 
 def _states_of_hooks(module: torch.nn.Module) -> list[object]:
-    """The states of a DDP wrapper's communication hooks; a process group is none."""
+    """Return the states of a DDP wrapper's communication hooks; a process group does not count."""
     hooks = getattr(module, "_comm_hooks", None) if _is_a(module, "DistributedDataParallel") else None
     states = [hook[-1] for hook in hooks or () if isinstance(hook, tuple) and hook]
     return [state for state in states if state is not None and not any(_is_a(state, name) for name in _STATELESS)]
@@ -97,5 +97,5 @@ def _sharded(where: str, found: str) -> InvalidArgument:
         where,
         expected="a module whose parameters are whole on every rank",
         found=found,
-        fix="wrap the model in DistributedDataParallel: what is sharded cannot be saved yet",
+        fix="wrap the model in DistributedDataParallel: sharded models cannot be saved yet",
     )

@@ -1,4 +1,4 @@
-"""What a restored slot or hyperparameter must be, checked before anything is written (B10, W20)."""
+"""Checks of restored slots and hyperparameters, before anything is written."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,9 +15,9 @@ _LIKE_PARAMETER: Final = frozenset(
     {"acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer"}
     | {"prev", "square_avg", "step_size", "sum"}
 )
-# Those that are one number, a tensor of no dimensions or, in older checkpoints, a plain one.
+# Slots that are one number: a tensor without dimensions or, in older checkpoints, a plain number.
 _ONE_NUMBER: Final = frozenset({"step", "mu_product", "eta", "mu"})
-_ANYTHING: Final = "anything"  # what may be None may be something later
+_ANYTHING: Final = "anything"  # a slot that is None now may become anything later
 _NUMBER: Final = "a number"
 _LOW: Final = frozenset({torch.float16, torch.bfloat16})
 
@@ -31,20 +31,21 @@ def slot_problems(  # noqa: PLR0913 - the two sides, and what they are
     *,
     is_torchs: bool,
 ) -> list[TrainfoldError]:
-    """Every slot that cannot be its parameter's.
+    """Return a problem for every slot that cannot belong to its parameter.
 
-    A parameter without any slot never had a gradient; one with some of its slots is damaged (B10). Parameters of one group and
-    of as many dimensions are treated alike by every optimizer of torch, so they must have the same slots. Somebody else's may
-    keep more for a large parameter, or in another dtype: there, parameters must be of one shape and dtype to be alike, and
-    nothing is known of the shapes of their slots, but that the live optimizer may have the same slot already.
+    A parameter without slots never had a gradient; a parameter with only some of its slots is damaged. Every torch optimizer
+    treats parameters of one group with the same number of dimensions alike, so they must have the same slots. An optimizer
+    of another library may keep more for a large parameter, or use another dtype: there, parameters are alike only if they
+    have one shape and dtype. Nothing is known about the shapes of its slots, but the live optimizer may already have a slot
+    to compare with.
 
     Args:
-        groups: those of the state, which are those of the live optimizer.
-        slots: name -> the slots of the state.
+        groups: the groups of the state, which are those of the live optimizer.
+        slots: name -> the slots in the state.
         params: name -> parameter.
-        present: name -> the slots that the live optimizer has.
+        present: name -> the slots in the live optimizer.
         path: the component, for messages.
-        is_torchs: whether the class is one of ``torch.optim``.
+        is_torchs: whether the class is from ``torch.optim``.
     """
     alike: dict[tuple[Any, ...], list[str]] = {}
     for number, group in enumerate(groups):
@@ -58,14 +59,14 @@ def slot_problems(  # noqa: PLR0913 - the two sides, and what they are
         keys = {key for name in members for key in slots[name]}
         kinds = {key: _kind(slots[name][key]) for name in reversed(members) for key in slots[name]}
         for name in members:
-            held = slots[name]
-            missing = sorted(keys - set(held))
+            own = slots[name]
+            missing = sorted(keys - set(own))
             where = f"{path}.slots[{name!r}]"
             if missing:
                 found.append(
                     _problem(where, f"the slots {sorted(keys)}", f"{missing} missing", "use another checkpoint")
                 )
-            for key, value in held.items():
+            for key, value in own.items():
                 wanted = _wanted(
                     key, value, params[name], present.get(name, {}).get(key), kinds[key], is_torchs=is_torchs
                 )
@@ -78,9 +79,9 @@ def slot_problems(  # noqa: PLR0913 - the two sides, and what they are
 def group_problems(
     saved: OptimizerState, live: Mapping[frozenset[str], Mapping[str, Any]], path: str
 ) -> list[TrainfoldError]:
-    """Every hyperparameter that is of another type than the one that it would replace.
+    """Return a problem for every hyperparameter whose type differs from the value that it would replace.
 
-    A number may have become a tensor of one element, and None anything, in a step of the optimizer.
+    A step of the optimizer may have turned a number into a tensor of one element, and None into anything.
 
     Args:
         saved: the state.
@@ -92,7 +93,7 @@ def group_problems(
             f"{path}.groups[{min(group.params, default='')!r}].{key}",
             expected,
             _described(value),
-            "use another checkpoint: no optimizer writes that",
+            "use another checkpoint: no optimizer writes such a value",
         )
         for group in saved.groups
         for key, value in group.hyper.items()
@@ -108,7 +109,7 @@ def _misfits(key: str, value: Any, group: Mapping[str, Any]) -> Iterator[str]:
 
 
 def fits(value: Any, present: Any) -> bool:  # noqa: PLR0911 - one return for each kind
-    """Whether a value may stand where another one stands: a number for a number, text for text, a list for a list.
+    """Whether a value may replace another: a number a number, a string a string, a list a list.
 
     Examples:
         >>> fits(1, 0.5), fits("fast", 0.5), fits(None, 0.5), fits([1, 2], (0.9, 0.999)), fits(True, 0.5)
@@ -136,7 +137,7 @@ def _is_number(value: Any) -> bool:
 def _wanted(  # noqa: PLR0913 - private
     key: str, value: Any, parameter: torch.Tensor, present: Any, usual: str, *, is_torchs: bool
 ) -> str | None:
-    """What a slot should have been, where it cannot be that."""
+    """Return what a slot should be if it cannot be right, and None if it can."""
     if is_torchs and key in _LIKE_PARAMETER:
         return None if _is_like(value, parameter) else f"a tensor of shape {list(parameter.shape)} like its parameter"
     if is_torchs and key in _ONE_NUMBER:
@@ -149,7 +150,7 @@ def _is_like(value: Any, parameter: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
     if parameter.dtype in _LOW and value.dtype in (torch.float32, torch.float64):
-        return True  # its moments may be kept in more bits than torch gives them (B09)
+        return True  # its moments may have more bits than torch gives them
     return value.dtype == parameter.dtype
 
 
@@ -162,9 +163,9 @@ def _is_one_number(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """What every parameter that is alike has in a slot; the shape is the class's own affair, and may grow.
+    """Return the kind of a slot, which like parameters must share. The shape is up to the class, and may grow.
 
-    A class may keep one number as a tensor for a parameter, and as a plain one for another.
+    A class may keep one number as a tensor for one parameter and as a plain number for another.
     """
     if isinstance(value, torch.Tensor) and value.dim():
         return f"a tensor of {value.dtype}"
