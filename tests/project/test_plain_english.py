@@ -43,13 +43,10 @@ STRINGS = {
 
 # Folders that are not edited yet; a name goes with the last finding in its folder.
 PENDING: Final = (
-    ".", "adapters/bridges", "adapters/cli", "adapters/cli/demo", "adapters/cli/rehearse", "adapters/cli/terminal",
-    "adapters/components", "adapters/evaluation", "adapters/guards", "adapters/live", "adapters/loaders",
-    "adapters/manager", "adapters/own_state", "adapters/requests", "adapters/streams",
+    ".", "adapters/bridges", "adapters/cli", "adapters/cli/demo", "adapters/cli/rehearse", "adapters/cli/terminal", "adapters/evaluation", "adapters/guards", "adapters/live", "adapters/loaders",
+    "adapters/manager", "adapters/requests", "adapters/streams",
     "backends", "backends/formats/native", "backends/hold", "backends/ranks", "backends/runs", "backends/stores",
-    "core", "core/best", "core/data", "core/evaluate", "core/exact", "core/format", "core/history",
-    "core/layout", "core/metrics", "core/optim", "core/rehearsal", "core/resume", "core/save",
-    "core/state", "core/step", "core/step/engine", "docs", "docs/adr", "docs/explanation",
+    "core", "core/best", "core/evaluate", "core/exact", "core/format", "core/history", "core/metrics", "core/rehearsal", "core/resume", "core/save", "docs", "docs/adr", "docs/explanation",
     "docs/how-to", "properties", "src/trainfold",
 )  # fmt: skip
 
