@@ -16,6 +16,8 @@ from trainfold.core.json_values import shown
 from trainfold.core.save.replicas import LEVELS, Level, level_of
 from trainfold.core.save.retention import Retention, check_keep_last, keep_last
 from trainfold.core.save.triggers import Triggers, make_triggers
+from trainfold.core.state.components import validate_components
+from trainfold.core.state.state import TrainState
 
 _WRITERS_BYTES: Final = BUFFERS * BUFFER_BYTES
 
@@ -80,15 +82,48 @@ def triggers_given(every: object, every_secs: float | None, *, at_end: bool) -> 
     return triggers, every == "auto" and every_secs is None
 
 
-def check_run(run: object, kinds: type | UnionType) -> None:
-    """Check that a run is a live one, or a state where that is allowed."""
-    if not isinstance(run, kinds):
-        raise InvalidArgument(
-            "CheckpointManager",
-            expected="a live run" if kinds is Live else "a live run, or a state",
-            found=shown(run),
-            fix="pass what attach(model, optimizer, ...) returned",
-        )
+@final
+class RunCheck:
+    """Checks the runs that a manager is called with.
+
+    Args:
+        components: which components the manager saves; None for all.
+    """
+
+    def __init__(self, components: tuple[str, ...] | None) -> None:
+        self._components = components
+        self._names_are_known = components is None
+
+    def __call__(self, run: Live | TrainState, *, kinds: type | UnionType = Live | TrainState) -> None:
+        """Check that a run is a live one, or a state where that is allowed, and that it has the components.
+
+        Raises:
+            InvalidArgument: if it is neither.
+            UnknownComponent: if the first run lacks a component; each save checks what is declared later.
+        """
+        if not isinstance(run, kinds):
+            raise InvalidArgument(
+                "CheckpointManager",
+                expected="a live run" if kinds is Live else "a live run, or a state",
+                found=shown(run),
+                fix="pass what attach(model, optimizer, ...) returned",
+            )
+        if not self._names_are_known:
+            validate_components(self._components, declared=run.names if isinstance(run, Live) else tuple(run.extra))
+            self._names_are_known = True
+
+
+def cadence_text(every: object, every_secs: float | None) -> str:
+    """The cadences of a manager, as its arguments.
+
+    Examples:
+        >>> cadence_text(500, None), cadence_text("auto", 600.0)
+        ('every=500', 'every_secs=600')
+    """
+    if every_secs is None:
+        return f"every={every!r}"
+    both = "" if every in ("auto", None) else f"every={every!r}, "
+    return f"{both}every_secs={every_secs:g}"
 
 
 def check_decision(decision: object) -> None:

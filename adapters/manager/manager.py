@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, final
+from typing import Any, Literal, final
 
 from trainfold.adapters.guards.first_save import FirstSave
 from trainfold.adapters.guards.never_asked import NeverAsked
@@ -28,11 +28,9 @@ from trainfold.core.save.events import Event
 from trainfold.core.save.replicas import Level
 from trainfold.core.save.retention import Retention
 from trainfold.core.save.triggers import Verdict
-from trainfold.core.state.components import check_likely, validate_components
+from trainfold.core.state.components import check_likely
 from trainfold.core.state.contract import checked_contract
 from trainfold.core.state.state import TrainState
-
-_RUNS: Final = Live | TrainState
 
 
 @final
@@ -94,7 +92,7 @@ class CheckpointManager:
         (True, [None, 2, None, 4])
     """
 
-    _lease = RunLease(None)  # never opened: `close` works whatever failed before
+    _lease, _how = RunLease(None), ""  # `close` and `repr` work whatever failed before
 
     def __init__(  # noqa: PLR0913 (one keyword for each decision)
         self,
@@ -125,23 +123,16 @@ class CheckpointManager:
             rehearsal = rehearsal_of(os.environ, rank=world.rank)
             retention = given.retention_given(keep_last, keep)
             if rehearsal is not None:
-                run, on_event, retention = (
-                    rehearsal.place(run),
-                    rehearsal.listener(on_event),
-                    rehearsal.retention(retention),
-                )
+                run, on_event = rehearsal.place(run), rehearsal.listener(on_event)
+                retention = rehearsal.retention(retention)
                 every, every_secs, at_end = rehearsal.orders.every, None, True
             triggers, is_auto = given.triggers_given(every, every_secs, at_end=at_end)
             left_behind = None if keep_left_behind is None else given.policy_given("keep_left_behind", keep_left_behind)
-            names, start_over, policy = (
-                check_likely(components),
-                given.flag("start_over", start_over),
-                check_policy(policy),
-            )
-            agreed = checked_contract(mapping_given("contract", contract))
+            names, start_over = check_likely(components), given.flag("start_over", start_over)
+            policy, agreed = check_policy(policy), checked_contract(mapping_given("contract", contract))
             options = given.save_options(components=names, contract=agreed, mode=mode, when_busy=when_busy, max_extra_bytes=max_extra_bytes,
                                    hold_check=hold_check, replica_check=replica_check)  # fmt: skip
-            self._store = store = runs.open_store(run)
+            store = runs.open_store(run)
             first = FirstSave(store, world, lease.take(store, world), start_over=start_over, components=names)
             self._events = events = EventLog(store.url, on_event)
             lease.before_release(events.report_deferred)
@@ -152,8 +143,8 @@ class CheckpointManager:
                                      pruner=Pruner(store, retention, left_behind))  # fmt: skip
             loader = RunLoader(store, world, names, policy, agreed, proves=options.replica_check == "full")
             self._loads = LoadRunner(loader, self._saves, due, first, asked, events, rehearsal)
-            self._components, self._names_are_known = names, names is None
-            self._how = f"{mode}, every={every!r}, keep: {retention}"
+            self._check_run = given.RunCheck(names)
+            self._how = f"{store.url!r}, {mode}, {given.cadence_text(every, every_secs)}, keep: {retention}"
         self._lease = lease
 
     @classmethod
@@ -162,8 +153,8 @@ class CheckpointManager:
         return cls(config.run, **manager_arguments(config), **extra)
 
     def __repr__(self) -> str:
-        closed = "" if self._lease.is_open else ", closed"
-        return f"CheckpointManager({self._store.url!r}, {self._how}; {self._saves.describe()}{closed})"
+        parts = [self._how, self._saves.describe()] if self._how else []
+        return f"CheckpointManager({'; '.join(parts + ([] if self._lease.is_open else ['closed']))})"
 
     @property
     def should_stop(self) -> bool:
@@ -217,10 +208,7 @@ class CheckpointManager:
     def finish(self, run: Live | TrainState) -> SaveOutcome | None:
         """Save the last state, unless it is saved already or a request aborted the run; then wait until all is durable.
 
-        Call it when the loop is over, however it ended: no more data, the last step, a request to stop.
-
-        Returns:
-            What was saved now, or None.
+        Call it when the loop is over, however it ended: no more data, the last step, a request to stop. It returns what was saved now.
 
         Raises:
             SaveFailed: if it failed; or if a save before it did. Then the last state is durable.
@@ -305,7 +293,7 @@ class CheckpointManager:
             decision: what `should_load` returned; None for the newest.
 
         Returns:
-            A new state; or, for a live run, which is written in place, what was done.
+            A new state; or what was done to a live run, which is written in place.
 
         Raises:
             InvalidArgument: for a decision not to load, for one of another manager, or for the newest where a newer one is there now.
@@ -333,15 +321,11 @@ class CheckpointManager:
             SaveFailed: if a save was under way and failed.
         """
         self._check()
-        given.check_run(live, Live)
-        self._check(live, asks=False)
+        self._check_run(live, kinds=Live)
         return self._loads.restore(live, step, reset)
 
     def load_best(self, run: Live | TrainState) -> TrainState | Restored:
-        """Load the weights of the best checkpoint, and nothing else: optimizer, counters and position stay.
-
-        Returns:
-            A new state; or, for a live run, which is written in place, the step of the weights.
+        """Load the weights of the best checkpoint as `load` does, and nothing else: optimizer, counters and position stay.
 
         Raises:
             InvalidState: if `save_best` has recorded none.
@@ -359,11 +343,7 @@ class CheckpointManager:
         """Check that a call may be made now; ``asks`` if it may save."""
         self._lease.check_open()
         self._events.check_not_calling()
-        if run is None:
-            return
-        given.check_run(run, _RUNS)
-        if not self._names_are_known:  # of the first run; each save checks what is declared later
-            validate_components(self._components, declared=run.names if isinstance(run, Live) else tuple(run.extra))
-            self._names_are_known = True
-        if asks:
-            self._asked.asked()
+        if run is not None:
+            self._check_run(run)
+            if asks:
+                self._asked.asked()

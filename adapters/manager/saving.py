@@ -209,7 +209,8 @@ class SaveRunner:
     def describe(self) -> str:
         """What is being saved, and what was saved last, in words."""
         under_way = "" if self._under_way is None else f"saving step {self._under_way.before.step}, "
-        return f"{under_way}{'nothing' if self._committed_step is None else f'step {self._committed_step}'} saved last"
+        last = "nothing saved yet" if self._committed_step is None else f"saved step {self._committed_step} last"
+        return f"{under_way}{last}"
 
     # --- inside: how a save ends -------------------------------------------------------------------------------------
 

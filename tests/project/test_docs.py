@@ -145,6 +145,16 @@ def test_each_line_of_what_is_exact_names_the_test_that_holds_it(root):
     assert all(line.count(" | ") == 1 for line in unseen.splitlines() if line.startswith("| "))
 
 
+def test_each_promise_of_async_saves_names_the_test_that_holds_it(root):
+    """The page has one drawing, a table of who may write when, and four writes that are not seen."""
+    page = (root / "docs" / "explanation" / "async-saves.md").read_text()
+    promised = page.partition("## What is promised")[2].partition("## What is not seen")[0]
+    lines = [line for line in promised.splitlines() if line.startswith("| ") and line != "| promise | test |"]
+    assert len(lines) >= 9
+    assert [line for line in lines if not re.search(r"`tests/(\w+/)*test_\w+\.py::test_", line)] == []
+    assert re.findall(r"^\d", page.partition("## What is not seen")[2], re.MULTILINE) == ["1", "2", "3", "4"]
+
+
 def test_every_decision_has_a_number_a_status_and_its_four_parts(root):
     pages = sorted((root / "docs" / "adr").glob("0*.md"))
     numbers = [page.name[:4] for page in pages]
