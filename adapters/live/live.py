@@ -95,7 +95,7 @@ def attach(  # noqa: PLR0913 - keywords
 
     Raises:
         InvalidArgument: for an object whose state cannot be known, or an optimizer whose scheduler is forgotten for
-            certain; where that is only likely, a warning is logged.
+            certain; where that is not certain, a warning names it after a resume that has restarted it.
         InvalidState: if the optimizer holds a tensor that the model does not have, or the model has no values yet.
         UnsupportedLeaf: for a hyperparameter that is not plain, and so could not be compared at a resume.
 
@@ -193,8 +193,11 @@ class Live:
         self._steps_of_others = StepWatch(self._attached, self._names_of_parameters)
         self._selection: tuple[str, ...] | None = None  # what a manager saves; None for all
         schedulers = {} if self._scheduler is None else dict(tree.named_leaves(self._scheduler.schedulers, "scheduler"))
-        is_free = not self._schedulers()
-        self._rates = Rates({n: part.optimizer for n, part in optimizers.items() if is_free and n not in scheduled})
+        mine = self._schedulers()
+        free = (
+            {} if mine else {n: p for n, p in optimizers.items() if not self._watch.has_scheduler(n, mine, self._extra)}
+        )
+        self._rates = Rates({name: part.optimizer for name, part in free.items()})
         self._audit = Audit({**self._attached(), **schedulers}, loader, accepted=unsaved, is_strict=strict)
         self._trained = Trained(self._attached())
         self._averages = SwapProbe(model, self._extra)

@@ -1,8 +1,6 @@
 """What a script passed to `attach`, for the resume contract: the hyperparameters, and which parameters are frozen."""
 
-import logging
 from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import suppress
 from enum import Enum
 from typing import Any, final
 
@@ -17,7 +15,6 @@ from trainfold.core.format.codec import leaf_digest
 from trainfold.core.state.contract import checked_contract
 from trainfold.core.state.fqn import named_tensors
 
-_LOG = logging.getLogger("trainfold")
 _FROZEN_SHOWN = 64
 # The key that a torch scheduler adds to a param group -> the hyperparameters that it then changes at each step.
 SCHEDULED = {"initial_lr": {"lr"}, "max_momentum": {"momentum", "betas"}}
@@ -25,40 +22,33 @@ SCHEDULED = {"initial_lr": {"lr"}, "max_momentum": {"momentum", "betas"}}
 
 @final
 class SchedulerWatch:
-    """Detects a scheduler that works on an optimizer of the run and is not attached, so that a resume would lose its state.
+    """Refuses a scheduler that works on an optimizer of the run and is not attached, so that a resume would lose its state.
 
-    Certain cases are refused; likely cases are logged as a warning, once for each optimizer.
+    A torch scheduler wraps the ``step`` of its optimizer when it is made. The scheduler belongs to the run if the optimizer has
+    not stepped since, or if the wrapping happened after `add`. It is certainly not attached if there is no attached scheduler
+    that could be it, and no attached object or pair of functions whose contents are unknown.
 
-    - Certain: a torch scheduler wraps the ``step`` of its optimizer when it is made. The scheduler belongs to the run if the
-      optimizer has not stepped since, or if the wrapping happened after `add`. It is certainly not attached if there is no
-      attached scheduler that could be it, and no attached object or pair of functions whose contents are unknown.
-    - Likely: the optimizer has stepped under the scheduler before the attach, so the scheduler may be finished, as after a
-      learning-rate search. Or there is only an ``initial_lr``, which a loaded optimizer state also brings. Or an object with
-      unknown contents is attached, and its state does not look like one with a scheduler in it.
-
-    Values that a restore writes into the param groups prove nothing. Not seen at all: a ``ReduceLROnPlateau``, a scheduler of
-    the user's that leaves no trace, and a second scheduler for an optimizer that already has one.
+    Where nothing is certain, nothing is raised or logged here: `Rates` warns after a resume, once a rate has restarted. Values
+    that a restore writes into the param groups prove nothing. Not seen: a ``ReduceLROnPlateau``, a scheduler of the user's that
+    leaves no trace, and a second scheduler for an optimizer that already has one.
     """
 
     def __init__(self) -> None:
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._unused: dict[str, bool] = {}  # optimizer to check -> whether it had not stepped when it was added
-        self._marked: set[str] = set()  # optimizers that came with initial_lr
 
     def add(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Watch one more optimizer."""
         self._optimizers[name] = optimizer
         self._unused[name] = not getattr(optimizer, "_opt_called", False)
-        if any("initial_lr" in group for group in optimizer.param_groups):
-            self._marked.add(name)
 
     def covers(self, name: str, schedulers: Iterable[Any], extra: Mapping[str, Any]) -> bool:
         """Whether an attached object may change the learning rate of an optimizer that has had a scheduler."""
-        optimizer = self._optimizers[name]
-        return self._has_scheduler(optimizer, schedulers, extra) or (_is_wrapped(optimizer) and bool(_opaque(extra)))
+        is_wrapped = _is_wrapped(self._optimizers[name])
+        return self.has_scheduler(name, schedulers, extra) or (is_wrapped and _has_opaque(extra))
 
     def check(self, schedulers: Callable[[], Iterable[Any]], extra: Mapping[str, Any], *, where: str) -> None:
-        """Check the optimizers that are new, or that got a scheduler since the last check.
+        """Check the optimizers that got a scheduler since the last check.
 
         Args:
             schedulers: returns the attached schedulers.
@@ -68,35 +58,20 @@ class SchedulerWatch:
         Raises:
             InvalidArgument: if a scheduler is certainly missing; it names the optimizer.
         """
-        for name in [each for each in self._unused if each in self._marked or _is_wrapped(self._optimizers[each])]:
-            is_unused, is_wrapped = self._unused[name], _is_wrapped(self._optimizers[name])
-            if not self._has_scheduler(self._optimizers[name], schedulers(), extra):
-                unknown = _opaque(extra)
-                if is_wrapped and is_unused and not unknown:
-                    raise InvalidArgument(
-                        where,
-                        expected=f"the scheduler of {name}, which has wrapped its step()",
-                        found="nothing attached that could have its state",
-                        fix="attach(..., scheduler=scheduler), or pass it under extra=, otherwise a resume would restart it; if "
-                        "the scheduler is no longer in use, make a new optimizer",
-                    )
-                if not any(_has_schedule(target) for target in unknown.values()):
-                    _LOG.warning(
-                        "%s: a scheduler has worked on %s, and none is attached%s; if it is still in use, attach it as "
-                        "scheduler=, otherwise a resume would restart it",
-                        where,
-                        name,
-                        f", unless {' or '.join(unknown)} has it" if unknown else "",
-                    )
-            self._marked.discard(name)
-            if is_wrapped:
-                del self._unused[name]
+        for name in [each for each in self._unused if _is_wrapped(self._optimizers[each])]:
+            if self._unused[name] and not self.has_scheduler(name, schedulers(), extra) and not _has_opaque(extra):
+                raise InvalidArgument(
+                    where,
+                    expected=f"the scheduler of {name}, which has wrapped its step()",
+                    found="nothing attached that could have its state",
+                    fix="attach(..., scheduler=scheduler), or pass it under extra=, otherwise a resume would restart it; if "
+                    "the scheduler is no longer in use, make a new optimizer",
+                )
+            del self._unused[name]
 
-    def _has_scheduler(
-        self, optimizer: torch.optim.Optimizer, schedulers: Iterable[Any], extra: Mapping[str, Any]
-    ) -> bool:
+    def has_scheduler(self, name: str, schedulers: Iterable[Any], extra: Mapping[str, Any]) -> bool:
         """Whether one of the schedulers may work on this optimizer; one that is not torch's may work on several."""
-        others = [other for other in self._optimizers.values() if other is not optimizer]
+        others = [other for other in self._optimizers.values() if other is not self._optimizers[name]]
         known = [*schedulers, *filter(_is_scheduler, map(bare, extra.values()))]
         return not all(_is_torchs(each) and _is_one_of(getattr(each, "optimizer", None), others) for each in known)
 
@@ -200,24 +175,10 @@ def _is_scheduler(target: Any) -> bool:
     return is_scheduler or isinstance(getattr(target, "optimizer", None), torch.optim.Optimizer)
 
 
-def _opaque(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The extras that may contain a hidden scheduler: the user's own objects, and pairs of functions."""
+def _has_opaque(extra: Mapping[str, Any]) -> bool:
+    """Whether an extra may contain a hidden scheduler: an object of the user's, or a pair of functions."""
     plain = torch.nn.Module | torch.optim.Optimizer
-    objects = {name: bare(target) for name, target in extra.items()}
-    return {name: extra[name] for name, each in objects.items() if not isinstance(each, plain) and not _is_torchs(each)}
-
-
-def _has_schedule(target: Any) -> bool:
-    """Whether the state of an object, or what a pair returns, contains the state of a torch scheduler."""
-    with suppress(Exception):  # a failure here is reported when the run is captured
-        return _is_schedule(target[0]() if isinstance(target, tuple) else target.state_dict())
-    return False
-
-
-def _is_schedule(state: Any) -> bool:
-    if isinstance(state, Mapping):
-        return "last_epoch" in state or any(map(_is_schedule, state.values()))
-    return isinstance(state, list | tuple) and any(map(_is_schedule, state))
+    return any(not isinstance(each, plain) and not _is_torchs(each) for each in map(bare, extra.values()))
 
 
 def _is_one_of(target: Any, those: list[torch.optim.Optimizer]) -> bool:
