@@ -21,7 +21,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 
 ROOT = Path(__file__).parent
 
-# Tests run in as many processes as there are cores; torch's threads on top of that would wait for each other.
+# Tests run in as many processes as there are cores; more threads of torch would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 assert "torch" not in sys.modules, "too late: torch has read OMP_NUM_THREADS"
 
@@ -32,24 +32,24 @@ settings.register_profile("soak", deadline=None, print_blob=True)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 settings.load_profile(PROFILE)
 
-# Of the examples that a test asks for (100 if it does not say): a share in the usual run, so that each law is looked at in each
-# run of the tests, and many times as many in `make laws` and `make soak`, where they are searched.
+# A test asks for a number of examples (100 by default). The usual run tries a share of them, so that each run of the tests tries each
+# law; `make laws` and `make soak` try many times as many.
 TIMES = {"laws": 10.0, "soak": 500.0}.get(PROFILE, 0.4)
-FEWEST = 12  # of what asks for more
-MOST = 1_000  # who asks for more than so many, means it
+FEWEST = 12  # for tests that ask for more
+MOST = 1_000  # a test that asks for more than this gets all of them
 
 
 def scaled(own: settings) -> settings:
-    """The settings of a test, with as many examples as this run has time for."""
+    """The settings of a test, with the number of examples that fits this run."""
     wanted = own.max_examples
     count = wanted if wanted > MOST else max(min(wanted, FEWEST), round(wanted * TIMES))
     return settings(own, max_examples=count)
 
 
 def scale_examples(items: list[pytest.Item]) -> None:
-    """Scale each test of Hypothesis once, however many parameters it has; state machines say themselves how long they run.
+    """Scale each test of Hypothesis once, however many parameters it has; state machines set their own length.
 
-    Hypothesis has no public way to say this after a test was made; tests/laws/test_profiles.py fails if it has another name for it one day.
+    Hypothesis has no public way to do this after a test was made; tests/laws/test_profiles.py fails if the private name changes.
     """
     functions = {
         getattr(test := getattr(item, "obj", None), "__func__", test) for item in items if hasattr(item, "obj")
@@ -63,9 +63,9 @@ def scale_examples(items: list[pytest.Item]) -> None:
 def run_console(example: Example) -> None:
     """Run each `$ trainfold ...` line of a console block; look up each `make` target instead of making it.
 
-    A command has to succeed, unless it ends with `; echo $?`: then the last line shown is its exit code. What else a
-    block shows below a command is all that the command prints, with `...` for what differs; nothing shown says nothing.
-    Any other command fails: nobody would run it, and the page would promise what no test has seen.
+    A command must succeed, unless it ends with `; echo $?`: then the last line shown is its exit code. Any other lines below a
+    command are its complete output, with `...` for parts that differ; a command without lines below it may print anything.
+    Any other kind of command fails, because no test would run it and the page could promise anything.
     """
     commands = re.split(r"^\$ ", str(example.parsed), flags=re.MULTILINE)
     assert len(commands) > 1, "a console block has commands that start with '$ '"
@@ -87,7 +87,7 @@ def run_console(example: Example) -> None:
 
 
 def run_command(arguments: list[str], shown: str, *, asks_code: bool) -> None:
-    """Run the command line as a reader would, and compare its exit code and what it prints with what the page shows."""
+    """Run the command line as a reader would, and compare its exit code and output with the page."""
     returned, printed = called(arguments)
     code = 0
     if asks_code:
@@ -100,7 +100,7 @@ def run_command(arguments: list[str], shown: str, *, asks_code: bool) -> None:
 
 
 def called(arguments: list[str]) -> tuple[int, str]:
-    """The exit code and all that is printed. Python and torch start in seconds, so only what trains is a process of its own."""
+    """Return the exit code and all output. Python and torch take seconds to start, so only commands that train get their own process."""
     if arguments[:1] == ["demo"]:
         command = [sys.executable, "-m", "trainfold", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -116,7 +116,7 @@ def called(arguments: list[str]) -> tuple[int, str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Scale the examples; keep the blocks of a page in their order, whatever order pytest-randomly has given the tests."""
+    """Scale the examples; keep the blocks of a page in their order, even if pytest-randomly has shuffled the tests."""
     scale_examples(items)
     pages = [item for item in items if isinstance(item, SybilItem)]
     pages.sort(key=lambda item: (str(item.path), item.example.start))
@@ -125,7 +125,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def enter_folder(namespace: dict[str, Any]) -> None:
-    """Run a page in an empty folder of its own."""
+    """Run a page in a new empty folder."""
     stack = namespace["_folder"] = contextlib.ExitStack()
     stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))
 

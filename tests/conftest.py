@@ -1,4 +1,4 @@
-"""What all tests share. Profiles of Hypothesis and the running of Markdown pages are in the conftest.py above."""
+"""What all tests share. The conftest.py above has the profiles of Hypothesis and runs the Markdown pages."""
 
 import importlib.util
 import shutil
@@ -21,7 +21,7 @@ def root() -> Path:
 
 @pytest.fixture
 def copy_of_tree(tmp_path: Path) -> Path:
-    """A copy of the sources, links included, for tests that break something on purpose."""
+    """A copy of the sources, including links, for tests that break something on purpose."""
     for name in ("core", "backends", "adapters", "properties", "src"):
         shutil.copytree(
             ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".*_cache")
@@ -32,7 +32,7 @@ def copy_of_tree(tmp_path: Path) -> Path:
 
 
 def helper(name: str) -> Any:
-    """A module beside the tests."""
+    """Import a module from the folder of the tests."""
     spec = importlib.util.spec_from_file_location(f"trainfold_test_{name}", ROOT / "tests" / f"{name}.py")
     assert spec
     assert spec.loader

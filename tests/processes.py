@@ -29,17 +29,17 @@ TIMEOUT_SECS = 120.0
 
 @attrs.frozen
 class Ended:
-    """How a rank ended.
+    """How a rank has ended.
 
     Attributes:
-        rank: which one.
+        rank: the rank.
         code: its exit code; negative for the signal that killed it.
         value: what its function returned, if it did.
         error: the name of what it raised, or None.
         text: the text of that error.
-        cause: the text of what it was raised from.
+        cause: the text of the error that it was raised from.
         printed: its standard output and error.
-        secs: from its start to its end.
+        secs: the time from its start to its end.
     """
 
     rank: int
@@ -53,13 +53,13 @@ class Ended:
 
 
 class Processes:
-    """The server, as tests see it; it is started by the first world."""
+    """The server, from the tests' side; the first world starts it."""
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[str] | None = None
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
-        """What a function returns on each rank; no rank may fail. The arguments are those of `outcomes`."""
+        """Return what a function returns on each rank; no rank may fail. The arguments are those of `outcomes`."""
         ended = self.outcomes(world_size, function, *arguments, **options)
         for rank in ended:
             assert rank.code == 0, f"rank {rank.rank} ended with {rank.code}: {rank.error} {rank.text}\n{rank.printed}"
@@ -75,16 +75,16 @@ class Processes:
         is_tidy: bool = False,
         timeout_secs: float = TIMEOUT_SECS,
     ) -> list[Ended]:
-        """How each rank ends.
+        """Run a function on each rank and return how each rank ends.
 
         Args:
             world_size: number of processes.
-            function: of a module; called with this rank's `TorchCollectives` and the arguments.
-            arguments: what JSON can hold.
-            collectives: arguments of `TorchCollectives`; without it, the function is called without collectives.
-            store: where the ranks meet: "file", or "tcp" (rank 0 is the host).
-            is_tidy: let Python and torch take themselves down at the end, as in a script.
-            timeout_secs: after this all ranks are killed, and the test fails.
+            function: a function of a module; it is called with this rank's `TorchCollectives` and the arguments.
+            arguments: JSON values.
+            collectives: arguments of `TorchCollectives`; without them, the function is called without collectives.
+            store: how the ranks meet: "file", or "tcp" (rank 0 is the host).
+            is_tidy: let Python and torch shut down in order at the end, as in a script.
+            timeout_secs: after this time all ranks are killed, and the test fails.
         """
         module = inspect.getmodule(function)
         is_ours = module is not None and module.__name__.startswith("trainfold.")
@@ -173,7 +173,7 @@ def run_world(request: dict[str, Any]) -> tuple[list[int], list[float]]:
                 codes[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
             elif time.monotonic() - start > request["timeout_secs"]:
                 for late in ranks:
-                    os.kill(late, signal.SIGALRM)  # nothing else sends this one, so that it says "too late"
+                    os.kill(late, signal.SIGALRM)  # nothing else sends this signal, so it means "too late"
                 request["timeout_secs"] += 5.0
             else:
                 gone = select.select([sys.stdin], [], [], 0.01)[0] and os.getppid() == 1
@@ -198,7 +198,7 @@ def start_rank(request: dict[str, Any], rank: int) -> int:
     if request["is_tidy"]:
         sys.exit(code)
     sys.stdout.flush()
-    os._exit(code)  # taking a Python with torch down takes longer than most of the tests
+    os._exit(code)  # an orderly exit of a Python with torch takes longer than most of the tests
 
 
 def be_rank(request: dict[str, Any], rank: int, folder: Path) -> int:

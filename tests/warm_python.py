@@ -18,14 +18,14 @@ from pathlib import Path
 
 
 class WarmPython:
-    """The server, as tests see it; it is started by the first command."""
+    """The server, from the tests' side; the first command starts it."""
 
     def __init__(self, folder):
         self._socket = folder / "warm"
         self._server = None
 
     def command(self, program, *arguments):
-        """What stands in for ``python program arguments``."""
+        """The command that replaces ``python program arguments``."""
         if self._server is None:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             self._server = subprocess.Popen(
@@ -68,7 +68,7 @@ def serve(path):
     trainfold.attach, trainfold.CheckpointManager  # noqa: B018  # so that they are imported
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
-    torch.optim.AdamW([weight]).step()  # imports what torch imports at the first step
+    torch.optim.AdamW([weight]).step()  # imports everything that torch imports at the first step
     gc.collect()
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
@@ -86,12 +86,12 @@ def serve(path):
                 if connection is listener:
                     accepted, _ = listener.accept()
                     running[accepted] = start(accepted, [listener, *running])
-                elif not connection.recv(1):  # whoever waits for it was killed
+                elif not connection.recv(1):  # the process that waits for it was killed
                     kill(running[connection])
             for connection, pid in list(running.items()):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
-                    kill(pid)  # its loader workers
+                    kill(pid)  # the program's loader workers
                     with contextlib.suppress(OSError):
                         connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
                     connection.close()
@@ -133,7 +133,7 @@ def be(request):
 
     import numpy as np
 
-    random.seed()  # as in a Python that has just begun
+    random.seed()  # as in a Python that has just started
     np.random.seed()  # noqa: NPY002
     os.chdir(request["cwd"])
     os.environ.clear()

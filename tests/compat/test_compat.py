@@ -25,7 +25,7 @@ POSITIONS = sorted(f"{path.parent.name}/{path.name}" for path in COMPAT.glob("po
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_checkpoint_of_every_schema_version_loads_with_the_bits_it_had(version, step, tmp_path):
-    """R10: a checkpoint written by release N loads later; every dtype, odd scalar and tie of it."""
+    """R10: later releases load a checkpoint of release N, with every dtype, unusual scalar and tied weight."""
     shutil.copytree(COMPAT / version / "run", tmp_path / "run", symlinks=True)
     expected = json.loads((COMPAT / version / "fingerprints.json").read_text())[str(step)]
     loaded = trainfold.load(tmp_path / "run", like=TrainState(trainer=Progress()), step=step)
@@ -37,7 +37,7 @@ def test_a_checkpoint_of_every_schema_version_loads_with_the_bits_it_had(version
 
 @pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.ResumeDrift")
 def test_training_goes_on_from_an_old_checkpoint(tmp_path):
-    """R10, V13: the first version's state is one that today's step can take further."""
+    """R10, V13: today's step continues training from a state of the first version."""
     shutil.copytree(COMPAT / "v1" / "run", tmp_path / "run", symlinks=True)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     adamw = trainfold.optimizer(torch.optim.AdamW, lr=0.01)
@@ -58,7 +58,7 @@ def test_training_goes_on_from_an_old_checkpoint(tmp_path):
 @pytest.mark.parametrize("name", POSITIONS)
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_loop_goes_on_from_an_old_position_with_the_batches_and_losses_it_had(name, step, tmp_path, caplog):
-    """R10, G13, V09: inside an epoch and at its end; inside it is said that nothing is known of workers."""
+    """R10, G13, V09: inside an epoch and at its end; inside, a warning says that the position has no record of workers."""
     shutil.copytree(COMPAT / "positions" / name / "run", tmp_path / "run", symlinks=True)
     expected = json.loads((COMPAT / "positions" / name / "events.json").read_text())
     torch.manual_seed(77)

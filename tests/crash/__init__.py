@@ -1,1 +1,1 @@
-"""Crash safety, enumerated: what a program does to a disk is recorded, and every disk that a crash may leave is built."""
+"""Crash safety by enumeration: the effects of a program on a disk are recorded, and every disk that a crash may leave is built."""

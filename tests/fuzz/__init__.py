@@ -1,1 +1,1 @@
-"""Checkpoints changed by somebody who can sign them, by the ten thousand: what reads them, and what must hold."""
+"""Ten thousand checkpoints, changed by an attacker who can compute their digests: the changes, the readers, and what must hold."""

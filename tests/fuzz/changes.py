@@ -35,7 +35,7 @@ NUMBERS: Final = (
     0, 1, -1, 2, 3, 7, 8, 255, 624, 625, 4096, 2**15, 2**31, 2**32, 2**53, 2**53 + 1, 2**62, 2**62 + 1, 2**63, 2**64, -(2**63), 10**30,
     10**4000, 0.0, -0.0, 0.5, 1e308, -1e-320, True, False, None,
 )  # fmt: skip
-DEEP: Final = {  # deeper than `json` writes: they stand as text until the document is written
+DEEP: Final = {  # deeper than `json` can write: they stay text until the document is written
     **{f"@list {depth}": "[" * depth + "1" + "]" * depth for depth in (60, 66, 300, 5000)},
     **{f"@dict {depth}": '{"dict":{"a":' * depth + "1" + "}}" * depth for depth in (30, 64, 70, 400)},
     "@counter 200": '{"counter":[["a",' * 200 + "1" + "]]}" * 200,
@@ -51,7 +51,7 @@ class Checkpoint:
     Attributes:
         document: the manifest without its digest.
         files: name -> bytes of the data files.
-        edits: changes of the manifest's text, once it is written.
+        edits: changes to the manifest's text after it is written.
     """
 
     document: dict[str, Json]
@@ -59,7 +59,7 @@ class Checkpoint:
     edits: list[Callable[[bytes], bytes]] = attrs.field(factory=list)
 
     def sealed(self) -> bytes:
-        """The manifest's bytes, with a digest that fits."""
+        """The bytes of the manifest, with a matching digest."""
         first = {key: self.document[key] for key in HEAD if key in self.document}
         rest = {key: value for key, value in self.document.items() if key not in first}
         head, body = (json.dumps(part, separators=(",", ":")) for part in (first, rest))
@@ -87,7 +87,7 @@ def changed(text: bytes, files: Mapping[str, bytes], seeds: list[int]) -> Checkp
 
 
 def _place(document: Json, random: Random) -> tuple[Json, Any]:
-    """A container in the document, and a key of it; by a walk, so that deep places are met as often as shallow ones."""
+    """A container in the document and one of its keys; chosen by a random walk, so that deep places are as frequent as shallow ones."""
     at, key = document, None
     root = random.choice(("components", "components", "components", None))
     if document.get(root):
@@ -104,7 +104,7 @@ def _place(document: Json, random: Random) -> tuple[Json, Any]:
 
 
 def _any(random: Random, depth: int = 0) -> Json:
-    """A JSON value, such as the format has or nearly."""
+    """A JSON value that the format has, or nearly has."""
     kind = random.randrange(9 if depth < 3 else 4)
     if kind < 2:
         return random.choice(NUMBERS)
@@ -131,7 +131,7 @@ def _any(random: Random, depth: int = 0) -> Json:
 
 
 def _near(held: Json, random: Random) -> Json:
-    """Another value of the same kind, or nearly."""
+    """Another value of the same kind, or of a similar one."""
     if type(held) is int:
         as_other = (float(held), str(held)) if abs(held) < 2**64 else (0.5, hex(held))
         return random.choice((held + 1, held - 1, -held, held * 2, held + 4096, *as_other, random.choice(NUMBERS)))
@@ -173,7 +173,7 @@ def _replace(checkpoint: Checkpoint, random: Random) -> None:
 
 
 def _value(checkpoint: Checkpoint, random: Random) -> None:
-    """Another value of the same kind in a structure: what is well formed and may still be no state of its owner's."""
+    """Another value of the same kind in a structure: it is well formed, but may not be a valid state of its owner."""
     found: list[tuple[Any, Any]] = []
     try:
         nodes = [node for component in checkpoint.document["components"] for node in component["nodes"]]
@@ -214,7 +214,7 @@ def _swap(checkpoint: Checkpoint, random: Random) -> None:
 
 
 def _text(checkpoint: Checkpoint, random: Random) -> None:
-    """A key twice, a byte that is no ASCII, a cut, white space, a number that JSON does not have."""
+    """A duplicate key, a byte outside ASCII, a cut, white space, or a number that JSON does not have."""
     kind, share = random.randrange(6), random.random()
 
     def edit(text: bytes) -> bytes:
@@ -242,7 +242,7 @@ def _text(checkpoint: Checkpoint, random: Random) -> None:
 
 
 def _records(checkpoint: Checkpoint) -> list[tuple[dict[str, Json], list[Json]]]:
-    """Each file's record with a shard in it, where the document still has such things."""
+    """Each file's record with a shard in it, if the document still has them."""
     try:
         records = checkpoint.document["files"]
         shards = [
@@ -264,7 +264,7 @@ def _reseal(checkpoint: Checkpoint, record: dict[str, Json], data: bytes) -> Non
 
 
 def _tensor(checkpoint: Checkpoint, random: Random) -> None:
-    """Other bytes in a tensor, with digests that fit: of a random stream, say."""
+    """Other bytes in a tensor, such as that of a random stream, with matching digests."""
     found = _records(checkpoint)
     if not found:
         return
@@ -279,7 +279,7 @@ def _tensor(checkpoint: Checkpoint, random: Random) -> None:
 
 
 def _header(checkpoint: Checkpoint, random: Random) -> None:
-    """Another header of a safetensors file, of the same length or of another."""
+    """Another header of a safetensors file, with the same length or another."""
     found = _records(checkpoint)
     if not found:
         return
@@ -306,7 +306,7 @@ def _header(checkpoint: Checkpoint, random: Random) -> None:
 
 
 def _size(checkpoint: Checkpoint, random: Random) -> None:
-    """A file that is shorter or longer, and whose record says so, or does not."""
+    """A shorter or longer file, with a record of its new or of its old size."""
     found = _records(checkpoint)
     if not found:
         return

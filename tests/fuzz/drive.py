@@ -1,4 +1,4 @@
-"""The readers of a checkpoint, let loose on changed ones; run as a program, in a process that may die of it.
+"""Runs the readers of a checkpoint on changed ones; it is a program, because its process may die.
 
     python -m fuzz.drive --cases 10000 --seed 0 --folder /dev/shm/somewhere
 
@@ -43,16 +43,16 @@ from trainfold.core.format.manifest_reader import check_structures, decode_manif
 from trainfold.core.state.state import Opaque, TrainState
 
 STEP: Final = "step-00000003"
-CASE_SECS: Final = 10.0  # of the processor, for one case; the usual one takes some thousandths
-MEMORY_BYTES: Final = 1 << 30  # more than what the process has at its start
+CASE_SECS: Final = 10.0  # CPU seconds for one case; a usual case takes some milliseconds
+MEMORY_BYTES: Final = 1 << 30  # bytes beyond what the process has at its start
 
 
 class TooSlow(BaseException):
-    """A case has had its time."""
+    """The time of a case is over."""
 
 
 def functional_state() -> TrainState:
-    """A small state with every built-in component, and a tree of a user's own."""
+    """A small state with every built-in component, and a user's own tree."""
     model = torch.nn.Linear(2, 1).bfloat16()
     adam = trainfold.optimizer(torch.optim.AdamW, lr=0.01, masters=True)
     schedule = trainfold.schedules.constant(warmup_steps=2)
@@ -73,7 +73,7 @@ def functional_state() -> TrainState:
 
 @final
 class Loop:
-    """A mutable run with all that can be attached."""
+    """A mutable run with everything that can be attached."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -96,24 +96,27 @@ class Loop:
         self.state = self.live.capture()
 
     def train(self) -> None:
-        """One step, with what was restored."""
+        """Train one step with the restored state."""
         self.model(torch.ones(1, 2)).sum().backward()
         try:
             self.optimizer.step()
-        except (RuntimeError, OverflowError) as error:  # of torch: 1e308 and 2**64 are too large for its kernels
+        except (
+            RuntimeError,
+            OverflowError,
+        ) as error:  # an error of torch: 1e308 and 2**64 are too large for its kernels
             if "without overflow" not in str(error) and "too big to convert" not in str(error):
                 raise
         self.scheduler.step()
         self.optimizer.zero_grad()
 
     def fingerprint(self) -> dict[str, str]:
-        """What the live objects are now, streams and all."""
+        """The current state of the live objects, including random streams."""
         return trainfold.fingerprint(self.live.capture())
 
 
 @final
 class Readers:
-    """A folder with two runs of which the newest checkpoint is changed again and again, and everything that reads one."""
+    """A folder with two runs whose newest checkpoint is changed again and again, and everything that reads a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.loop = Loop()
@@ -129,14 +132,14 @@ class Readers:
         }
         bare = self.states["functional"].evolve(optimizer=None, scheduler=None, dataset=None, rng=None, extra={})
         self.likes = [self.states["functional"], bare, bare.evolve(model=None)]
-        self.loop.state = trainfold.load(self.run["live"], like=self.loop.state)  # with memory of its own
+        self.loop.state = trainfold.load(self.run["live"], like=self.loop.state)  # with its own memory
         self.loop.live.restore(self.loop.state)
         self.before = self.loop.fingerprint()
         self._drawn = Random(0)
 
     @staticmethod
     def believes(sealed: bytes) -> bool:
-        """Whether a manifest is one at all; if not, every reader says what is said here."""
+        """Whether a manifest can be decoded at all; if not, every reader raises the same error as here."""
         try:
             check_structures(decode_manifest(sealed, "manifest.json"), "manifest.json")
         except TrainfoldError as error:
@@ -145,7 +148,7 @@ class Readers:
         return True
 
     def put(self, name: str, checkpoint: Checkpoint, sealed: bytes) -> None:
-        """Write what differs; `restore_files` takes it back."""
+        """Write the changed files; `restore_files` undoes this."""
         folder = self.run[name] / STEP
         (folder / "manifest.json").write_bytes(sealed)
         for file, data in checkpoint.files.items():
@@ -153,13 +156,13 @@ class Readers:
                 (folder / file).write_bytes(data)
 
     def restore_files(self, name: str, checkpoint: Checkpoint) -> None:
-        """Make the data files what they were."""
+        """Put back the original data files."""
         for file, data in checkpoint.files.items():
             if data is not self.files[name][file]:
                 (self.run[name] / STEP / file).write_bytes(self.files[name][file])
 
     def read(self, how: str, name: str, chosen: int) -> str:
-        """Let one reader loose; what came of it."""
+        """Run one reader; return the outcome."""
         run = self.run[name]
         commands: dict[str, Callable[[], Answer]] = {
             "ls": lambda: list_run(run),
@@ -187,7 +190,7 @@ class Readers:
         return "loaded"
 
     def command(self, make: Callable[[], Answer], *, as_json: bool) -> str:
-        """Run a command as the command line does; its output has nothing that a terminal would act on."""
+        """Run a command as the command line does, and check that its output has no terminal control characters."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = deliver(make, as_json=as_json)
@@ -198,7 +201,7 @@ class Readers:
         return f"exit {code}"
 
     def restore(self, chosen: int) -> str:
-        """Load into a live run: refused, and nothing of it has changed; or taken, and it can draw and be captured."""
+        """Load into a live run: either it is refused and has changed nothing, or the run can train and be captured afterwards."""
         live = self.loop.live
         try:
             state = trainfold.load(self.run["live"], like=self.loop.state, step=(None, 3)[chosen & 1])
@@ -224,7 +227,7 @@ class Readers:
 
 
 def refused(error: TrainfoldError) -> str:
-    """Check an error: it says everything, and nothing that a terminal would act on."""
+    """Check an error: it has all fields, and no terminal control characters."""
     reasons = error.reasons if isinstance(error, RestoreRefused) else ()
     for each in (error, *reasons):
         assert all(str(part).strip() for part in (each.where, each.expected, each.found, each.fix)), repr(each)
@@ -233,7 +236,7 @@ def refused(error: TrainfoldError) -> str:
 
 
 def shown(text: str) -> None:
-    """Check text that a person sees."""
+    """Check text that is shown to a user."""
     text.encode()
     odd = {c for c in text if not c.isprintable()} - {"\n"}
     assert not odd, f"not printable: {odd} in {text[:200]!r}"
@@ -245,7 +248,7 @@ READERS: Final = ("ls", "inspect", "verify", "plan", "diff", "load", "plan_like"
 
 @final
 class Fuzzer:
-    """Cases by their numbers."""
+    """Run cases by their numbers."""
 
     def __init__(self, folder: Path, seed: int, *, skips_refused: bool) -> None:
         self.skips_refused = skips_refused
@@ -259,7 +262,7 @@ class Fuzzer:
         return [drawn.getrandbits(48) for _ in range(drawn.choice((1, 1, 1, 2, 2, 4)))]
 
     def run(self, case: int) -> dict[str, Any] | None:
-        """Run a case; what went wrong, with the fewest changes that do it."""
+        """Run a case; return what went wrong, with the fewest changes that cause it."""
         seeds = self.seeds_of(case)
         wrong = self.attempt(case, seeds)
         if wrong is None:
@@ -271,7 +274,7 @@ class Fuzzer:
         return {"case": case, "seed": self._seed, "changes": seeds, **wrong}
 
     def attempt(self, case: int, seeds: list[int]) -> dict[str, Any] | None:
-        """One case with some changes; None if every promise was kept."""
+        """Run one case with some changes; return None if every promise was kept."""
         name = ("functional", "live")[case & 1]
         how = (
             READERS[(case >> 1) % (7 if name == "functional" else 8)]
@@ -301,7 +304,7 @@ class Fuzzer:
 
 
 def difference(text: bytes, checkpoint: Checkpoint) -> list[str]:
-    """Where a manifest differs from the one that was saved."""
+    """The differences between a manifest and the one that was saved."""
 
     def walk(a: Any, b: Any, path: str) -> Iterator[str]:
         if type(a) is type(b) is dict and a.keys() == b.keys():
@@ -319,7 +322,7 @@ def difference(text: bytes, checkpoint: Checkpoint) -> list[str]:
 
 
 def limit_memory() -> None:
-    """Let the process have so much more than it has; what asks for more gets a `MemoryError`."""
+    """Limit the additional memory of the process; a larger allocation raises `MemoryError`."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     if pages:
         most = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY_BYTES
@@ -327,7 +330,7 @@ def limit_memory() -> None:
 
 
 class Checked(logging.Handler):
-    """What is logged is text for a terminal too."""
+    """Checks log records, which are text for a terminal too."""
 
     def emit(self, record: logging.LogRecord) -> None:
         shown(record.getMessage())

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has changed who can sign them: whatever reads one refuses it by name, or what it gives is whole."""
+"""Checkpoints changed by an attacker who can compute digests: every reader either refuses one by name or returns a whole state."""
 
 import json
 import os
@@ -15,13 +15,13 @@ CASES = int(os.environ.get("TRAINFOLD_FUZZ_CASES", USUAL))
 IS_LONG = CASES > USUAL
 SEED = int(os.environ.get("TRAINFOLD_FUZZ_SEED", str(SystemRandom().getrandbits(32) if IS_LONG else 0)))
 FIRST = int(os.environ.get("TRAINFOLD_FUZZ_FIRST", "0"))
-CHUNK = 25_000  # cases of one process, whose findings are lost if the soak is killed
+CHUNK = 25_000  # cases per process; their findings are lost if the soak is killed
 MOST_KB = 300 << 10
 SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def drive(first, cases, folder):
-    """Run some cases in a process of their own: what it says at its end, or what it found, or of which case it died."""
+    """Run some cases in a separate process: return its last line, its finding, or the case that killed it."""
     command = [
         sys.executable,
         "-m",
@@ -49,10 +49,11 @@ def drive(first, cases, folder):
 
 @pytest.mark.timeout(0 if IS_LONG else 280)
 def test_whatever_a_signed_checkpoint_says_no_reader_fails_in_a_way_of_its_own():
-    """W20, W23, U01, U04, U05: they raise trainfold's own errors and nothing else, in bounded time and memory.
+    """W20, W23, U01, U04, U05: readers raise only trainfold's own errors, in bounded time and memory.
 
-    So do ls, inspect, verify, plan, diff, load and a restore into a live run. Nothing is half-written there, and nothing that a
-    terminal acts on is printed. 10,000 cases, always the same ones; in the soak 50 million new ones, 25,000 a process.
+    The readers are ls, inspect, verify, plan, diff, load and a restore into a live run. None leaves half-written objects, and none
+    prints terminal control characters. The usual run has the same 10,000 cases each time; the soak has 50 million new ones, 25,000 a
+    process.
     """
     for first in range(FIRST, FIRST + CASES, CHUNK):
         with TemporaryDirectory(dir=SHM) as folder:

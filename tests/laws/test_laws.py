@@ -1,4 +1,4 @@
-"""The laws that users can call: they hold for trainfold's own parts, and each one finds a part that breaks it."""
+"""The laws that users can call: trainfold's own parts keep them, and each law finds a part that breaks it."""
 
 import random
 
@@ -89,7 +89,7 @@ def test_a_step_that_counts_on_hidden_state_does_not_resume():
 
 
 def test_a_pure_step_is_pure_and_a_donating_one_equals_it():
-    """Purity and donation, BatchNorm statistics and the global random state included."""
+    """Covers purity and donation, including BatchNorm statistics and the global random state."""
     step, state = make()
     donating, _ = make(donate=True)
     laws.is_pure(step, state, some_batches(1)[0])
@@ -98,7 +98,7 @@ def test_a_pure_step_is_pure_and_a_donating_one_equals_it():
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_step_that_only_says_that_it_donates_is_found_out(donate):
-    """Also one that donates by itself, and then gives other bits."""
+    """So is a step that does donate but returns other bits."""
     step, state = make()
     donating, _ = make(donate=True)
 
@@ -203,7 +203,7 @@ def test_a_loop_that_returns_less_or_other_buffers_is_found_out():
 @settings(deadline=None, max_examples=20)
 @given(batch=strategies.batches(max_samples=8).filter(lambda batch: len(batch["y"]) > 1))
 def test_any_split_of_a_batch_gives_the_same_parameters(batch):
-    """A01: N microbatches accumulated give the parameters, the optimizer and the counters of one batch, to float tolerance, for any split."""
+    """A01: N accumulated microbatches give the same parameters, optimizer and counters as one batch, to float tolerance, for any split."""
     count = len(batch["y"])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
@@ -251,7 +251,7 @@ def test_an_epoch_reads_each_sample_once_however_the_world_changes(length, seed,
     data=st.data(),
 )
 def test_a_saved_position_goes_on_with_the_next_sample_in_another_world(length, seed, first, then, data):
-    """G01: stopped anywhere, also inside an epoch; saved by one number of ranks and loaded by another."""
+    """G01: the run may stop anywhere, also inside an epoch, and resume on another number of ranks."""
 
     def read(state, count, size, collectives):
         mine = []
@@ -299,7 +299,7 @@ def test_a_cursor_that_starts_over_is_found_out():
 @settings(deadline=None, max_examples=4)
 @given(strategies.states(step=st.just(4)), strategies.states(step=st.just(9)))
 def test_every_crash_is_survived_whatever_the_states_are(one, two):
-    """C02: kill at any point; every prefix of the effects, synced or not, torn or not."""
+    """C02: the process is killed at any point: after every prefix of the effects, synced or not, torn or not."""
     assert laws.survives_crashes([two.evolve(trainer=one.trainer), two]) > 20
 
 
@@ -324,7 +324,7 @@ def test_a_store_that_shows_a_manifest_too_early_is_found_out(monkeypatch):
 @settings(deadline=None, max_examples=60)
 @given(fault=strategies.faults(effects=60))
 def test_after_any_fault_what_was_acknowledged_is_found(fault):
-    """C02, C15: a crash, a full disk, a failing one, at any effect, for a moment or for good."""
+    """C02, C15: faults are a crash, a full disk or a failing disk, at any effect, once or permanently."""
     store = MemoryStore(fault=fault)
     states = [
         TrainState(trainer=Progress(step), extra={"ema": {"w": torch.full((9,), float(step))}}) for step in (1, 2, 3)
@@ -353,7 +353,7 @@ def test_after_any_fault_what_was_acknowledged_is_found(fault):
 
 @given(strategies.specs(), strategies.specs())
 def test_the_difference_of_specs_is_empty_only_for_equal_ones(saved, wanted):
-    """V10: missing, unexpected, shape and dtype are all in one list."""
+    """V10: one list has the missing and unexpected leaves and those with another shape or dtype."""
     found = diff_specs(saved, wanted)
     assert (not found) == (saved == wanted)
     assert {each.path for each in found} == {p for p in {*saved, *wanted} if saved.get(p) != wanted.get(p)}
@@ -370,7 +370,7 @@ def test_a_lossy_store_is_found_out():
 
 
 def test_a_load_that_loses_a_bit_after_its_digest_was_checked_is_found_out(monkeypatch):
-    """The law, and not the digest, sees it."""
+    """The digest has passed by then, so only the law can see it."""
     honest = plan_reader.read_tensors
 
     def careless(store, requests):
@@ -388,7 +388,7 @@ def test_a_load_that_loses_a_bit_after_its_digest_was_checked_is_found_out(monke
 
 
 def test_a_selection_that_is_no_partition_is_found_out(monkeypatch):
-    """B01."""
+    """B01: a selection splits the components without overlap or loss."""
     _, state = make()
     laws.selects(state, ["model", "rng"])
     with monkeypatch.context() as patch:
@@ -402,7 +402,7 @@ def test_a_selection_that_is_no_partition_is_found_out(monkeypatch):
 
 
 def traces(model, state):
-    """What a careless save could do, and where that shows."""
+    """Side effects of a careless save, and where each one shows."""
     return {
         "torch.random": lambda: torch.rand(1),
         "numpy.random": np.random.rand,
@@ -420,7 +420,7 @@ def traces(model, state):
 @pytest.mark.parametrize("trace", list(traces(Net(), None)))
 @pytest.mark.parametrize("by", ["save", "load"])
 def test_a_save_that_leaves_a_trace_is_found_out(trace, by, monkeypatch):
-    """C14: parameters, buffers, gradients, modes and random states."""
+    """C14: traces are changed parameters, buffers, gradients, modes and random states."""
     torch.manual_seed(0)
     model, honest = Net(), getattr(laws, by)
     model(torch.randn(5, 3)).sum().backward()
@@ -438,7 +438,7 @@ def test_a_save_that_leaves_a_trace_is_found_out(trace, by, monkeypatch):
 
 
 def test_saving_a_live_run_leaves_no_trace_in_its_objects():
-    """C14: capturing included."""
+    """C14: this includes the capture."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     live = trainfold.attach(model, optimizer)

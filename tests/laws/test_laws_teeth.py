@@ -34,7 +34,7 @@ def some_batches(count=4):
 
 
 class Hiding:
-    """A step that keeps something to itself, and begins anew at step 0: in one process, in order, it is always right."""
+    """A step with hidden state that restarts at step 0: in one process, with steps in order, it is always right."""
 
     def __init__(self):
         self.step, _ = make()
@@ -53,7 +53,7 @@ class HidesMomentum(Hiding):
 
 
 class HidesCounter(Hiding):
-    """As a scheduler of torch does that nobody saves."""
+    """Behaves like a torch scheduler that is not saved."""
 
     def work(self, state, batch):
         self.hidden = (self.hidden or 0) + 1
@@ -67,7 +67,7 @@ class HidesParity(Hiding):
 
 
 class HidesAverage(Hiding):
-    """It shows its average in the state, and does not read it from there."""
+    """Writes its average into the state, but never reads it from there."""
 
     def work(self, state, batch):
         after, metrics = self.step(state, batch)
@@ -89,7 +89,7 @@ class HidesFirstWeights(Hiding):
 
 
 class HidesByStep(Hiding):
-    """What a step leaves for the next one, under that one's number."""
+    """Each step leaves a value for the next one, under that step's number."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ class HidesByStep(Hiding):
 
 
 class HidesUntilItJumps(Hiding):
-    """It notices that the state is not the next one, and then begins anew."""
+    """Notices that a state is not the expected next one, and then restarts."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ def test_one_death_is_enough_to_find_what_a_step_keeps(hiding, k):
 
 
 class KeepsFirst:
-    """A step that keeps what it saw first and never changes it: in one process it is the same for good."""
+    """A step that keeps the first value it saw and never changes it: in one process it is always the same."""
 
     def __init__(self):
         self.step, _ = make()
@@ -172,9 +172,11 @@ NAMELESS = lambda: make()[0]  # what pickle cannot find by its name
 
 
 def test_a_step_that_keeps_what_it_saw_first_is_found_by_making_it_anew():
-    """Of 19 bugs planted in users' steps the only one that was missed: a step that is made once has seen it already."""
+    """The only one of 19 bugs planted in users' steps that was missed: a step that is made once has already seen the value."""
     _, state = make()
-    laws.resumes_exactly(KeepsFirst(), state, some_batches())  # which is why a maker is asked for
+    laws.resumes_exactly(
+        KeepsFirst(), state, some_batches()
+    )  # this is why the law takes a function that makes the step
     laws.resumes_exactly(laws.made_by(KeepsFirst), state, some_batches(), at=[0])
     for k in (1, 2, 3):
         with pytest.raises(LawBroken, match=f"resume: .*died after {k} of 4"):
@@ -221,14 +223,14 @@ def test_a_maker_that_a_new_process_cannot_import_is_refused_with_the_next_move(
     ],
 )
 def test_a_resume_of_which_no_death_is_looked_at_is_no_proof(batches, at, named):
-    """It passed: a law that has nothing to look at is a test that cannot fail."""
+    """It used to pass, but a law without a single case is a test that cannot fail."""
     step, state = make()
     with pytest.raises(InvalidArgument, match=rf"resumes_exactly\.{named}"):
         laws.resumes_exactly(step, state, batches, at=at)
 
 
 def test_what_the_new_process_raises_is_what_it_says(tmp_path):
-    """Called here, because the start of a process is expensive."""
+    """Runs in this process, because starting one is expensive."""
     _, state = make()
     said = []
 
@@ -262,7 +264,7 @@ def test_a_step_that_hides_something_is_not_pure(hiding, at_step):
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_the_detour_that_finds_hidden_state_costs_an_honest_step_nothing(donate):
-    """Neither the order of the batches nor their number is left: runs of one batch, and of none, are runs too."""
+    """The law keeps the order and the number of batches; a run of one batch, or of none, is a run too."""
     step, state = make(donate=donate, schedule=trainfold.schedules.cosine(4))
     for count in (0, 1, 2, 4):
         laws.resumes_exactly(step, state, some_batches(count))
@@ -277,7 +279,7 @@ def test_the_detour_that_finds_hidden_state_costs_an_honest_step_nothing(donate)
 
 
 def test_a_load_that_bends_what_the_next_step_overwrites_is_found_out(monkeypatch):
-    """What was loaded is compared, and not only where it leads to."""
+    """The loaded state itself is compared, not only the steps after it."""
     honest = laws.load
 
     def bends(*args, **kwargs):
@@ -332,7 +334,7 @@ def loses_parameter(state, after):
     ],
 )
 def test_a_split_that_forgets_a_part_of_the_state_is_found_out(breaks, leaf, broken_first, tolerance):
-    """A01: the optimizer and the counters are as they are without a split."""
+    """A01: the optimizer and the counters are the same as without a split."""
     step, state = make()
 
     def broken(state, batch):

@@ -49,7 +49,7 @@ rarely = st.sampled_from([False, False, False, True])
 
 
 class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
-    """The rules: train, save, load, crash, damage, and what holds after each of them."""
+    """The rules are train, save, load, crash and damage; the invariants hold after each of them."""
 
     @initialize(
         mode=st.sampled_from(["sync", "async", "async"]),
@@ -75,9 +75,9 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
 
     @rule(salt=salts, overwrites=st.booleans())
     def train(self, salt, overwrites):
-        """D02: by a step, before which the manager is told; or by other writes, before which the loop tells it."""
+        """D02: train by an optimizer step, which a hook announces to the manager, or by other writes, which the loop announces."""
         if self.room == 0:
-            self.release_writer()  # else it waits for ever
+            self.release_writer()  # otherwise it waits forever
         if overwrites:
             self.manager.wait_staging()
             self.loop.overwrite(salt)
@@ -91,7 +91,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
     # --- the writer's thread -------------------------------------------------------------------------------------
 
     def hold_writer(self):
-        """The next save will stand before its first write."""
+        """Block the next save before its first write."""
         if self.mode == "async" and not self.store.is_waiting:
             self.store.gate.clear()
 
@@ -133,7 +133,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
 
     @rule(salt=salts, overwrites=st.booleans(), asks=st.none() | requests)
     def overtake(self, salt, overwrites, asks):
-        """D02, D04: the loop updates everything, and is at the next boundary, while the writer stands still."""
+        """D02, D04: the loop updates everything and reaches the next boundary while the writer is blocked."""
         if not self.is_armed:
             self.save(trains=1, holds=True, fault=None)
             self.train(salt, overwrites=overwrites)
@@ -143,7 +143,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 20), again=st.booleans())
     def fail_and_be_due_again(self, index, again):
-        """D05, A14: a save that failed is no save: the same boundary saves."""
+        """D05, A14: a failed save does not count, so the same boundary saves again."""
         if not self.is_armed:
             if again:
                 self.save(trains=0, holds=False, fault=None)
@@ -154,7 +154,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 5), damages=st.booleans())
     def go_another_way(self, index, damages):
-        """E16, P07: from an older one that was asked for, or that the newest left after it was damaged."""
+        """E16, P07: continue from an older checkpoint, on request or because the newest is damaged."""
         if not self.is_armed:
             for _ in range(2):
                 self.save(trains=1, holds=False, fault=None)
@@ -165,7 +165,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
                 self.save(trains=1, holds=False, fault=None)
 
     def come(self, trains):
-        """To the next boundary."""
+        """Advance to the next boundary."""
         for _ in range(trains):
             self.train(trains, overwrites=False)
 
@@ -194,7 +194,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
         saves, stops = self.decide(is_last=is_last, is_best=is_best)
         if saves and self.store.is_waiting and (stops or self.when_busy == "wait"):
             if self.when_busy == "skip" and not self.is_armed and fault is None and self.save_.step != self.step_now:
-                threading.Timer(0.01, self.store.gate.set).start()  # what a run ends with waits, and is not skipped
+                threading.Timer(0.01, self.store.gate.set).start()  # the last save of a run waits and is not skipped
                 self.store.is_waiting = False
             else:
                 self.release_writer()
@@ -225,7 +225,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
             assert self.contents[step] == digest, "the final state is not there"
 
     def decide(self, *, is_last, is_best):
-        """Whether this boundary saves, and whether it stops."""
+        """Decide whether this boundary saves, and whether the run stops."""
         step, last = self.step_now, self.last_saved
         is_due = False
         if self.every is not None and step > 0:
@@ -240,7 +240,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
 
     @rule(fault=faults)
     def finish(self, fault):
-        """A14: whatever was saved before, the final state is saved once."""
+        """A14: the final state is saved exactly once, no matter what was saved before."""
         self.boundary(fault, is_last=True, finishes=True)
 
     def poll(self):
@@ -258,7 +258,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
             assert (value is None) == (under_way is None)
 
     def close(self):
-        """D07: it drains, tells what nobody was told, and may be called again."""
+        """D07: it waits for the save, raises a failure that was not raised yet, and may be called again."""
         self.release_writer()
         value = self.call(self.manager.close)
         if self.finished(value):
@@ -267,7 +267,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
         assert self.call(self.manager.close) is None
         self.open()
         self.manager._loads.first.is_cleared = (
-            True  # what is in memory is what the closed one has saved, or goes on from there
+            True  # the state in memory is what the closed manager saved, or a continuation of it
         )
 
     # --- the best ------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
 
     @rule(index=st.none() | st.integers(0, 5))
     def load(self, index):
-        """E16: what is saved after an older one was loaded begins a new timeline."""
+        """E16: a save after loading an older checkpoint starts a new timeline."""
         self.drain()
         if index is None:
             self.load_newest()
@@ -329,7 +329,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
 
     def after_load(self, step):
         self.last_saved = self.descent = step
-        self.stops = self.aborted = False  # it is another try
+        self.stops = self.aborted = False  # this is another attempt
         assert self.step_now == step
         assert digest_of(self.loop.state) == self.contents[step]
         self.settle()
@@ -343,7 +343,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 5))
     def damage(self, index):
-        """A byte rots in a checkpoint that is not the last good one."""
+        """Change a byte in a checkpoint that is not the last good one."""
         self.release_writer()
         good = [step for step in self.path if step not in self.damaged and step not in self.unsure]
         if len(good) < 2:
@@ -378,14 +378,14 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
 
     @invariant()
     def what_was_acknowledged_is_there_and_equal(self):
-        """D05, E01, E02, E03: neither more nor less than the model says, each bit of it."""
+        """D05, E01, E02, E03: the store has exactly the checkpoints of the model, bit for bit."""
         assert self.store.complete() == set(self.contents)
         for step, digest in self.contents.items():
             assert self.found(step) == ("CheckpointDamaged" if step in self.damaged else digest), step
 
     @invariant()
     def the_newest_of_the_present_lineage_is_what_a_load_finds(self):
-        """E16, P07: what is damaged is passed over."""
+        """E16, P07: damaged checkpoints are skipped."""
         assert [entry.head.step for entry in lineage(read_inventory(self.store))] == self.path[::-1]
         good = [step for step in self.path if step not in self.damaged]
         if good:
@@ -399,12 +399,12 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
 
     @invariant()
     def what_is_in_quarantine_is_what_was_found_to_be_damaged(self):
-        """P07: until it is saved again."""
+        """P07: a checkpoint stays in quarantine until it is saved again."""
         assert set(quarantined(self.store)) == {directory_of(step) for step in self.quarantined}
 
     @invariant()
     def pointers_name_what_is_there(self):
-        """E13: the hints name complete checkpoints; `latest` the one that was written last."""
+        """E13: the pointers name complete checkpoints, and `latest` names the one that was written last."""
         if self.points_at is not None and self.save_ is None:
             assert self.store.point_target("latest") == self.points_at
         if self.save_ is None and self.store.point_target("latest") is not None:

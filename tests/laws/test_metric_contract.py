@@ -26,12 +26,12 @@ _NAN = 1 << 50  # larger than any sum here
 
 
 def micros(values):
-    """Millionths: an honest way to have integers."""
+    """Round to millionths, a correct way to get integers."""
     return torch.where(values.isnan(), _NAN, (values.double() * 1e6).round()).long()
 
 
 class Count:
-    """An honest metric, from which the others inherit what they do not break."""
+    """A correct metric; the broken ones below inherit everything else from it."""
 
     additive = True
 
@@ -51,7 +51,7 @@ class Count:
 
 
 class Masked(Count):
-    """Also honest: it counts rows, and those among them that a mask has."""
+    """Also correct: it counts the rows, and the rows that a mask selects."""
 
     def zero(self):
         return {"sum": torch.tensor(0), "count": torch.tensor(0), "rows": torch.tensor(0)}
@@ -62,7 +62,7 @@ class Masked(Count):
 
 
 class MeanOfBatchMeans(Count):
-    """What Lightning-style logging does with a ragged last batch."""
+    """Averages batch means, as Lightning-style logging does, which is wrong for a smaller last batch."""
 
     def observe(self, acc, values):
         mean = micros(values.mean()) if values.numel() else torch.tensor(0)
@@ -94,7 +94,7 @@ class Float32(Count):
 
 
 class Last(Count):
-    """The last batch that was seen, and of two accumulators the second one."""
+    """Keeps the last batch; merging two accumulators keeps the second one."""
 
     additive = False
 
@@ -106,7 +106,7 @@ class Last(Count):
 
 
 class Greatest(Count):
-    """Right, but for what it says of adding."""
+    """Correct, except that it claims that its accumulators can be added."""
 
     def observe(self, acc, values):
         return self.merge(acc, {"sum": micros(values).amax(), "count": torch.tensor(1)}) if values.numel() else acc
@@ -149,7 +149,7 @@ class MutatingOutputs(Count):
 
 
 class MakesUpZero(Count):
-    """S50: a best metric that nobody measured."""
+    """S50: it returns 0 for no rows, which would be the best value ever, although nothing was measured."""
 
     def result(self, acc):
         return int(acc["sum"]) / 1e6 / max(int(acc["count"]), 1)
@@ -164,7 +164,7 @@ class StartsAtOne(Count):
 
 
 class Remembers(Count):
-    """It keeps the count to itself, as torchmetrics do; a rank or a resumed run would not have it."""
+    """Keeps the count in the object, as torchmetrics do, so other ranks and resumed runs do not have it."""
 
     def __init__(self):
         self.count = 0
@@ -198,7 +198,7 @@ class SideBySide(Count):
 
 @attrs.define
 class Stranger:
-    """A class that no tree knows."""
+    """A class that is not registered as a tree node."""
 
     values: torch.Tensor
 
@@ -218,15 +218,15 @@ class Opaque(Count):
 
 
 class MakesUpZeroForPadding(Masked):
-    """S50: rows were seen, and none of them counts."""
+    """S50: it has seen rows, but none of them counts."""
 
     def result(self, acc):
         found = super().result(acc)
-        return 0.0 if found is None and int(acc["rows"]) else found  # what sum / max(count, 1) is
+        return 0.0 if found is None and int(acc["rows"]) else found  # as sum / max(count, 1) gives
 
 
 class MakesUpZeroForNoRows(Count):
-    """An empty batch is a batch."""
+    """It makes up a value for an empty batch, which is a batch too."""
 
     additive = False
 
@@ -253,7 +253,7 @@ class SwallowsNan(Count):
 
 
 class LeavesNanOut(Count):
-    """The mean of what is left; of nothing but NaN it is absent, as if nobody had measured."""
+    """Takes the mean of the values that are not NaN; if all are NaN, the result is absent, as if nothing had been measured."""
 
     def observe(self, acc, values):
         seen = super().observe(acc, without_nan(values))
@@ -266,7 +266,7 @@ class Waits(Count):
 
 
 class LooksAtOne(Count):
-    """Only at the second batch."""
+    """Waits for the device, but only from the second batch on."""
 
     def observe(self, acc, values):
         return super().observe(acc if acc["sum"] else self.zero(), values)
@@ -332,7 +332,7 @@ def test_an_honest_metric_passes(honest):
 
 @pytest.mark.parametrize("liar", [MeanOfBatchMeans, Float32, Last, FloatLeaf])
 def test_what_changes_with_the_batches_breaks_the_law_of_batches(liar):
-    """Q01: the message says how the samples were cut and dealt out."""
+    """Q01: the message says how the samples were split into batches and ranks."""
     values = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with pytest.raises(
         LawBroken, match=r"batch invariance: \w+: .* against .*; batches of \[\[.*\]\] rows, a list for each rank"
@@ -341,7 +341,7 @@ def test_what_changes_with_the_batches_breaks_the_law_of_batches(liar):
 
 
 def test_an_order_that_only_ranks_show_is_found():
-    """Right on one rank, in any order of batches; wrong where ranks are merged."""
+    """The metric is right on one rank, in any order of batches, and wrong when ranks are merged."""
 
     class LastRank(Count):
         def merge(self, one, other):
@@ -392,7 +392,7 @@ class MeanOfDicts(MeanOfBatchMeans):
 
 
 class MeanOfTotals(MeanOfBatchMeans):
-    """The count is there, and is not used."""
+    """It has the count, but does not use it."""
 
     def observe(self, acc, values, count):
         return super().observe(acc, values)
@@ -413,7 +413,7 @@ UNCUT = {
 
 @pytest.mark.parametrize("samples", UNCUT.values(), ids=UNCUT)
 def test_what_cannot_be_cut_is_no_evidence(samples):
-    """A mean of batch means passed where nothing could be cut: a law about parts has to see parts."""
+    """A mean of batch means used to pass if no batch could be split; a law about parts must see parts."""
     for doing in (lambda: check_metric(MeanOfTotals, samples), lambda: batch_invariant(MeanOfTotals(), samples[0])):
         with pytest.raises(InvalidArgument, match="expected two rows or more that can be cut") as caught:
             doing()
@@ -437,7 +437,7 @@ def test_a_mean_of_batch_means_is_found_in_outputs_of_any_form():
 
 
 def test_totals_are_checked_where_they_are_made():
-    """What `forward` returns of a part cannot be cut; what it is made of can. A sum in float32 is found out too."""
+    """The result of `forward` for a part cannot be split, but its inputs can. This also finds a sum in float32."""
     batches = [torch.rand(n, generator=torch.Generator().manual_seed(n)) for n in (40, 70, 20)]
 
     def exact(losses):
@@ -477,7 +477,9 @@ def test_a_rule_that_a_metric_breaks_knowingly_is_left_out(liar):
 def test_a_swallowed_nan_is_all_that_is_wrong():
     for liar in (SwallowsNan, LeavesNanOut):
         check_metric(liar, copies(), except_for=["nan is not swallowed"])
-    check_metric(MakesUpZeroForPadding, copies(MakesUpZeroForPadding))  # nobody can know what the mask is
+    check_metric(
+        MakesUpZeroForPadding, copies(MakesUpZeroForPadding)
+    )  # the check cannot know which argument is the mask
 
 
 def test_a_nan_that_is_masked_has_no_say():
@@ -495,7 +497,7 @@ def test_there_has_to_be_something_to_compare():
 
 
 def test_tuples_dicts_and_exact_sums_make_a_metric_of_ones_own():
-    """What the how-to shows: weights beside the count."""
+    """The metric from the how-to page: weights beside the count."""
 
     class Weighted:
         additive = True
@@ -536,7 +538,7 @@ def test_accumulators_of_another_structure_are_named():
 
 
 class ByName:
-    """Hits by a source's name: as many leaves as there are names."""
+    """Counts hits by source name, with one leaf per name."""
 
     additive = False
 
@@ -558,7 +560,7 @@ class AddsUpNames(ByName):
 
 
 def test_accumulators_with_keys_of_the_data_are_merged_and_never_added_leaf_by_leaf():
-    """Q03: leaf by leaf, one source's hits would become another's."""
+    """Q03: added leaf by leaf, one source's hits would be counted for another."""
     samples = [("wiki", torch.tensor([1, 2])), ("code", torch.tensor([4, 5])), ("web", torch.tensor([6, 7]))]
     check_metric(ByName, samples)
     with pytest.raises(ContractBroken, match=r"1 of 15 rules are broken:\s+additive is the truth"):

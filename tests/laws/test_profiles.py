@@ -43,10 +43,10 @@ def test_one_that_means_it(nothing):
     ],
 )
 def test_the_usual_run_tries_a_share_of_the_examples(request, test, count):
-    """Every law keeps a small profile; the deep search is that of `make laws`."""
+    """Every law runs a few examples in the usual run; `make laws` searches deeply."""
     collected = {item.originalname for item in request.session.items if item.path == request.path}
     if test.__name__ not in collected:
         pytest.skip("it is not part of this run")
     assert (
         test._hypothesis_internal_use_settings.max_examples == count
-    )  # that Hypothesis has it under this name is what is tested
+    )  # the test checks that Hypothesis still has this name

@@ -87,7 +87,7 @@ rest = [p for p in model.parameters() if p.dim() < 2]
 groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.99))
 best_val_loss = 1e9
-X, Y = get_batch("train")  # the next batch is always drawn ahead
+X, Y = get_batch("train")  # the next batch is always drawn ahead of the step
 
 
 def get_ahead():

@@ -58,7 +58,7 @@ live = trainfold.attach(
 manager = trainfold.CheckpointManager(options.out, every=100, keep_last=2)
 manager.restore(live)
 for (real,) in live.batches(epochs=options.epochs):
-    # the discriminator: real ones are real, made ones are not
+    # the discriminator: accept real images, reject generated ones
     discriminator.zero_grad()
     loss_real = criterion(discriminator(real), torch.full((len(real),), random.uniform(0.9, 1.0)))
     loss_real.backward()
@@ -66,7 +66,7 @@ for (real,) in live.batches(epochs=options.epochs):
     loss_fake = criterion(discriminator(fake.detach()), torch.zeros(len(real)))
     loss_fake.backward()
     optimizer_d.step()
-    # the generator: made ones should pass
+    # the generator: generated images should be accepted
     generator.zero_grad()
     loss_g = criterion(discriminator(fake), torch.ones(len(real)))
     loss_g.backward()
@@ -74,7 +74,7 @@ for (real,) in live.batches(epochs=options.epochs):
     live.record(loss_d=loss_real + loss_fake, loss_g=loss_g)
     live.advance(samples=len(real))
     if live.progress.step % 5 == 0:
-        with torch.no_grad():  # in train mode, as in the original: it moves the statistics of BatchNorm
+        with torch.no_grad():  # in train mode, as in the original: it changes the statistics of BatchNorm
             live.record(seen=generator(fixed_noise).mean())
     manager.step(live)
 manager.close()

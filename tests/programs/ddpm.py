@@ -20,7 +20,7 @@ SIZE, STEPS_OF_NOISE = 8, 50
 
 
 class Images(Dataset):
-    """Twenty-eight images of 10 x 10; each time another crop, perhaps mirrored, a little brighter or darker."""
+    """Twenty-eight images of 10 x 10, each time with another crop, perhaps mirrored, a little brighter or darker."""
 
     def __init__(self):
         y, x = np.mgrid[0:10, 0:10]

@@ -1,4 +1,4 @@
-"""The benchmarks: each runs, says what it measured against which target, and measures what it says. Never how fast."""
+"""The benchmarks: each runs, reports what it measured against which target, and measures what it reports. Speeds are not tested."""
 
 import json
 import math
@@ -38,7 +38,7 @@ TARGETS = {
 
 
 def run_benchmark(root, folder, name, *options):
-    """The JSON that a benchmark prints, alone on its standard output."""
+    """The JSON that a benchmark prints as its only standard output."""
     done = subprocess.run(
         [sys.executable, root / "benchmarks" / f"{name}.py", "--quick", "--json", *options],
         cwd=folder,
@@ -48,13 +48,13 @@ def run_benchmark(root, folder, name, *options):
         check=False,
         timeout=250,
     )
-    assert done.returncode == 0, done.stderr  # a miss fails nobody who has not asked for it
+    assert done.returncode == 0, done.stderr  # a missed target fails only with the option for it
     return json.loads(done.stdout)
 
 
 @pytest.fixture
 def targets(root):
-    """The names of the benchmarks' own module."""
+    """The names in the benchmarks' module of targets."""
     return SimpleNamespace(**runpy.run_path(str(root / "benchmarks" / "_targets.py")))
 
 
@@ -76,7 +76,7 @@ def test_a_benchmark_prints_json_with_every_target_and_leaves_nothing_behind(roo
 
 @pytest.mark.slow
 def test_the_comparison_of_resumes_tells_an_exact_one_from_one_that_differs(root, tmp_path):
-    """V13: by the same task, killed in the middle of an epoch, under trainfold and as tutorials save it."""
+    """V13: it kills the same task in the middle of an epoch, once under trainfold and once saved as in tutorials."""
     names, cases = ["trainfold", "by hand, tutorial"], ["in an epoch", *(["a flipped bit"] if IS_DEEP else [])]
     found = run_benchmark(root, tmp_path, "resume", "--only", *names, "--cases", *cases)
     verdicts = {name: {case: found["rows"][name][case][0] for case in found["rows"][name]} for name in names}
@@ -87,7 +87,7 @@ def test_the_comparison_of_resumes_tells_an_exact_one_from_one_that_differs(root
 
 
 def check_bits(found):
-    """Whatever says something about bits says that they are the same."""
+    """Check that every report about bits says that they are equal."""
     for row in [found, *(row for row in found.get("rows", []) if isinstance(row, dict))]:
         assert row.get("same_bits", True) is True
     assert all(target["met"] for target in found["targets"] if "same bits" in target["name"])

@@ -1,4 +1,4 @@
-"""What the documentation promises runs: docstring examples, the strict build, the reference, the pages' links."""
+"""The documentation keeps its promises: docstring examples run, the build is strict, the reference is complete, links resolve."""
 
 import contextlib
 import doctest
@@ -41,7 +41,7 @@ MODULES = sorted(
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_docstrings_are_true(name, tmp_path, monkeypatch):
-    """Run by the module's real name, so that no second copy of it is imported."""
+    """They run under the module's real name, so that no second copy of it is imported."""
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name)
     result = doctest.testmod(module)
@@ -55,7 +55,7 @@ def test_each_module_says_what_it_is_for(name):
 
 
 def is_built(root: Path) -> bool:
-    """Whether `make docs` has built these sources, strictly: it leaves a stamp where nothing was wrong."""
+    """Whether `make docs` has built these sources strictly; it leaves a stamp if there were no warnings."""
     stamp = root / "docs" / "_build" / "strict"
     parts = ("core", "backends", "adapters", "properties", "src/trainfold", "docs", "README.md", "pyproject.toml")
     below = [file for part in parts for file in (root / part, *(root / part).rglob("*")) if file.is_file()]
@@ -65,7 +65,7 @@ def is_built(root: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def inventory(tmp_path_factory) -> str:
-    """The names that a strict build of the documentation describes; that of `make docs`, if nothing has changed since."""
+    """The names in a strict build of the documentation; the build of `make docs` is used if nothing has changed since."""
     from sphinx.util.inventory import InventoryFile
 
     root = trainfold.__path__[0] + "/../.."
@@ -99,7 +99,7 @@ def inventory(tmp_path_factory) -> str:
 
 @pytest.mark.timeout(600)
 def test_every_public_name_is_in_the_reference(inventory):
-    """The build is strict (-W -n), and no public name is missing from what it describes, under the name that a user types."""
+    """The build is strict (-W -n), and the reference has every public name under the name that a user types."""
     described = {name for kind, names in inventory.data.items() if kind.startswith("py:") for name in names}
     wanted = {f"trainfold.{name}" for name in set(trainfold.__all__) - {"__version__"}}
     for subject in trainfold._MODULES:
@@ -118,14 +118,14 @@ def test_every_public_name_has_a_docstring(name):
 
 
 def test_links_between_files_lead_somewhere(root):
-    """Sphinx checks the pages of docs/; the pages around it link to files of the repository."""
+    """Sphinx checks the pages in docs/; this test checks the links of other pages to files of the repository."""
     for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         for target in re.findall(r"\]\(([^)#\s]+)", (root / page).read_text()):
             assert target.startswith("https://") or (root / target).exists(), f"{page}: {target}"
 
 
 def test_each_test_that_a_page_names_exists(root):
-    """A page that says which test holds a line cannot outlive the test."""
+    """A page that names a test must not outlive the test."""
     pages = [root / "README.md", *(root / "docs").glob("*/*.md")]
     named = {(page.name, name) for page in pages for name in re.findall(r"`(tests/[^`\s]+)`", page.read_text())}
     assert named, "the page of what is exact names its tests"
@@ -136,7 +136,7 @@ def test_each_test_that_a_page_names_exists(root):
 
 
 def test_each_line_of_what_is_exact_names_the_test_that_holds_it(root):
-    """A line without one is a claim; what nothing can see has a cure in its place."""
+    """A line without a test is only a claim; a line about what nothing can detect names a remedy instead."""
     page = (root / "docs" / "explanation" / "what-is-exact.md").read_text()
     seen, _, unseen = page.partition("## Not seen")
     lines = [line for line in seen.splitlines() if line.startswith("| ") and line != "| what | test |"]
@@ -182,12 +182,14 @@ def blocks(root: Path) -> list[tuple[str, str, str]]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> tuple[Path, str]:
-    """A real demo with a tiny model, real processes and real kills: its folder, and all that it printed at its end."""
+    """A real demo with a tiny model, real processes and real kills: its folder, and its output."""
     folder, stdout = tmp_path_factory.mktemp("demo"), io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(stdout):
         settings = make_settings(steps=24, tiny=True)
         code = deliver(lambda: run_demo(Path("runs/demo"), settings), as_json=False)
-    assert code in {0, 41}, stdout.getvalue()  # 41: this machine was too busy to hit a save; the lines are the same
+    assert code in {0, 41}, (
+        stdout.getvalue()
+    )  # 41: the machine was too busy to hit a save with a kill; the lines are the same
     return folder, stdout.getvalue()
 
 
@@ -211,13 +213,13 @@ def run_of_two(tmp_path_factory) -> Path:
 
 
 def cells(line: str, heading: str) -> list[str]:
-    """A line of the demo's first table, cut where its heading says that the columns are."""
+    """A line of the demo's first table, cut into the columns of its heading."""
     starts = [0, *(heading.index(name) for name in ("never killed", "killed and resumed", "same"))]
     return [line[start:stop].strip() for start, stop in itertools.pairwise([*starts, None])]
 
 
 def attempts_in(rows: list[list[str]]) -> list[Attempt]:
-    """The processes that the table tells of."""
+    """The processes in the table."""
     told = {label: text for label, _, text, _ in rows}
     found = []
     for number in range(1, sum(label.startswith("start ") for label in told) + 1):
@@ -238,7 +240,7 @@ def attempts_in(rows: list[list[str]]) -> list[Attempt]:
 
 
 def holds_the_report_of_the_demo(text, request):
-    """Its first table is the one that the program makes of the same facts; a real demo prints the same lines around.
+    """The first table equals the program's own table for the same facts; a real demo prints the same lines around it.
 
     The second one has the rows of a real demo, and what is exact is the same in each.
     """
@@ -272,7 +274,7 @@ def holds_the_report_of_the_demo(text, request):
 
 
 def holds_what_to_look_at_next(text, request):
-    """The demo names these commands itself, and they succeed."""
+    """The demo prints these commands, and they succeed."""
     folder, printed = request.getfixturevalue("demo")
     assert text.splitlines() == re.findall(r"trainfold (?:ls|diff) .*", printed)
     with contextlib.chdir(folder):
@@ -280,7 +282,7 @@ def holds_what_to_look_at_next(text, request):
 
 
 def holds_the_files_of_a_run(text, request):
-    """Two ranks write what is listed: nothing else but the lock, what is not sharded, and rank 1's other files."""
+    """Two ranks write the listed files and nothing else, except the lock, unsharded components, and rank 1's other files."""
     run = request.getfixturevalue("run_of_two")
     found = {str(path.relative_to(run)) for path in run.rglob("*") if not path.is_dir() or path.is_symlink()}
     listed = {line.split()[0] for line in text.splitlines()}
@@ -291,7 +293,7 @@ def holds_the_files_of_a_run(text, request):
 
 
 def holds_the_manifest(text, request):
-    """Line by line the same keys in the same order, and values of the same types."""
+    """Each line has the same keys in the same order, and values of the same types."""
     raw = (request.getfixturevalue("run_of_two") / "step-00000120" / "manifest.json").read_text()
     shown = text.replace("{...}", "{}").replace("[...]", "[]")
     assert list(json.loads(shown)) == list(json.loads(raw))
@@ -307,7 +309,7 @@ def holds_the_manifest(text, request):
 
 
 def holds_the_entry_of_a_tensor(text, request):
-    """With words in place of the numbers and digests, it is the entry that two ranks write for half a tensor each."""
+    """With words instead of numbers and digests, it is the entry that two ranks write for half a tensor each."""
     raw = (request.getfixturevalue("run_of_two") / "step-00000120" / "manifest.json").read_text()
     model = next(each for each in json.loads(raw)["components"] if each["name"] == "model")
     (entry,) = model["tensors"][0]
@@ -338,7 +340,7 @@ warm_up = made()
 
 
 def rehearsed(root, request, *, command: str, kills: int | None = None, changes: tuple[tuple[str, str], ...] = ()):
-    """What a rehearsal of the program on the page finds, by the command on the page."""
+    """The findings of a rehearsal of the page's program, with the page's command."""
     folder, warm = request.getfixturevalue("tmp_path"), request.getfixturevalue("warm_python")
     program = next(
         text for page, language, text in blocks(root) if page == "docs/how-to/rehearse.md" and language == "python"
@@ -356,7 +358,7 @@ def rehearsed(root, request, *, command: str, kills: int | None = None, changes:
 
 
 def labels(lines: list[str]) -> list[str]:
-    """What each line of a rehearsal's table is about; how often a program was started and stopped is up to chance."""
+    """The label of each line in a rehearsal's table; how often the program was started and stopped depends on chance."""
     return [line.split("  ")[0] for line in lines if not re.match(r"(start|end) \d", line)]
 
 
@@ -364,7 +366,7 @@ COMMAND = "trainfold rehearse --steps 40 --kills 3 -- python train.py --out {run
 
 
 def holds_a_rehearsal(text, request):
-    """The page's program, its command, and the lines of its table; the README shows the same command."""
+    """Checks the page's program, its command and the lines of its table; the README shows the same command."""
     root = request.getfixturevalue("root")
     command, _, *shown = text.splitlines()
     answer = rehearsed(root, request, command=command)
@@ -377,7 +379,7 @@ def holds_a_rehearsal(text, request):
 
 
 def holds_what_a_rehearsal_finds(text, request):
-    """The page's program with the page's warm-up: the same things differ, in the same order; the kill decides at which step."""
+    """The page's program with the page's warm-up has the same differences in the same order; the step depends on the kill."""
     root = request.getfixturevalue("root")
     changes = (("live = trainfold.attach", f"{WARM_UP}live = trainfold.attach"),
                ("    loss = (model", "    scale = warm_up()\n    loss = scale * (model"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Imports go one way: core <- backends <- adapters, and a tool says so."""
+"""Imports go one way, core <- backends <- adapters, and a tool checks it; rooms have a purpose, and names have one meaning."""
 
 import ast
 import os
@@ -13,7 +13,7 @@ LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 
 
 def lint_imports(tree: Path) -> subprocess.CompletedProcess[str]:
-    """Check the tree at this place, whichever one the running Python has installed."""
+    """Check the tree at this path, even if the running Python has another one installed."""
     return subprocess.run(
         [LINT_IMPORTS, "--no-logo", "--no-cache"],
         cwd=tree,
@@ -25,12 +25,12 @@ def lint_imports(tree: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_layers_of_this_tree_are_kept(copy_of_tree):
-    """Core <- backends <- adapters, as a tool sees it."""
+    """The tool passes the tree: core <- backends <- adapters."""
     done = lint_imports(copy_of_tree)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-VIOLATIONS = (  # folder, line, what the tool says
+VIOLATIONS = (  # folder, line, the tool's message
     ("core", "import trainfold.backends", "trainfold.core is not allowed to import trainfold.backends"),
     ("core", "import trainfold.properties", "trainfold.core is not allowed to import trainfold.properties"),
     ("backends", "import trainfold.adapters", "trainfold.backends is not allowed to import trainfold.adapters"),
@@ -59,7 +59,7 @@ def test_each_violation_of_the_layers_is_caught(copy_of_tree):
 
 
 def test_core_cannot_reach_torch_distributed_or_pickle(copy_of_tree):
-    """Ruff's TID251 guards what import-linter cannot see: sub-packages of others, and functions."""
+    """Ruff's TID251 checks what import-linter cannot: sub-packages of other libraries, and functions."""
     module = copy_of_tree / "core" / "zz_violation.py"
     module.write_text(
         '"""No."""\n\nimport pickle\n\nimport numpy as np\nimport torch\nimport torch.distributed\nimport trainfold.properties\n\n'
@@ -76,7 +76,7 @@ def test_core_cannot_reach_torch_distributed_or_pickle(copy_of_tree):
 
 
 def rooms_of(tree: Path) -> dict[str, list[Path]]:
-    """Each package below the four, with its modules."""
+    """Each room of the four packages, with its modules."""
     found = [path for package in PACKAGES for path in sorted((tree / package).rglob("__init__.py"))]
     return {
         str(init.parent.relative_to(tree)): [each for each in init.parent.glob("*.py") if each != init]
@@ -89,7 +89,7 @@ HOLDS = 12
 
 
 def room_problems(tree: Path) -> list[str]:
-    """What is wrong with the rooms of a tree: too full, without a word about what they are for, or with names twice."""
+    """The problems of a tree's rooms: too many modules, no purpose in the docstring, or duplicate names."""
     found = []
     for room, modules in rooms_of(tree).items():
         said = ast.get_docstring(ast.parse((tree / room / "__init__.py").read_text())) or ""

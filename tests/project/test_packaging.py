@@ -19,14 +19,14 @@ PYTHON = sys.executable
 
 
 def run_python(code: str, *flags: str) -> str:
-    """What a fresh interpreter prints for this code."""
+    """Run code in a fresh interpreter and return its output."""
     done = subprocess.run([PYTHON, *flags, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def modules_of(tree: Path) -> set[str]:
-    """The path of every module in a tree, as it is in the wheel."""
+    """The path of every module in a tree, as in the wheel."""
     return {
         f"trainfold/{path.relative_to(tree).as_posix()}"
         for package in PACKAGES
@@ -73,7 +73,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(copy_of_tree, tmp_path):
 
 
 def test_a_wheel_in_use_is_this_package(copy_of_tree, tmp_path):
-    """The wheel, not the tree, is what a user has: it imports from another folder."""
+    """A user has the wheel, not the tree: it must import from another folder."""
     subprocess.run(
         [PYTHON, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")],
         cwd=copy_of_tree,
@@ -104,7 +104,7 @@ def test_the_command_is_installed():
 
 
 def test_every_package_that_is_needed_is_pinned(root):
-    """What a newcomer installs is what the tests ran on, dependencies of dependencies included."""
+    """A newcomer installs the versions that the tests ran with, including indirect dependencies."""
     pins = {
         canonicalize_name(line.partition("==")[0]): line.partition("==")[2].strip()
         for line in (root / "constraints.txt").read_text().splitlines()
@@ -175,7 +175,7 @@ def test_a_module_by_subject_has_what_it_says(subject):
 
 
 def test_the_guide_in_the_docstring_names_what_there_is():
-    """`help(trainfold)` begins with it."""
+    """`help(trainfold)` starts with this guide."""
     lines = re.findall(r"^    (\w+(?:, \w+)*)  ", trainfold.__doc__, re.MULTILINE)
     named = {name for line in lines for name in line.split(", ")}
     assert len(named) > 20
@@ -188,14 +188,14 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 
 
 def test_importing_the_facade_imports_nothing_heavy():
-    """Neither torch nor any other third party: a name brings its module when it is first used."""
+    """It imports neither torch nor any other third party; a name imports its module at its first use."""
     code = "import sys, trainfold; print(sorted({name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names))"
     heavy = run_python(f"import sys; sys.path[:0] = {sys.path!r}; {code}", "-I", "-S")
     assert heavy == "['__main__', 'trainfold']" or heavy == "['trainfold']", heavy
 
 
 def test_importing_every_module_changes_nothing_global():
-    """STYLE 14: no default generator moved, no thread or process started, no process group made."""
+    """STYLE 14: it moves no default generator, starts no thread or process, and makes no process group."""
     code = """
 import importlib, pkgutil, threading, multiprocessing, random, warnings
 import numpy, torch, torch.distributed, cyclopts.exceptions, rich.progress  # rich draws from `random`
@@ -217,7 +217,7 @@ print("quiet")
 
 
 def test_no_module_of_the_package_can_unpickle(root):
-    """No pickle, torch.load, eval or exec is anywhere in the package."""
+    """The package uses no pickle, torch.load, eval or exec."""
     importing = re.compile(r"^\s*(import|from)\s+(pickle|dill|cloudpickle|marshal|shelve)\b", re.MULTILINE)
     calling = re.compile(r"\btorch\.(load|save)\(|(?<![\w.\"'`])(eval|exec)\(|pickle\.(loads?|Unpickler)\(")
     for package in PACKAGES:

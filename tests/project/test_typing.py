@@ -15,7 +15,7 @@ BIN = Path(sys.executable).parent
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A user's project beside an installed wheel: no source tree, no configuration of ours."""
+    """A user's project beside an installed wheel, without the source tree or our configuration."""
     root = Path(__file__).parents[2]
     home = tmp_path_factory.mktemp("user")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(home / "dist")]
@@ -25,7 +25,7 @@ def project(tmp_path_factory):
     shutil.copytree(root / "examples", home / "project", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(root / "tests" / "programs", home / "project" / "programs")
     shutil.copy(root / "tests" / "typing_baseline.py", home / "project")
-    if (root / ".mypy_cache").is_dir():  # what the gate has read of torch: 1 second instead of 13
+    if (root / ".mypy_cache").is_dir():  # mypy's cache of torch from the gate: 1 second instead of 13
         shutil.copytree(root / ".mypy_cache", home / "cache")
     return home
 

@@ -1,4 +1,4 @@
-"""The demo: the machinery that kills runs, on a run that is quick to start, and the real thing once, tiny."""
+"""The demo: its kill logic with a run that starts quickly, and the real demo once, with a tiny model."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from trainfold.backends.stores.record_file import RecordFile, read_entries
 from trainfold.core.errors import CheckpointForeign, InvalidArgument, NotWritable, RunLocked
 from trainfold.core.rehearsal.entry import RecordedLine
 
-# A run that starts in 30 ms: its state is a number, its checkpoint a file, its save slow enough to be hit.
+# A run that starts in 30 ms: its state is a number, its checkpoint a file, and its save slow enough for a kill to hit it.
 QUICK_RUN = """
 import json, os, sys, time
 from pathlib import Path
@@ -67,7 +67,7 @@ def quick_run(tmp_path):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_run_is_killed_three_times_and_once_in_a_save_and_the_record_says_so(tmp_path, quick_run, seed):
-    """C02: every kill left the checkpoints before it in place, and the torn one was never resumed from."""
+    """C02: every kill leaves the earlier checkpoints in place, and no process resumes from the torn one."""
     answer = run_demo(tmp_path / "demo", make_settings(steps=60, seed=seed, tiny=True), command=quick_run)
     attempts = answer.data["attempts"]
     kills = [attempt["kill"] for attempt in attempts if attempt["kill"]]
@@ -117,7 +117,7 @@ def test_the_moments_depend_on_the_seed_and_lie_in_different_parts_of_the_run():
 
 
 def events_from(settings, first):
-    """What a process says that nobody kills."""
+    """The events of a process that is not killed."""
     yield RecordedLine("start", first, 1, 0.0, {"resumed_from": f"step-{first:08d}" if first else None})
     for step in range(first + 1, settings.steps + 1):
         yield RecordedLine("step", step, 1, 0.0)
@@ -128,7 +128,7 @@ def events_from(settings, first):
 
 
 def imagine_attempt(settings, trigger, first, late):
-    """Where the next process starts, and what this one said before it died, some events after its trigger was pulled."""
+    """The step at which the next process starts, and the events of this one before it died, some of them after the trigger."""
     seen = []
     events = events_from(settings, first)
     for event in events:
@@ -142,7 +142,7 @@ def imagine_attempt(settings, trigger, first, late):
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("steps", [*range(6, 40), 60, 80, 81, 200])
 def test_every_kill_is_followed_by_a_resume_from_a_checkpoint(steps, late):
-    """C02: also the first one, whatever the seed: a run that starts afresh shows nothing of a checkpoint."""
+    """C02: this includes the first kill, for any seed: a run that starts from scratch would show nothing about checkpoints."""
     for seed in range(60):
         settings = make_settings(steps=steps, seed=seed)
         first = 0
@@ -173,7 +173,7 @@ def a_record():
 
 
 def attempts_of(*kinds, fresh=()):
-    """A process for each kill, and the one that ends by itself."""
+    """One process for each kill, and the one that finishes."""
     kills = [Kill(step=3, during=kind, committed=None, leftovers={}) for kind in kinds]
     return [
         Attempt(resumed_from=None if number == 0 or number in fresh else "step-00000002", first_step=0, kill=kill)
@@ -192,7 +192,7 @@ def attempts_of(*kinds, fresh=()):
     ],
 )
 def test_kills_that_show_less_than_was_promised_are_an_error(attempts, found):
-    """C02: three kills, one of them during a save, and a checkpoint to go on from after each."""
+    """C02: the demo promises three kills, one of them during a save, and a checkpoint to resume from after each."""
     error = compare(a_record(), a_record(), attempts, wanted_kills=3).error
     assert isinstance(error, KillsMissing)
     assert found in error.found
@@ -343,9 +343,9 @@ sys.exit(train.main())
 
 @pytest.mark.slow
 def test_the_real_thing_ends_with_the_same_bits(tmp_path):
-    """The demo with a tiny model and real kills, through the commands that a person would use afterwards."""
+    """The demo with a tiny model and real kills, and then the commands that a user would run."""
     settings = make_settings(steps=30, seed=14, tiny=True)
-    assert plan_kills(settings)[0].after_step == settings.save_every  # the first kill is due with the first save
+    assert plan_kills(settings)[0].after_step == settings.save_every  # the first kill comes with the first save
     answer = run_demo(tmp_path / "demo", settings)
     assert answer.error is None
     assert {check["name"] for check in answer.data["checks"]} >= {
@@ -365,7 +365,7 @@ def test_the_real_thing_ends_with_the_same_bits(tmp_path):
 
 
 def test_an_evaluation_that_depends_on_its_batch_size_makes_the_demo_fail():
-    """Q01, P16: the exit code is its own."""
+    """Q01, P16: this has its own exit code."""
     sizes = {
         size: {"results": {"loss": "0x1p-1"}, "kept": kept, "means": "0x1p-1", "float32": "0x1p-1"}
         for size, kept in {"1": "0x1.0p-1", "7": "0x1.1p-1"}.items()

@@ -1,4 +1,4 @@
-"""R09: an error says the path, the step, the rank and the fix."""
+"""R09: an error contains the path, the step, the rank and the fix."""
 
 import pickle
 
@@ -29,7 +29,7 @@ def test_a_failed_save_says_its_step_and_the_rank_that_failed():
 
 
 def test_a_save_that_fails_after_its_state_was_read_says_the_step(tmp_path):
-    """Alone there is no rank to name."""
+    """A world of one has no rank to name."""
     run = tmp_path / "run"
     save(state_at(1), run)
     with LocalStore(run).lock(), pytest.raises(Exception, match="run") as told:

@@ -13,7 +13,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalon
 
 
 def run_example(run, *options, ranks=(), kill_after=None):
-    """Run it and return its lines; with ``kill_after``, kill it when a line begins so."""
+    """Run it and return its lines; with ``kill_after``, kill it at the first line with this prefix."""
     lines = []
     with subprocess.Popen(
         [sys.executable, *ranks, str(EXAMPLE), str(run), *options],
@@ -35,7 +35,7 @@ def results(lines):
 
 @pytest.mark.slow
 def test_an_evaluation_that_is_killed_goes_on_and_ends_with_the_same_bits(tmp_path):
-    """Q01, P30: in the middle, on other ranks, with other batches."""
+    """Q01, P30: it is killed in the middle and continues on another number of ranks with another batch size."""
     whole = run_example(tmp_path / "whole")
     assert whole[0] == "from sample 0 of 500"
     run_example(tmp_path / "killed", kill_after="240 samples")
@@ -51,7 +51,7 @@ def test_an_evaluation_that_is_killed_goes_on_and_ends_with_the_same_bits(tmp_pa
         "loss",
         "perplexity",
         "top-5 accuracy",
-    ):  # a model's kernels may round a row otherwise in another batch
+    ):  # a model's kernels may round a row differently in another batch
         mine, theirs = (float.fromhex(results(lines)[name]) for lines in (other, whole))
         assert mine == pytest.approx(theirs, rel=1e-6)
     assert results(other)["top-5 accuracy"] == results(whole)["top-5 accuracy"]

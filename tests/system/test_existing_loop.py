@@ -1,4 +1,4 @@
-"""The example of an ordinary loop: eight lines are added to it, it is killed for real, and ends with the same bits."""
+"""The example of an ordinary loop with eight added lines: it is really killed, and ends with the same bits."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from trainfold.adapters.cli import main
 
 MARK = "  # trainfold"
 RUN = "runs/existing"
-# What is in the example before anything is added to it, from the data on.
+# The example without the added lines, from the data on.
 PLAIN_LOOP = '''
 def main() -> None:
     """Train for so many epochs."""
@@ -64,7 +64,7 @@ def finish(program, folder):
 
 
 def kill_after(program, folder, step):
-    """Run until the line of a step, then SIGKILL."""
+    """Run until the line of a step, then send SIGKILL."""
     with start(program, folder) as process:
         for line in process.stdout:
             if line.startswith(f"step {step}:"):
@@ -75,25 +75,25 @@ def kill_after(program, folder, step):
 
 @pytest.fixture(scope="module")
 def whole(example, tmp_path_factory):
-    """A run that was never killed: where it is and what it said."""
+    """A run that was never killed: its path and its output."""
     folder = tmp_path_factory.mktemp("existing") / "whole"
     return folder, finish(example, folder)
 
 
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(example, whole, tmp_path):
-    """V13, G01: 4 epochs of 19 steps; killed in the first epoch, and in the third after a resume."""
+    """V13, G01: 4 epochs of 19 steps, with a kill in the first epoch, and another in the third epoch after a resume."""
     kill_after(example, tmp_path, 13)
     kill_after(example, tmp_path, 49)
     resumed = finish(example, tmp_path)
     first = int(re.match(r"step (\d+):", resumed[0])[1])
-    assert first >= 49  # the checkpoint of step 48 was durable before the line of step 49
+    assert first >= 49  # the checkpoint of step 48 was durable before the line of step 49 was printed
     assert first % 4 == 1
     assert resumed == whole[1][first - 1 :]
     assert main(["diff", str(whole[0] / RUN), str(tmp_path / RUN)]) == 0
 
 
 def test_a_finished_run_started_again_trains_nothing_more(example, whole):
-    """A11: no step is taken, not even the last one again, and no checkpoint is written again."""
+    """A11: it takes no step, does not repeat the last one, and writes no checkpoint."""
     folder, _ = whole
 
     def written():
@@ -106,7 +106,7 @@ def test_a_finished_run_started_again_trains_nothing_more(example, whole):
 
 
 def test_without_the_marked_lines_it_is_the_plain_loop_with_the_same_losses(example, whole, tmp_path):
-    """Nothing but the marked lines knows of trainfold, and they change no bit of what the loop computes."""
+    """Only the marked lines use trainfold, and they do not change the results of the loop."""
     text = example.read_text()
     marked = [line for line in text.splitlines() if MARK in line]
     plain = "".join(line for line in text.splitlines(keepends=True) if MARK not in line)

@@ -11,7 +11,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "functional_loop.py"
 
 
 def run_example(run, *, kill_after=None):
-    """Run it and return its lines; with ``kill_after``, kill it when a line begins so."""
+    """Run it and return its lines; with ``kill_after``, kill it at the first line with this prefix."""
     lines = []
     with subprocess.Popen([sys.executable, str(EXAMPLE), str(run)], stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:

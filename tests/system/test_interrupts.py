@@ -1,4 +1,4 @@
-"""An interrupt at any moment of a call: what comes after it still saves the last state, right and once, and nobody waits for ever."""
+"""After an interrupt anywhere in a call, the program still saves the last state correctly and once, and nothing waits forever."""
 
 import contextlib
 import logging
@@ -18,18 +18,18 @@ from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RunLocked, SaveFailed
 
 OURS = str(Path(trainfold.__file__).parent)
-HELPERS = (contextlib.__file__, threading.__file__)  # called by ours
-# Each how manieth place is tried: in the usual run enough to come by every call of a scene, by the two kinds at different places.
+HELPERS = (contextlib.__file__, threading.__file__)  # called by our own functions
+# Every n-th place is tried: in the usual run this reaches every call of a scene, and the two kinds of interrupt use different places.
 STRIDE = {"soak": 1, "laws": 29}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), 149)
 
 
 class TimeIsUp(Exception):
-    """What the handler of a time limit raises."""
+    """The exception of a time limit's handler."""
 
 
 @contextlib.contextmanager
 def interrupted(at, kind):
-    """Raise at the n-th place of a block where Python looks for signals: where a function begins, and where C returns."""
+    """Raise at the n-th place in a block where Python handles signals: at the start of a function, and when C code returns."""
     places = []
 
     def profile(frame, event, what):
@@ -113,15 +113,15 @@ SCENES = {
 }
 
 
-# Python tells of an interrupt in a generator that is being closed, and goes on
+# Python reports an interrupt in a generator that is being closed, and continues
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeIsUp])
 @pytest.mark.parametrize(("mode", "room"), [("async", None), ("async", 0), ("sync", None)])
 @pytest.mark.parametrize("scene", SCENES)
 def test_an_interrupt_at_any_moment_loses_no_state_and_stops_nobody(scene, mode, room, kind):
-    """A14, D05, D07, P11: Ctrl-C, or a handler that raises; then `finish` and `close` as in any loop."""
+    """A14, D05, D07, P11: the interrupt is Ctrl-C or a handler that raises; then `finish` and `close` run as in any loop."""
     logging.disable(logging.CRITICAL)
-    few = {"a close": 1, "an update": 3}  # they have few places
+    few = {"a close": 1, "an update": 3}  # they have few such places
     stride = min(STRIDE, few.get(scene, STRIDE if mode == "sync" else 127))
     at, ended = 1 + (kind is TimeIsUp) * (stride // 2), False
     try:
@@ -133,7 +133,7 @@ def test_an_interrupt_at_any_moment_loses_no_state_and_stops_nobody(scene, mode,
 
 
 def interrupt_once(scene, mode, room, kind, at):
-    """Whether there was anything left to interrupt."""
+    """Interrupt at one place; return whether the scene reached it."""
     prepare, call = SCENES[scene]
     loop = Loop(mode, room)
     loop.train()
@@ -148,7 +148,7 @@ def interrupt_once(scene, mode, room, kind, at):
         loop.count()
     wanted = {name: value.clone() for name, value in loop.model.state_dict().items()}
     if loop.manager._lease.is_open and call is not Loop.close:
-        with contextlib.suppress(SaveFailed):  # of a save that was interrupted: told, and done again
+        with contextlib.suppress(SaveFailed):  # the save that was interrupted is reported and repeated
             loop.manager.finish(loop.live)
     loop.manager.close()
     heads = [entry.head for entry in read_inventory(loop.store).entries]

@@ -1,4 +1,4 @@
-"""Seven programs as people write them, and the examples: killed with SIGKILL, resumed, and the same bits in every component."""
+"""Seven typical programs and the examples are killed with SIGKILL and resumed, and end with the same bits in every component."""
 
 import os
 
@@ -25,7 +25,7 @@ EXAMPLES = {"existing_loop": [], "functional_loop": ["{run}"], "evaluate": ["{ru
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_is_killed_ends_with_the_bits_of_one_that_was_not(name, seed, root, warm_python, tmp_path):
-    """W15, V13: every component, every recorded value; two epochs or more, and kills in steps and in saves."""
+    """W15, V13: compares every component and every recorded value, over two epochs or more, with kills in steps and in saves."""
     command = warm_python.command(root / "tests" / "programs" / f"{name}.py", "--out", "{run}")
     answer = run_rehearsal(tmp_path / "rehearsal", make_settings(command, steps=14, every=4, kills=KILLS, seed=seed))
     assert answer.error is None, (answer.error, answer.data["starts"])
@@ -46,7 +46,7 @@ ATTACHED = {
 
 @pytest.mark.parametrize("name", ATTACHED)
 def test_the_same_program_that_leaves_something_out_is_caught(name, root, warm_python, tmp_path):
-    """The next batch that was drawn ahead, a hidden state of an LSTM, the generator of a world: what nobody else can see."""
+    """It leaves out a batch that was drawn ahead, a hidden state of an LSTM, or the generator of a simulated world, which only a rehearsal can see."""
     text = (root / "tests" / "programs" / f"{name}.py").read_text()
     assert text.count(ATTACHED[name]) == 1
     (tmp_path / "train.py").write_text(text.replace(ATTACHED[name], ""))
@@ -59,13 +59,13 @@ def test_the_same_program_that_leaves_something_out_is_caught(name, root, warm_p
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_rehearsed(name, root, warm_python, tmp_path, monkeypatch):
-    """Each program of examples/, as it is; two of them have no manager, and are watched by their checkpoints."""
+    """Each program of examples/ runs unchanged; two of them have no manager, and are followed by their checkpoints."""
     monkeypatch.chdir(tmp_path)
     command = warm_python.command(root / "examples" / f"{name}.py", *EXAMPLES[name])
-    for seed in range(4):  # a program without a manager does not wait for its killer
+    for seed in range(4):  # a program without a manager does not wait for the kill
         settings = make_settings(command, steps=20, every=4, kills=1, seed=seed)
         answer = run_rehearsal(tmp_path / "rehearsal", settings)
-        if answer.data["kills"] and answer.data["outcome"] != "nothing":  # it was over already when it was killed
+        if answer.data["kills"] and answer.data["outcome"] != "nothing":  # it had already ended when it was killed
             break
     assert answer.error is None, (answer.error, answer.data["starts"])
     assert answer.data["outcome"] == "identical"

@@ -1,4 +1,4 @@
-"""A program that ends without letting go of what trainfold gave it prints nothing on its way out."""
+"""A program that ends without releasing trainfold's objects prints nothing at exit."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ KEPT_BY = {
 
 @pytest.mark.parametrize("kept_by", KEPT_BY)
 def test_a_program_that_ends_with_a_donated_state_and_unclosed_managers_says_nothing(kept_by, tmp_path):
-    """Python clears modules when it ends, and what trainfold does for an object that dies then must not need them."""
+    """Python clears modules at exit, so the cleanup of trainfold's objects must not need them."""
     script = f"""{TRAIN}
 held = functional(), mutable({str(tmp_path / "a")!r}, "sync"), mutable({str(tmp_path / "b")!r}, "async")
 state, step = held[0]

@@ -1,4 +1,4 @@
-"""What several ranks cannot save or resume exactly is refused by name: parts that look whole, replicas that are none, another world."""
+"""What several ranks cannot save or resume exactly is refused by name: parts that look whole, replicas that differ, another world size."""
 
 import itertools
 
@@ -50,7 +50,7 @@ def state_at(step, *, shift=0.0, mean=0.0, slot=0.0, **components):
     ],
 )
 def test_replicas_that_differ_in_a_bit_are_refused_on_every_rank_naming_the_leaf(drift, where, cure):
-    """W24, B06: today one rank writes the mean and another the variance. A zero of another sign is another bit."""
+    """W24, B06: otherwise one rank would write the mean and another the variance. A zero with another sign has another bit."""
     store = MemoryStore()
     outcomes = thread_outcomes(
         3, lambda world: save(state_at(1, **(drift if world.rank == 2 else {})), store, collectives=world)
@@ -64,7 +64,7 @@ def test_replicas_that_differ_in_a_bit_are_refused_on_every_rank_naming_the_leaf
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_manager_compares_all_at_its_first_save_and_what_drifts_at_each(mode):
-    """W24: batch statistics begin to differ after a first save, and so does what DDP does not keep alike."""
+    """W24: batch statistics, and everything that DDP does not keep equal, may start to differ after the first save."""
     store = MemoryStore()
 
     def work(world, drift, step):
@@ -102,7 +102,7 @@ def test_a_failed_first_save_is_no_proof():
     drifts=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["shift", "mean", "slot"])), max_size=2),
 )
 def test_a_save_of_ranks_succeeds_if_and_only_if_they_are_replicas(world_size, drifts):
-    """B06: whichever ranks differ, and in whatever."""
+    """B06: any ranks may differ, and in any leaf."""
     told = {rank: {name: 1.0 for each, name in drifts if each == rank} for rank in range(world_size)}
     store = MemoryStore()
     outcomes = thread_outcomes(
@@ -116,7 +116,7 @@ def test_a_save_of_ranks_succeeds_if_and_only_if_they_are_replicas(world_size, d
 
 @pytest.mark.parametrize(("first", "other"), [("a", "b"), (1, True), (1, None), (0.0, -0.0)])
 def test_contracts_that_differ_are_refused_naming_the_key(first, other):
-    """W24: rank 0's was taken, and every other rank was refused at the resume."""
+    """W24: rank 0's contract used to be saved, and every other rank was refused at the resume."""
     store = MemoryStore()
     told = [{"tokenizer": first}, {"tokenizer": other}]
     text = disagreements(
@@ -132,7 +132,7 @@ def test_contracts_that_differ_are_refused_naming_the_key(first, other):
 
 
 def captured(rank, batches):
-    """As a live run of each rank has them: streams of its own, and a place in its share of the data."""
+    """Like the live run of each rank: with its own random streams, and a position in its share of the data."""
     streams = Opaque({"torch": torch.full((8,), rank, dtype=torch.uint8)})
     order = {"order": torch.full((8,), rank, dtype=torch.uint8)} if batches else {"order": None}
     return {"rng": streams, "dataset": Opaque({"kind": "map", "epoch": 1, "batches": batches, **order})}
@@ -140,7 +140,7 @@ def captured(rank, batches):
 
 @given(before=st.integers(1, 4), after=st.integers(1, 4), batches=st.integers(0, 2))
 def test_streams_and_positions_of_ranks_come_back_to_their_rank_or_are_refused(before, after, batches):
-    """H02, H03, G05, G06, P12: a world of one has no streams for others, either; an epoch's end is everybody's."""
+    """H02, H03, G05, G06, P12: a world of one has no streams for others either; a position at an epoch's end fits every world."""
     store = MemoryStore()
     run_threads(before, lambda ranks: save(state_at(1, **captured(ranks.rank, batches)), store, collectives=ranks))
 
@@ -179,10 +179,10 @@ def test_the_refusal_of_another_world_names_the_way_out():
 
 
 def test_a_manager_under_a_launcher_wants_to_know_its_ranks(monkeypatch, tmp_path):
-    """Four processes of torchrun would each save a run of its own into one directory."""
+    """Otherwise four processes of torchrun would each save a separate run into the same directory."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     with CheckpointManager(tmp_path / "no-launcher"):
-        pass  # some clusters set it for other reasons; a launcher also says which rank this is
+        pass  # some clusters set it for other reasons; a launcher also sets the rank
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(InvalidArgument, match=r"WORLD_SIZE=4.*TorchCollectives\(\).*SingleProcess\(\)"):
         CheckpointManager(tmp_path / "run")
@@ -207,7 +207,7 @@ ALONE = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_whatever_concerns_a_run_wants_to_know_its_ranks(name, monkeypatch):
-    """W24: each rank would overwrite the others' checkpoint, take another newest one, or tell the result of its own share."""
+    """W24: otherwise each rank would overwrite the others' checkpoint, choose another newest one, or return the result of its own share."""
     store = MemoryStore()
     save(state_at(1), store)
     ALONE[name](store)
@@ -227,7 +227,7 @@ def test_whatever_concerns_a_run_wants_to_know_its_ranks(name, monkeypatch):
 
 
 def refused_by_two(collectives, folder):
-    """Each thing that was saved in silence, by two real ranks."""
+    """Everything that used to be saved silently, with two real ranks."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -310,7 +310,7 @@ def test_what_real_ranks_saved_in_silence_is_refused_by_name(processes, tmp_path
 
 
 def train_until(collectives, run, mode, steps):
-    """Dropout masks of each rank's own, gradients of all, and a share of the data for each."""
+    """Each rank has its own dropout masks and its share of the data; the gradients are those of all ranks."""
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -342,7 +342,7 @@ def resume_in_an_epoch(collectives, folder):
 
 
 def test_real_ranks_go_on_with_the_bits_and_the_masks_of_each(processes, tmp_path):
-    """H02, G05: inside of an epoch, in both modes; every rank with its own streams and its own share. Each async manager has a group of its own."""
+    """H02, G05: inside an epoch, in both modes; every rank has its own streams and its own share. Each async manager has its own group."""
     ranks = processes.run(2, resume_in_an_epoch, str(tmp_path), collectives=PATIENT)
     for whole, parts in itertools.chain(*ranks):
         assert parts == whole
@@ -352,7 +352,7 @@ def test_real_ranks_go_on_with_the_bits_and_the_masks_of_each(processes, tmp_pat
 
 
 def train(collectives, run, *, epochs=1, steps=None, **reset):
-    """A loop as the tutorials of torch write it: which samples a rank has seen."""
+    """A loop as in torch's tutorials; returns which samples a rank has seen."""
     data = TensorDataset(torch.arange(24.0).view(24, 1))
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
@@ -375,7 +375,7 @@ def train(collectives, run, *, epochs=1, steps=None, **reset):
 
 
 def train_in_worlds(collectives, run):
-    """Two of three ranks stop inside of an epoch; three try to go on; two do, to its end; then three."""
+    """Two ranks stop inside an epoch; three try to continue and are refused; two continue to its end; then three continue."""
     group = torch.distributed.new_group([0, 1])
     pair = trainfold.TorchCollectives(group, **PATIENT) if collectives.rank < 2 else None
     first = [] if pair is None else train(pair, run, steps=2)
@@ -390,7 +390,7 @@ def train_in_worlds(collectives, run):
 def test_a_distributed_sampler_in_another_world_is_refused_inside_of_an_epoch_and_goes_on_at_its_end(
     processes, tmp_path
 ):
-    """G06, P12: 4 of 16 samples were read twice, and as many not at all. The same world goes on where it stopped."""
+    """G06, P12: otherwise 4 of 16 samples would be read twice, and 4 never. The same world continues where it stopped."""
     found = processes.run(3, train_in_worlds, str(tmp_path / "run"), collectives=PATIENT)
     firsts, told, seconds = zip(*found, strict=True)
     assert all(text.startswith("ResumeRefused") and "data_ranks" in text and "streams" in text for text in told)

@@ -30,7 +30,7 @@ from trainfold.core.state.state import ModelState, Progress, TrainState
 
 
 def train_statistics(collectives, folder, mode, *, leave_at=None, die_at=None):
-    """Each rank has its own data, and so its own batch statistics; DDP sends rank 0's before each forward. Accumulates over two batches."""
+    """Each rank has its own data and so its own batch statistics; DDP sends rank 0's before each forward. Accumulates over two batches."""
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     model = nn.parallel.DistributedDataParallel(inner)
@@ -69,7 +69,7 @@ def resume_both(collectives, parts, whole):
 
 
 def test_batch_statistics_that_ddp_sends_are_saved_as_those_of_rank_0_and_resumed_exactly(processes, tmp_path):
-    """W24: two real ranks, killed after a save; then the bits of the run that nobody killed, on each rank."""
+    """W24: two real ranks are killed after a save, and then each ends with the bits of a run that was not killed."""
     parts, whole = str(tmp_path / "parts"), str(tmp_path / "whole")
     ended = processes.outcomes(2, train_and_die, parts, collectives=PATIENT)
     assert [rank.code for rank in ended] == [-signal.SIGKILL] * 2
@@ -80,7 +80,7 @@ def test_batch_statistics_that_ddp_sends_are_saved_as_those_of_rank_0_and_resume
 
 
 def statistics_that_nobody_sends(collectives, folder):
-    """Everything under which rank 0's are not certain to be everybody's."""
+    """Everything that makes it uncertain whether all ranks have rank 0's statistics."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -104,7 +104,7 @@ def statistics_that_nobody_sends(collectives, folder):
         return nn.parallel.DistributedDataParallel(inner, **options)
 
     saved("sent", ddp())
-    # a copy of the wrapper: nothing is ever sent to its buffers
+    # a copy of the wrapper: its buffers are never synchronized
     model = ddp()
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -146,7 +146,7 @@ def statistics_that_nobody_sends(collectives, folder):
 
 
 def test_batch_statistics_that_nobody_sends_are_refused(processes, tmp_path):
-    """W24: broadcast_buffers is off, the wrapper is not attached, it leaves the buffer out, or does not send before the next forward.
+    """W24: broadcast_buffers is off, the wrapper is not attached, it leaves the buffer out, or it does not send before the next forward.
 
     Inside of `join` another rank may be the one that sends, and a hook of the user's may do anything.
     """
@@ -164,7 +164,7 @@ def test_batch_statistics_that_nobody_sends_are_refused(processes, tmp_path):
 
 
 def uneven_shares(world, store, *, steps, sizes=(9, 8)):
-    """Each rank reads a dataset of its own, in as many batches of 3 as the other; the last one has 3 and 2 samples."""
+    """Each rank reads its own dataset, in the same number of batches of 3; the last ones have 3 and 2 samples."""
     data = TensorDataset(torch.arange(float(sizes[world.rank])).unsqueeze(1))
     model = nn.Linear(1, 1)
     nn.init.ones_(model.weight)
@@ -183,7 +183,7 @@ def uneven_shares(world, store, *, steps, sizes=(9, 8)):
 
 
 def test_shares_of_different_sizes_are_saved_and_resumed_where_samples_are_summed(monkeypatch):
-    """W24, G02: a dataset of its own for each rank had no save: the lengths differed, and a sum over the ranks was of no batch."""
+    """W24, G02: it used to be impossible to save separate datasets per rank: their lengths differ, and a sum over ranks fits no batch."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     store = MemoryStore()
@@ -193,7 +193,7 @@ def test_shares_of_different_sizes_are_saved_and_resumed_where_samples_are_summe
 
 
 def test_samples_that_each_rank_counts_for_itself_are_refused_with_the_sum_as_the_cure():
-    """W24: shares of different sizes are no replica's; the leaf is named, and not the component."""
+    """W24: shares of different sizes are not replicas; the error names the leaf, not the component."""
     store = MemoryStore()
 
     def work(world):
@@ -207,7 +207,7 @@ def test_samples_that_each_rank_counts_for_itself_are_refused_with_the_sum_as_th
 
 
 def test_samples_of_no_batch_are_refused_where_there_is_one_rank():
-    """G02: only where there are several ranks can a larger number be their sum."""
+    """G02: a larger number can be a sum only with several ranks."""
     live = attach(nn.Linear(1, 1), loader=DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2))
     next(iter(live.batches()))
     with pytest.raises(DataPositionMismatch, match=r"\[2\] are waiting, found 4"):
@@ -215,7 +215,7 @@ def test_samples_of_no_batch_are_refused_where_there_is_one_rank():
 
 
 def test_another_length_of_the_dataset_of_any_rank_is_refused(monkeypatch):
-    """G02: rank 0 compares it in the contract, and each other rank in its position."""
+    """G02: rank 0 compares the length in the contract, and each other rank in its position."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     store = MemoryStore()
@@ -231,7 +231,7 @@ def test_another_length_of_the_dataset_of_any_rank_is_refused(monkeypatch):
 
 
 def test_what_one_rank_alone_refuses_is_said_by_it_and_by_the_others():
-    """V05: the others said that they see other files, and so did the rank with the reason."""
+    """V05: all ranks used to report that they see other files, including the rank with the reason."""
     store = MemoryStore()
     state = TrainState(trainer=Progress(step=1), contract={"environment.threads": 1})
     run_threads(2, lambda world: save(state, store, collectives=world))
@@ -252,7 +252,7 @@ def test_what_one_rank_alone_refuses_is_said_by_it_and_by_the_others():
 
 
 def found_at(level, drifts, *, leaf=3, size=2**14):
-    """At which save of 1, 2, ... a drift after the first one is found; None where it never is."""
+    """The number of the save at which a drift after the first save is found; None if it never is."""
     store = MemoryStore()
 
     def work(world):
@@ -276,7 +276,7 @@ def found_at(level, drifts, *, leaf=3, size=2**14):
 
 
 def test_drift_after_the_first_save_is_found_in_time():
-    """B06, W24: at the next save; one element of a large parameter within sixteen.
+    """B06, W24: it is found at the next save; a drift of one element in a large parameter within sixteen saves.
 
     What no step keeps alike, such as a queue or a generator under ``extra``, is compared whole each time.
     """
@@ -294,7 +294,7 @@ def test_a_level_that_is_none_is_refused():
 
 
 def restored_otherwise(collectives, level, store):
-    """An object that takes another state on one rank than the one that it was given."""
+    """An object that, on one rank, takes another state than the one it was given."""
     value = {"x": torch.zeros(3)}
 
     def take(tree):
@@ -328,7 +328,7 @@ def restored_on_one(collectives, store):
 
 
 def test_a_restore_that_fails_on_one_rank_fails_on_all():
-    """B07: the others went on, into a forward that waits for it."""
+    """B07: the other ranks used to continue into a forward that waits for it."""
     store = MemoryStore()
     live = attach(nn.Linear(1, 1), extra={"ema": (lambda: {"x": torch.zeros(1)}, print)})
     save(live.capture(), store)

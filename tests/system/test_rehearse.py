@@ -1,4 +1,4 @@
-"""`trainfold rehearse`: programs with state that no component holds are caught, clean ones pass, and restless ones are told apart."""
+"""`trainfold rehearse`: it catches programs with state outside the components, passes clean ones, and identifies those that never repeat."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ rehearse = rehearse_cases.rehearse
 
 
 def test_a_program_that_keeps_everything_is_identical_and_its_own_run_is_not_touched(rehearse, tmp_path):
-    """W15: as it is, with two kills; what its own manager would have written to is not there."""
+    """W15: the program runs unchanged with two kills, and its own run directory is not created."""
     answer = rehearse(PROGRAM, kills=2)
     assert answer.error is None, answer.data
     assert answer.data["outcome"] == "identical"
@@ -47,18 +47,18 @@ def test_a_program_that_keeps_everything_is_identical_and_its_own_run_is_not_tou
 
 PUT_BACK = {
     "numbers drawn between the restore and the loop"
-}  # G11: exact where a manager notices, and else caught here
+}  # G11: exact if a manager notices it, otherwise caught here
 
 
 def data_files(folder):
-    """The files of tensors below a folder: links to one of them count once."""
+    """The tensor files below a folder; several links to a file count once."""
     with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
         return {path.stat().st_ino for path in folder.glob("**/model-*.safetensors")}
     return set()
 
 
 def test_a_rehearsal_has_no_more_checkpoints_on_the_disk_than_it_says(rehearse, tmp_path):
-    """A save in each of 20 steps, by a manager that keeps all: those of the whole run, and four beside them; and few when it is over."""
+    """A manager that keeps all saves at each of 20 steps: the disk has those of the whole run and four more; few when it is over."""
     settings = make_settings(["true"], steps=20, every=1)
     most, is_over = [0], threading.Event()
 
@@ -71,7 +71,7 @@ def test_a_rehearsal_has_no_more_checkpoints_on_the_disk_than_it_says(rehearse, 
     try:
         slower = program(
             ("    count += 1", "    count += 1; import time; time.sleep(0.02)")
-        )  # than what tidies up beside it
+        )  # than the cleanup beside it
         answer = rehearse(slower, kills=2, steps=20, every=1)
     finally:
         is_over.set()
@@ -84,7 +84,7 @@ def test_a_rehearsal_has_no_more_checkpoints_on_the_disk_than_it_says(rehearse, 
 
 
 def test_a_disk_without_room_ends_a_rehearsal_after_the_first_save(rehearse, tmp_path, monkeypatch):
-    """It says what is needed, and what is there; the program is ended, and nothing else is run."""
+    """The message has the space that is needed and free; the program is ended, and nothing else runs."""
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 100, 100))
     with pytest.raises(NoRoom, match=r"for 7 checkpoints of .* found 1?\d\d?\.?\d? k?B free.*--dir"):
         rehearse(PROGRAM)
@@ -93,7 +93,7 @@ def test_a_disk_without_room_ends_a_rehearsal_after_the_first_save(rehearse, tmp
 
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_a_program_with_hidden_state_is_caught(rehearse, kind, tmp_path):
-    """W15: whatever an attach may refuse some day, a rehearsal finds today: by its difference, or because it is refused."""
+    """W15: a rehearsal finds hidden state by its difference, or because the attach refuses it."""
     try:
         answer = rehearse(program(*HIDDEN[kind]))
     except ProgramFailed as refused:
@@ -127,7 +127,7 @@ def test_a_program_with_hidden_state_is_caught(rehearse, kind, tmp_path):
 
 @pytest.mark.parametrize(("steps", "every", "missed"), [(12, 6, "inside an epoch"), (12, 4, ""), (5, 2, "end")])
 def test_what_a_rehearsal_of_epochs_did_not_try_is_said(rehearse, steps, every, missed):
-    """48 samples in batches of 8 are 6 steps an epoch. A dataset's own generator begins anew with each epoch's workers: a resume there is right."""
+    """48 samples in batches of 8 are 6 steps per epoch. A dataset's own generator restarts with each epoch's workers, so a resume there is right."""
     answer = rehearse(PROGRAM, steps=steps, every=every)
     assert answer.error is None, answer.data
     said = answer.data["not_rehearsed"]
@@ -135,13 +135,13 @@ def test_what_a_rehearsal_of_epochs_did_not_try_is_said(rehearse, steps, every, 
     assert bool(said) == bool(missed)
     assert all(each in str(answer.tables) for each in said)
     assert ("a kill during a save" in " ".join(said)) == (every == 6)
-    if every == 6:  # its only save after the first is the last, after which nothing is left to be resumed
+    if every == 6:  # its only save after the first is the last one, after which there is nothing to resume
         assert answer.data["starts"][0]["kill"]["during"] == "step"
         assert answer.data["starts"][1]["resumed_at"] == 6
 
 
 def test_a_kill_that_comes_after_the_last_save_is_not_blamed_on_the_program(rehearse, monkeypatch):
-    """W15: the run is over, and nothing can be compared: it is said, and not that the program does not save."""
+    """W15: the run is over, so nothing can be compared; the report says this, and does not say that the program never saves."""
     monkeypatch.setattr(
         "trainfold.adapters.cli.rehearse.rehearse.plan_moments", lambda **_: [Trigger(12, in_save=False, fraction=0.0)]
     )
@@ -155,7 +155,7 @@ def test_a_kill_that_comes_after_the_last_save_is_not_blamed_on_the_program(rehe
 
 
 def test_a_program_that_ends_before_its_kill_counts_as_ended(rehearse, monkeypatch):
-    """W15: a kill that found nobody is none: nothing was resumed."""
+    """W15: a kill that comes after the end does not count, because nothing was resumed."""
     monkeypatch.setattr("trainfold.adapters.cli.rehearse.moments.StepTimes.delay_secs", lambda *_: 2.0)
     answer = rehearse(program(("epochs=100", "epochs=2")), steps=40, every=5)
     assert isinstance(answer.error, NeverResumed), answer.data
@@ -164,7 +164,7 @@ def test_a_program_that_ends_before_its_kill_counts_as_ended(rehearse, monkeypat
 
 
 def test_a_program_that_fails_after_its_last_step_is_told_so(rehearse):
-    """W15: all bits are the same, and its evaluation at the end has no file to read."""
+    """W15: all bits are the same, but its final evaluation has no file to read."""
     with pytest.raises(
         ProgramFailed, match=r"(?s)start 1 of whole.*exit code 1 after its last step, 12.*no test set"
     ) as failed:
@@ -173,7 +173,7 @@ def test_a_program_that_fails_after_its_last_step_is_told_so(rehearse):
 
 
 def test_a_program_that_is_not_seeded_does_not_repeat_itself_also_where_it_cannot_go_on(rehearse):
-    """W15: the data of each start are others, so a resume is refused: the reason is the seed, and the exit code says so."""
+    """W15: each start has other data, so a resume is refused; the exit code shows that the reason is the missing seed."""
     found = rehearse(program(("torch.manual_seed(0)", "torch.seed()"))).error
     assert isinstance(found, NotRepeatable), found
     assert "start 2 of killed" in found.found
@@ -183,7 +183,7 @@ def test_a_program_that_is_not_seeded_does_not_repeat_itself_also_where_it_canno
 
 @pytest.mark.parametrize("has_hidden_state", [False, True])
 def test_a_recorded_time_is_left_out_by_name_and_all_else_is_compared(rehearse, has_hidden_state):
-    """W15: what no component follows does not make a program one that does not repeat itself; neither does it hide a difference."""
+    """W15: a value that affects no component does not count as non-repeating, and does not hide a difference either."""
     timed = ("live.record(loss=loss)", "import time; live.record(loss=loss, secs=time.perf_counter())")
     hidden = HIDDEN["a variable of the loop"] if has_hidden_state else []
     answer = rehearse(program(timed, *hidden))
@@ -195,7 +195,7 @@ def test_a_recorded_time_is_left_out_by_name_and_all_else_is_compared(rehearse, 
 
 
 def test_a_count_that_ends_the_loop_is_named_as_what_is_not_saved(rehearse):
-    """W15: an early stop counts in a variable, so a resumed run trains longer; no value comes from anywhere else."""
+    """W15: early stopping counts in a variable, so a resumed run trains longer; no value is wrong otherwise."""
     answer = rehearse(
         program(("    if manager.should_stop", "    if manager.should_stop or count == 10")), steps=20, every=4
     )
@@ -214,7 +214,7 @@ def test_a_value_that_no_component_explains_is_told_apart_from_one_that_is(rehea
 
 
 def test_streams_that_a_program_does_not_seed_are_left_out_by_name(rehearse):
-    """Many a program seeds torch alone: its losses repeat, and the stream of python, which it does not use, begins anywhere."""
+    """Many programs seed only torch: their losses repeat, while Python's stream, which they do not use, starts anywhere."""
     seedless = ("\nrandom.seed(0);", "\nrandom.seed(int.from_bytes(os.urandom(8), 'big'));")
     answer = rehearse(program(seedless))
     assert answer.error is None
@@ -237,7 +237,7 @@ RESTLESS = ("* scale", "* scale * (1 + 1e-6 * int.from_bytes(os.urandom(2), 'big
     ids=["no tolerance", "within", "beyond", "within, but for a hidden variable"],
 )
 def test_a_program_that_does_not_repeat_itself_is_told_apart(rehearse, changes, tolerance, error):
-    """W15: two whole runs differ already, so what a resumed process computes again is compared with what the killed one had."""
+    """W15: even two whole runs differ, so the values that a resumed process computes again are compared with those of the killed one."""
     changed = [(old, new.replace(*RESTLESS)) for old, new in changes] or [RESTLESS]
     answer = rehearse(program(*changed), tolerance=tolerance)
     assert not answer.data["repeats_itself"]
@@ -259,14 +259,14 @@ def test_a_program_that_does_not_repeat_itself_is_told_apart(rehearse, changes, 
     ids=["no step", "no restore", "another place each time", "fails"],
 )  # fmt: skip
 def test_a_program_that_cannot_be_rehearsed_is_told_why(rehearse, changes, error, says):
-    """Each with an exit code of its own, and with the next move."""
+    """Each reason has its own exit code and a fix."""
     try:
         found = rehearse(program(*changes)).error
     except ProgramFailed as failed:
         found = failed
     if error is NeverResumed and isinstance(
         found, ProgramFailed
-    ):  # a manager may refuse to save beside what was never restored
+    ):  # a manager may refuse to save into a run that was never restored
         assert "restore" in found.found
         return
     assert isinstance(found, error)

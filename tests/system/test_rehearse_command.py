@@ -36,7 +36,7 @@ PLAIN = ("for x, y in live.batches(epochs=100):", "for x, y in (batch for _ in r
 
 
 def test_a_program_that_ignores_every_way_to_end_is_killed_after_its_last_step(rehearse):
-    """It looks neither at should_stop nor at the end of live.batches(): the kill after the last save counts as its end."""
+    """It checks neither should_stop nor the end of live.batches(), so the kill after the last save counts as its end."""
     endless = program(
         ("for x, y in live.batches(epochs=100):", "data = loader.dataset\nwhile True:\n    x = data.x[torch.randperm(48)[:8]]; y = x.sum(1)"),
         ("trainfold.attach(model, optimizer, loader=loader)", "trainfold.attach(model, optimizer)"),
@@ -49,7 +49,7 @@ def test_a_program_that_ignores_every_way_to_end_is_killed_after_its_last_step(r
 
 
 def test_a_program_that_looks_at_its_manager_once_an_epoch_is_saved_there(rehearse):
-    """48 samples in batches of 8 are 6 steps an epoch: no multiple of the cadence of 5 is a boundary."""
+    """48 samples in batches of 8 are 6 steps per epoch, so the cadence of 5 does not meet the ends of epochs."""
     by_epoch = program(
         (
             "for x, y in live.batches(epochs=100):",
@@ -90,7 +90,7 @@ for done in range(state.trainer.step + 1, 100):
 
 @pytest.mark.parametrize("bend", ["1.0", "1.01"])
 def test_a_program_without_a_manager_is_watched_by_its_checkpoints(rehearse, bend):
-    """It calls trainfold.save and trainfold.load itself, in the directory that {run} stands for."""
+    """It calls trainfold.save and trainfold.load itself, in the directory that replaces {run}."""
     answer = rehearse(FUNCTIONAL.replace("BEND", bend), "{run}")
     assert answer.data["kills"] == 1
     assert answer.data["starts"][1]["resumed_at"] >= 4
@@ -107,7 +107,7 @@ def test_without_a_manager_and_without_a_directory_it_says_what_is_missing(rehea
 
 
 def test_the_command_runs_a_real_python_with_json_and_exit_code(tmp_path):
-    """The only one here whose program is started as a user starts it."""
+    """The only test here that starts the program as a user does."""
     script = tmp_path / "train.py"
     script.write_text(
         program(("runs/mine", "{sys.argv[2]}/checkpoints"), ('"{', 'f"{'), *HIDDEN["a variable of the loop"])
@@ -169,7 +169,7 @@ def test_options_that_cannot_work_are_refused_before_anything_is_started(options
     ],
 )
 def test_a_command_that_cannot_be_started_is_refused(words, says, capsys, tmp_path, monkeypatch):
-    """Without -- an option of the program, such as its seed, would be taken for one of the rehearsal in silence."""
+    """Without --, an option of the program, such as its seed, would silently be taken as one of the rehearsal."""
     monkeypatch.chdir(tmp_path)
     assert main(["rehearse", *words]) == 2
     assert says in capsys.readouterr().err
@@ -177,7 +177,7 @@ def test_a_command_that_cannot_be_started_is_refused(words, says, capsys, tmp_pa
 
 
 def test_what_is_after_the_dashes_is_the_programs_own(tmp_path, monkeypatch):
-    """Also what the rehearsal would understand."""
+    """This includes options that the rehearsal has too."""
     seen = []
     monkeypatch.setattr(
         "trainfold.adapters.cli.rehearse.rehearse.run_rehearsal",
@@ -232,7 +232,7 @@ def test_a_manager_reads_the_variable_when_it_is_made_and_says_so_loudly(tmp_pat
 
 
 def test_the_batches_end_with_the_rehearsal(tmp_path, monkeypatch):
-    """In the middle of an epoch, and no process dies of it."""
+    """They end in the middle of an epoch, without killing a process."""
     monkeypatch.setenv(VARIABLE, orders(tmp_path))
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -254,7 +254,7 @@ def test_the_batches_end_with_the_rehearsal(tmp_path, monkeypatch):
 
 
 def test_a_kill_takes_along_what_the_program_has_started(tmp_path):
-    """Loader workers die with the program, as on a machine that is lost."""
+    """Loader workers die with the program, as on a lost machine."""
     started = tmp_path / "started"
     program = Program(
         ["sh", "-c", f"sleep 60 & echo $! > {started}.new; mv {started}.new {started}; wait"],
@@ -291,7 +291,7 @@ def test_a_store_of_another_kind_is_moved_too_and_a_place_at_home_stays(tmp_path
 
 @pytest.mark.parametrize("text", ["", "1", "{}", '{"home": "here", "notes": "/n", "every": 1, "steps": 4}', "[1]"])
 def test_a_variable_that_holds_no_orders_is_refused(text, tmp_path, monkeypatch):
-    """A run that only looks rehearsed must not start: its place would not be what its program says."""
+    """A run that only looks rehearsed must not start, because it would not write where its program says."""
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(InvalidArgument, match=VARIABLE):
         trainfold.CheckpointManager(tmp_path / "mine")
@@ -299,7 +299,7 @@ def test_a_variable_that_holds_no_orders_is_refused(text, tmp_path, monkeypatch)
 
 
 class Counted:
-    """A tensor without dimensions on a device that counts how often it is waited for."""
+    """A zero-dimensional tensor on a device that counts how often the program waits for it."""
 
     shape = ()
 
@@ -327,7 +327,7 @@ def test_what_is_no_number_is_refused_by_name_also_outside_of_a_rehearsal(bad):
 
 
 def test_a_kill_loses_nothing_that_was_recorded_before_it(tmp_path):
-    """Each call is one write to the file: the process dies in the middle of a step, without a word."""
+    """Each call is one write to the file, so a process may die in the middle of a step without flushing."""
     script = tmp_path / "dies.py"
     script.write_text(
         "import os, signal, torch, trainfold\n"

@@ -1,6 +1,6 @@
-"""A disk as a value: what is durable, what is not yet, and so what a crash may leave of it.
+"""A disk as a value: which changes are durable and which are not, and so what a crash may leave.
 
-The rules are those that POSIX gives, and no more: fsync of a file makes its bytes durable and not its name; fsync of a
+The rules are those of POSIX and no more: fsync of a file makes its bytes durable but not its name; fsync of a
 directory makes the names in it durable. Until then each change of a name may have reached the disk or not, independently
 of every other one, and each block of a file too, and its size by itself. A rename replaces its target at once, but the old
 name may still be there beside the new one. A filesystem with an ordered journal (ext4) leaves a subset of these states.
@@ -20,9 +20,9 @@ from crash.disk.effects import TOP, Bind, Effect, Move, Resize, Sync, SyncFailed
 from crash.disk.extents import FILE, WHOLE_BYTES, Data, Extents
 
 BLOCK_BYTES = 4096
-_BLOCK_CHOICES = 6  # files with so many unsynced blocks are torn in every way; with more, in some
+_BLOCK_CHOICES = 6  # up to so many unsynced blocks of a file are torn in every way; more blocks in some ways
 
-Entry: TypeAlias = tuple[int, str]  # a directory's inode, and a name in it
+Entry: TypeAlias = tuple[int, str]  # the inode of a directory, and a name in it
 FileOp: TypeAlias = Write | Resize
 
 
@@ -32,10 +32,10 @@ class Change:
     """A change of one name that is not durable yet.
 
     Attributes:
-        entry: which name.
-        inode: what it is afterwards; None for nothing.
-        needs: the number of the change without which this one cannot have happened, or None.
-        number: counted over the whole run.
+        entry: the name.
+        inode: the inode that it leads to afterwards; None if it is gone.
+        needs: the number of the change that must have happened before this one, or None.
+        number: its number, counted over the whole run.
     """
 
     entry: Entry
@@ -54,9 +54,9 @@ class Disk:
         pending: the changes of names that are not durable, in order.
         kinds: inode -> file, directory, or a link's target after ``link:``.
         durable: inode -> the durable bytes of a file.
-        written: inode -> what was done to its bytes since.
-        dropped: the files of which a sync has failed: what was written into them is never durable.
-        count: how many changes there were.
+        written: inode -> the writes and resizes since then.
+        dropped: the files whose sync has failed: the data written before it never become durable.
+        count: the number of changes so far.
     """
 
     entries: Mapping[Entry, int] = attrs.field(factory=dict)
@@ -69,7 +69,7 @@ class Disk:
 
     @classmethod
     def of(cls, files: Mapping[str, Data | str | None]) -> "Disk":
-        """A disk that holds these files durably: path -> bytes, None for a directory, a text for where a link leads."""
+        """A disk on which these files are durable: path -> bytes, None for a directory, a string for the target of a link."""
         inodes = {"": TOP, **{path: inode for inode, path in enumerate(sorted(files), TOP + 1)}}
         entries, durable, kinds = {}, {}, {TOP: "directory"}
         for path, data in files.items():
@@ -116,25 +116,25 @@ class Disk:
         files = {each: ops for each, ops in self.written.items() if inode in {None, each} and each not in self.dropped}
         durable = {**self.durable, **{each: content(self.durable[each], ops) for each, ops in files.items()}}
         written = {each: ops for each, ops in self.written.items() if each not in files}
-        # what a kept change needed is there now
+        # the changes that a kept change needed have happened
         gone = {change.number for change in self.pending} - {change.number for change in kept}
         kept = tuple(attrs.evolve(change, needs=None) if change.needs in gone else change for change in kept)
         return attrs.evolve(self, entries=entries, pending=kept, durable=durable, written=written)
 
     def names(self, chosen: Iterable[int]) -> dict[Entry, int]:
-        """The names when these of the pending changes, by their place in it, in order, have reached the disk."""
+        """The names after these pending changes, given by their indices in order, have reached the disk."""
         entries = dict(self.entries)
         for i in chosen:
             _apply(entries, self.pending[i])
         return entries
 
     def is_legal(self, chosen: Sequence[int]) -> bool:
-        """Whether no change happened without the one that it is a part of."""
+        """Whether no change has happened without the one that it needs."""
         numbers = {self.pending[i].number for i in chosen}
         return all(self.pending[i].needs is None or self.pending[i].needs in numbers for i in chosen)
 
     def contents(self, inode: int) -> tuple[Data, ...]:
-        """What a file may hold after a crash; the first is what is durable, the last is all that was written."""
+        """The contents that a file may have after a crash: the durable ones first, everything written last."""
         return _contents(self.durable[inode], self.written.get(inode, ()))
 
 
@@ -166,7 +166,7 @@ def _reach(op: FileOp) -> int:
 
 @cache
 def _contents(old: Data, ops: tuple[FileOp, ...]) -> tuple[Data, ...]:
-    """None, all, each prefix of the writes, each size, each subset of the blocks that were written; zeros elsewhere."""
+    """No write, all writes, each prefix of them, each size, and each subset of the written blocks; zeros elsewhere."""
     if isinstance(old, Extents) or max(map(_reach, ops), default=0) > WHOLE_BYTES:
         return _large_contents(Extents.of(old), ops)
     stages = [content(old, ops[:i]) for i in range(len(ops) + 1)]
@@ -189,7 +189,7 @@ def _contents(old: Data, ops: tuple[FileOp, ...]) -> tuple[Data, ...]:
 
 
 def _large_contents(old: Extents, ops: tuple[FileOp, ...]) -> tuple[Extents, ...]:
-    """As `_contents`, with the extents that were written, and the last block, in place of all blocks."""
+    """Like `_contents`, but with the written extents and the last block instead of all blocks."""
     stages = [old.after(ops[:i]) for i in range(len(ops) + 1)]
     new, longest = stages[-1], max(stages, key=len)
     edges = {0, len(old), len(new), len(longest), len(new) // BLOCK_BYTES * BLOCK_BYTES}

@@ -1,4 +1,4 @@
-"""What was done to a disk: one value for each change that a crash can keep or lose, and the recorder that lists them."""
+"""The effects on a disk: one value for each change that a crash can keep or lose, and the recorder that lists them."""
 
 import os
 import threading
@@ -7,13 +7,13 @@ from typing import Any, TypeAlias, final
 
 import attrs
 
-TOP = 0  # the inode of the directory in which all of it happens; it is there before, and durable
+TOP = 0  # the inode of the top directory; it exists before the program starts, and is durable
 
 
 @final
 @attrs.frozen
 class Bind:
-    """A name appears in a directory: of a new file, directory or link, or a further one of a file."""
+    """A name appears in a directory: of a new file, directory or link, or another name of a file."""
 
     directory: int
     name: str
@@ -25,7 +25,7 @@ class Bind:
 @final
 @attrs.frozen
 class Unbind:
-    """A name goes."""
+    """A name is removed."""
 
     directory: int
     name: str
@@ -65,7 +65,7 @@ class Resize:
 @final
 @attrs.frozen
 class Sync:
-    """A file or a directory is made durable; None for everything."""
+    """A file or directory is made durable; with None, everything is."""
 
     inode: int | None
 
@@ -73,7 +73,7 @@ class Sync:
 @final
 @attrs.frozen
 class SyncFailed:
-    """A file could not be made durable: the kernel has dropped what was written, and no later sync brings it back."""
+    """A file could not be made durable: the kernel has dropped its written data, and no later sync brings them back."""
 
     inode: int
 
@@ -81,7 +81,7 @@ class SyncFailed:
 @final
 @attrs.frozen
 class Mark:
-    """What the program was told or promised: ``begin`` something, that it is done (``ack``), or that it is not (``fail``)."""
+    """A mark in the program: it begins an operation (``begin``), the operation returned (``ack``), or it failed (``fail``)."""
 
     what: str
     value: Any = None
@@ -92,34 +92,34 @@ Effect: TypeAlias = Bind | Unbind | Move | Write | Resize | Sync | SyncFailed | 
 
 @final
 class Recorder:
-    """A handler for `watched`: does each call, and lists the effects that it had below one directory, in order.
+    """A handler for `watched`: makes each call, and lists its effects below one directory, in order.
 
     Args:
-        top: a directory.
-        inodes: path below it -> inode, of all that is in it.
-        count: the highest inode that was ever used.
+        top: the directory.
+        inodes: path below it -> inode, for everything in it.
+        count: the highest inode used so far.
     """
 
     def __init__(self, top: str | os.PathLike[str], inodes: Mapping[str, int] | None = None, count: int = TOP) -> None:
         self.top = os.path.realpath(top)
         self.effects: list[Effect] = []
         self._mutex = threading.RLock()
-        self._opened: dict[int, tuple[str, int]] = {}  # descriptor -> path when it was opened, inode
+        self._opened: dict[int, tuple[str, int]] = {}  # descriptor -> the path when it was opened, and the inode
         self._inodes = {self.top: TOP, **{f"{self.top}/{path}": inode for path, inode in (inodes or {}).items()}}
         self._count = count
 
     def mark(self, what: str, value: Any = None) -> None:
-        """Note what the program under test is doing."""
+        """Record what the program under test is doing."""
         with self._mutex:
             self.effects.append(Mark(what, value))
 
     def __call__(self, name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do a call, and note its effect."""
+        """Make a call and record its effect."""
         with self._mutex:
             return getattr(self, f"do_{name}", self._unknown)(real, *args, **kwargs)
 
     def target(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """The path below the top that a call is about, or None if it is about something else."""
+        """The path below the top that a call concerns, or None if it concerns anything else."""
         if name == "sync":
             return None
         if isinstance(args[0], int):
@@ -129,12 +129,12 @@ class Recorder:
         return self._path(args[1] if name == "symlink" else args[0], kwargs.get("dir_fd"))
 
     def descriptor_of_directory(self, fd: int) -> int:
-        """Another descriptor, of the directory in which an open file was made."""
+        """Another open descriptor: that of the directory in which an open file was made."""
         above, _ = os.path.split(self._opened[fd][0])
         return next(other for other, (path, _) in self._opened.items() if path == above)
 
     def sync_failed(self, fd: int) -> None:
-        """Note that a file could not be made durable."""
+        """Record that a file could not be made durable."""
         with self._mutex:
             self.effects.append(SyncFailed(self._opened[fd][1]))
 
@@ -185,7 +185,7 @@ class Recorder:
     do_fdatasync = do_fsync
 
     def do_sync(self, real: Any) -> None:
-        del real  # not this machine's other work
+        del real  # do not sync other programs' data
         self.effects.append(Sync(None))
 
     # --- names ---------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Recorder:
         raise AssertionError(f"the recorder does not know {real} {args} {kwargs}")
 
     def _path(self, path: Any, dir_fd: int | None) -> str | None:
-        """The path of what is touched, or None for what is outside."""
+        """The path below the top, or None if it is outside."""
         text = os.fsdecode(path)
         if dir_fd is not None:
             if dir_fd not in self._opened:

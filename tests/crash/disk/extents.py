@@ -1,7 +1,7 @@
-"""The bytes of a large file as a value: a few slices of what was written, and zeros. A copy, a cut or a torn state costs nothing.
+"""The bytes of a large file as a value: a few slices of the written data, and zeros. Copies, cuts and torn states cost nothing.
 
-So the number of states that a crash may leave of a file, and the memory that they take, do not grow with its bytes. Bytes are
-put together only where a reader asks for them.
+So neither the number of states that a crash may leave of a file, nor their memory, grows with the size of the file. Bytes are
+put together only when a reader wants them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,8 +13,8 @@ import attrs
 
 from crash.disk.effects import Effect, Resize, Write
 
-WHOLE_BYTES: Final = 1 << 18  # a file of up to so many bytes is held as bytes
-RUN_WRITES: Final = 2  # in so many extents stand the writes into a large file between two other effects
+WHOLE_BYTES: Final = 1 << 18  # a file up to this size is represented as bytes
+RUN_WRITES: Final = 2  # the writes into a large file between two other effects are merged into at most so many extents
 
 _ZEROS: Final = bytes(1 << 16)
 
@@ -22,7 +22,7 @@ _ZEROS: Final = bytes(1 << 16)
 @final
 @attrs.frozen
 class Slice:
-    """A part of something that was written; or zeros, of None."""
+    """A slice of written data; zeros if the source is None."""
 
     source: bytes | None = attrs.field(eq=id, repr=lambda source: f"<{len(source or b'')} bytes>")
     start: int
@@ -110,26 +110,26 @@ class Extents:
         return found
 
     def digest(self) -> bytes:
-        """A digest of what it is made of, and not of the bytes, which nobody has to read for it."""
+        """A digest of the slices, not of the bytes, so that no bytes have to be read."""
         made_of = [(_number(each.source), each.start, each.count) for each in self.slices]
         return blake2b(repr(made_of).encode(), digest_size=16).digest()
 
 
 Data: TypeAlias = bytes | Extents
 FILE: Final = (bytes, Extents)
-_NUMBERS: dict[int, tuple[bytes, int]] = {}  # by identity, which is kept
+_NUMBERS: dict[int, tuple[bytes, int]] = {}  # by identity; the object is kept alive
 
 
 def _number(source: bytes | None) -> int:
-    """Which source it is; no two ever have one number."""
+    """The number of a source; no two sources ever have the same number."""
     return 0 if source is None else _NUMBERS.setdefault(id(source), (source, len(_NUMBERS) + 1))[1]
 
 
 def in_extents(effects: Sequence[Effect]) -> list[Effect]:
-    """The same effects, with each run of writes into a large file as at most `RUN_WRITES` of them.
+    """The same effects, with each run of writes into a large file merged into at most `RUN_WRITES` of them.
 
-    A run is what comes between two effects on anything else than contents. What lies in one of the extents is then there
-    after a crash, or is not; the rest of what a crash may do to a file is as before.
+    A run is a sequence of effects on contents, between two effects of other kinds. After a crash, each extent is then
+    there as a whole or not at all; everything else that a crash may do to a file is as before.
     """
     sizes: dict[int, int] = {}
     for effect in effects:
@@ -148,7 +148,7 @@ def in_extents(effects: Sequence[Effect]) -> list[Effect]:
 
 
 def _joined(effects: list[Effect]) -> list[Effect]:
-    """Writes and sizes of one file, with the writes between two sizes in few extents."""
+    """The writes and resizes of one file, with the writes between two resizes merged into a few extents."""
     found: list[Effect] = []
     for is_write, group in groupby(effects, lambda effect: isinstance(effect, Write)):
         run = list(group)
@@ -157,7 +157,7 @@ def _joined(effects: list[Effect]) -> list[Effect]:
 
 
 def _few(writes: list[Write]) -> list[Write]:
-    """Writes in order of their places; those that fill a range without a gap as its first half and its second."""
+    """Writes sorted by offset; writes that fill a range without a gap become its first and its second half."""
     ranges: list[list[Write]] = []
     for write in sorted(writes, key=lambda write: write.offset):
         last = ranges[-1][-1] if ranges else None

@@ -1,4 +1,4 @@
-"""A run as a crash left it, in memory, for reading: a `Store` over the files of a `CrashState`; and on a real disk."""
+"""A run as a crash left it, for reading: a `Store` in memory over the files of a `CrashState`, and the same files on a real disk."""
 
 import os
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ Files = Mapping[str, Data | str | None]
 
 @final
 class FrozenStore:
-    """Reads as a `LocalStore` would; nothing can be written.
+    """Reads like a `LocalStore`; nothing can be written.
 
     Args:
-        files: path -> bytes of a file, None for a directory, a text for where a link leads.
+        files: path -> bytes of a file, None for a directory, a string for the target of a link.
         run: the path of the run's directory.
     """
 
@@ -82,7 +82,7 @@ class FrozenStore:
 
 
 def visible(files: Files) -> dict[str, Data | str | None]:
-    """What a reader of the run can see: not what is staged, nor the lock, nor the hints."""
+    """The files that a reader of the run can see: without staged files, the lock and the hints."""
     return {
         path: data
         for path, data in files.items()
@@ -91,7 +91,7 @@ def visible(files: Files) -> dict[str, Data | str | None]:
 
 
 def materialise(files: Files, top: str | os.PathLike[str]) -> None:
-    """Make the files in an empty directory."""
+    """Write the files into an empty directory."""
     for path in sorted(files):
         data, place = files[path], Path(top, path)
         if data is None:
@@ -103,7 +103,7 @@ def materialise(files: Files, top: str | os.PathLike[str]) -> None:
 
 
 def files_in(top: str | os.PathLike[str]) -> dict[str, bytes | str | None]:
-    """What is in a directory, as `materialise` takes it."""
+    """The contents of a directory, in the form that `materialise` takes."""
     found: dict[str, bytes | str | None] = {}
     for place in Path(top).rglob("*"):
         path = str(place.relative_to(top))

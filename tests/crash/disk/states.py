@@ -16,10 +16,10 @@ from crash.disk.extents import Data, Extents
 @final
 @attrs.frozen
 class CrashState:
-    """What the next boot finds.
+    """The disk that the next boot finds.
 
     Attributes:
-        files: path below the top -> bytes of a file, None for a directory, a text for where a link leads.
+        files: path below the top -> bytes of a file, None for a directory, a string for the target of a link.
         done: how many effects had happened.
         how: which of them reached the disk, for messages.
     """
@@ -29,19 +29,19 @@ class CrashState:
     how: str
 
     def key(self) -> bytes:
-        """A digest of all of it."""
+        """A digest of all files."""
         return digest_of_files(self.files)
 
 
 @final
 @attrs.frozen
 class Budget:
-    """How many states to look at where there are too many.
+    """How many states to look at if there are too many.
 
     Attributes:
-        names: subsets of the pending changes of names after each effect; where there are fewer, it is all of them.
-        contents: combinations of the files' bytes for each of these.
-        seed: of the choice among them.
+        names: subsets of the pending name changes after each effect; all of them if there are fewer.
+        contents: combinations of the files' contents for each subset.
+        seed: the seed of the choice.
     """
 
     names: int = 256
@@ -52,15 +52,15 @@ class Budget:
 def crash_states(
     effects: Sequence[Effect], budget: Budget, disk: Disk | None = None, *, every: int = 1
 ) -> Iterator[CrashState]:
-    """Every state (or, where there are too many, a seeded choice of them) after each prefix of some effects.
+    """Yield every state after each prefix of some effects; a seeded choice of them if there are too many.
 
-    The same files come again after another effect only if something was promised in between.
+    The same files come again after a later effect only if a promise was made in between.
 
     Args:
-        effects: what was done.
+        effects: the effects.
         budget: how many states to look at.
-        disk: on what it was done; None for an empty one.
-        every: look only after each so manieth effect, and before and after a promise.
+        disk: the disk before the effects; None for an empty one.
+        every: look only after every n-th effect, and before and after each promise.
     """
     disk, seen = disk or Disk(), set[bytes]()
     before: Disk | None = None
@@ -83,12 +83,12 @@ def crash_states(
 
 
 def states_of(disk: Disk, done: int, budget: Budget) -> Iterator[CrashState]:
-    """What a crash of one disk may leave."""
+    """The states that a crash may leave of one disk."""
     random, seen = Random(f"{budget.seed} {done}"), set[frozenset[tuple[Entry, int]]]()
     for chosen in subsets(disk, budget.names, random):
         names = disk.names(chosen)
         if (known := frozenset(names.items())) in seen:
-            continue  # such as a name that was made and removed
+            continue  # for example a name that was made and removed
         seen.add(known)
         files, inodes = _walk(disk, names)
         open_files = [path for path, inode in inodes.items() if inode in disk.written]
@@ -99,7 +99,7 @@ def states_of(disk: Disk, done: int, budget: Budget) -> Iterator[CrashState]:
 
 
 def subsets(disk: Disk, limit: int, random: Random) -> Iterable[tuple[int, ...]]:
-    """Legal subsets of the pending changes: all; or those of a journal, each one alone, all but one, and some more."""
+    """Legal subsets of the pending changes: all; or the prefixes of a journal, each change alone, all but one, and a random choice."""
     every = _legal(disk, 4 * limit)
     if every is not None and len(every) <= limit:
         return every
@@ -148,7 +148,9 @@ def digest_of_files(files: dict[str, Data | str | None]) -> bytes:
     return whole.digest()
 
 
-_DIGESTS: dict[int, tuple[bytes, bytes]] = {}  # the same few objects come again and again: by identity, which is kept
+_DIGESTS: dict[
+    int, tuple[bytes, bytes]
+] = {}  # the same few objects come again and again, so they are known by identity and kept alive
 
 
 def _digest(data: bytes) -> bytes:
@@ -182,7 +184,7 @@ def _walk(disk: Disk, names: dict[tuple[int, str], int]) -> tuple[dict[str, Any]
 
 
 def _combinations(choices: list[tuple[Data, ...]], limit: int, random: Random) -> Iterable[tuple[Data, ...]]:
-    """Every way to choose one of each; or, where these are too many, the extremes and some more."""
+    """Every way to choose one of each; if there are too many, the extremes and a random choice."""
     total = 1
     for each in choices:
         total *= len(each)
@@ -209,7 +211,7 @@ def after_all(effects: Iterable[Effect], disk: Disk | None = None) -> Disk:
 
 
 def live(disk: Disk) -> tuple[dict[str, Data | str | None], dict[str, int]]:
-    """What a program sees while the machine is up: everything that was done, durable or not; and the inodes."""
+    """The files that a program sees while the machine is up, durable or not; and the inodes."""
     names = disk.names(range(len(disk.pending)))
     files, inodes = _walk(disk, names)
     return {**files, **{path: disk.contents(i)[-1] for path, i in inodes.items() if disk.kinds[i] == "file"}}, inodes

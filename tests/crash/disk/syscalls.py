@@ -1,7 +1,7 @@
-"""Every call by which Python changes a filesystem goes through one function: to record what is done, or to make it fail.
+"""Sends every call by which Python changes a filesystem through one function, to record the call or to make it fail.
 
-``os`` and ``open`` are patched, so this sees all that is written through them, by any thread, in this process; not what
-C++ writes by itself. What strace sees is compared with it in test_recorder.py.
+``os`` and ``open`` are patched, so this sees everything that any thread of this process writes through them, but not what C++
+writes directly. test_recorder.py compares it with the output of strace.
 """
 
 import builtins
@@ -15,19 +15,19 @@ from unittest import mock
 from trainfold.backends.stores import direct_io
 
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Gets the name of a call, the real function, and its arguments; does it, or not, and returns what it returns."""
+"""Takes the name of a call, the real function and its arguments; makes the call, or does not, and returns its result."""
 
 WATCHED: Final = (
     "open", "close", "write", "writev", "pwrite", "pwritev", "ftruncate", "truncate", "fsync", "fdatasync", "sync",
     "rename", "replace", "link", "unlink", "remove", "mkdir", "rmdir", "symlink",
     "posix_fallocate", "sendfile", "copy_file_range", "mkfifo", "mknod",
 )  # fmt: skip
-_BUFFER_BYTES: Final = 4096  # what `open` takes on common filesystems: st_blksize
+_BUFFER_BYTES: Final = 4096  # the buffer size of `open` on common filesystems: st_blksize
 
 
 @contextmanager
 def watched(handler: Handler) -> Iterator[None]:
-    """Send each call to a handler. The handler is called by several threads; what it calls itself is not watched."""
+    """Send each call to a handler. Several threads call the handler; the calls that it makes itself are not watched."""
 
     def wrapper(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: handler(name, real, args, kwargs)
@@ -49,14 +49,14 @@ def watched(handler: Handler) -> Iterator[None]:
             stack.enter_context(mock.patch.object(os, name, wrapper(name, getattr(os, name))))
         for module in (io, builtins):
             stack.enter_context(mock.patch.object(module, "open", opened))
-        # the one call that the store makes through ctypes
+        # the only call that the store makes through ctypes
         allocate = wrapper("allocate", direct_io._allocate)
         stack.enter_context(mock.patch.object(direct_io, "_allocate", allocate))
         yield
 
 
 class _File(io.FileIO):
-    """A file that is opened, written and closed by calls that the handler sees, as the one of C makes them."""
+    """A file object that opens, writes and closes through calls that the handler sees, like the C implementation."""
 
     def __init__(self, path: Any, mode: str, handler: Handler) -> None:
         self._handler = handler

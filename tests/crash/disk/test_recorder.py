@@ -1,4 +1,4 @@
-"""What the recorder says was done is what was done: compared with the disk, and with what strace sees of the same calls."""
+"""The recorder reports exactly what was done: it is compared with the disk, and with strace's output for the same calls."""
 
 import re
 import shutil
@@ -36,7 +36,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", ["save_again", "direct"] if IS_SOAK else ["direct"])
 def test_strace_sees_the_same_effects_in_the_same_order(name, tmp_path):
-    """So that no call of the store goes past the recorder."""
+    """No call of the store bypasses the recorder."""
     strace = shutil.which("strace")
     if strace is None:
         pytest.skip("there is no strace")
@@ -55,7 +55,7 @@ def test_strace_sees_the_same_effects_in_the_same_order(name, tmp_path):
 
 
 def whole_lines(text):
-    """The calls, those put together again that were shown in two parts; in the order in which they ended."""
+    """The calls in the order in which they ended; a call that strace shows in two parts is put together."""
     begun = {}
     for line in text.splitlines():
         pid, _, rest = line.partition(" ")
@@ -68,7 +68,7 @@ def whole_lines(text):
 
 
 def kind_of(line, top):
-    """The effect that a line is about, if it is one below a directory."""
+    """The kind of effect in a line of strace, if it is below a directory."""
     found = re.match(r"(\w+)\((.*)\)\s+= (-?\d+)", line)
     if found is None or str(top) not in found[2] or found[3].startswith("-"):
         return None
@@ -99,7 +99,7 @@ def after(*effects):
 
 
 def contents(*effects):
-    """What a crash may leave of the file `a`, which is there in any case."""
+    """What a crash may leave of the file `a`, which exists in every state."""
     states, _ = after(MADE, Sync(TOP), *effects)
     return {state["a"] for state in states}
 

@@ -1,4 +1,4 @@
-"""A disk that fails: one call, or every one from there on, raises an error; or a write is cut short."""
+"""A disk that fails: one call, or every call from there on, raises an error; or a write is cut short."""
 
 import os
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import attrs
 
 from crash.disk.effects import Recorder
 
-SHORT: Final = -1  # instead of an error number: half of the bytes are written
+SHORT: Final = -1  # used as an error number: half of the bytes are written
 _WRITES: Final = {"write", "pwrite"}
 
 
@@ -18,7 +18,7 @@ class Fault:
     """Which call fails, and how.
 
     Attributes:
-        index: of the call, among those about the run.
+        index: the index of the call among those that concern the run.
         code: the error number, or `SHORT`.
         lasting: whether every later call that changes something fails too.
     """
@@ -31,12 +31,12 @@ class Fault:
 @final
 @attrs.frozen
 class Call:
-    """A call about the run that was made.
+    """A call that concerns the run.
 
     Attributes:
-        name: of the function.
-        path: below the recorder's top.
-        changes: whether it changes anything on the disk; opening what is there, and closing, do not.
+        name: the name of the function.
+        path: the path below the recorder's top.
+        changes: whether it changes anything on the disk; opening an existing file and closing do not.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Call:
 
     @property
     def part(self) -> str:
-        """What it is a part of: ``lock``, ``above`` (the run's own name), ``looking`` at what is there, or ``writing``."""
+        """The part of a save that makes the call: ``lock``, ``above`` (the run's own name), ``looking`` (reading the run), or ``writing``."""
         if self.path == "run/.lock":
             return "lock"
         if self.path == "." or (self.name == "mkdir" and self.path == "run"):
@@ -58,7 +58,7 @@ class Call:
 
 @final
 class FaultyDisk:
-    """A handler for `watched`: counts the calls about the run, makes one fail, and has the rest recorded."""
+    """A handler for `watched`: counts the calls that concern the run, makes one fail, and records the rest."""
 
     def __init__(self, recorder: Recorder, fault: Fault | None = None) -> None:
         self.calls: list[Call] = []
@@ -68,7 +68,7 @@ class FaultyDisk:
         self._fault = fault
 
     def __call__(self, name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do a call, or not."""
+        """Make a call, or make it fail."""
         path = self._recorder.target(name, args, kwargs) if self.is_armed else None
         if path is None:
             return self._recorder(name, real, args, kwargs)
@@ -82,7 +82,7 @@ class FaultyDisk:
             data = memoryview(args[1]).cast("B")
             return self._recorder(name, real, (args[0], data[: max(1, len(data) // 2)], *args[2:]), kwargs)
         if name == "close":
-            self._recorder(name, real, args, kwargs)  # Linux lets go of the descriptor all the same
+            self._recorder(name, real, args, kwargs)  # Linux releases the descriptor nevertheless
         if name in {"fsync", "fdatasync"}:
             self._recorder.sync_failed(args[0])
         raise OSError(self._fault.code, os.strerror(self._fault.code))

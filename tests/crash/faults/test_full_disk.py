@@ -1,4 +1,4 @@
-"""A filesystem that is really full: a save of a size that does not fit says so, and what was there stays."""
+"""A filesystem that is really full: a save that does not fit is refused, and the earlier checkpoints stay."""
 
 import os
 import subprocess
@@ -35,14 +35,14 @@ def small(tmp_path):
 
 
 def fill(place, *, left_bytes):
-    """Use up all but so many bytes."""
+    """Fill the filesystem except for so many bytes."""
     free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
     with (place / "filler").open("wb") as file:
         file.write(bytes(max(0, free - left_bytes)))
 
 
 def loaded(run):
-    """The digest of what a resume takes; it may say that a save did not finish."""
+    """The digest of the state that a resume loads; it may warn that a save did not finish."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*a save that did not finish")
         return digest_of_state(trainfold.load(run, like=big(0)))
@@ -54,7 +54,7 @@ def big(step):
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(small):
-    """C15: with the bytes that are needed and free."""
+    """C15: the error has the bytes that are needed and free."""
     trainfold.save(big(1), small / "run")
     before = sorted(small.rglob("*"))
     fill(small, left_bytes=1 << 20)
@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(small):
 
 @pytest.mark.parametrize("left_bytes", [0, 4096, 65536, 600_000])
 def test_a_disk_that_fills_up_between_the_look_and_the_write_costs_that_save_alone(small, left_bytes, monkeypatch):
-    """C15, C16: another program may take the room meanwhile."""
+    """C15, C16: another program may take the space meanwhile."""
     trainfold.save(big(1), small / "run")
     fill(small, left_bytes=left_bytes)
     monkeypatch.setattr(LocalStore, "reserve", lambda *_: None)

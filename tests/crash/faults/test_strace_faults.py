@@ -1,4 +1,4 @@
-"""The kernel itself refuses a call of a save, by strace: what no wrapper of Python's functions could have missed."""
+"""Through strace, the kernel itself refuses a call of a save, so no call can bypass the test as it could bypass Python wrappers."""
 
 import json
 import os
@@ -42,14 +42,14 @@ for line in sys.stdin:
     print(json.dumps(said), flush=True)
 """
 KINDS = {"EIO": "SaveFailed", "ENOSPC": "NoSpace", "EROFS": "NotWritable"}
-NEEDED = ("fsync", "renameat", "linkat", "mkdir", "pwrite64")  # none of them may fail unheard before the commit
-SPARED = ("unlinkat", "symlinkat", "rmdir", "ftruncate")  # what is left over, the deletion of what is old, a hint
+NEEDED = ("fsync", "renameat", "linkat", "mkdir", "pwrite64")  # before the commit, none of them may fail silently
+SPARED = ("unlinkat", "symlinkat", "rmdir", "ftruncate")  # leftover files, the deletion of old checkpoints, a hint
 READING = ("openat", "getdents64", "pread64")
 
 
 @pytest.fixture(scope="module")
 def saver(tmp_path_factory):
-    """A process that saves step 2 into the run that it is told, and says what was raised."""
+    """A process that saves step 2 into a given run and prints the error that was raised."""
     if shutil.which("strace") is None:
         pytest.skip("there is no strace")
     warm = tmp_path_factory.mktemp("warm")
@@ -64,7 +64,7 @@ def saver(tmp_path_factory):
 
 
 def traced(saver, run, mode, call, *options):
-    """What a save raised under strace, and the lines that it made of a call and of the one that commits."""
+    """The error that a save raised under strace, and the lines of strace for a call and for the call that commits."""
     log = run.parent / "log"
     words = ["strace", "-f", "-p", str(saver.pid), "-o", str(log), "-e", f"trace={call},linkat", *options]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as strace:
@@ -92,9 +92,9 @@ def prepared(tmp_path_factory):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("call", NEEDED + SPARED + READING)
 def test_a_call_that_the_kernel_refuses_costs_one_save_and_harms_nothing(saver, prepared, tmp_path, call, mode):
-    """C15, C16: the error has the right kind; the earlier checkpoint loads; the next save is found; nothing needed fails unheard.
+    """C15, C16: the error has the right kind, the earlier checkpoint loads, the next save is found, and no needed call fails silently.
 
-    strace cannot make a call do half of what it was asked for; short writes are those of test_syscall_faults.py and test_full_disk.py.
+    strace cannot make a call do half of its work; test_syscall_faults.py and test_full_disk.py test short writes.
     """
     clean = tmp_path / "clean" / "run"
     shutil.copytree(prepared, clean, symlinks=True)
@@ -116,7 +116,7 @@ def test_a_call_that_the_kernel_refuses_costs_one_save_and_harms_nothing(saver, 
             is_refused = True
             commits = [index for index, line in enumerate(lines) if " linkat(" in line and index not in refused]
             is_before = not commits or refused[0] < commits[0]
-            is_note = '"process ' in lines[refused[0]]  # of who has the lock, for people
+            is_note = '"process ' in lines[refused[0]]  # the holder of the lock, for people to read
             is_needed = is_before and call in NEEDED and not is_note
             assert said in ({KINDS[code]} if is_needed else {None, KINDS[code]}), what
             assert loaded(run) == digest_of_state(state_at(1 if said else 2)), what
@@ -127,7 +127,7 @@ def test_a_call_that_the_kernel_refuses_costs_one_save_and_harms_nothing(saver, 
 
 
 def loaded(run):
-    """The digest of what a resume takes; it may say that a save did not finish."""
+    """The digest of the state that a resume loads; it may warn that a save did not finish."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*a save that did not finish")
         return digest_of_state(trainfold.load(run, like=state_at(0)))

@@ -1,4 +1,4 @@
-"""Every call of a save fails in turn: the save says so by its right name, or did not need the call; nothing else is harmed."""
+"""Every call of a save fails in turn: the save raises the right error, or did not need the call; nothing else is harmed."""
 
 import errno
 import shutil
@@ -25,12 +25,12 @@ from trainfold.core.format.file_names import directory_of
 
 KINDS = {errno.EIO: SaveFailed, errno.ENOSPC: NoSpace, errno.EROFS: NotWritable}
 STEPS = {"first": (), "next": (1,), "again": (1, 2), "rewind": (2, 4), "prune": (1, 2)}  # saved before
-SAVED = {"first": 1, "next": 2, "again": 2, "rewind": 2, "prune": 3}  # and then, with a fault
+SAVED = {"first": 1, "next": 2, "again": 2, "rewind": 2, "prune": 3}  # saved then, with a fault
 
 
 @attrs.frozen
 class Outcome:
-    """What came of a save with a fault, and of one after it without."""
+    """The results of a save with a fault and of a later save without one."""
 
     calls: list
     failed: list
@@ -44,7 +44,7 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A folder with a run for each way to save, and what was promised of it."""
+    """A folder with a run for each way to save, and the promises made for it."""
     made = {}
     for name, steps in STEPS.items():
         top, promised = tmp_path_factory.mktemp(name), Promised()
@@ -62,7 +62,7 @@ def prepared(tmp_path_factory):
 
 
 def save_with(fault, name, prepared):
-    """A save during which a call fails, and one after it on a disk that is well again."""
+    """Make a save during which a call fails, and then a save on a disk that works again."""
     source, promised = prepared[name]
     with TemporaryDirectory(dir=SHM) as top:
         shutil.copytree(source, top, dirs_exist_ok=True, symlinks=True)
@@ -81,7 +81,7 @@ def save_with(fault, name, prepared):
                     with trainfold.CheckpointManager(run, keep_last=2, mode="sync") as manager:
                         manager.save(
                             attrs.evolve(state, origin=prepared["origin"])
-                        )  # as one that was loaded from the run
+                        )  # like a state that was loaded from the run
                 else:
                     trainfold.save(state, run)
             except Exception as raised:  # noqa: BLE001  # what it is is looked at below
@@ -107,7 +107,7 @@ def save_with(fault, name, prepared):
 
 
 def codes_of(call):
-    """The faults that a call may have: what opens what is there needs no room; closing what was only read never fails."""
+    """The faults that a call may have: opening an existing file needs no space, and closing a file that was only read never fails."""
     if call.name == "close":
         return []
     codes = list(KINDS) if call.changes else [errno.EIO]
@@ -115,12 +115,12 @@ def codes_of(call):
 
 
 def is_seen_torn(wrong, name):
-    """Whether this says no more than that the checkpoint of a failed save is torn, and was not believed."""
+    """Whether a message only says that the checkpoint of a failed save is torn and was rejected."""
     return "CheckpointTorn" in wrong and f"run/{name}/" in wrong
 
 
 def check(outcome, fault, examiner):
-    """A save that could not do its work has said so, and one that returned is as safe as any other."""
+    """Check that a save that could not do its work raised an error, and that one that returned is as safe as any other."""
     where = f"{errno.errorcode.get(fault.code, 'short')} at call {fault.index}: {outcome.calls[fault.index]}"
     if fault.lasting:
         where = f"from there on: {where}"
@@ -129,7 +129,7 @@ def check(outcome, fault, examiner):
         assert fault.code != SHORT, f"{where}: a short write is no error: {outcome.error!r}"
         found = type(outcome.error)
         assert found is KINDS[fault.code], f"{where}: raised {found.__name__}: {outcome.error}"
-    # what a save that failed could neither finish nor take back may be there, torn; it is seen to be, and passed over
+    # a failed save may leave a torn checkpoint that it could neither finish nor remove; readers detect and skip it
     own = directory_of(next(e.value.step for e in outcome.effects if isinstance(e, Mark)))
     assert not outcome.wrong, f"{where}, raised {outcome.error!r}: {outcome.wrong}"
     assert not outcome.litter, f"{where}: {outcome.litter}"
@@ -144,7 +144,7 @@ def check(outcome, fault, examiner):
 
 
 def run_faults(name, prepared, part, *, lasting=False, codes=(*KINDS, SHORT)):
-    """Let each call of a part fail in each way; says how many faults there were, and how many of them were raised."""
+    """Make each call of a part fail in each way; return how many faults there were, and how many of them raised an error."""
     clean = save_with(None, name, prepared)
     assert clean.error is None
     assert not clean.wrong
@@ -162,7 +162,7 @@ def run_faults(name, prepared, part, *, lasting=False, codes=(*KINDS, SHORT)):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_each_way_to_save_succeeds_where_no_call_fails(name, prepared):
-    """Only some of these ways are tried with faults outside of `make crash`: what breaks the others is seen here."""
+    """The usual run tries faults for only some of these ways; this test shows that the others work at all."""
     clean = save_with(None, name, prepared)
     assert (clean.error, clean.wrong, clean.litter) == (None, [], [])
 
@@ -170,9 +170,9 @@ def test_each_way_to_save_succeeds_where_no_call_fails(name, prepared):
 @pytest.mark.parametrize("name", STEPS if IS_SOAK else ["again"])
 @pytest.mark.timeout(0 if IS_SOAK else 120)
 def test_whatever_call_fails_that_writes_the_save_says_so_or_did_not_need_it(name, prepared):
-    """C15, C16, C17: the kind of the error fits; what was there loads; nothing is left that the next lock does not collect.
+    """C15, C16, C17: the error has the right kind, the earlier checkpoints load, and the next lock collects all leftovers.
 
-    And a crash after it, at any moment, still leaves what was acknowledged: no failed sync was passed over in silence.
+    A crash at any later point still leaves what was acknowledged, so no failed sync was ignored.
     """
     runs, raised = run_faults(name, prepared, "writing", codes=(*KINDS, SHORT) if IS_SOAK else (errno.EIO, SHORT))
     assert 0 < raised < runs
@@ -182,31 +182,31 @@ def test_whatever_call_fails_that_writes_the_save_says_so_or_did_not_need_it(nam
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS] if IS_SOAK else [errno.ENOSPC])
 @pytest.mark.timeout(0 if IS_SOAK else 120)
 def test_a_disk_that_stays_full_or_read_only_harms_nothing_that_is_there(name, code, prepared):
-    """C15, C16: whatever could not even be removed is collected by the next one who locks the run."""
+    """C15, C16: files that could not even be removed are collected by the next process that locks the run."""
     runs, raised = run_faults(name, prepared, "writing", lasting=True, codes=(code,))
     assert 0 < raised <= runs
 
 
 def test_a_lock_whose_holder_cannot_be_written_down_is_let_go(prepared):
-    """C15: a disk that is full for a moment, when the holder's name is written into ``.lock``, costs one save and no more."""
+    """C15: a disk that is full just when the holder's name is written into ``.lock`` costs one save and no more."""
     runs, _ = run_faults("next", prepared, "lock")
     assert runs
 
 
 def test_a_run_whose_own_name_could_not_be_made_durable_is_made_so_by_the_next_save(prepared):
-    """C02: else that save is acknowledged, and a crash takes away the whole run."""
+    """C02: otherwise a crash could take away the whole run after that save is acknowledged."""
     runs, _ = run_faults("first", prepared, "above")
     assert runs
 
 
 def test_a_save_that_cannot_look_at_the_run_says_so_as_any_other_that_failed(prepared):
-    """C15: an error in reading what is there is a save that failed, with its file and the next move."""
+    """C15: an error while reading the run is a failed save, and the message has the file and the fix."""
     runs, _ = run_faults("next", prepared, "looking")
     assert runs
 
 
 def test_a_manifest_that_is_taken_back_is_gone_before_the_files_that_it_names(prepared):
-    """C01: else a crash leaves a committed half; it is seen to be torn, but where it is the first one, nobody can go on."""
+    """C01: otherwise a crash leaves a committed half. Readers detect that it is torn, but if it is the first, no resume is possible."""
     calls = save_with(None, "first", prepared).calls
     last = max(i for i, call in enumerate(calls) if call.name == "fsync" and call.path.startswith("run/step-"))
     outcome = save_with(Fault(last, errno.EIO), "first", prepared)

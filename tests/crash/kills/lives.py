@@ -1,4 +1,4 @@
-"""A training program that is killed: a server imports torch once, each life of the program is a fork of it, and SIGKILL ends it.
+"""A training program that is killed: a server imports torch once, and each life of the program is a fork of it that SIGKILL ends.
 
 Run as a program, this file is that server. It reads one `Life` a line from its standard input, and says how each ended.
 """
@@ -46,10 +46,10 @@ class Kill:
     """When a life ends.
 
     Attributes:
-        after: the first word of the line after which it does, such as ``saved``.
-        count: after how many of these lines.
-        is_watched: whether to wait then until a file that is being written can be seen in the run.
-        delay_secs: and how long after that.
+        after: the first word of the line after which it ends, such as ``saved``.
+        count: after how many such lines.
+        is_watched: whether to wait then until a file that is being written appears in the run.
+        delay_secs: how long to wait after that.
     """
 
     after: str
@@ -65,8 +65,8 @@ class Life:
 
     Attributes:
         run: the run's directory.
-        mode: of its manager.
-        begins: ``on`` from the newest checkpoint; with saving it ``again``; or with a ``rewind`` to the one before it.
+        mode: the mode of its manager.
+        begins: ``on``: continue from the newest checkpoint; ``again``: save that one again first; ``rewind``: go back to the one before it.
         kill: when it is killed; None to let it finish.
         tells_states: whether it prints the fingerprint of each step.
     """
@@ -80,7 +80,7 @@ class Life:
 
 @final
 class Lives:
-    """The server, as tests see it."""
+    """The server, from the tests' side."""
 
     def __init__(self) -> None:
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -93,7 +93,7 @@ class Lives:
         )
 
     def live(self, life: Life) -> tuple[int, list[str]]:
-        """How a life ended, and the lines that it had printed by then."""
+        """Run a life; return how it ended, and the lines that it had printed by then."""
         assert self._server.stdin
         assert self._server.stdout
         self._server.stdin.write(json.dumps(attrs.asdict(life)) + "\n")
@@ -117,7 +117,7 @@ class Lives:
 
 @final
 class Job:
-    """A small mutable run: dropout draws random numbers, a batch norm has buffers, the data is random, a list is Python's."""
+    """A small mutable run: dropout draws random numbers, batch norm has buffers, the data are random, and a list is plain Python."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -146,12 +146,12 @@ class Job:
 
 
 def score_at(step: int) -> float:
-    """What an evaluation of that step finds."""
+    """The score of an evaluation at that step."""
     return random.Random(step).random() - 0.01 * step
 
 
 def best_of_all() -> tuple[int, float]:
-    """The step and the score that a run which went through has as its best."""
+    """The best step and score of a run that was never killed."""
     score, step = min((score_at(step), step) for step in range(EVALUATE_EVERY, STEPS + 1, EVALUATE_EVERY))
     return step, score
 
@@ -162,14 +162,14 @@ def digest(state: TrainState) -> str:
 
 
 def say(*words: Any) -> None:
-    """Print a line that is out when this returns."""
+    """Print a line and flush it before returning."""
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 def program(life: Life) -> None:
-    """Train until the end, from wherever the run is."""
+    """Train to the end, from the run's current position."""
     warnings.simplefilter("ignore")
-    random.seed(0)  # Python seeds anew in a fork
+    random.seed(0)  # Python reseeds in a fork
     np.random.seed(0)  # noqa: NPY002 (the stream that a checkpoint has)
     store, job = LocalStore(life.run), Job()
     say("ready")
@@ -223,7 +223,7 @@ def _told(event: Event) -> tuple[Any, ...]:
 
 
 def litter(run: str) -> Iterator[str]:
-    """The files that a save was writing, and that nobody would read."""
+    """The files that an unfinished save has left and that no reader uses."""
     for above, _, names in os.walk(run):
         yield from (f"{above}/{name}" for name in names if name.startswith(".") and name != ".lock")
 
@@ -232,7 +232,7 @@ def litter(run: str) -> Iterator[str]:
 
 
 def serve() -> None:
-    Job().train()  # the first step imports much
+    Job().train()  # the first step imports many modules
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
@@ -256,7 +256,7 @@ def _lived(life: Life) -> tuple[int, list[str]]:
             data += more
             killer.send(data)
     killer.close()
-    os.kill(pid, signal.SIGKILL)  # nobody, unless it was silent for a minute
+    os.kill(pid, signal.SIGKILL)  # without effect, unless the life was silent for a minute
     _, status = os.waitpid(pid, 0)
     *lines, _ = data.decode().split("\n")
     return os.waitstatus_to_exitcode(status), lines
@@ -277,7 +277,7 @@ def _be(life: Life, reading: int, writing: int) -> None:
 
 
 def _killer(life: Life, pid: int) -> Iterator[None]:
-    """Is sent all that was printed so far; kills when it is time."""
+    """Receives all output so far, and kills at the right time."""
     if life.kill is not None:
         word, data = f"{life.kill.after} ".encode(), b""
         while sum(line.startswith(word) for line in data.split(b"\n")) < life.kill.count:
@@ -286,7 +286,7 @@ def _killer(life: Life, pid: int) -> Iterator[None]:
         while life.kill.is_watched and time.monotonic() - start < _WATCHED_SECS and not any(litter(life.run)):
             pass
         time.sleep(life.kill.delay_secs)
-        os.kill(pid, signal.SIGKILL)  # a child that nobody has waited for: the id is nobody else's
+        os.kill(pid, signal.SIGKILL)  # no one has waited for this child, so no other process can have its id
     while True:
         yield
 

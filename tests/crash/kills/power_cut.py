@@ -1,4 +1,4 @@
-"""A filesystem of our own that loses its power: ext4 on a loop device over an image in a temporary folder.
+"""A private filesystem that loses its power: ext4 on a loop device over an image in a temporary folder.
 
 EXT4_IOC_SHUTDOWN stops the filesystem at once, without writing its journal: what had not reached the disk by then never does.
 The call stops whatever filesystem it is made on, so `PoweredDisk.cut` first makes sure that this is the one made here.
@@ -28,7 +28,7 @@ _NO_LOG_FLUSH = struct.pack("I", 2)  # EXT4_GOING_FLAGS_NOLOGFLUSH
 
 
 class NoLoopDevice(Exception):
-    """Why this machine cannot have such a disk."""
+    """The reason why this machine cannot make such a disk."""
 
 
 @final
@@ -51,19 +51,19 @@ class PoweredDisk:
         self._check_is_ours()
         fd = os.open(self.mounted, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            # the descriptor is what the call is made on: whatever was mounted meanwhile, it is of this device
+            # the call takes this descriptor, so it cannot reach another device that was mounted meanwhile
             assert os.fstat(fd).st_dev == Path(self.device).stat().st_rdev
             fcntl.ioctl(fd, _SHUTDOWN, _NO_LOG_FLUSH)
         finally:
             os.close(fd)
 
     def boot(self) -> None:
-        """Take the filesystem away and mount it again: the journal is replayed."""
+        """Unmount the filesystem and mount it again, which replays the journal."""
         _call("umount", str(self.mounted))
         _call("mount", "-t", "ext4", self.device, str(self.mounted))
 
     def _check_is_ours(self) -> None:
-        """The mount point is ours, a mount, of a loop device over our image, and on no device that anybody else uses."""
+        """Check that the mount point is a mount of a loop device over our own image, and that nothing else uses this device."""
         device = self.mounted.stat().st_dev
         others = ("/", __file__, Path.cwd(), self.mounted.parent, self.image, sys.executable, "/tmp", "/dev/shm")
         for other in map(Path, others):
@@ -80,10 +80,10 @@ class PoweredDisk:
 
 @contextmanager
 def powered_disk() -> Iterator[PoweredDisk]:
-    """A fresh disk; it is gone afterwards.
+    """Make a fresh disk, and remove it afterwards.
 
     Raises:
-        NoLoopDevice: where that takes rights, or programs, that are not there.
+        NoLoopDevice: if rights or programs for it are missing.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
         raise NoLoopDevice("only root of a Linux machine may mount a filesystem")
@@ -117,7 +117,7 @@ def _call(*words: str) -> str:
 
 @final
 class Writer:
-    """A process that saves until it cannot, and says what it does: lines of JSON, ``[what, step, more]``."""
+    """A process that saves until it fails, and prints what it does as lines of JSON: ``[what, step, more]``."""
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
@@ -130,13 +130,13 @@ class Writer:
         )
 
     def start(self, how: str, run: Path) -> None:
-        """Begin to save into a run."""
+        """Start to save into a run."""
         assert self._process.stdin
         self._process.stdin.write(f"{json.dumps([how, str(run)])}\n")
         self._process.stdin.flush()
 
     def next(self) -> tuple[str, int, Any]:
-        """The next thing that it says; ``end`` comes last."""
+        """The next line that it prints; ``end`` comes last."""
         assert self._process.stdout
         line = self._process.stdout.readline()
         assert line, "the writer has died"
@@ -178,9 +178,9 @@ def _say(said: tuple[str, int, object]) -> None:
 
 
 def _save_on(mode: str, run: Path) -> Iterator[tuple[str, int, Any]]:
-    """Steps go on; now and then one is saved again, or the run is rewound; a manager keeps the last three, and the best.
+    """Save step after step; now and then save one again or rewind the run. The manager keeps the last three and the best.
 
-    What it acknowledges comes with the names of the checkpoints that it does not delete: whatever else is there may go.
+    Each acknowledgement has the names of the checkpoints that stay; all others may be deleted.
     """
     import trainfold
     from crash.saves.scenarios import digest_of_state, state_at
@@ -200,7 +200,7 @@ def _save_on(mode: str, run: Path) -> Iterator[tuple[str, int, Any]]:
             manager.drain()
             newest = [entry.name for entry in lineage(read_inventory(store))][:KEPT]
             yield "ack", step, {"digest": digest_of_state(state), "kept": [*newest, best]}
-            if count % 10 == 2:  # of a step that no rewind leaves behind
+            if count % 10 == 2:  # at a step that no rewind leaves behind
                 score = 1000.0 - count
                 yield "begin", step, {"best": score}
                 save_best(store, updated(make_best_record(metric="loss", direction="min"), {"loss": score}, step=step))
@@ -214,7 +214,7 @@ def _torch_save_on(run: Path) -> Iterator[tuple[str, int, Any]]:
     run.mkdir()
     fd = os.open(run.parent, os.O_RDONLY)
     with suppress(OSError):
-        os.fsync(fd)  # the rival's run is there before, and durable
+        os.fsync(fd)  # the rival's directory exists before, and is durable
     os.close(fd)
     for step in range(1, 400):
         yield "begin", step, None

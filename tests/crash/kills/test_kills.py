@@ -1,4 +1,4 @@
-"""Real kills: a training program ends by SIGKILL at any moment, is started again until it is done, and nothing is lost."""
+"""Real kills: SIGKILL ends a training program at any moment, the program is started again until it is done, and nothing is lost."""
 
 import warnings
 from pathlib import Path
@@ -30,7 +30,7 @@ def lives():
 
 @pytest.fixture(scope="module")
 def reference(lives, tmp_path_factory):
-    """The states of a run that nobody killed: step -> digest."""
+    """The states of a run that was not killed: step -> digest."""
     code, lines = lives.live(Life(str(tmp_path_factory.mktemp("whole") / "run"), "sync", tells_states=True))
     assert code == 0, lines
     words = [line.split(" ", 2) for line in lines]
@@ -41,20 +41,20 @@ def reference(lives, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def template():
-    """What to load for."""
+    """A state to load into."""
     return Job().live.capture()
 
 
 @attrs.define
 class Told:
-    """What the program has said: what is promised, and what may be there beside it.
+    """What the program has reported: what it has promised, and what may exist beside that.
 
     Attributes:
-        newest: the step that was said last to be committed.
-        perhaps: the steps at which a save may have begun since.
-        best: the step that was said last to be the best.
-        best_perhaps: those that were about to be named since.
-        is_rewound: whether the run began from an older step since.
+        newest: the step that was reported last as committed.
+        perhaps: the steps whose save may have started since.
+        best: the step that was reported last as the best.
+        best_perhaps: the steps that were about to become the best since.
+        is_rewound: whether the run has restarted from an older step since.
     """
 
     newest: int | None = None
@@ -82,11 +82,11 @@ class Told:
 
 
 def check(run, told, reference, template):
-    """What a program would find now is what was promised, or newer, and whole."""
+    """Check that a program would now find what was promised or something newer, and that it is whole."""
     store = LocalStore(run)
     found = None
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing is passed over but what a kill came into
+        warnings.simplefilter("error")  # only a save that a kill interrupted is skipped
         warnings.filterwarnings("ignore", "CheckpointTorn: .*: a save that did not finish")
         if told.newest is not None or (run / "latest").is_symlink():
             state = load(store, like=template)
@@ -102,20 +102,20 @@ def check(run, told, reference, template):
     assert best.step in {told.best, *told.best_perhaps} or (best.step is None and told.is_rewound)
     if best.step is not None:
         assert digest(load(store, like=template, step=best.step)) == reference[best.step]
-    # a save that the kill came into
+    # a save that the kill interrupted
     torn = [path for path in run.glob("step-*") if not (path / MANIFEST).exists()]
     return bool(torn or any(litter(str(run))))
 
 
 def plan(random, mode, *, began):
-    """How a life begins, and when it ends."""
+    """How a life starts, and when it ends."""
     begins = random.choice(["on", "on", "again", "rewind"])
     if mode == "sync":
         kinds = [Kill("at", random.randrange(2, 14), is_watched=True, delay_secs=random.uniform(0.0, 0.01))] * 2
     else:
         kinds = [Kill("saved", random.randrange(1, 5), is_watched=True, delay_secs=random.uniform(0.0, 0.01))] * 2
     kinds += [Kill("began", delay_secs=random.uniform(0.0, 0.1)), Kill("best?", delay_secs=random.uniform(0.0, 0.005))]
-    if began:  # a checkpoint in whose loading three processes died would be set aside (P07)
+    if began:  # a checkpoint would be quarantined if three processes died while loading it (P07)
         kinds.append(Kill("litter", delay_secs=random.uniform(0.0, 0.02)))
     return begins, random.choice(kinds)
 
@@ -125,10 +125,11 @@ def plan(random, mode, *, began):
 def test_killed_again_and_again_a_run_ends_with_the_bits_of_one_that_was_not(
     mode, lives, reference, template, tmp_path, record_property
 ):
-    """C02, P07: whenever SIGKILL comes, what was said to be committed is found, whole, and needs no help to be found.
+    """C02, P07: whenever SIGKILL comes, a committed checkpoint is found, is whole, and needs no manual repair.
 
-    The program is killed in loading, in saving (the writer is a thread of it), in retention and in naming the best; it begins
-    by saving its checkpoint again, or by a rewind. At last it is left alone, and another run begins while kills are left.
+    The program is killed while loading, while saving (its writer is a thread), during retention and while naming the best. It
+    may start by saving its checkpoint again, or by a rewind. In the end it is not killed any more, and another run starts as
+    long as kills are left.
     """
     random, kills, torn, number = Random(f"{SEED} {mode}"), 0, 0, 0
     while kills < KILLS:

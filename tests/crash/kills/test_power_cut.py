@@ -1,4 +1,4 @@
-"""Ground truth: a real ext4 loses its power in mid-save, is mounted again, and the run goes on."""
+"""Ground truth: a real ext4 filesystem loses its power during a save, is mounted again, and the run continues."""
 
 import random
 import shutil
@@ -23,7 +23,7 @@ LATEST_CUT_SECS = 0.03
 
 @pytest.fixture(scope="module")
 def disk():
-    """A disk of our own."""
+    """A private disk that can lose its power."""
     try:
         with powered_disk() as made:
             yield made
@@ -33,14 +33,14 @@ def disk():
 
 @pytest.fixture(scope="module")
 def writer():
-    """Another process."""
+    """A process that saves to it."""
     made = Writer()
     yield made
     made.close()
 
 
 def saved_until_cut(disk, writer, how, run, chance):
-    """What the writer said, the power being cut a while after one of its saves."""
+    """The writer's output; the power is cut a while after one of its saves."""
     awaited = 2 * chance.randrange(12) + chance.randrange(2)
     writer.start(how, run)
     said = []
@@ -56,7 +56,7 @@ def saved_until_cut(disk, writer, how, run, chance):
 
 
 def test_no_other_filesystem_than_the_one_made_for_it_can_be_cut(disk, tmp_path):
-    """The call is replaced here, and must not even be reached."""
+    """The call is replaced in this test, and must not be reached."""
     elsewhere = tmp_path / "trainfold-power-cut"
     elsewhere.mkdir()
     (tmp_path / "image").touch()
@@ -78,7 +78,7 @@ def test_no_other_filesystem_than_the_one_made_for_it_can_be_cut(disk, tmp_path)
 
 @pytest.mark.timeout(0 if IS_SOAK else 120)
 def test_after_a_power_cut_in_mid_save_the_run_goes_on_from_what_was_acknowledged(disk, writer):
-    """C01, C02: and everything else that was acknowledged is there too."""
+    """C01, C02: everything else that was acknowledged is found too."""
     chance, in_flight, deleted, start = random.Random(4), 0, 0, time.monotonic()
     for cut in range(CUTS):
         run = disk.mounted / f"run-{cut}"
@@ -103,9 +103,9 @@ def test_after_a_power_cut_in_mid_save_the_run_goes_on_from_what_was_acknowledge
 
 
 def promised_by(said):
-    """What a writer has promised, and how many checkpoints went; what a manager does not keep goes when the next one is there.
+    """What a writer has promised, and how many checkpoints were deleted. A manager deletes old ones when the next one is committed.
 
-    An async save may still be deleting in the background when another best is written: what was the best until then may go at once.
+    An async save may still be deleting in the background when a new best is written, so the former best may be deleted at once.
     """
     promised, kept, count = Promised(), (), 0
     for what, step, about in said:
@@ -123,7 +123,7 @@ def promised_by(said):
 
 @pytest.mark.timeout(120)
 def test_such_a_cut_takes_away_what_others_had_acknowledged(disk, writer):
-    """Teeth: a cut after which nothing is ever missing would prove nothing. Here no directory was synced."""
+    """Teeth: a power cut that never loses anything would prove nothing. This writer syncs no directory."""
     chance, lost = random.Random(5), 0
     for cut in range(5):
         run = disk.mounted / f"rival-{cut}"

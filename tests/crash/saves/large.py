@@ -1,4 +1,4 @@
-"""Scenes with large data files: around the sizes at which a store may begin to write otherwise, by one writer and by several."""
+"""Scenes with large data files, around the sizes at which a store may change its way to write, with one writer and with several."""
 
 import fcntl
 import os
@@ -22,13 +22,13 @@ O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 @final
 @attrs.frozen
 class LargeScene:
-    """Two saves whose largest files are of one size.
+    """Saves whose largest files have the same size.
 
     Attributes:
-        size_mib: how much one of these files has at least.
-        is_direct: whether they go past the page cache.
+        size_mib: the minimum size of these files.
+        is_direct: whether writes bypass the page cache.
         writers: how many ranks save, each with such a file.
-        saves: how many saves, each of another step.
+        saves: how many saves there are, each of another step.
     """
 
     size_mib: int
@@ -41,7 +41,7 @@ class LargeScene:
         return f"above {self.size_mib} MiB, {how}, {self.writers} writer{'s' * (self.writers > 1)}"
 
     def make(self, step: int, variant: int = 0) -> TrainState:
-        """A state with a large tensor for each writer; its size is no multiple of what is written at once."""
+        """A state with a large tensor for each writer; its size is not a multiple of the write size."""
         state = state_at(step, variant)
         count = (self.size_mib * MIB + 70_000) // 8
         first = 1_000_003 * (10 * step + variant)
@@ -66,7 +66,7 @@ class LargeScene:
             return False
         if O_DIRECT:
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | O_DIRECT)
-        return True  # where the filesystem has none, the calls are the same
+        return True  # the calls are the same on a filesystem without it
 
 
 LARGE: Final = (
@@ -75,7 +75,7 @@ LARGE: Final = (
     LargeScene(32, is_direct=True, saves=1),
     LargeScene(8, is_direct=True, writers=2, saves=1),
 )
-MORE: Final = (  # for the soak; the teeth are tried in both modes above each size
+MORE: Final = (  # for the soak; the teeth run in both modes above each size
     LargeScene(1, is_direct=True),
     LargeScene(8, is_direct=False),
     LargeScene(32, is_direct=False, saves=1),
@@ -85,7 +85,7 @@ MORE: Final = (  # for the soak; the teeth are tried in both modes above each si
 
 
 def call(change: Callable[..., bool], instead: Callable[..., Any] | None = None) -> Callable[[Recorder], Handler]:
-    """A mutant: calls that a function picks are not made, or others instead; nobody is told."""
+    """A mutant: the calls that a function selects are skipped or replaced, without an error."""
 
     def mutant(recorder: Recorder) -> Handler:
         def handle(name: str, real: Any, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What must hold of a disk after a crash, and whether it does: what was promised is found, what is found is whole."""
+"""What must hold for a disk after a crash, and whether it does: what was promised is found, and what is found is whole."""
 
 import os
 import warnings
@@ -25,25 +25,25 @@ from trainfold.core.errors import ResumeRefused, TrainfoldError
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.history.quarantine_json import QUARANTINE_FILE, quarantine_from_json
 
-_FURTHER = 90  # a step beyond all that the scenarios save
+_FURTHER = 90  # later than any step that the scenarios save
 
 
 @final
 @attrs.frozen
 class Promised:
-    """What a program was told by the time of a crash.
+    """What was acknowledged to a program by the time of a crash.
 
     Attributes:
         newest: the digest of the state whose save returned last; None before the first.
-        standing: checkpoint -> the digest of its state, of all that were acknowledged and that nobody deletes or replaces.
-        in_flight: what had begun and not returned.
+        standing: checkpoint -> the digest of its state, for all acknowledged checkpoints that no operation deletes or replaces.
+        in_flight: the operation that had started and not returned.
         best: the score that was written last.
-        best_perhaps: a score whose writer was killed: it may be there or not.
-        attempts: how many attempts to load were recorded last.
+        best_perhaps: a score whose writer was killed, so it may exist or not.
+        attempts: the number of load attempts that was recorded last.
         attempts_perhaps: another number, whose writer was killed.
         saved: every digest that a checkpoint of that name may have.
-        perhaps: digests of the states whose save failed since: each may be there or not.
-        known: every checkpoint that was ever acknowledged, whatever became of it since.
+        perhaps: the digests of states whose save has failed since; each may exist or not.
+        known: every checkpoint that was ever acknowledged, even if it has been deleted since.
     """
 
     newest: str | None = None
@@ -62,7 +62,7 @@ class Promised:
         what: Doing = mark.value
         name = directory_of(what.step)
         if what.attempts is not None:
-            newest = what.digest or self.newest  # where that is one too many, an older one is what is loaded
+            newest = what.digest or self.newest  # one attempt too many, and an older checkpoint is loaded
             ended = attrs.evolve(self, in_flight=None, attempts=what.attempts, newest=newest)
             return ended if mark.what == "ack" else attrs.evolve(self, in_flight=what)
         if mark.what == "begin" and what.best is not None:
@@ -80,7 +80,7 @@ class Promised:
 
 
 def promises(effects: Sequence[Effect], before: Promised | None = None) -> list[Promised]:
-    """What is promised after each prefix."""
+    """The promises after each prefix of the effects."""
     found = [before or Promised()]
     for effect in effects:
         found.append(found[-1].after(effect) if isinstance(effect, Mark) else found[-1])
@@ -93,11 +93,11 @@ class Found:
     """What a program finds on a disk.
 
     Attributes:
-        newest: the digest of what `trainfold.load` gives; None where it says that there is nothing.
-        whole: checkpoint -> the digest of its state, of all that have a manifest.
-        best: the score that the run goes on with.
-        attempts: how many attempts to load are recorded.
-        wrong: what should not be, whatever was promised.
+        newest: the digest of the state that `trainfold.load` returns; None if it reports that there is no checkpoint.
+        whole: checkpoint -> the digest of its state, for all that have a manifest.
+        best: the score that the run continues with.
+        attempts: the recorded number of load attempts.
+        wrong: what must not be, regardless of the promises.
     """
 
     newest: str | None
@@ -108,7 +108,7 @@ class Found:
 
 
 def look(store: Store, make: Make = state_at) -> Found:
-    """Recover, and look at everything else too."""
+    """Recover the newest state, and read everything else as well."""
     wrong: list[str] = []
     like = make(0, 0)
     with warnings.catch_warnings(record=True) as told:
@@ -134,7 +134,7 @@ def look(store: Store, make: Make = state_at) -> Found:
             except (TrainfoldError, OSError) as error:
                 wrong.append(f"{entry.name} has a manifest and is not whole: {error}")
         best = _best_of(store, wrong)
-    # whether it was right to pass them over is seen in what was loaded
+    # the loaded state shows whether it was right to skip them
     expected = ("a save that did not finish", "CheckpointQuarantined")
     wrong += [f"warned: {each.message}" for each in told if not any(text in str(each.message) for text in expected)]
     return Found(newest, tuple(whole), best, _attempts_of(store, wrong), tuple(wrong))
@@ -160,7 +160,7 @@ def _attempts_of(store: Store, wrong: list[str]) -> int:
 
 
 def broken(found: Found, promised: Promised) -> list[str]:
-    """The promises that what was found does not keep."""
+    """The promises that are broken by what was found."""
     wrong = list(found.wrong)
     now = promised.in_flight
     saving = now.digest or None if now is not None else None
@@ -168,7 +168,7 @@ def broken(found: Found, promised: Promised) -> list[str]:
         found.newest is None and promised.newest is not None
     ):
         wrong.append(f"recovered {found.newest}, but {promised.newest} was acknowledged (saving: {saving})")
-    may_go = now.gone if now is not None and found.newest == saving else ()  # not before what replaces them is there
+    may_go = now.gone if now is not None and found.newest == saving else ()  # not before their replacement exists
     lost = [name for name, digest in promised.standing if (name, digest) not in found.whole and name not in may_go]
     wrong += [f"{name} was acknowledged and is not there as it was saved" for name in lost]
     strange = [name for name, digest in found.whole if (name, digest) not in promised.saved]
@@ -185,7 +185,7 @@ def broken(found: Found, promised: Promised) -> list[str]:
 
 
 def leading(files: Files, promised: Promised) -> list[str]:
-    """The pointers that are ahead of what they point to: a person who follows one finds what nobody has committed."""
+    """The pointers that lead to a checkpoint that is not committed."""
     links = {path: data for path, data in files.items() if isinstance(data, str) and not path.startswith("run/.")}
     there = {path.split("/")[1] for path in files if path.endswith("/manifest.json")}
     ahead = {path: target for path, target in links.items() if target not in there | promised.known}
@@ -193,7 +193,7 @@ def leading(files: Files, promised: Promised) -> list[str]:
 
 
 def go_on(files: Files, promised: Promised, make: Make = state_at) -> list[str]:
-    """What goes wrong when a program goes on from there without any help: it locks, which tidies, and saves."""
+    """What goes wrong when a program continues from there without manual repair: it takes the lock, which tidies up, and saves."""
     with TemporaryDirectory(dir=SHM) as top:
         materialise(files, top)
         run = Path(top, "run")
@@ -205,7 +205,7 @@ def go_on(files: Files, promised: Promised, make: Make = state_at) -> list[str]:
         wrong = broken(look(LocalStore(run), make), promised)
         again = (
             [now.step] if (now := promised.in_flight) is not None and now.digest else []
-        )  # over what the crash left of it
+        )  # over the remains that the crash left
         for step in (*again, _FURTHER):
             state = make(step, 9)
             try:
@@ -230,22 +230,22 @@ def go_on(files: Files, promised: Promised, make: Make = state_at) -> list[str]:
 
 
 def staged(run: str | os.PathLike[str]) -> Iterator[str]:
-    """The files in a run that somebody would have to clean up."""
+    """The files in a run that would need a manual cleanup."""
     for above, _, names in os.walk(run):
         yield from (f"{above}/{name}" for name in names if name.startswith(".") and name != ".lock")
 
 
 @final
 class Examiner:
-    """Checks states, and the same thing only once.
+    """Checks states, and equal ones only once.
 
     Args:
-        go_on_share: from which share of the disks, staged files included, a program goes on.
-        make: what the program saves: the state of a step and a variant.
+        go_on_share: the share of the disks, including staged files, from which a program continues.
+        make: makes the state of a step and a variant, which the program saves.
 
     Attributes:
-        looked: how many different views of a run were recovered from.
-        went_on: from how many different disks a program went on.
+        looked: from how many different views of a run a state was recovered.
+        went_on: from how many different disks a program continued.
     """
 
     def __init__(self, *, go_on_share: float, seed: int = 0, make: Make = state_at) -> None:
@@ -266,7 +266,7 @@ class Examiner:
         return wrong
 
     def found(self, state: CrashState) -> Found:
-        """What a program finds there."""
+        """What a program finds in a state."""
         seen = visible(state.files)
         key = digest_of_files(seen)
         if key not in self._views:
@@ -275,7 +275,7 @@ class Examiner:
         return self._views[key]
 
     def is_new(self, state: CrashState, promised: Promised) -> bool:
-        """Whether no state before had the same files, where those that are staged count by their names alone."""
+        """Whether no earlier state had the same files; staged files are compared by name only."""
         seen = visible(state.files)
         met = (digest_of_files(seen), frozenset(state.files) - frozenset(seen), promised)
         is_new = met not in self._met
@@ -284,9 +284,9 @@ class Examiner:
 
 
 def crash_again(state: CrashState, promised: Promised, examiner: Examiner, budget: Budget) -> tuple[int, list[str]]:
-    """Go on from a state and crash meanwhile: how many states that leaves, and what is wrong with the first bad one."""
+    """Continue from a state and crash again: return how many states that leaves, and what is wrong with the first bad one."""
     found = examiner.found(state)
-    # what is on the disk at the boot is durable
+    # everything on the disk at boot is durable
     known = Promised(found.newest, found.whole, best=found.best, attempts=found.attempts, saved=promised.saved,
                      known=promised.known | {name for name, _ in found.whole})  # fmt: skip
     now = promised.in_flight
@@ -295,7 +295,7 @@ def crash_again(state: CrashState, promised: Promised, examiner: Examiner, budge
 
 
 def kill_then_crash(disk: Disk, promised: Promised, examiner: Examiner, budget: Budget) -> tuple[int, list[str]]:
-    """The process is killed, and another one goes on; then the machine crashes. What was not durable is not for that."""
+    """The process is killed, another one continues, and then the machine crashes. A kill makes nothing durable."""
     now = promised.in_flight
     perhaps = (now.digest,) if now is not None and now.digest else ()
     step = now.step if perhaps and now is not None else _FURTHER

@@ -1,4 +1,4 @@
-"""The same disks under other ways to save: `torch.distributed.checkpoint`, and torch.save to a temporary file and a rename.
+"""The same disks with other ways to save: `torch.distributed.checkpoint`, and torch.save to a temporary file and a rename.
 
 A rival saves the same tensors at step 1 and step 2, and is then asked for the newest that it can load, the older one
 included; so it is only found wanting where what it had acknowledged is gone, cut off, or different.
@@ -41,7 +41,7 @@ class Rival:
 
     Attributes:
         save: writes the tensors of a step into a directory.
-        load: the tensors of a step from a directory; anything that it raises means that it cannot.
+        load: reads the tensors of a step from a directory; any error means that it cannot.
     """
 
     save: Callable[[Path, int], None]
@@ -92,7 +92,7 @@ RIVALS: Final = {
 
 
 def record(rival: Rival) -> list[Effect]:
-    """The effects of two saves into a directory that is there and durable."""
+    """The effects of two saves into a directory that exists and is durable."""
     with TemporaryDirectory(dir=SHM) as top:
         recorder = Recorder(top)
         with watched(recorder):
@@ -103,7 +103,7 @@ def record(rival: Rival) -> list[Effect]:
 
 
 def verdict(rival: Rival, files: Files, acknowledged: int) -> str:
-    """What became of an acknowledged save: ``whole``; or ``lost``, ``torn``, or, worst, ``altered``."""
+    """What has become of an acknowledged save: ``whole``, ``lost``, ``torn`` or, worst of all, ``altered``."""
     with TemporaryDirectory(dir=SHM) as top:
         materialise(files, top)
         for step in (2, 1):
@@ -122,12 +122,12 @@ def verdict(rival: Rival, files: Files, acknowledged: int) -> str:
 
 
 def is_nameless(files: Files, step: int) -> bool:
-    """Whether not even the names are there."""
+    """Whether even the file names are missing."""
     return not {f"step-{step}/.metadata", "checkpoint.pt"} & set(files)
 
 
 def failures(rival: Rival, effects: Sequence[Effect], budget: Budget) -> Counter[str]:
-    """How many states there are of each verdict, after a save had returned."""
+    """The number of states with each verdict, after a save had returned."""
     counts: Counter[str] = Counter()
     known: dict[tuple[bytes, int], str] = {}
     acknowledged = [0]

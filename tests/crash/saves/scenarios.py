@@ -1,4 +1,4 @@
-"""What a run does to its disk, recorded: saves, re-saves, rewinds, retention, pointers. Each is a list of effects."""
+"""Recorded operations of a run on its disk: saves, re-saves, rewinds, retention, pointers. Each is a list of effects."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -39,14 +39,14 @@ SHM: Final = "/dev/shm" if Path("/dev/shm").is_dir() else None
 @final
 @attrs.frozen
 class Doing:
-    """What a program is about to do, as it says in a ``begin`` mark; the ``ack`` mark says that it has returned.
+    """An operation of a program: its ``begin`` mark says that it starts, its ``ack`` mark that it has returned.
 
     Attributes:
-        step: of the save.
-        digest: of the state that is saved; or of the one that is loaded once an attempt is one too many.
-        gone: checkpoints that may be deleted once the save is durable, and are afterwards.
-        best: the score that is written, if it is one.
-        attempts: how many attempts to load are recorded, if one is being recorded.
+        step: the step of the save.
+        digest: the digest of the saved state, or of the state that is loaded after one attempt too many.
+        gone: checkpoints that may be deleted once the save is durable, and are deleted when it returns.
+        best: the score, if the operation writes one.
+        attempts: the number of load attempts, if the operation records one.
     """
 
     step: int
@@ -57,7 +57,7 @@ class Doing:
 
 
 def state_at(step: int, variant: int = 0) -> TrainState:
-    """A state whose tensors go into three files, of several blocks, two, and one; different at each step and variant."""
+    """A state whose tensors go into three files, of several blocks, two blocks and one; different for each step and variant."""
     generator = torch.Generator().manual_seed(1000 * step + variant)
     state = _template()
 
@@ -84,7 +84,7 @@ def _template() -> TrainState:
 
 
 def digest_of_state(state: TrainState) -> str:
-    """A digest of every leaf of a state; not by the library's own fingerprints."""
+    """A digest of every leaf of a state, independent of the library's own fingerprints."""
     whole = hashlib.blake2b(digest_size=16)
     for name, component in sorted(components_of(state).items()):
         for path, leaf in tree.named_leaves(component, name):
@@ -99,7 +99,7 @@ def digest_of_state(state: TrainState) -> str:
 
 @final
 class Scene:
-    """A recorder with the verbs of a run."""
+    """A recorder with the operations of a run."""
 
     def __init__(self, recorder: Recorder, make: "Make | None" = None) -> None:
         self.recorder = recorder
@@ -139,7 +139,7 @@ def save_again(scene: Scene) -> None:
 
 
 def rewind(scene: Scene) -> None:
-    """A step below the newest is saved: a new timeline; it replaces one that is there, and then makes one that is not."""
+    """Steps below the newest are saved on a new timeline: first one that replaces a checkpoint, then one that is new."""
     for step, variant in ((2, 0), (6, 0), (2, 1), (4, 1)):
         scene.save(step, variant)
 
@@ -155,7 +155,7 @@ def prune(scene: Scene) -> None:
 
 
 def pointers(scene: Scene) -> None:
-    """The best is written and moved, between saves."""
+    """The best is written and moved between saves."""
     scene.save(1)
     scene.best(1, 3.0)
     scene.save(2)
@@ -163,7 +163,7 @@ def pointers(scene: Scene) -> None:
 
 
 def background(scene: Scene) -> None:
-    """A manager writes in a thread, and keeps two; what is acknowledged is what it says has ended."""
+    """A manager writes in a thread and keeps two; a save is acknowledged when the manager reports that it has ended."""
     with trainfold.CheckpointManager(scene.run, keep_last=2, mode="async") as manager:
         for step in range(1, 5):
             state = state_at(step)
@@ -174,9 +174,9 @@ def background(scene: Scene) -> None:
 
 
 def quarantine(scene: Scene) -> None:
-    """Attempts to load are recorded before and taken back after; then there are too many, and another one has wrong bytes.
+    """Load attempts are recorded before a load and removed after it; then one checkpoint has too many, and another has wrong bytes.
 
-    What a resume takes then is an older one; saving the step again takes it out of quarantine.
+    A resume then loads an older one; saving the step again takes it out of quarantine.
     """
     older, store = digest_of_state(state_at(1)), LocalStore(scene.run)
     scene.save(1)
@@ -199,7 +199,7 @@ def quarantine(scene: Scene) -> None:
 
 
 def long_life(scene: Scene) -> None:
-    """All of it under one manager that keeps one: a best that stays, a rewind, a step twice."""
+    """Everything with one manager that keeps one checkpoint: a best that stays, a rewind, a step saved twice."""
     store = LocalStore(scene.run)
     with trainfold.CheckpointManager(store, keep_last=1, mode="sync") as manager:
 
@@ -217,7 +217,7 @@ def long_life(scene: Scene) -> None:
 
 
 def two_ranks(scene: Scene, steps: Iterable[int] = (1, 2)) -> None:
-    """Two ranks save, twice, each its share of the files; which effect comes first is up to the threads."""
+    """Two ranks save twice, each its share of the files; the threads decide which effect comes first."""
     for step in steps:
         state = scene.make(step, 0)
         with scene.doing(Doing(step, digest_of_state(state))):
@@ -225,8 +225,8 @@ def two_ranks(scene: Scene, steps: Iterable[int] = (1, 2)) -> None:
 
 
 def direct(scene: Scene) -> None:
-    """As two saves of large states: allocated ahead, written past the page cache by two threads, cut to size."""
-    pool = type(direct_io._POOL)()  # of small buffers; the others are kept for others
+    """Like two saves of large states: allocated ahead, written around the page cache by two threads, cut to size."""
+    pool = type(direct_io._POOL)()  # small buffers, since the usual ones are kept for other saves
     with mock.patch.multiple(direct_io, DIRECT_FROM_BYTES=1, BUFFER_BYTES=8192, _POOL=pool):
         second_save(scene)
 
@@ -256,15 +256,15 @@ def record(
     make: Make | None = None,
     mutant: Callable[[Recorder], Handler] | None = None,
 ) -> list[Effect]:
-    """The effects of a scenario in a directory of its own, with what was on the disk before; large writes in few extents.
+    """Run a scenario in a new directory with the files of a disk; return its effects, with large writes merged into few extents.
 
-    If the recorder had missed anything, what it says would not be what is there in the end.
+    It also checks that the recorder missed nothing: its effects must lead to the files that exist in the end.
 
     Args:
-        scenario: what is done.
-        disk: on what.
-        make: the state of a step and variant; None for `state_at`.
-        mutant: makes the calls other than they are asked for, and has them recorded.
+        scenario: the operations.
+        disk: the disk at the start.
+        make: makes the state of a step and variant; None for `state_at`.
+        mutant: changes the calls before they are made and recorded.
     """
     disk = disk or Disk()
     files, inodes = live(disk)

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint is changed in turn: it is seen, and an older one is taken, or nothing; never the wrong bytes."""
+"""Every byte of a checkpoint is changed in turn: a resume detects it and loads an older checkpoint or none, never wrong bytes."""
 
 import warnings
 
@@ -34,7 +34,7 @@ def saved(tmp_path_factory):
 
 
 def outcome(files, **options):
-    """What a resume takes: the digest of a state, or the name of what it raised."""
+    """The result of a resume: the digest of a state, or the name of the error."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
@@ -51,14 +51,14 @@ def changed(files, path, at, how):
 
 
 def positions(saved, name, how):
-    """Every byte; in the usual run, of the text around the tensors (4 KiB) and for the second kind of change, only some."""
+    """The positions to change: in the soak every byte, in the usual run a sample where there are many."""
     size, header = len(saved[name]), header_bytes(saved, name)
     some = 1 if IS_SOAK or how == "one bit" else 7
     return [at for at in range(0, size, some) if IS_SOAK or at < 8 or at >= header or at % 32 == 0]
 
 
 def header_bytes(saved, name):
-    """Where the tensors of a data file begin."""
+    """The offset at which the tensors of a data file start."""
     return 8 + int.from_bytes(saved[name][:8], "little") if name.endswith(".safetensors") else 0
 
 
@@ -66,9 +66,9 @@ def header_bytes(saved, name):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.timeout(0 if IS_SOAK else 120)
 def test_no_changed_byte_is_loaded_in_silence(saved, name, how):
-    """C04, C07, V03: the older checkpoint is taken with a warning, or the resume is refused; by its number it is always refused.
+    """C04, C07, V03: a resume loads the older checkpoint with a warning, or is refused; a load of that step is always refused.
 
-    So it is with the names and places of tensors that a data file has of itself, for other readers, and with the spaces behind them.
+    This includes the header of a data file, with the names and offsets of its tensors for other readers, and the spaces after it.
     """
     older, newest = digest_of_state(state_of(1)), digest_of_state(state_of(2))
     assert outcome(saved) == (newest, 0)
@@ -91,7 +91,7 @@ def test_no_changed_byte_is_loaded_in_silence(saved, name, how):
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.timeout(0 if IS_SOAK else 120)
 def test_verify_finds_every_changed_byte_of_a_checkpoint(saved, how, tmp_path):
-    """C07: those that a resume does not read, too: other programs read them."""
+    """C07: this includes bytes that a resume does not read, because other programs read them."""
     materialise(saved, tmp_path)
     checkpoint, count = tmp_path / "run" / "step-00000002", 0
     assert verify_checkpoint(checkpoint).data["verified"]

@@ -1,4 +1,4 @@
-"""Whatever a crash leaves of a save, a re-save, a rewind, retention or a pointer: what was acknowledged is found, whole."""
+"""After any crash during a save, a re-save, a rewind, retention or a pointer update, what was acknowledged is found, whole."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from crash.saves.recovery import Examiner, Promised, crash_again, kill_then_cras
 from crash.saves.scenarios import SCENARIOS, SHM, record
 from trainfold.backends.stores.local import LocalStore
 
-# Distinct states at least, in the usual run and in the soak; all of the soak's are more than a hundred thousand.
+# The minimum number of distinct states, in the usual run and in the soak; the soak has more than a hundred thousand in all.
 FEWEST = {
     "first_save": (200, 3_000),
     "second_save": (300, 15_000),
@@ -21,7 +21,7 @@ FEWEST = {
     "pointers": (300, 9_000),
     "background": (300, 50_000),
     "quarantine": (300, 30_000),
-    "long_life": (300, 60_000),  # naming a best syncs what it names, which leaves a crash less to take back
+    "long_life": (300, 60_000),  # naming a best syncs the named checkpoint, so a crash can lose less
     "two_ranks": (300, 40_000),
     "direct": (300, 18_000),
 }
@@ -29,15 +29,15 @@ FEWEST = {
 
 @pytest.fixture(scope="module", params=SCENARIOS)
 def scene(request):
-    """A scenario's name and effects; recorded once."""
+    """The name and the effects of a scenario, recorded once."""
     return request.param, record(SCENARIOS[request.param])
 
 
 @pytest.mark.timeout(0 if IS_SOAK else 120)
 def test_whatever_a_crash_leaves_what_was_acknowledged_is_found_and_whole(scene, record_property):
-    """C01, C02, C05, E03, E16: in no state is something torn believed, or something acknowledged lost.
+    """C01, C02, C05, E03, E16: no state leads to a torn checkpoint being loaded or an acknowledged one being lost.
 
-    From a share of the states a program goes on: taking the lock removes all that was staged, and the next save is found.
+    In a share of the states a program continues: taking the lock removes all staged files, and the next save is found.
     """
     name, effects = scene
     promised, examiner, seen = promises(effects), Examiner(go_on_share=GO_ON_SHARE), set()
@@ -54,14 +54,14 @@ def test_whatever_a_crash_leaves_what_was_acknowledged_is_found_and_whole(scene,
 
 
 def test_far_more_than_a_hundred_thousand_states_are_looked_at_in_the_soak():
-    """Nearly all that there are: in most scenarios every legal subset after every effect."""
+    """Nearly all states: in most scenarios, every legal subset after every effect."""
     assert set(FEWEST) == set(SCENARIOS)
     assert sum(soak for _, soak in FEWEST.values()) > 250_000
 
 
 @pytest.mark.timeout(0 if IS_SOAK else 120)
 def test_a_crash_while_a_run_goes_on_after_a_crash_loses_nothing_either(scene):
-    """What the first crash left is durable then, staged files and half a step included."""
+    """After the first crash, all that it left is durable, including staged files and half-written steps."""
     name, effects = scene
     promised, examiner = promises(effects), Examiner(go_on_share=0)
     new = [state for state in crash_states(effects, Budget(16, 2)) if examiner.is_new(state, promised[state.done])]
@@ -76,9 +76,9 @@ def test_a_crash_while_a_run_goes_on_after_a_crash_loses_nothing_either(scene):
 
 @pytest.mark.timeout(0 if IS_SOAK else 120)
 def test_a_power_cut_after_another_process_has_gone_on_from_a_killed_one_loses_nothing(scene):
-    """The second process finds names and bytes that were never made durable: it has to do that before it relies on them.
+    """The second process finds names and bytes that were never made durable, and must sync them before it relies on them.
 
-    Not of a run that was made a moment before: see the test below.
+    This excludes a run that was created just before; see the test below.
     """
     name, effects = scene
     promised, examiner, disk, total = promises(effects), Examiner(go_on_share=0), Disk(), 0
@@ -93,7 +93,7 @@ def test_a_power_cut_after_another_process_has_gone_on_from_a_killed_one_loses_n
 
 
 def test_a_run_whose_directory_somebody_else_has_made_is_durable_when_a_save_returns():
-    """C02: a user's mkdir, or that of a process that was killed; a crash takes the whole run away, saves and all."""
+    """C02: if a user or a killed process made the directory, a crash could otherwise take away the run with all its saves."""
     made = Bind(TOP, "run", 1, "directory")
     count, wrong = kill_then_crash(Disk().after(made), Promised(), Examiner(go_on_share=0), Budget(16, 2))
     assert not wrong, wrong
@@ -101,7 +101,7 @@ def test_a_run_whose_directory_somebody_else_has_made_is_durable_when_a_save_ret
 
 
 def test_a_run_in_memory_is_read_as_the_same_run_on_a_disk(scene, tmp_path):
-    """So that what is checked in memory holds of `LocalStore`."""
+    """The checks in memory are therefore valid for `LocalStore`."""
     name, effects = scene
     every = list(crash_states(effects, Budget(8, 2)))
     for number, state in enumerate(every[:: len(every) // 12 + 1]):

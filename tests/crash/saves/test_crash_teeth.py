@@ -1,4 +1,4 @@
-"""Teeth: where something is left out on purpose, and where others leave it out, the same harness finds what is lost."""
+"""Teeth: if a store omits a call, on purpose or as other libraries do, the same harness finds what is lost."""
 
 import fcntl
 import os
@@ -23,13 +23,13 @@ SMALL = Budget(32, 4)
 
 @pytest.fixture(scope="module")
 def effects():
-    """The effects of each scenario; recorded once."""
+    """The effects of each scenario, recorded once."""
     known = {}
     return lambda name: known.setdefault(name, record(SCENARIOS[name]))
 
 
 def is_caught(mutant, saying=""):
-    """The first broken promises that say this, or None."""
+    """The first broken promises that contain this text, or None."""
     promised, examiner = promises(mutant), Examiner(go_on_share=0)
     for state in crash_states(mutant, SMALL):
         wrong = examiner.wrong(state, promised[state.done])
@@ -39,7 +39,7 @@ def is_caught(mutant, saying=""):
 
 
 def syncs_of_files(effects, name):
-    """Where the file is synced that gets a name."""
+    """The syncs of the files that get a name."""
     inodes = {effect.inode for effect in effects if isinstance(effect, Bind | Move) and effect.name == name}
     return [i for i, effect in enumerate(effects) if isinstance(effect, Sync) and effect.inode in inodes]
 
@@ -53,13 +53,13 @@ def first_name(effects, name):
 
 
 def without(effects, *places):
-    """A store that does not do these effects: a sync that is left out changes nothing else of what is done."""
+    """A store without these effects; leaving out a sync changes none of its other effects."""
     assert places
     return [effect for i, effect in enumerate(effects) if i not in places]
 
 
 def test_a_store_as_it_is_keeps_its_promises(effects):
-    """Else the tests below would prove nothing."""
+    """Otherwise the tests below would prove nothing."""
     assert is_caught(effects("second_save")) is None
 
 
@@ -70,7 +70,7 @@ def test_a_store_that_does_not_sync_a_file_is_caught(effects, name):
 
 
 def test_a_store_that_does_not_sync_the_directory_before_the_manifest_is_caught(effects):
-    """The manifest is then there before the files that it names."""
+    """The manifest can then be durable before the files that it names."""
     done = effects("first_save")
     manifest = first_name(done, "manifest.json")
     directory = done[manifest].directory
@@ -79,7 +79,7 @@ def test_a_store_that_does_not_sync_the_directory_before_the_manifest_is_caught(
 
 
 def test_a_store_that_does_not_sync_the_directory_after_the_manifest_is_caught(effects):
-    """The save has then returned, and a crash may lose it: a false acknowledgement."""
+    """A crash may then lose a save that has returned: a false acknowledgement."""
     done = effects("first_save")
     manifest = first_name(done, "manifest.json")
     directory = done[manifest].directory
@@ -88,7 +88,7 @@ def test_a_store_that_does_not_sync_the_directory_after_the_manifest_is_caught(e
 
 
 def test_a_store_that_does_not_sync_the_runs_directory_is_caught(effects):
-    """A step's directory is then lost with all that was synced in it."""
+    """A crash can then lose a step's directory with all its synced files."""
     done = effects("first_save")
     run = next(effect.inode for effect in done if is_named(effect, "run"))
     places = [i for i, effect in enumerate(done) if isinstance(effect, Sync) and effect.inode == run]
@@ -113,7 +113,7 @@ def test_a_store_that_writes_the_manifest_in_place_is_caught(effects):
 
 
 def test_a_save_again_that_removes_the_old_step_first_is_caught(effects):
-    """A crash then finds neither."""
+    """A crash can then leave neither of the two."""
     done = effects("save_again")
     second = [i for i, effect in enumerate(done) if is_named(effect, "manifest.json")][1]
     removed = Unbind(done[second].directory, "manifest.json")
@@ -128,7 +128,7 @@ def test_an_acknowledgement_that_comes_too_early_is_caught(effects):
 
 
 def test_a_lock_that_leaves_staged_files_behind_is_caught(effects, monkeypatch):
-    """Somebody would have to clean up by hand."""
+    """Otherwise a user would have to clean up."""
     done = effects("first_save")
     promised, examiner = promises(done), Examiner(go_on_share=1)
     monkeypatch.setattr("trainfold.backends.stores.local.collect", lambda _: [])
@@ -138,7 +138,7 @@ def test_a_lock_that_leaves_staged_files_behind_is_caught(effects, monkeypatch):
 
 # --- large files, several writers ------------------------------------------------------------------------------------
 
-# Each is a store that does one call less, another one, or one too early. Those that change calls make them so in a real save.
+# Each is a store that omits a call, makes another one, or makes one too early. Mutants of calls apply them in a real save.
 
 
 def large(size_mib, *, is_direct, writers=1, saves=1):
@@ -146,7 +146,7 @@ def large(size_mib, *, is_direct, writers=1, saves=1):
 
 
 def what_is_lost(scene, mutant=None, change=list):
-    """The first broken promise of a scene whose calls, or effects, are other ones; None where each is kept."""
+    """The first broken promise of a scene with changed calls or effects; None if every promise is kept."""
     done = change(scene.record(mutant))
     promised, examiner = promises(done), Examiner(go_on_share=0, make=scene.make)
     found = (examiner.wrong(state, promised[state.done]) for state in crash_states(done, SMALL))
@@ -154,7 +154,7 @@ def what_is_lost(scene, mutant=None, change=list):
 
 
 def is_data(recorder, args, *, above_mib=0, part=""):
-    """Whether a call is about a data file of more than a size, whose name has a part."""
+    """Whether a call concerns a data file above a size, whose name contains a text."""
     path, fd = recorder.target("fsync", args, {}), args[0]
     return ".safetensors" in (path or "") and part in path and os.fstat(fd).st_size > above_mib * MIB
 
@@ -162,13 +162,13 @@ def is_data(recorder, args, *, above_mib=0, part=""):
 @pytest.mark.parametrize("is_direct", [False, True], ids=["buffered", "direct"])
 @pytest.mark.parametrize("above_mib", [1, 8, 32])
 def test_a_store_that_does_not_sync_large_files_is_caught(above_mib, is_direct):
-    """W18: 119 tests passed without that sync. A scene of each size is needed, since smaller files are synced."""
+    """W18: 119 tests passed without that sync. Each size needs a scene, since smaller files are synced."""
     forgets = call(lambda recorder, name, args: name == "fsync" and is_data(recorder, args, above_mib=above_mib))
     assert what_is_lost(large(above_mib, is_direct=is_direct), forgets)
 
 
 def test_a_store_that_does_not_sync_what_went_past_the_page_cache_is_caught():
-    """W18: direct writes are not in the page cache, and not in the device's own durable part either; nor is the size."""
+    """W18: direct writes bypass the page cache, but are not durable on the device yet, and neither is the file size."""
 
     def is_lost(recorder, name, args):
         return name == "fsync" and is_data(recorder, args) and fcntl.fcntl(args[0], fcntl.F_GETFL) & O_DIRECT
@@ -178,14 +178,14 @@ def test_a_store_that_does_not_sync_what_went_past_the_page_cache_is_caught():
 
 
 def test_a_second_writer_that_does_not_sync_is_caught():
-    """W18, C01: the commit is for the files of every rank."""
+    """W18, C01: a commit needs the files of every rank."""
     forgets = call(lambda recorder, name, args: name == "fsync" and is_data(recorder, args, part="-00001-of-"))
     assert what_is_lost(large(1, is_direct=False, writers=2), forgets)
     assert what_is_lost(large(1, is_direct=False), forgets) is None
 
 
 def test_a_store_that_syncs_another_descriptor_is_caught():
-    """W18: the directory's, which is open too."""
+    """W18: it syncs the directory's descriptor, which is open too."""
     other = call(
         lambda recorder, name, args: name == "fsync" and is_data(recorder, args, above_mib=1),
         lambda recorder, real, args, kwargs: recorder(
@@ -196,7 +196,7 @@ def test_a_store_that_syncs_another_descriptor_is_caught():
 
 
 def test_a_store_that_tries_a_failed_sync_again_is_caught():
-    """C02: the second one says yes, and the kernel has dropped what the first one was for."""
+    """C02: the second sync succeeds, but the kernel has dropped the data of the first one."""
 
     def again(recorder, real, args, kwargs):
         recorder.sync_failed(args[0])
@@ -208,7 +208,7 @@ def test_a_store_that_tries_a_failed_sync_again_is_caught():
 
 
 def places_of_large(done):
-    """The inode of the first large file, where it is written or resized, where it is synced, and where it gets its name."""
+    """The inode of the first large file, and the indices of its writes and resizes, its syncs, and its naming."""
     sizes = Counter()
     for effect in done:
         if isinstance(effect, Write):
@@ -222,7 +222,7 @@ def places_of_large(done):
 
 
 def moved(done, place, to):
-    """The effect at one place comes before that at another one."""
+    """Move the effect at one index before the one at another index."""
     rest = [*done[:place], *done[place + 1 :]]
     at = to if to <= place else to - 1
     return [*rest[:at], done[place], *rest[at:]]
@@ -230,7 +230,7 @@ def moved(done, place, to):
 
 @pytest.mark.parametrize("is_direct", [False, True], ids=["buffered", "direct"])
 def test_a_store_that_syncs_before_the_last_write_is_caught(is_direct):
-    """W18: the size in direct mode, the last extent in the other."""
+    """W18: the last write is the size in direct mode, and the last extent in the other mode."""
 
     def early(done):
         contents, synced, _ = places_of_large(done)
@@ -251,7 +251,7 @@ def test_a_store_that_cuts_the_padding_off_after_the_sync_is_caught():
 
 
 def test_a_store_that_leaves_the_padding_is_caught():
-    """Before the commit already: the sizes are looked at once more."""
+    """The save itself detects it before the commit, because it checks the sizes again."""
     with pytest.raises(SaveFailed, match="bytes before the commit"):
         large(1, is_direct=True).record(
             call(lambda recorder, name, args: name == "ftruncate" and is_data(recorder, args))
@@ -259,7 +259,7 @@ def test_a_store_that_leaves_the_padding_is_caught():
 
 
 def test_a_manifest_that_does_not_wait_for_the_second_writer_is_caught():
-    """C01: its file is synced and named all the same, a moment later."""
+    """C01: the writer's file is still synced and named, but a moment later."""
 
     def early(done):
         inode = next(e.inode for e in done if isinstance(e, Move) and e.name.startswith("large-00001"))
@@ -283,7 +283,7 @@ def test_a_store_that_does_not_sync_the_directory_of_large_files_is_caught():
 
 
 def test_a_pointer_that_moves_before_the_commit_is_caught(effects):
-    """E02: `latest` then leads to what is no checkpoint, or never becomes one."""
+    """E02: `latest` then leads to a directory that is not a checkpoint yet, or never becomes one."""
     done = effects("second_save")
     manifest = [i for i, effect in enumerate(done) if is_named(effect, "manifest.json")][-1]
     linked = next(
@@ -294,7 +294,7 @@ def test_a_pointer_that_moves_before_the_commit_is_caught(effects):
 
 
 def test_a_manager_that_deletes_before_it_commits_is_caught(effects):
-    """E03: a crash in between leaves too few, and of one that is kept, none."""
+    """E03: a crash in between leaves too few checkpoints, and none if one is kept."""
     done = effects("prune")
     manifest = [i for i, effect in enumerate(done) if is_named(effect, "manifest.json")][-1]
     deleted = [
@@ -308,7 +308,7 @@ def test_a_manager_that_deletes_before_it_commits_is_caught(effects):
 
 
 def test_a_commit_that_renames_and_does_not_link_is_caught(tmp_path):
-    """C05: a name that somebody else has given meanwhile is taken from him, with an acknowledged save behind it."""
+    """C05: a rename would replace a checkpoint that another process has committed under this name meanwhile."""
 
     def commit_again(scene):
         scene.save(1)
@@ -337,7 +337,7 @@ def test_a_commit_that_renames_and_does_not_link_is_caught(tmp_path):
     ],
 )
 def test_what_others_have_acknowledged_a_crash_may_take_away(name, verdicts):
-    """Torch's own ways to save: the metadata is synced before it is flushed, and no directory ever is."""
+    """Torch's own ways to save sync the metadata before it is flushed, and never sync a directory."""
     counts = failures(RIVALS[name], rivals.record(RIVALS[name]), Budget(32, 8))
     say(f"{name}, after a save had returned: {dict(counts)}")
     assert counts["whole"], "the rival loads where nothing was lost"
@@ -345,7 +345,7 @@ def test_what_others_have_acknowledged_a_crash_may_take_away(name, verdicts):
 
 
 def test_distributed_checkpoint_syncs_its_metadata_before_there_is_anything_in_it():
-    """So that nobody has to take the model's word for it: it is the order of the calls."""
+    """Independent of the model of a disk: the order of the calls shows it."""
     done = rivals.record(RIVALS["dcp"])
     inode = next(effect.inode for effect in done if isinstance(effect, Bind) and effect.name.startswith(".metadata"))
     about = [type(effect).__name__ for effect in done if getattr(effect, "inode", None) == inode]

@@ -1,4 +1,4 @@
-"""Files above 1, 8 and 32 MiB, buffered and direct, of one writer and two: whatever a crash leaves, what was acknowledged is whole."""
+"""Files above 1, 8 and 32 MiB, buffered and direct, from one writer and two: after any crash, what was acknowledged is whole."""
 
 import pytest
 
@@ -8,14 +8,14 @@ from crash.effort import GO_ON_SHARE, IS_SOAK, say
 from crash.saves.large import LARGE, MIB, MORE
 from crash.saves.recovery import Examiner, promises
 
-MOST_EXTENTS = 12  # two threads of two ranks take turns as they like; of one rank, it is four
+MOST_EXTENTS = 12  # the two threads of two ranks interleave in any order; with one rank it is 4
 BUDGET = Budget(512, 64) if IS_SOAK else Budget(8, 4)
 
 
 @pytest.mark.timeout(0 if IS_SOAK else 120)
 @pytest.mark.parametrize("large", [*LARGE, *MORE] if IS_SOAK else LARGE, ids=str)
 def test_whatever_a_crash_leaves_of_large_files_what_was_acknowledged_is_found_and_whole(large):
-    """W18, C01, C02: and the states do not grow with the bytes: a file is a few extents, written between two syncs."""
+    """W18, C01, C02: the number of states does not grow with the file size, because a file is a few extents between two syncs."""
     effects = large.record()
     written = {}
     for effect in effects:
