@@ -344,7 +344,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--skips-refused", action="store_true", help="of most manifests that are none, ask one reader only"
+        "--skips-refused", action="store_true", help="run one reader only for most manifests that cannot be decoded"
     )
     parser.add_argument(
         "--teeth", type=int, default=0, help="how many cases to run once more, without the check of structures"

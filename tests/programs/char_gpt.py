@@ -1,6 +1,6 @@
 """A character-level GPT on the Zen of Python: learning rate set by hand, accumulated gradients, the next batch drawn ahead.
 
-After the shape of nanoGPT's training loop, written anew and small.
+Based on nanoGPT's training loop, rewritten and smaller.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A generator and a discriminator of convolutions with an optimizer each, on images of 8 x 8.
 
-After the shape of the DCGAN example of pytorch/examples, written anew and small.
+Based on the DCGAN example of pytorch/examples, rewritten and smaller.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A denoising diffusion model: random crops and flips in two loader workers, random steps and noise, an average of the weights.
 
-After the shape of the usual DDPM trainers, written anew and small.
+Based on the usual DDPM trainers, rewritten and smaller.
 """
 
 import argparse

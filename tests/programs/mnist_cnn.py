@@ -1,6 +1,6 @@
 """A small CNN on images of digits made of strokes: dropout, a step schedule, a test pass after each epoch.
 
-After the shape of the MNIST example of pytorch/examples, written anew and small.
+Based on the MNIST example of pytorch/examples, rewritten and smaller.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """REINFORCE on a cart that is to stay near the middle: the world has a generator of its own, the baseline is a running average.
 
-After the shape of the reinforcement learning example of pytorch/examples, written anew and small.
+Based on the reinforcement learning example of pytorch/examples, rewritten and smaller.
 """
 
 import argparse

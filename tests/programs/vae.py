@@ -1,6 +1,6 @@
 """A variational autoencoder: the reparametrised noise, a test pass and samples after each epoch draw from the same stream.
 
-After the shape of the VAE example of pytorch/examples, written anew and small.
+Based on the VAE example of pytorch/examples, rewritten and smaller.
 """
 
 import argparse

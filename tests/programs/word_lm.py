@@ -1,6 +1,6 @@
 """A word language model: an LSTM whose hidden state goes on from batch to batch, and a rate that is divided when it gets worse.
 
-After the shape of the word language model of pytorch/examples, written anew and small: no optimizer class, an update by hand.
+Based on the word language model of pytorch/examples, rewritten and smaller: no optimizer class, an update by hand.
 """
 
 import argparse

@@ -220,10 +220,10 @@ def cells(line: str, heading: str) -> list[str]:
 
 def attempts_in(rows: list[list[str]]) -> list[Attempt]:
     """The processes in the table."""
-    told = {label: text for label, _, text, _ in rows}
+    texts = {label: text for label, _, text, _ in rows}
     found = []
-    for number in range(1, sum(label.startswith("start ") for label in told) + 1):
-        end, left = told[f"end {number}"], told.get(f"left {number}", "")
+    for number in range(1, sum(label.startswith("start ") for label in texts) + 1):
+        end, left = texts[f"end {number}"], texts.get(f"left {number}", "")
         step = re.search(r"SIGKILL (in|during the save of) step (\d+)", end)
         files = re.search(r"torn: ([\d.]+) (k|M)?B in (\d+) file", left)
         sizes = {}
@@ -234,7 +234,7 @@ def attempts_in(rows: list[list[str]]) -> list[Attempt]:
         kill = step and Kill(
             int(step[2]) - (not in_save), "save" if in_save else "step", not files if in_save else None, sizes
         )
-        resumed = told[f"start {number}"]
+        resumed = texts[f"start {number}"]
         found.append(Attempt(None if resumed == "fresh" else resumed, 0, kill or None))
     return found
 

@@ -29,7 +29,7 @@ from pathlib import Path
 run = Path(sys.argv[1])
 settings = json.loads((run.parent / "demo.json").read_text())
 log = open(run.with_suffix(".jsonl"), "ab", buffering=0)
-def tell(kind, step, **data):
+def emit(kind, step, **data):
     line = json.dumps({"kind": kind, "step": step, "pid": os.getpid(), "secs": time.monotonic(), "data": data})
     log.write(line.encode() + b"\\n")
     os.write(1, line.encode() + b"\\n")
@@ -37,24 +37,24 @@ saved = sorted(path for path in run.glob("step-*") if (path / "manifest.json").e
 state = json.loads((saved[-1] / "manifest.json").read_text()) if saved else {"step": 0, "value": 0.5}
 if saved and "SABOTAGE" in os.environ:
     state["value"] *= 1 + 2.0**-52
-tell("start", state["step"], resumed_from=saved[-1].name if saved else None)
+emit("start", state["step"], resumed_from=saved[-1].name if saved else None)
 while state["step"] < settings["steps"]:
     time.sleep(0.004)
     state = {"step": state["step"] + 1, "value": 3.7 * state["value"] * (1 - state["value"])}
     step = state["step"]
-    tell("step", step, loss=state["value"])
+    emit("step", step, loss=state["value"])
     if step == int(os.environ.get("FAILS_AT", -1)):
         raise RuntimeError("the disk is on fire")
     if step % settings["save_every"] == 0 or step == settings["steps"]:
-        tell("save", step)
+        emit("save", step)
         directory = run / f"step-{step:08d}"
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "model.bin").write_bytes(b"12345678")
         time.sleep(0.03)
         (directory / "half").write_text(json.dumps(state))
         os.replace(directory / "half", directory / "manifest.json")
-        tell("saved", step)
-tell("done", state["step"], fingerprints={"model": state["value"].hex()}, evaluation=state["value"])
+        emit("saved", step)
+emit("done", state["step"], fingerprints={"model": state["value"].hex()}, evaluation=state["value"])
 """
 
 

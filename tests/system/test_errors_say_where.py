@@ -32,12 +32,12 @@ def test_a_save_that_fails_after_its_state_was_read_says_the_step(tmp_path):
     """A world of one has no rank to name."""
     run = tmp_path / "run"
     save(state_at(1), run)
-    with LocalStore(run).lock(), pytest.raises(Exception, match="run") as told:
+    with LocalStore(run).lock(), pytest.raises(Exception, match="run") as raised:
         save(state_at(2), run)
-    assert (told.value.step, told.value.rank) == (2, None)
-    assert told.value.where
-    assert told.value.fix
-    assert told.value.__notes__ == ["at step 2"]
+    assert (raised.value.step, raised.value.rank) == (2, None)
+    assert raised.value.where
+    assert raised.value.fix
+    assert raised.value.__notes__ == ["at step 2"]
 
 
 def test_a_damaged_checkpoint_says_its_step_and_its_path(tmp_path):
@@ -47,10 +47,10 @@ def test_a_damaged_checkpoint_says_its_step_and_its_path(tmp_path):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointDamaged) as told:
+    with pytest.raises(CheckpointDamaged) as raised:
         load(run, like=state_at(0), step=120)
-    assert (told.value.step, told.value.rank) == (120, None)
-    assert file.name in told.value.where
+    assert (raised.value.step, raised.value.rank) == (120, None)
+    assert file.name in raised.value.where
     for error in (
         outcome.error
         for outcome in thread_outcomes(2, lambda ranks: load(run, like=state_at(0), step=120, collectives=ranks))

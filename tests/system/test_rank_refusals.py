@@ -103,13 +103,13 @@ def test_a_failed_first_save_is_no_proof():
 )
 def test_a_save_of_ranks_succeeds_if_and_only_if_they_are_replicas(world_size, drifts):
     """B06: any ranks may differ, and in any leaf."""
-    told = {rank: {name: 1.0 for each, name in drifts if each == rank} for rank in range(world_size)}
+    values = {rank: {name: 1.0 for each, name in drifts if each == rank} for rank in range(world_size)}
     store = MemoryStore()
     outcomes = thread_outcomes(
-        world_size, lambda world: save(state_at(1, **told[world.rank]), store, collectives=world)
+        world_size, lambda world: save(state_at(1, **values[world.rank]), store, collectives=world)
     )
-    if all(told[rank] == told[0] for rank in range(world_size)):
-        assert fingerprint(load(store, like=state_at(0))) == fingerprint(state_at(1, **told[0]))
+    if all(values[rank] == values[0] for rank in range(world_size)):
+        assert fingerprint(load(store, like=state_at(0))) == fingerprint(state_at(1, **values[0]))
     else:
         disagreements(outcomes)
 
@@ -118,14 +118,14 @@ def test_a_save_of_ranks_succeeds_if_and_only_if_they_are_replicas(world_size, d
 def test_contracts_that_differ_are_refused_naming_the_key(first, other):
     """W24: rank 0's contract used to be saved, and every other rank was refused at the resume."""
     store = MemoryStore()
-    told = [{"tokenizer": first}, {"tokenizer": other}]
+    values = [{"tokenizer": first}, {"tokenizer": other}]
     text = disagreements(
-        thread_outcomes(2, lambda world: save(state_at(1), store, contract=told[world.rank], collectives=world))
+        thread_outcomes(2, lambda world: save(state_at(1), store, contract=values[world.rank], collectives=world))
     )
     assert "contract['tokenizer']" in text
     assert repr(other) in text
-    told = [{"environment.threads": 1}, {"environment.threads": 2}]
-    run_threads(2, lambda world: save(state_at(2), store, contract=told[world.rank], collectives=world))
+    values = [{"environment.threads": 1}, {"environment.threads": 2}]
+    run_threads(2, lambda world: save(state_at(2), store, contract=values[world.rank], collectives=world))
 
 
 # --- random streams and positions in another world --------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_streams_and_positions_of_ranks_come_back_to_their_rank_or_are_refused(b
     text = str(outcomes[0].error)
     assert f"random streams of {before} ranks" in text
     assert ("data_ranks" in text) == (batches > 0)
-    reset = {"rng": "another world", **({"dataset": "begin the epoch anew"} if batches else {})}
+    reset = {"rng": "another world", **({"dataset": "restart the epoch"} if batches else {})}
     for found in run_threads(after, lambda ranks: resume(ranks, reset=reset)):
         assert found.rng.value["torch"][0] == 9, "its own, which the script has made"
         assert found.dataset.value["epoch"] == 1
@@ -232,7 +232,7 @@ def refused_by_two(collectives, folder):
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    rank, told = collectives.rank, {}
+    rank, errors = collectives.rank, {}
 
     def saved(name, model):
         live = attach(model)
@@ -244,14 +244,14 @@ def refused_by_two(collectives, folder):
         sharded = FullyShardedDataParallel(
             nn.Linear(6, 5), device_id=torch.device("cpu"), use_orig_params=use_orig_params
         )
-        told[f"fsdp {use_orig_params}"] = refusal(lambda sharded=sharded: attach(sharded))
-        told[f"fsdp inside {use_orig_params}"] = refusal(lambda sharded=sharded: attach(sharded.module))
+        errors[f"fsdp {use_orig_params}"] = refusal(lambda sharded=sharded: attach(sharded))
+        errors[f"fsdp inside {use_orig_params}"] = refusal(lambda sharded=sharded: attach(sharded.module))
         model = nn.Linear(1, 1)
-        told[f"fsdp extra {use_orig_params}"] = refusal(
+        errors[f"fsdp extra {use_orig_params}"] = refusal(
             lambda sharded=sharded, model=model: attach(model, extra={"ema": sharded})
         )
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    told["fsdp2"] = refusal(lambda: attach(torch.distributed.fsdp.fully_shard(nn.Linear(6, 5), mesh=mesh)))
+    errors["fsdp2"] = refusal(lambda: attach(torch.distributed.fsdp.fully_shard(nn.Linear(6, 5), mesh=mesh)))
     for name, shard in (
         (
             "fsdp late",
@@ -263,50 +263,50 @@ def refused_by_two(collectives, folder):
         live = attach(late)
         shard(late)
         with CheckpointManager(f"{folder}/{name}", collectives=collectives) as manager:
-            told[name] = refusal(lambda live=live, manager=manager: manager.save(live))
+            errors[name] = refusal(lambda live=live, manager=manager: manager.save(live))
     model = DistributedDataParallel(nn.Linear(6, 5))
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    told["zero"] = refusal(lambda: attach(model, zero))
+    errors["zero"] = refusal(lambda: attach(model, zero))
 
     torch.manual_seed(rank)
-    told["stages"] = saved("stages", nn.ModuleList([nn.Linear(4, 4)]))
+    errors["stages"] = saved("stages", nn.ModuleList([nn.Linear(4, 4)]))
 
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     model(torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)))
-    told["statistics"] = saved("statistics", model)
+    errors["statistics"] = saved("statistics", model)
     for buffer in model.buffers():
         torch.distributed.broadcast(buffer, 0)
-    told["statistics sent"] = saved("statistics", model)
+    errors["statistics sent"] = saved("statistics", model)
 
-    told["save alone"] = refusal(lambda: save(state_at(1), f"{folder}/save-alone"))
-    told["evaluate alone"] = refusal(lambda: trainfold.evaluate(lambda x: {"n": x}, [torch.ones(3)], {"n": Sum()}))
-    told["no collectives"] = refusal(lambda: CheckpointManager(f"{folder}/alone"))
+    errors["save alone"] = refusal(lambda: save(state_at(1), f"{folder}/save-alone"))
+    errors["evaluate alone"] = refusal(lambda: trainfold.evaluate(lambda x: {"n": x}, [torch.ones(3)], {"n": Sum()}))
+    errors["no collectives"] = refusal(lambda: CheckpointManager(f"{folder}/alone"))
     with CheckpointManager(f"{folder}/alone-{rank}", collectives=SingleProcess()) as manager:
-        told["alone on purpose"] = refusal(lambda: manager.save(state_at(rank)))
+        errors["alone on purpose"] = refusal(lambda: manager.save(state_at(rank)))
     torch.distributed.barrier()
-    return told
+    return errors
 
 
 def test_what_real_ranks_saved_in_silence_is_refused_by_name(processes, tmp_path):
     """W24: FSDP1 (half of the elements), ZeRO (empty slots), stages with one name, BatchNorm, and a manager without its ranks."""
     found = processes.run(2, refused_by_two, str(tmp_path), collectives=PATIENT)
-    for told in found:
+    for errors in found:
         for orig in (False, True):
-            assert "attach.model: expected a module whose parameters are whole" in told[f"fsdp {orig}"]
-            assert "flat parameter" in told[f"fsdp inside {orig}"]
-            assert "extra['ema']" in told[f"fsdp extra {orig}"]
-        assert "a DTensor at 'weight', as fully_shard (FSDP2)" in told["fsdp2"]
-        assert "a DTensor at 'weight', as fully_shard (FSDP2)" in told["fsdp2 late"]
-        assert "flat parameter" in told["fsdp late"], "also where it is wrapped after it was attached"
-        assert "ZeroRedundancyOptimizer" in told["zero"]
-        assert told["stages"].startswith("RanksDisagree: model.params['0.weight']")
-        assert "stage of a pipeline" in told["stages"]
-        assert told["statistics"].startswith("RanksDisagree: model.buffers['1.running_mean']")
-        assert "convert_sync_batchnorm" in told["statistics"]
-        assert told["statistics sent"] == told["alone on purpose"] == "nothing"
+            assert "attach.model: expected a module whose parameters are whole" in errors[f"fsdp {orig}"]
+            assert "flat parameter" in errors[f"fsdp inside {orig}"]
+            assert "extra['ema']" in errors[f"fsdp extra {orig}"]
+        assert "a DTensor at 'weight', as fully_shard (FSDP2)" in errors["fsdp2"]
+        assert "a DTensor at 'weight', as fully_shard (FSDP2)" in errors["fsdp2 late"]
+        assert "flat parameter" in errors["fsdp late"], "also where it is wrapped after it was attached"
+        assert "ZeroRedundancyOptimizer" in errors["zero"]
+        assert errors["stages"].startswith("RanksDisagree: model.params['0.weight']")
+        assert "stage of a pipeline" in errors["stages"]
+        assert errors["statistics"].startswith("RanksDisagree: model.buffers['1.running_mean']")
+        assert "convert_sync_batchnorm" in errors["statistics"]
+        assert errors["statistics sent"] == errors["alone on purpose"] == "nothing"
         for name in ("no collectives", "save alone", "evaluate alone"):
-            assert "torch.distributed with 2 ranks" in told[name]
+            assert "torch.distributed with 2 ranks" in errors[name]
 
 
 def train_until(collectives, run, mode, steps):
@@ -332,13 +332,13 @@ def train_until(collectives, run, mode, steps):
 
 
 def resume_in_an_epoch(collectives, folder):
-    told = []
+    seen = []
     for mode in ("sync", "async"):
         whole = train_until(collectives, f"{folder}/{mode}-whole", mode, None)
         for steps in (4, 8, None):  # an epoch has 6
             parts = train_until(collectives, f"{folder}/{mode}-parts", mode, steps)
-        told.append((whole, parts))
-    return told
+        seen.append((whole, parts))
+    return seen
 
 
 def test_real_ranks_go_on_with_the_bits_and_the_masks_of_each(processes, tmp_path):
@@ -346,7 +346,7 @@ def test_real_ranks_go_on_with_the_bits_and_the_masks_of_each(processes, tmp_pat
     ranks = processes.run(2, resume_in_an_epoch, str(tmp_path), collectives=PATIENT)
     for whole, parts in itertools.chain(*ranks):
         assert parts == whole
-    ((first, one), _), ((second, other), _) = (told[0] for told in ranks)
+    ((first, one), _), ((second, other), _) = (seen[0] for seen in ranks)
     assert (first["model"], first["optimizer"]) == (second["model"], second["optimizer"])
     assert one != other, "a rank's streams are its own"
 
@@ -380,11 +380,11 @@ def train_in_worlds(collectives, run):
     pair = trainfold.TorchCollectives(group, **PATIENT) if collectives.rank < 2 else None
     first = [] if pair is None else train(pair, run, steps=2)
     collectives.barrier(timeout_secs=60)
-    told = refusal(lambda: train(collectives, run))
+    errors = refusal(lambda: train(collectives, run))
     collectives.barrier(timeout_secs=60)
     first += [] if pair is None else train(pair, run)
     collectives.barrier(timeout_secs=60)
-    return first, told, train(collectives, run, epochs=2, rng="three ranks now")
+    return first, errors, train(collectives, run, epochs=2, rng="three ranks now")
 
 
 def test_a_distributed_sampler_in_another_world_is_refused_inside_of_an_epoch_and_goes_on_at_its_end(
@@ -392,8 +392,8 @@ def test_a_distributed_sampler_in_another_world_is_refused_inside_of_an_epoch_an
 ):
     """G06, P12: otherwise 4 of 16 samples would be read twice, and 4 never. The same world continues where it stopped."""
     found = processes.run(3, train_in_worlds, str(tmp_path / "run"), collectives=PATIENT)
-    firsts, told, seconds = zip(*found, strict=True)
-    assert all(text.startswith("ResumeRefused") and "data_ranks" in text and "streams" in text for text in told)
+    firsts, errors, seconds = zip(*found, strict=True)
+    assert all(text.startswith("ResumeRefused") and "data_ranks" in text and "streams" in text for text in errors)
     assert sorted(itertools.chain(*firsts)) == list(range(24))
     assert sorted(itertools.chain(*seconds)) == list(range(24))
 

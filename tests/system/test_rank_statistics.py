@@ -84,7 +84,7 @@ def statistics_that_nobody_sends(collectives, folder):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-    told = {}
+    errors = {}
 
     def saved(name, model, wrapped=None, after=None, around=contextlib.nullcontext):
         live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -95,7 +95,7 @@ def statistics_that_nobody_sends(collectives, folder):
                 after(wrapped)
             live.advance(samples=1)
             with CheckpointManager(f"{folder}/{name}", collectives=collectives) as manager:
-                told[name] = refusal(lambda: manager.save(live))
+                errors[name] = refusal(lambda: manager.save(live))
 
     def ddp(**options):
         torch.manual_seed(0)
@@ -114,15 +114,15 @@ def statistics_that_nobody_sends(collectives, folder):
     average.update_parameters(model)
     live.advance(samples=1)
     with CheckpointManager(f"{folder}/average", collectives=collectives) as manager:
-        told["average"] = refusal(lambda: manager.save(live))
+        errors["average"] = refusal(lambda: manager.save(live))
     hooked = ddp()
     state = PowerSGDState(None)
     hooked.register_comm_hook(state, powerSGD_hook)
-    told["hook"] = refusal(lambda: attach(hooked))
+    errors["hook"] = refusal(lambda: attach(hooked))
     for state in (None, torch.distributed.group.WORLD):  # as torch's documentation registers it
         plain = ddp()
         plain.register_comm_hook(state, fp16_compress_hook)
-        told.setdefault("plain hook", []).append(refusal(lambda plain=plain: attach(plain)))
+        errors.setdefault("plain hook", []).append(refusal(lambda plain=plain: attach(plain)))
     saved("off", ddp(broadcast_buffers=False))
     model = ddp()
     saved("inner", model.module, wrapped=model)
@@ -142,7 +142,7 @@ def statistics_that_nobody_sends(collectives, folder):
     saved("by hook", by_hook)
     halves = [torch.distributed.new_group([rank]) for rank in range(2)]
     saved("other group", ddp(process_group=halves[collectives.rank]))
-    return told
+    return errors
 
 
 def test_batch_statistics_that_nobody_sends_are_refused(processes, tmp_path):
@@ -150,15 +150,15 @@ def test_batch_statistics_that_nobody_sends_are_refused(processes, tmp_path):
 
     Inside of `join` another rank may be the one that sends, and a hook of the user's may do anything.
     """
-    for told in processes.run(2, statistics_that_nobody_sends, str(tmp_path), collectives=PATIENT):
-        assert told.pop("sent") == "nothing"
-        assert told.pop("plain hook") == ["nothing"] * 2
-        assert "PowerSGDState" in told.pop("hook")
-        average = told.pop("average")
+    for errors in processes.run(2, statistics_that_nobody_sends, str(tmp_path), collectives=PATIENT):
+        assert errors.pop("sent") == "nothing"
+        assert errors.pop("plain hook") == ["nothing"] * 2
+        assert "PowerSGDState" in errors.pop("hook")
+        average = errors.pop("average")
         assert average.startswith("RanksDisagree: ema.buffers[")
         assert "for buffer in ema.buffers()" in average
-        assert len(told) == 7
-        for name, text in told.items():
+        assert len(errors) == 7
+        for name, text in errors.items():
             assert text.startswith("RanksDisagree: model.buffers['1.running_mean']"), (name, text)
             assert "broadcast_buffers" in text
 

@@ -68,10 +68,10 @@ def traced(saver, run, mode, call, *options):
     log = run.parent / "log"
     words = ["strace", "-f", "-p", str(saver.pid), "-o", str(log), "-e", f"trace={call},linkat", *options]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as strace:
-        told = strace.stderr.readline()
-        if "attached" not in told:
+        line = strace.stderr.readline()
+        if "attached" not in line:
             strace.wait()
-            pytest.skip(f"strace may not attach here: {told}")
+            pytest.skip(f"strace may not attach here: {line}")
         run_id = json.loads((run / "run.json").read_text())["run_id"]
         saver.stdin.write(f"{json.dumps([str(run), mode, run_id])}\n")
         saver.stdin.flush()

@@ -126,7 +126,7 @@ def check(outcome, fault, examiner):
         where = f"from there on: {where}"
     assert outcome.failed, where
     if outcome.error is not None:
-        assert fault.code != SHORT, f"{where}: a short write is no error: {outcome.error!r}"
+        assert fault.code != SHORT, f"{where}: a short write is not an error: {outcome.error!r}"
         found = type(outcome.error)
         assert found is KINDS[fault.code], f"{where}: raised {found.__name__}: {outcome.error}"
     # a failed save may leave a torn checkpoint that it could neither finish nor remove; readers detect and skip it

@@ -174,7 +174,7 @@ def program(life: Life) -> None:
     store, job = LocalStore(life.run), Job()
     say("ready")
     with CheckpointManager(
-        store, every=EVERY, keep_last=2, mode=life.mode, on_event=lambda event: say(*_told(event))
+        store, every=EVERY, keep_last=2, mode=life.mode, on_event=lambda event: say(*_words_of(event))
     ) as manager:
         say("litter", len(list(litter(life.run))))
         best = _begin(job.live, manager, store, life)
@@ -218,7 +218,7 @@ def _boundary(live: Live, manager: CheckpointManager, store: LocalStore, best: B
     return new
 
 
-def _told(event: Event) -> tuple[Any, ...]:
+def _words_of(event: Event) -> tuple[Any, ...]:
     return (event.kind, event.checkpoint if event.step is None else event.step)
 
 

@@ -34,7 +34,7 @@ def reference(lives, tmp_path_factory):
     code, lines = lives.live(Life(str(tmp_path_factory.mktemp("whole") / "run"), "sync", tells_states=True))
     assert code == 0, lines
     words = [line.split(" ", 2) for line in lines]
-    states = {int(step): told for word, step, told in (one for one in words if one[0] == "state")}
+    states = {int(step): digest for word, step, digest in (one for one in words if one[0] == "state")}
     assert len(states) == STEPS + 1
     return states
 
@@ -46,7 +46,7 @@ def template():
 
 
 @attrs.define
-class Told:
+class Reported:
     """What the program has reported: what it has promised, and what may exist beside that.
 
     Attributes:
@@ -81,25 +81,25 @@ class Told:
             assert word not in {"failed", "refused", "error"}, lines
 
 
-def check(run, told, reference, template):
+def check(run, reported, reference, template):
     """Check that a program would now find what was promised or something newer, and that it is whole."""
     store = LocalStore(run)
     found = None
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # only a save that a kill interrupted is skipped
         warnings.filterwarnings("ignore", "CheckpointTorn: .*: a save that did not finish")
-        if told.newest is not None or (run / "latest").is_symlink():
+        if reported.newest is not None or (run / "latest").is_symlink():
             state = load(store, like=template)
             found = state.trainer.step
             assert digest(state) == reference[found]
-        assert found in {told.newest, *told.perhaps}
+        assert found in {reported.newest, *reported.perhaps}
         for entry in lineage(read_inventory(store)):
             state = load(store, like=template, step=entry.head.step)
             assert digest(state) == reference[entry.head.step]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a rewind may have left it behind
         best = load_best(store, WANTED)
-    assert best.step in {told.best, *told.best_perhaps} or (best.step is None and told.is_rewound)
+    assert best.step in {reported.best, *reported.best_perhaps} or (best.step is None and reported.is_rewound)
     if best.step is not None:
         assert digest(load(store, like=template, step=best.step)) == reference[best.step]
     # a save that the kill interrupted
@@ -135,18 +135,18 @@ def test_killed_again_and_again_a_run_ends_with_the_bits_of_one_that_was_not(
     while kills < KILLS:
         run: Path = tmp_path / f"run-{number}"
         number += 1
-        told, began, code = Told(), True, -9
+        reported, began, code = Reported(), True, -9
         while code != 0:
             begins, kill = plan(random, mode, began=began) if kills < KILLS else ("on", None)
             code, lines = lives.live(Life(str(run), mode, begins, kill))
-            told.hear(lines)
+            reported.hear(lines)
             began = any(line.startswith("began") for line in lines)
             assert code in {0, -9}, lines
             if code != 0:
                 kills += 1
-                torn += check(run, told, reference, template)
+                torn += check(run, reported, reference, template)
         assert lines[-1] == f"done {reference[STEPS]}"
-        check(run, told, reference, template)
+        check(run, reported, reference, template)
         assert lineage(read_inventory(LocalStore(run)))[0].head.step == STEPS
         best = load_best(LocalStore(run), WANTED)
         assert (best.step, best.score) == best_of_all()

@@ -111,7 +111,7 @@ def look(store: Store, make: Make = state_at) -> Found:
     """Recover the newest state, and read everything else as well."""
     wrong: list[str] = []
     like = make(0, 0)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             newest = digest_of_state(trainfold.load(store, like=like))
@@ -136,7 +136,7 @@ def look(store: Store, make: Make = state_at) -> Found:
         best = _best_of(store, wrong)
     # the loaded state shows whether it was right to skip them
     expected = ("a save that did not finish", "CheckpointQuarantined")
-    wrong += [f"warned: {each.message}" for each in told if not any(text in str(each.message) for text in expected)]
+    wrong += [f"warned: {each.message}" for each in caught if not any(text in str(each.message) for text in expected)]
     return Found(newest, tuple(whole), best, _attempts_of(store, wrong), tuple(wrong))
 
 
@@ -189,7 +189,7 @@ def leading(files: Files, promised: Promised) -> list[str]:
     links = {path: data for path, data in files.items() if isinstance(data, str) and not path.startswith("run/.")}
     there = {path.split("/")[1] for path in files if path.endswith("/manifest.json")}
     ahead = {path: target for path, target in links.items() if target not in there | promised.known}
-    return [f"{path} leads to {target}, which is no checkpoint" for path, target in ahead.items()]
+    return [f"{path} leads to {target}, which is not a checkpoint" for path, target in ahead.items()]
 
 
 def go_on(files: Files, promised: Promised, make: Make = state_at) -> list[str]:

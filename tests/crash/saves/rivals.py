@@ -111,7 +111,7 @@ def verdict(rival: Rival, files: Files, acknowledged: int) -> str:
                 found = rival.load(Path(top), step)
             except LookupError:  # another step
                 continue
-            except (Exception, CheckpointException):  # noqa: BLE001  # whatever a loader makes of it; DCP's is no Exception
+            except (Exception, CheckpointException):  # noqa: BLE001  # loaders raise anything; DCP's error is not an Exception
                 if step == acknowledged and not is_nameless(files, step):
                     return "torn"
                 continue

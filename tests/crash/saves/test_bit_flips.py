@@ -35,13 +35,13 @@ def saved(tmp_path_factory):
 
 def outcome(files, **options):
     """The result of a resume: the digest of a state, or the name of the error."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             found = digest_of_state(trainfold.load(FrozenStore(files), like=state_of(0), **options))
         except TrainfoldError as error:
-            return type(error).__name__, len(told)
-    return found, len(told)
+            return type(error).__name__, len(caught)
+    return found, len(caught)
 
 
 def changed(files, path, at, how):
@@ -75,10 +75,10 @@ def test_no_changed_byte_is_loaded_in_silence(saved, name, how):
     fell_back, refused = 0, 0
     for at in positions(saved, name, how):
         files = changed(saved, name, at, how)
-        found, told = outcome(files)
-        assert found != newest, f"byte {at} is changed, and nobody sees it"
+        found, caught = outcome(files)
+        assert found != newest, f"byte {at} is changed, and no check sees it"
         if found == older:
-            assert told, f"byte {at}: an older checkpoint is taken without a word"
+            assert caught, f"byte {at}: an older checkpoint is taken without a word"
             fell_back += 1
         else:
             assert len(found) < 32, f"byte {at}: a state that was never saved is loaded: {found}"

@@ -290,7 +290,7 @@ def test_a_pointer_that_moves_before_the_commit_is_caught(effects):
         i for i, effect in enumerate(done) if i > manifest and isinstance(effect, Bind) and effect.kind == "link"
     )
     early = moved(moved(done, linked, manifest), linked + 1, manifest + 1)
-    assert any("which is no checkpoint" in wrong for wrong in is_caught(early))
+    assert any("which is not a checkpoint" in wrong for wrong in is_caught(early))
 
 
 def test_a_manager_that_deletes_before_it_commits_is_caught(effects):
