@@ -171,7 +171,7 @@ def boxes_of(described: Described) -> dict[str, Box | None]:
         >>> from trainfold.core.layout.shard import make_shard
         >>> mine = {"w": make_shard(torch.zeros(2), shape=(8,), starts=(4,)), "n": torch.zeros(3)}
         >>> boxes_of(describe(mine, "ema")[0])
-        {"ema['n']": None, "ema['w']": ((4, 6),)}
+        {"ema['w']": ((4, 6),), "ema['n']": None}
     """
     return {path: spec.slices[0] if spec.slices else None for path, spec in described.tensors.items()}
 
