@@ -11,6 +11,8 @@ from typing import Any
 from sphinx.application import Sphinx
 
 import trainfold
+from trainfold.adapters.cli import schema as schemas
+from trainfold.adapters.cli.app import app
 from trainfold.adapters.cli.terminal.output import exit_code
 from trainfold.core import errors
 from trainfold.core.resume.drift import KINDS
@@ -85,6 +87,7 @@ HOMES = homes()
 def write_reference(_app: Sphinx) -> None:
     """Write one page for the names at the top, and one for each public module, under the names that a user types."""
     pages = {"facade": page_of_names(), "drift-kinds": table_of_kinds(), "exit-codes": table_of_exit_codes()}
+    pages["command-line"] = page_of_commands()
     pages |= {name: page_of_subject(name) for name in PLACES[1:]}
     for name in [*(f"trainfold.properties.{name}" for name in TESTERS), *BESIDE]:
         pages[name] = f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n   :members:\n"
@@ -151,6 +154,38 @@ def table_of_exit_codes() -> str:
         for kind in sorted(set(kinds), key=lambda kind: (exit_code(kind), kind.__module__, kind.__name__))
     ]
     return table("Errors and exit codes", ("exit code", "error", "what it says"), rows)
+
+
+def page_of_commands() -> str:
+    """Every command of the command line with its arguments, from the program itself; and what its exit codes and JSON mean."""
+    title = "The command line"
+    lines = [title, "=" * len(title), "", *app.help.split("\n"), ""]
+    lines += ["Every error has an exit code of its own: see :doc:`exit-codes`.", ""]
+    for name in sorted(each for each in app if not each.startswith("-")):
+        command = app[name]
+        heading = f"trainfold {name}"
+        lines += [heading, "-" * len(heading), "", *inspect.cleandoc(str(command.help)).split("\n"), ""]
+        rows = [argument_row(each) for each in command.assemble_argument_collection() if each.show]
+        lines += ["", ".. list-table::", "   :header-rows: 1", "   :widths: 25 15 60", ""]
+        for row in [("argument", "default", "what it is"), *rows]:
+            lines += [f"   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(row)]
+        if name in schemas.names():
+            lines += ["", f"``trainfold schema {name}`` prints the JSON Schema of what ``--json`` prints.", ""]
+    return "\n".join(lines) + "\n"
+
+
+def argument_row(argument: Any) -> tuple[str, str, str]:
+    """The names of an argument of a command, its default, and what it is."""
+    names = [each if each.startswith("-") else each.upper() for each in argument.names]
+    if argument.field_info.kind is not inspect.Parameter.KEYWORD_ONLY:
+        names = [argument.field_info.name.upper()]  # it has an option of its name too, which nobody needs
+    default = argument.field_info.default
+    is_given = default is inspect.Parameter.empty or default is None
+    return (
+        ", ".join(f"``{each}``" for each in names),
+        "" if is_given else f"``{default}``",
+        str(argument.parameter.help),
+    )
 
 
 def linked(kind: type) -> str:
