@@ -14,8 +14,10 @@ The names are re-exports, each documented where it lives.
 """
 
 from trainfold.core.evaluate.suite import Suite
+from trainfold.core.exact.sum import ExactSum, exact_add, exact_merge, exact_value, exact_zero, ratio_of, rounded
 from trainfold.core.metrics.acceptance import AcceptanceRate
 from trainfold.core.metrics.confusion import F1, Confusion
+from trainfold.core.metrics.counts import add_counts, beside, merge_counts, no_counts
 from trainfold.core.metrics.extremes import Max, Min
 from trainfold.core.metrics.histogram import Histogram, Quantiles
 from trainfold.core.metrics.metric import Metric
@@ -29,6 +31,7 @@ __all__ = [
     "AcceptanceLength",
     "AcceptanceRate",
     "Confusion",
+    "ExactSum",
     "Histogram",
     "Max",
     "Mean",
@@ -42,4 +45,14 @@ __all__ = [
     "Sum",
     "TopK",
     "Variance",
+    "add_counts",
+    "beside",
+    "exact_add",
+    "exact_merge",
+    "exact_value",
+    "exact_zero",
+    "merge_counts",
+    "no_counts",
+    "ratio_of",
+    "rounded",
 ]

@@ -3,8 +3,8 @@
 The names are re-exports, each documented where it lives.
 """
 
-from trainfold.backends.ranks.in_process import SingleProcess
+from trainfold.backends.ranks.in_process import SingleProcess, run_threads
 from trainfold.backends.ranks.torch_distributed import TorchCollectives
 from trainfold.core.layout.world import Collectives, World, make_world
 
-__all__ = ["Collectives", "SingleProcess", "TorchCollectives", "World", "make_world"]
+__all__ = ["Collectives", "SingleProcess", "TorchCollectives", "World", "make_world", "run_threads"]

@@ -3,11 +3,12 @@
 The names are re-exports, each documented where it lives.
 """
 
-from trainfold.backends.runs.best_file import load_best, save_best
-from trainfold.core.best.record import BestRecord, decide_best, is_better, make_best_record
-from trainfold.core.best.top_n import BestEntry, BestPlan, plan_best
+from trainfold.backends.runs.best_file import load_best, load_best_n, save_best
+from trainfold.core.best.record import BestRecord, decide_best, is_better, make_best_record, updated
+from trainfold.core.best.top_n import BestEntry, BestPlan, decide_best_n, plan_best, rewound
 from trainfold.core.save.retention import (
     Retention,
+    Saved,
     keep_all,
     keep_best,
     keep_every,
@@ -21,7 +22,9 @@ __all__ = [
     "BestPlan",
     "BestRecord",
     "Retention",
+    "Saved",
     "decide_best",
+    "decide_best_n",
     "is_better",
     "keep_all",
     "keep_best",
@@ -29,8 +32,11 @@ __all__ = [
     "keep_last",
     "keep_newer",
     "load_best",
+    "load_best_n",
     "make_best_record",
     "plan_best",
     "plan_retention",
+    "rewound",
     "save_best",
+    "updated",
 ]
