@@ -24,7 +24,7 @@ class PreparedFeed:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._inner = MapFeed(loader.base_dataloader, tells_epoch=not hasattr(loader, "set_epoch"))
+        self._inner = MapFeed(loader.base_dataloader, sets_epoch=not hasattr(loader, "set_epoch"))
         self._handed = 0  # batches that the loop has had and not counted
         self._run = 0
         self._iteration = _iteration(loader)

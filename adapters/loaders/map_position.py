@@ -1,0 +1,219 @@
+"""`MapPosition`: where the loop is in a map-style dataset, and whether a saved position fits the loader."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader
+
+from trainfold.adapters.draws.beside import KEY, Beside, streams_only
+from trainfold.adapters.draws.draws import Draws, plain
+from trainfold.adapters.draws.feed import (
+    OTHER,
+    Deliveries,
+    Delivery,
+    generator_problems,
+    generators_of,
+    length_of,
+    mismatch,
+    position_problems,
+    set_generators,
+)
+from trainfold.adapters.draws.pull_watch import late_problems
+from trainfold.adapters.draws.sampler_tap import order_problems
+from trainfold.adapters.streams.rng_streams import moved_stream_problems
+from trainfold.adapters.streams.stream_reader import Streams
+from trainfold.core.errors import TrainfoldError
+from trainfold.core.resume.drift import DriftAction
+from trainfold.core.state.state import Opaque
+
+
+@final
+class MapPosition:
+    """Counts of what the loop consumed, and what each epoch's order was drawn from.
+
+    Args:
+        loader: over a map-style dataset.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]") -> None:
+        self.loader = loader
+        self.generators = generators_of(loader)
+        self.beside = Beside(loader)
+        self.draws = Draws(loader.num_workers, persistent=bool(loader.num_workers and loader.persistent_workers))
+        self.deliveries = Deliveries()
+        self.epoch = self.samples = self.batches = 0
+        self.orders: dict[int, Opaque] = {}  # epoch that batches are read from -> what its order was drawn from
+        self.borns: dict[int, Opaque] = {}  # epoch -> what the seed of its workers was drawn from
+
+    def count(self, taken: Iterable[Delivery]) -> int:
+        """Count batches as consumed; return their samples."""
+        counted = 0
+        for each in taken:
+            size = each.samples or 0
+            counted += size
+            self.samples, self.batches = self.samples + size, self.batches + 1
+            self.draws.consume(each.drawn, size)
+            if each.last:
+                self.end_epoch()
+        return counted
+
+    def end_epoch(self) -> None:
+        """Move to the start of the next epoch, which is written as ``epoch + 1, samples 0``."""
+        self.orders.pop(self.epoch, None)
+        self.borns.pop(self.epoch, None)
+        self.draws.end_epoch()
+        self.epoch, self.samples, self.batches = self.epoch + 1, 0, 0
+
+    def forget_unread(self) -> None:
+        """Forget the orders of epochs that no consumed batch comes from."""
+        for epoch in [each for each in self.orders if each > self.epoch or not self.samples]:
+            del self.orders[epoch]
+
+    def capture(self, again: Iterable[Streams], late: list[str]) -> Opaque:
+        """The position as a value.
+
+        Args:
+            again: the streams before each batch that a resume delivers once more.
+            late: the streams that a sampler drew from in the middle of an epoch.
+        """
+        order = self.orders[self.epoch] if self.samples else self.orders.get(self.epoch)
+        draws, later = self.draws, sorted(each for each in self.orders if each > self.epoch)
+        born = draws.born if draws.persistent else self.borns.get(self.epoch)
+        return Opaque(
+            {
+                "kind": "map",
+                "version": 2,  # 1 has no draws
+                "epoch": self.epoch,
+                "samples": self.samples,
+                "batches": self.batches,
+                "batch_size": self.loader.batch_size,
+                "length": length_of(self.loader.dataset),
+                "order": None if order is None else order.value,
+                "later": [self.orders[each].value for each in later],
+                "later_born": [self.borns[each].value for each in later if each in self.borns],
+                "again": [
+                    plain(each) if draws.moved else {KEY: each[KEY]}
+                    for each in again
+                    if (draws.moved or KEY in each) and not draws.workers
+                ],
+                "draws": draws.capture(born if order is not None or draws.persistent else None),
+                "late": late if self.samples else [],
+                "generators": {name: generator.get_state() for name, generator in self.generators.items()},
+            }
+        )
+
+    def take(self, value: dict[str, Any]) -> None:
+        """Become a position that was captured; `problems` found nothing wrong with it."""
+        self.deliveries.waiting.clear()
+        self.epoch, self.samples, self.batches = value["epoch"], value["samples"], value["batches"]
+        self.draws.take(value.get("draws"))
+        if self.samples and self.loader.batch_size != value.get("batch_size"):
+            self.batches = self.samples // (self.loader.batch_size or 1)
+            self.draws.lasts.clear()  # its samples come in other batches
+        orders = [value["order"], *value.get("later", [])]
+        self.orders = {self.epoch + i: Opaque(order) for i, order in enumerate(orders) if order is not None}
+        borns = value.get("later_born", [])
+        self.borns = {self.epoch + 1 + i: Opaque(born) for i, born in enumerate(borns)}
+        if self.draws.born is not None and not self.draws.persistent:
+            self.borns[self.epoch], self.draws.born = self.draws.born, None
+        set_generators(self.generators, value["generators"])
+
+    def problems(self, saved: Any, policy: Mapping[str, DriftAction]) -> list[TrainfoldError]:
+        """Every way in which a saved position does not fit this loader."""
+        found = position_problems(saved, "map", ("epoch", "samples", "batches"), versions=(1, 2))
+        if found:
+            return found
+        value = saved.value
+        found.extend(self._count_problems(value))
+        if value["samples"]:
+            found.extend(late_problems(value.get("late")))
+        if value["samples"] or value.get("order") is not None:
+            found.extend(order_problems(value.get("order"), self.generators, self.beside))
+        found.extend(self._ahead_problems(value))
+        inside = bool(value["samples"] or value.get("order"))
+        draws = value.get("draws") if value["version"] > 1 else None
+        if value["version"] > 1 and draws is None:
+            found.append(mismatch("state.dataset.draws", "how the batches were drawn", "nothing", OTHER))
+        found.extend(self.draws.problems(draws, self.generators, policy, inside=inside, beside=self.beside))
+        found.extend(generator_problems(self.generators, value.get("generators"), "state.dataset.generators"))
+        return found
+
+    def _count_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
+        """Whether the counts fit the dataset's length and the loader's batches."""
+        found: list[TrainfoldError] = []
+        loader, samples, batches = self.loader, value["samples"], value["batches"]
+        length, size = length_of(loader.dataset), loader.batch_size
+        if value.get("length") != length:
+            found.append(
+                mismatch(
+                    "state.dataset.length",
+                    f"a position in the {length} samples of this dataset",
+                    f"one in {value.get('length')}",
+                    "give the dataset that the run was started with; its order depends on its length",
+                )
+            )
+        old = value.get("batch_size")
+        if type(old) is int and samples != batches * old:
+            found.append(
+                mismatch(
+                    "state.dataset.samples",
+                    f"{batches} batches of {old}, {batches * old} samples",
+                    samples,
+                    "use another checkpoint: batches and samples disagree",
+                )
+            )
+        if size is not None and samples % size:
+            found.append(
+                mismatch(
+                    "state.dataset.samples",
+                    f"a multiple of the batch size {size}",
+                    f"{samples} (it was {old})",
+                    f"use a batch size that divides {samples}, or resume at the end of an epoch",
+                )
+            )
+        end = self._epoch_samples()
+        if end is not None and samples >= end:
+            found.append(
+                mismatch(
+                    "state.dataset.samples",
+                    f"a position before the epoch's end at {end}",
+                    samples,
+                    "the end of an epoch is written epoch + 1, samples 0; give the dataset the run was started with",
+                )
+            )
+        draws = value.get("draws")
+        if samples and size != old and loader.num_workers and isinstance(draws, dict) and draws.get("moved") is True:
+            found.append(
+                mismatch(
+                    "state.dataset.draws.batch_size",
+                    f"batches of {old}, because the random streams of {loader.num_workers} workers have moved",
+                    f"batches of {size}",
+                    "use the batch size that the position was saved with, or resume at the end of an epoch",
+                )
+            )
+        return found
+
+    def _ahead_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
+        """Whether what is saved of batches drawn ahead can be used."""
+        found: list[TrainfoldError] = []
+        for name in ("later", "later_born", "again"):
+            if not isinstance(value.get(name, []), list):
+                found.append(mismatch(f"state.dataset.{name}", "a list", repr(value[name])[:80], OTHER))
+            elif name == "again":
+                for number, streams in enumerate(value.get(name, [])):
+                    where = f"state.dataset.again[{number}]"
+                    found.extend(moved_stream_problems(streams_only(streams), path=where))
+                    if isinstance(streams, dict):
+                        found.extend(self.beside.problems(streams.get(KEY, {}), where=f"{where}.{KEY}"))
+            else:
+                for order in value.get(name, []):
+                    found.extend(order_problems(order, self.generators, self.beside))
+        return found
+
+    def _epoch_samples(self) -> int | None:
+        """Samples of an epoch, where that is known without drawing an order."""
+        if type(self.loader.batch_sampler) is not torch.utils.data.BatchSampler:
+            return None
+        total = length_of(self.loader.sampler)
+        return total - total % int(self.loader.batch_size or 1) if total and self.loader.drop_last else total
