@@ -1,1 +1,1 @@
-"""Loaders of a mutable loop, each with a position that can be saved and sought. May import `draws`, `streams`, `components`."""
+"""The loaders of a mutable loop, each with a position that can be saved and restored. May import `draws`, `streams`, `components`."""

@@ -15,10 +15,10 @@ Samples: TypeAlias = int | Mapping[str, int] | None
 
 @final
 class FeedGroup:
-    """Several loaders by name. They go on one by one, so that they may be zipped, nested or taken in turns.
+    """Several loaders by name. Each advances on its own, so a loop may zip them, nest them or take them in turns.
 
     Args:
-        feeds: name -> the feed of a loader, at least one. The first one counts the epochs of the run.
+        feeds: name -> the feed of a loader, at least one. The epochs of the run are those of the first.
     """
 
     def __init__(self, feeds: Mapping[str, Feed]) -> None:
@@ -27,7 +27,7 @@ class FeedGroup:
 
     @property
     def policy(self) -> Mapping[str, DriftAction]:
-        """That of every feed."""
+        """The policy of every feed."""
         return self._first.policy
 
     @policy.setter
@@ -36,7 +36,7 @@ class FeedGroup:
             feed.policy = policy
 
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
-        """Each of them does."""
+        """Pass the components under ``extra`` to each feed."""
         for feed in self.feeds.values():
             feed.attend(extra)
 
@@ -46,10 +46,10 @@ class FeedGroup:
         return self._first.epoch
 
     def feed(self, name: str | None) -> Feed:
-        """One of them.
+        """The feed of one loader.
 
         Raises:
-            InvalidArgument: for a name that no loader has, or none at all.
+            InvalidArgument: if the name is missing, or no loader has it.
         """
         if name in self.feeds:
             return self.feeds[name]
@@ -57,11 +57,11 @@ class FeedGroup:
             "live.batches",
             expected=f"the name of a loader, one of {list(self.feeds)}",
             found=repr(name),
-            fix=f"say live.batches({next(iter(self.feeds))!r})",
+            fix=f"call live.batches({next(iter(self.feeds))!r})",
         )
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
-        """None: several loaders have no one order."""
+        """Raise: several loaders have no common order."""
         del epochs, done
         self.feed(None)
         return iter(())
@@ -70,12 +70,12 @@ class FeedGroup:
         """Count batches that were handed out as consumed.
 
         Args:
-            samples: by the name of the loader: whole batches of each, and nothing of a loader that is left out. A number has to be
-                that of all batches that wait, or of those of one loader; then all count, and so they do for None.
+            samples: loader name -> samples of whole batches; a loader that is left out counts nothing. A number must equal
+                the samples of all waiting batches, or of one loader's; then all waiting batches count. None counts all.
 
         Raises:
-            DataPositionMismatch: for samples that fit to no batches; nothing is counted.
-            InvalidArgument: for a name that no loader has, or what is no number of samples.
+            DataPositionMismatch: if the samples match no batches; nothing is counted.
+            InvalidArgument: for a name that no loader has, or a value that is not a number of samples.
         """
         if isinstance(samples, Mapping):
             return self._advance_each(samples)
@@ -85,16 +85,16 @@ class FeedGroup:
         if not fits and len(sizes) == len(known):
             raise mismatch(
                 "advance.samples",
-                f"the samples of all batches that were handed out, {sum(sizes)}, or of those of one loader: {known}",
+                f"the samples of all batches that were handed out, {sum(sizes)}, or of one loader's: {known}",
                 samples,
-                f"say which loader's they are: live.advance(samples={{{next(iter(known))!r}: ...}}); or leave samples= out",
+                f"count them by loader: live.advance(samples={{{next(iter(known))!r}: ...}}); or leave samples= out",
             )
         return sum(feed.advance(samples if samples == 0 else None) for feed in self.feeds.values())
 
     def _advance_each(self, samples: Mapping[str, int]) -> int:
         for name, value in samples.items():
             self.feed(name)
-            count(f"advance.samples[{name!r}]", value, least=0, fix="only count up")
+            count(f"advance.samples[{name!r}]", value, least=0, fix="count up only")
         for name, value in samples.items():
             self.feeds[name].check_samples(value)
         return sum(self.feeds[name].advance(value) for name, value in samples.items())
@@ -104,21 +104,21 @@ class FeedGroup:
         return sum(feed.undelivered() for feed in self.feeds.values())
 
     def drop(self) -> int:
-        """Give up what was handed out and not consumed."""
+        """Discard the batches that were handed out and not consumed; return their samples."""
         return sum(feed.drop() for feed in self.feeds.values())
 
     def rewind(self) -> None:
-        """Go back to the positions."""
+        """Return each feed to its position."""
         for feed in self.feeds.values():
             feed.rewind()
 
     def leave_epoch(self) -> None:
-        """Begin the next epoch of each."""
+        """Begin the next epoch of each loader."""
         for feed in self.feeds.values():
             feed.leave_epoch()
 
     def contract(self) -> dict[str, Any]:
-        """Those of all, by name."""
+        """What must be the same at a resume, by loader name."""
         return {
             f"loaders.{name}.{key}": value
             for name, feed in self.feeds.items()
@@ -126,7 +126,7 @@ class FeedGroup:
         }
 
     def capture(self) -> Opaque:
-        """The positions, by name."""
+        """The positions, by loader name."""
         return Opaque(
             {
                 "kind": "group",
@@ -136,18 +136,18 @@ class FeedGroup:
         )
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Those of all."""
+        """Every reason why these positions cannot be taken."""
         found = position_problems(saved, "group", (), versions=(1,))
         if found:
             return found
-        held = saved.value.get("loaders")
-        if not isinstance(held, dict) or set(held) != set(self.feeds):
-            names = sorted(map(str, held)) if isinstance(held, dict) else type(held).__qualname__
+        positions = saved.value.get("loaders")
+        if not isinstance(positions, dict) or set(positions) != set(self.feeds):
+            names = sorted(map(str, positions)) if isinstance(positions, dict) else type(positions).__qualname__
             return [mismatch("state.dataset.loaders", f"those of {sorted(self.feeds)}", names, OTHER)]
-        return [problem for name, feed in self.feeds.items() for problem in feed.problems(Opaque(held[name]))]
+        return [problem for name, feed in self.feeds.items() for problem in feed.problems(Opaque(positions[name]))]
 
     def write(self, saved: Any) -> Undo:
-        """Take all positions; if one refuses, those before it are taken back."""
+        """Take all positions; if one feed raises, undo those before it."""
         undos: list[Undo] = []
 
         def undo() -> None:

@@ -1,4 +1,4 @@
-"""`Replay`: the batches of an iterable dataset whose position is not kept, drawn so that they can be drawn again."""
+"""`Replay`: draws the batches of an iterable dataset that has no state, so that a resume can draw them again."""
 
 from collections.abc import Iterator
 from typing import Any, final
@@ -14,10 +14,10 @@ from trainfold.core.state.state import Opaque
 
 @final
 class Replay:
-    """One epoch of an iterable dataset: its batches as a function of what the epoch was started from.
+    """One epoch of an iterable dataset, whose batches depend only on what the epoch was started from.
 
-    In this process the dataset draws from random streams of its own, as it does in a worker: if it drew from those of
-    the training, nobody could say later what it drew, for a shuffle buffer say, without training again.
+    Without workers, the dataset gets its own random streams, as it does in a worker. If it drew from the training's
+    streams, as a shuffle buffer does, nothing short of training again could reproduce its draws.
 
     Args:
         loader: torchdata's loader over the dataset.
@@ -45,10 +45,15 @@ class Replay:
         return batch
 
     def skip(self, iterator: Iterator[Any], batches: int, digest: str) -> None:
-        """Draw batches again.
+        """Draw batches again, and compare them with those of the first time.
+
+        Args:
+            iterator: of the loader.
+            batches: how many.
+            digest: of these batches, when they were first drawn.
 
         Raises:
-            DataPositionMismatch: if they are fewer, or others.
+            DataPositionMismatch: if there are fewer batches, or their digest differs.
         """
         drawn = 0
         while drawn < batches and self.draw(iterator) is not END:
@@ -58,13 +63,13 @@ class Replay:
                 "state.dataset.digest",
                 f"the {batches} batches that the epoch had, from a {self._kind} whose position is not known",
                 "others" if drawn == batches else f"{drawn} batches",
-                "give it the data that the run was started with; if it gives other samples each time that it is "
+                "give it the data that the run was started with; if it yields other samples each time that it is "
                 "iterated, give it state_dict and load_state_dict",
             )
 
 
 def torchdatas(loader: object) -> bool:
-    """Whether it is torchdata's loader; one of the user's says itself what it saves."""
+    """Whether it is torchdata's loader; a user's loader decides itself what it saves."""
     return any(base.__module__.split(".")[0] == "torchdata" for base in type(loader).__mro__)
 
 
@@ -74,29 +79,30 @@ def iterates(loader: Any) -> bool:
 
 
 def keeps_nothing(state: Any) -> bool:
-    """Whether the state of such a loader says nothing of its dataset.
+    """Whether the state of such a loader contains nothing of its dataset.
 
     Examples:
         >>> keeps_nothing({"dataset_state": None}), keeps_nothing({"dataset_state": {"at": 5}})
         (True, False)
     """
-    return all(held is None for held in _held(state, "dataset_state", "dataset_iter_state"))
+    return all(value is None for value in _values(state, "dataset_state", "dataset_iter_state"))
 
 
 def ended_in_part(state: Any) -> bool:
-    """Whether the dataset has come to its end in a worker; torchdata 0.11 would start it there again.
+    """Whether the dataset has come to its end in a worker; torchdata 0.11 would restart it there.
 
     Examples:
         >>> ended_in_part({"worker_0": {"fetcher_ended": True}, "worker_1": {"fetcher_ended": False}})
         True
     """
-    return any(_held(state, "fetcher_ended"))
+    return any(_values(state, "fetcher_ended"))
 
 
-def _held(state: Any, *names: str) -> Iterator[Any]:
+def _values(state: Any, *names: str) -> Iterator[Any]:
+    """The values under these names, at any depth."""
     if isinstance(state, dict):
         for name, value in state.items():
             if name in names:
                 yield value
             else:
-                yield from _held(value, *names)
+                yield from _values(value, *names)

@@ -134,7 +134,7 @@ class MapPosition:
         inside = bool(value["samples"] or value.get("order"))
         draws = value.get("draws") if value["version"] > 1 else None
         if value["version"] > 1 and draws is None:
-            found.append(mismatch("state.dataset.draws", "how the batches were drawn", "nothing", OTHER))
+            found.append(mismatch("state.dataset.draws", "a record of how the batches were drawn", "none", OTHER))
         found.extend(self.draws.problems(draws, self.generators, policy, inside=inside, beside=self.beside))
         found.extend(generator_problems(self.generators, value.get("generators"), "state.dataset.generators"))
         return found
@@ -150,7 +150,7 @@ class MapPosition:
                     "state.dataset.length",
                     f"a position in the {length} samples of this dataset",
                     f"one in {value.get('length')}",
-                    "give the dataset that the run was started with; its order depends on its length",
+                    "pass the dataset that the run was started with; the order of the samples depends on its length",
                 )
             )
         old = value.get("batch_size")
@@ -179,7 +179,7 @@ class MapPosition:
                     "state.dataset.samples",
                     f"a position before the epoch's end at {end}",
                     samples,
-                    "the end of an epoch is written epoch + 1, samples 0; give the dataset the run was started with",
+                    "pass the dataset that the run was started with; the end of an epoch is written epoch + 1, samples 0",
                 )
             )
         draws = value.get("draws")

@@ -126,8 +126,8 @@ class MapFeed:
         elif self._draws.persistent and self._at.samples:
             raise mismatch(
                 "state.dataset.draws",
-                "a position in an epoch that goes on, or one from after the next has begun",
-                "one from after this epoch was left early, and what its workers had drawn ahead is not known",
+                "a position inside an epoch that the loop continues, or one after the next epoch has begun",
+                "one after the loop left this epoch early; what its workers had drawn ahead is not known",
                 "save inside the loop over the batches; or make the loader with persistent_workers=False",
             )
         self._deliveries.waiting.clear()
@@ -146,13 +146,13 @@ class MapFeed:
         self._run += 1
         run = self._run
         self.rewind()
-        told = False
+        is_opened = False
         while (epochs is None or self._drawing < epochs) and not done():
             iterator = self._iterators.open(self._drawing)
             self._living = iterator if self._draws.persistent else None
             tap, last = present(self._iterators.tap.current), False
-            if not told:
-                told = True
+            if not is_opened:
+                is_opened = True
                 yield OPENED
             while not last and not done():
                 made = self._drawer.draw(iterator)

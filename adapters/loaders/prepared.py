@@ -1,4 +1,4 @@
-"""`PreparedFeed`: a loader around a DataLoader, such as accelerate makes, that moves batches to a device one batch ahead."""
+"""`PreparedFeed`: a loader that wraps a DataLoader, as accelerate's does, and moves batches to a device one batch ahead."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
@@ -13,10 +13,10 @@ from trainfold.core.state.state import Opaque
 
 @final
 class PreparedFeed:
-    """A loader with a ``base_dataloader`` that it reads ahead of what it hands out.
+    """A loader that reads its ``base_dataloader`` ahead of the batches that it yields.
 
-    The loop gets what the outer loader makes of each batch. The position is that of the inner one, at the batches that
-    the loop has had: those that the outer loader has drawn ahead are drawn again at a resume.
+    The loop gets what the outer loader makes of each batch. The position is that of the inner loader, after the batches
+    that the loop has received. A resume draws again what the outer loader had drawn ahead.
 
     Args:
         loader: the outer loader, of one process.
@@ -25,14 +25,14 @@ class PreparedFeed:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._inner = MapFeed(loader.base_dataloader, sets_epoch=not hasattr(loader, "set_epoch"))
-        self._handed = 0  # batches that the loop has had and not counted
+        self._handed = 0  # batches that the loop has received and not counted
         self._run = 0
         self._iteration = _iteration(loader)
         self._at = 0  # the epoch in which it was read
 
     @property
     def policy(self) -> Mapping[str, DriftAction]:
-        """That of the inner feed."""
+        """The policy of the inner feed."""
         return self._inner.policy
 
     @policy.setter
@@ -40,7 +40,7 @@ class PreparedFeed:
         self._inner.policy = policy
 
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
-        """The inner feed does."""
+        """Pass the components under ``extra`` to the inner feed."""
         self._inner.attend(extra)
 
     @property
@@ -54,11 +54,11 @@ class PreparedFeed:
         return self._inner.is_inside
 
     def undelivered(self) -> int:
-        """How many batches the loop has had and not counted."""
+        """How many batches the loop has received and not counted."""
         return self._handed
 
     def advance(self, samples: int | None) -> int:
-        """Count the batches that the loop has had."""
+        """Count the batches that the loop has received."""
         self.check_samples(samples)
         if samples == 0:
             return 0
@@ -74,20 +74,20 @@ class PreparedFeed:
                            "count every sample of each batch, or leave samples= out")  # fmt: skip
 
     def waiting_samples(self) -> int | None:
-        """Of the batches that the loop has had and not counted."""
+        """Samples of the batches that the loop has received and not counted."""
         return self._inner.samples_of(self._handed)
 
     def drop(self) -> int:
-        """Give up what was handed out and not consumed."""
+        """Discard the batches that were handed out and not consumed; return their samples."""
         return self.advance(None)
 
     def rewind(self) -> None:
-        """Go back to the position."""
+        """Return to the position."""
         self._handed = 0
         self._inner.rewind()
 
     def leave_epoch(self) -> None:
-        """Begin the next epoch. The outer loader does not count an epoch that is left early, and neither is it told of one."""
+        """Begin the next epoch. The outer loader does not count an epoch that is left early, so its count stays."""
         self._run += 1
         self._handed = 0
         self._iteration, self._at = _iteration(self._loader), self._inner.epoch + 1
@@ -99,13 +99,13 @@ class PreparedFeed:
         run = self._run
         self.rewind()
         source = self._inner.batches(epochs=epochs, done=lambda: False)
-        told, epoch = False, self._inner.epoch
+        is_opened, epoch = False, self._inner.epoch
         while (epochs is None or epoch < epochs) and not done():
             inner = _Epoch(self._loader.base_dataloader, self._inner, source)
             self._iteration, self._at = _iteration(self._loader), epoch
             outer = self._open(inner)
-            if not told:
-                told = True
+            if not is_opened:
+                is_opened = True
                 yield OPENED
             for batch in outer:
                 self._handed += 1
@@ -115,12 +115,12 @@ class PreparedFeed:
             if not inner.is_read:
                 raise InvalidArgument(
                     "attach.loader", expected="a loader that reads its base_dataloader to the end", found="one that does not",
-                    fix="attach the plain DataLoader, and move its batches in the loop",
+                    fix="attach the plain DataLoader, and move its batches to the device in the loop",
                 )  # fmt: skip
             epoch += 1
 
     def _open(self, inner: "_Epoch") -> Iterator[Any]:
-        """The outer loader's iterator; it takes its inner one when the first batch is asked for."""
+        """The outer loader's iterator; it takes the inner one at its first batch."""
         own = self._loader.base_dataloader
         self._loader.base_dataloader = inner
         try:
@@ -131,7 +131,7 @@ class PreparedFeed:
         return _with_first(first, outer)
 
     def contract(self) -> dict[str, Any]:
-        """That of the inner feed."""
+        """The contract of the inner feed."""
         return self._inner.contract()
 
     def capture(self) -> Opaque:
@@ -141,7 +141,7 @@ class PreparedFeed:
                        "inner": self._inner.capture().value})  # fmt: skip
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Every way in which a position does not fit."""
+        """Every reason why this position cannot be taken."""
         value = saved.value if isinstance(saved, Opaque) else None
         if not isinstance(value, dict) or value.get("kind") != "prepared" or value.get("version") != 1:
             return [mismatch("state.dataset", "the position of a loader with a base_dataloader", "another", OTHER)]
@@ -167,7 +167,7 @@ class PreparedFeed:
 
 
 class _Epoch:
-    """Stands for the inner loader: one epoch of it, from where the position is."""
+    """Stands in for the inner loader: one epoch of it, from the position on."""
 
     def __init__(self, loader: Any, feed: MapFeed, source: Iterator[Any]) -> None:
         self._loader = loader

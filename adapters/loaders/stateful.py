@@ -82,7 +82,7 @@ class StatefulFeed:
         if self._deliveries.waiting:
             raise IncompleteWindow(
                 "live.batches",
-                expected="that every batch of the earlier iteration was consumed",
+                expected="every batch of the earlier iteration consumed",
                 found=f"{len(self._deliveries.waiting)} that were not",
                 fix="call live.advance() after the last step, or live.drop_window(), before iterating again",
             )
@@ -116,8 +116,8 @@ class StatefulFeed:
         if at.drawn or self._deliveries.waiting:
             raise InvalidArgument(
                 "live.epochs",
-                expected="that a loader with a state of its own is read to the end of each epoch",
-                found=f"{at.drawn} batches of one, and a loop that has left it",
+                expected="a loop that reads each epoch to its end, because the loader has its own state",
+                found=f"a loop that left an epoch after {at.drawn} batches",
                 fix="read every batch, or attach a plain DataLoader",
             )
         at.end_epoch()
@@ -133,7 +133,7 @@ class StatefulFeed:
         self._run += 1
         run = self._run
         self.rewind()
-        told = False
+        is_opened = False
         while (epochs is None or at.drawing < epochs) and not done():
             mark = self._mark()
             if at.iterator is None:
@@ -142,8 +142,8 @@ class StatefulFeed:
                 at.iterator = self._iterators.open_again() if at.again and not at.drawn else self._iterators.open()
             iterator, last = at.iterator, False
             self._total = length_of(self._loader)
-            if not told:
-                told = True
+            if not is_opened:
+                is_opened = True
                 yield OPENED
             while not last and not done():
                 mark = mark or self._mark()
@@ -252,8 +252,7 @@ class StatefulFeed:
         if waiting and waiting[0].drawn.mark is None:
             raise IncompleteWindow(
                 "live.batches",
-                expected="that every batch is trained on before anything is saved, for a loader with a state of its own that was not asked "
-                "for it before that batch",
+                expected="every batch counted before a save, because the loader's state from before that batch is not known",
                 found=f"{len(waiting)} batches that were handed out and not counted",
                 fix="call live.advance(samples=...) for them first, or live.drop_window(); or attach a plain DataLoader",
             )

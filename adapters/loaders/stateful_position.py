@@ -190,7 +190,7 @@ class StatefulPosition:
                     "state.dataset.length",
                     f"a position in the {length} samples of this dataset",
                     f"one in {value['length']}",
-                    "give the dataset that the run was started with",
+                    "pass the dataset that the run was started with",
                 )
             )
         digest, moved = value.get("digest"), value["epoch"] or value["batches"]
