@@ -26,11 +26,11 @@ from trainfold.adapters.components.sharded import check_whole, wheres
 from trainfold.adapters.draws.beside import is_beside
 from trainfold.adapters.draws.feed import Feed, mismatch
 from trainfold.adapters.live.dry_capture import dry_capture
-from trainfold.adapters.live.loop_data import LoopData, no_names, total_of
+from trainfold.adapters.live.loop.loop_data import LoopData, no_names, total_of
+from trainfold.adapters.live.loop.since_restore import SinceRestore
 from trainfold.adapters.live.optional import captured, fitting, optional_given
 from trainfold.adapters.live.recorder import Recorder, check_values
 from trainfold.adapters.live.restore import CountersPart, refusals, write_all
-from trainfold.adapters.live.since_restore import SinceRestore
 from trainfold.adapters.live.view import LiveView
 from trainfold.adapters.loaders.choose import feeds_of
 from trainfold.adapters.loaders.group import FeedGroup, Samples

@@ -59,12 +59,12 @@ PENDING: Final = (
     "adapters/cli/rehearse",
     "adapters/cli/terminal",
     "adapters/evaluation",
-    "adapters/guards",
-    "adapters/live",
-    "adapters/loaders",
+   
+   
+   
     "adapters/manager",
     "adapters/requests",
-    "adapters/streams",
+   
     "backends",
     "backends/formats/native",
     "backends/hold",

@@ -10,9 +10,9 @@ from typing import Any, Final, final
 from trainfold.adapters.components.component import ComponentAdapter, Undo
 from trainfold.adapters.draws.data_probe import is_wanted
 from trainfold.adapters.draws.feed import OTHER, Feed, mismatch
-from trainfold.adapters.live.batch_stream import BatchStream, Reading
-from trainfold.adapters.live.pace import Pace, is_pace
-from trainfold.adapters.live.since_restore import (
+from trainfold.adapters.live.loop.batch_stream import BatchStream, Reading
+from trainfold.adapters.live.loop.pace import Pace, is_pace
+from trainfold.adapters.live.loop.since_restore import (
     LEFT,
     PUT_BACK,
     PUT_BACK_UNSURE,
