@@ -491,7 +491,7 @@ def test_a_loop_that_leaves_right_after_a_save_inside_is_told_so_once(caplog):
             live.capture()
             if live.progress.step == epoch + 1:
                 break
-    assert caplog.text.count("goes on in this epoch, and a plain loop begins the next one") == 1
+    assert caplog.text.count("continues in this epoch, and a plain loop begins the next one") == 1
 
 
 def test_a_body_that_reads_its_epoch_in_two_parts_is_told_so_once(caplog):
@@ -503,7 +503,7 @@ def test_a_body_that_reads_its_epoch_in_two_parts_is_told_so_once(caplog):
         run.live.capture()
         for batch in run.live.batches():
             run.train(batch)
-    assert caplog.text.count("plain loop over the loader would begin it anew") == 1
+    assert caplog.text.count("plain loop over the loader would restart it") == 1
 
 
 def test_a_save_between_the_loops_over_two_loaders_is_said_once(caplog):
@@ -515,7 +515,7 @@ def test_a_save_between_the_loops_over_two_loaders_is_said_once(caplog):
                 run.train(batch)
             if name == "a":
                 run.live.capture()
-    assert caplog.text.count("without what comes after it in this body") == 1
+    assert caplog.text.count("without the rest of this body") == 1
 
 
 @pytest.mark.parametrize("moves", [True, False])
@@ -546,7 +546,7 @@ def test_a_loader_with_a_state_of_its_own_that_was_left_is_refused_at_a_resume_t
     first = Program(make, die=("end", 0))
     with pytest.raises(Died):
         leaves(first)
-    with pytest.raises(InvalidArgument, match="read to the end"):
+    with pytest.raises(InvalidArgument, match="reads each epoch to its end"):
         leaves(Program(make, state=first.state))
 
 

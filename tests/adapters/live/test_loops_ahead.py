@@ -150,7 +150,7 @@ def test_a_thread_that_draws_ahead_is_named_where_a_save_is_refused():
     thread = threading.Thread(target=lambda: [next(batches) for _ in range(2)])
     thread.start()
     thread.join()
-    with pytest.raises(IncompleteWindow, match=r"advance\(\): 2, by a thread that draws ahead.*num_workers="):
+    with pytest.raises(IncompleteWindow, match=r"advance\(\): 2, to a thread that draws ahead.*num_workers="):
         live.capture()
 
 
@@ -209,7 +209,7 @@ def test_samples_of_several_loaders_are_those_of_all_or_of_one_or_by_name(sample
 @pytest.mark.parametrize(
     ("samples", "words"),
     [
-        (4, r"8, or of those of one loader.*samples=\{'labelled'"),
+        (4, r"8, or of one loader.*samples=\{'labelled'"),
         (100, "100"),
         ({"labelled": 3, "unlabelled": 4}, r"whole batches.*\[5\]"),
         ({"labeled": 3}, "the name of a loader"),
@@ -250,7 +250,7 @@ def test_samples_by_name_want_loaders_with_names(loaders):
     live = attach(torch.nn.Linear(1, 1), loader=None if loaders is None else loaders())
     if loaders:
         next(live.batches())
-    with pytest.raises(InvalidArgument, match="no loaders with names"):
+    with pytest.raises(InvalidArgument, match="where no loader has a name"):
         live.advance(samples={"labelled": 3})
 
 

@@ -161,7 +161,7 @@ class Endless(IterableDataset):
 def test_a_prepared_loader_that_cannot_be_followed_is_refused_by_name():
     """W04: and no AttributeError at the first save."""
     for base in (DataLoader(Endless()),):
-        with pytest.raises(InvalidArgument, match=r"LookAlike.*|before accelerator\.prepare"):
+        with pytest.raises(InvalidArgument, match=r"LookAlike.*|passed to accelerator\.prepare"):
             attach(torch.nn.Linear(1, 1), loader=LookAlike(base))
 
 
