@@ -1,4 +1,4 @@
-"""`BatchStream`: the iterator that a loop over ``live.batches()`` has in its hands."""
+"""`BatchStream`: the iterator that ``live.batches()`` returns to the loop."""
 
 import gc
 import itertools
@@ -11,18 +11,18 @@ from trainfold.adapters.draws.feed import OPENED
 
 @final
 class Reading:
-    """Whether an iteration has come to its end. It holds nothing, so that a loader goes with its last iterator."""
+    """Whether an iteration has ended. It refers to nothing, so a loader is freed with its last iterator."""
 
     def __init__(self) -> None:
         self.has_ended = False
-        self.thread: int | None = None  # that has asked for its last batch
+        self.thread: int | None = None  # the thread that asked for its newest batch
 
 
 @final
 class BatchStream:
-    """Batches, whose loader's iterator is made by ``iter()``, as a DataLoader makes it.
+    """Batches of a loader whose iterator is made at ``iter()``, as a DataLoader does.
 
-    Making it draws from the random streams. ``zip(a, b)`` makes both before it asks for a batch.
+    Making that iterator draws from the random streams. ``zip(a, b)`` makes both iterators before it asks for a batch.
 
     Args:
         batches: from `Feed.batches`.
@@ -49,5 +49,5 @@ class BatchStream:
             raise
 
     def is_cycled(self) -> bool:
-        """Whether `itertools.cycle` holds it, and with it a list of the batches that it gave. It looks through all objects."""
+        """Whether an `itertools.cycle` refers to it, and so keeps a list of its batches. The search goes through all objects."""
         return any(type(each) is itertools.cycle for each in gc.get_referrers(self))

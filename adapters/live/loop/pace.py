@@ -1,4 +1,4 @@
-"""`Pace`: how many batches an optimizer step takes, before a resume and after it (G12)."""
+"""`Pace`: how many batches an optimizer step takes, before a resume and after it."""
 
 import logging
 from typing import Any, Final, final
@@ -9,13 +9,14 @@ _SURE: Final = 2  # steps in a row that took as many batches
 
 @final
 class Pace:
-    """Counts the batches of each step. Nothing that is attached says how many a loop accumulates, so it shows in the steps alone.
+    """Counts the batches of each step: no attached object knows how many a loop accumulates, so only its steps show it.
 
-    A window that an epoch ends may be cut short, and one that goes over an epoch's end may hold batches that a loop has left: neither
-    counts, but for one that ends with the epoch and has no fewer batches than the others.
+    Two kinds of window do not count: one that the end of an epoch may have cut short, and one that spans an epoch's end and
+    may contain batches that the loop has left. A window that ends with the epoch counts if it is not shorter than the others.
 
     Args:
-        noted: of a position: the batches of the last step, and how many steps in a row took as many, at most 2; None for a new run.
+        noted: from a position: the batches of the last step, and how many steps in a row took as many, at most 2; None for
+            a new run.
         epoch: in which the next window begins.
     """
 
@@ -29,7 +30,7 @@ class Pace:
         self._window, self._epoch, self._is_over = 0, epoch, False
 
     def advance(self, batches: int, *, is_step: bool, epoch: int) -> None:
-        """Count the batches of a call of ``advance``; at the first whole window after a resume say whether it is another one."""
+        """Count the batches of a call of ``advance``; warn if the first whole window after a resume has another number."""
         self._window += batches
         if not is_step:
             self._is_over = epoch != self._epoch
@@ -43,7 +44,7 @@ class Pace:
         if self._expected is not None and took != self._expected:
             _LOG.warning(
                 "live.advance: %d batches for each optimizer step before the resume and %d now: gradients are accumulated over another "
-                "number of batches; put it back; if it is meant, nothing is to be done",
+                "number of batches; put it back, unless you changed it on purpose",
                 self._expected,
                 took,
             )
@@ -53,7 +54,7 @@ class Pace:
 
 
 def is_pace(saved: Any) -> bool:
-    """Whether a position's own word of it is one.
+    """Whether the pace in a position is well formed.
 
     Examples:
         >>> is_pace([2, 1]), is_pace(None), is_pace([2]), is_pace(["2", 1])

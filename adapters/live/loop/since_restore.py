@@ -1,4 +1,4 @@
-"""`SinceRestore`: what has changed between a restore and the first batch, and what of it is put back (G11, W04)."""
+"""`SinceRestore`: what changed between a restore and the first batch, and what of it is put back."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -21,31 +21,31 @@ from trainfold.core.state.state import Opaque
 
 _LOG = logging.getLogger("trainfold")
 _NOT_THE_BODYS: Final = ("dataset", "trainer")  # positions and counters, which only the run itself moves
-_BEST_DONE: Final = "What drew there (a dataset, a model, an evaluation) is best done before the restore"
+_MOVE_IT: Final = "Move what drew there (a dataset, a model, an evaluation) before the restore"
 PUT_BACK: Final = (
-    "the random streams of %s have moved between the restore and the first batch: put back, so that the run goes on as it "
-    f"would have. {_BEST_DONE}; to draw anew on purpose, seed after the first batch, or restore without rng"
+    "the random streams of %s have moved between the restore and the first batch: put back, so that the run continues as it "
+    f"would have. {_MOVE_IT}; to draw other numbers on purpose, seed after the first batch, or restore without rng"
 )
 PUT_BACK_UNSURE: Final = (
     "the random streams of %s have moved between the restore and the first batch: put back as they were saved. "
-    f"{_BEST_DONE}. But a loop that seeds or draws at the start of each epoch needs them as they were before this was put back, and "
-    "the two cannot be told apart here: write `for epoch in live.epochs(n): ...`, where they can"
+    f"{_MOVE_IT}. But a loop that seeds or draws at the start of each epoch needs them as they were before this was put back, and "
+    "the two cannot be distinguished here: write `for epoch in live.epochs(n): ...`, where they can"
 )
 LEFT: Final = (
     "the random streams of %s have moved between the restore and the first batch, and are left so, because they moved before the "
     "first batch of an earlier epoch of this run too, as in a loop that seeds or draws at the start of each epoch. If this start of "
-    "the program drew anything else there (a dataset, a model, an evaluation), the run goes on with other numbers, and the two "
-    "cannot be told apart here: write `for epoch in live.epochs(n): ...`, where they can"
+    "the program drew anything else there (a dataset, a model, an evaluation), the run continues with other numbers, and the two "
+    "cannot be distinguished here: write `for epoch in live.epochs(n): ...`, where they can"
 )
 
 
 @final
 class SinceRestore:
-    """A run as a restore has left it, until the first batch.
+    """A run as a restore left it, until the first batch.
 
     Args:
-        parts: gives the components of the run as they are now; None once the run is gone.
-        chosen: those that were restored; None for all.
+        parts: returns the components of the run as they are now; None once the run is gone.
+        chosen: the components that were restored; None for all.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SinceRestore:
         self._start: dict[str, Any] = {}
 
     def settle_streams(self, message: str) -> None:
-        """Say which random streams have moved, and put them back unless the message is `LEFT`."""
+        """Log which random streams have moved, and put them back unless the message is `LEFT`."""
         parts = self._parts()
         if parts is None or self._streams is None:
             return
@@ -68,14 +68,14 @@ class SinceRestore:
                 parts["rng"].write(self._streams)
             _LOG.warning(message, ", ".join(names))
 
-    # --- a body that is entered again in the middle of its epoch --------------------------------------------------------
+    # --- a body that runs again from the middle of its epoch ------------------------------------------------------------
 
     def begin_body(self) -> None:
-        """Keep what the run has, before the start of a body changes it; tensors of a device are kept on the host."""
+        """Copy the run before the start of a body changes it; tensors of a device are copied to the host."""
         parts = self._parts()
         if parts is None:
             return
-        with preserved_rng(_rng(parts).device):  # the user's objects may draw to say what they hold
+        with preserved_rng(_rng(parts).device):  # the user's objects may draw to return their state
             self._start = {
                 name: _kept(part.capture())
                 for name, part in parts.items()
@@ -85,10 +85,10 @@ class SinceRestore:
             self._start["rng"] = streams_of(parts)
 
     def end_start(self, epoch: int) -> None:
-        """Put back what the start of the body has changed: it was done before the save, and now again.
+        """Put back what the start of the body has changed: it ran before the save, and has now run again.
 
         Raises:
-            RestoreRefused: if it cannot be put back, as where it has added a param group; nothing is.
+            RestoreRefused: if it cannot be put back, as where it has added a param group; nothing is put back then.
         """
         start, self._start = self._start, {}
         parts = self._parts()
@@ -98,7 +98,7 @@ class SinceRestore:
         streams = streams_of(parts)
         with preserved_rng(device):
             found = {name: _difference(name, before, parts[name]) for name, before in start.items() if name != "rng"}
-        changed = {name: _in_words(each) for name, each in found.items() if each is not None}
+        changed = {name: _text_of(each) for name, each in found.items() if each is not None}
         names = moved(start["rng"], streams) if "rng" in start else []
         if names:
             changed["rng"] = f"the random streams of {', '.join(names)}"
@@ -109,9 +109,9 @@ class SinceRestore:
                 raise RestoreRefused("live.epochs", reasons)
             write_all({name: part for name, part in parts.items() if name in changed}, kept)
             _LOG.warning(
-                "the run was saved in the middle of epoch %d, after its body in live.epochs() had done what comes before the first "
-                "batch. This has now been done again, and what it changed is put back as it was saved: %s. What a resume is to change "
-                "on purpose, change it before live.epochs(), or after the first batch",
+                "the run was saved in the middle of epoch %d, after the start of its body in live.epochs() had run. The resume has run "
+                "that start again, and what it changed is put back as it was saved: %s. Change on purpose before live.epochs(), "
+                "or after the first batch",
                 epoch,
                 "; ".join(changed.values()),
             )
@@ -141,7 +141,7 @@ def small_state(parts: Mapping[str, ComponentAdapter]) -> str:
 
 
 def moved(before: Opaque, now: Opaque) -> list[str]:
-    """The names of the random streams that stand elsewhere."""
+    """The names of the random streams that have moved."""
     return [name for name, value in before.value.items() if batch_digest(value) != batch_digest(now.value.get(name))]
 
 
@@ -165,10 +165,10 @@ def _difference(name: str, before: Any, part: ComponentAdapter) -> Difference | 
     now = part.capture()
     found = first_difference(before, now, name)
     if found is None or first_difference(part.capture(), now, name) is not None:
-        return None  # what never says the same twice, such as a clock, cannot be compared
+        return None  # a state that differs at each capture, such as a clock, cannot be compared
     return found
 
 
-def _in_words(difference: Difference) -> str:
+def _text_of(difference: Difference) -> str:
     where, was, now = difference
     return f"{where}: {now}, was {was}"

@@ -282,7 +282,7 @@ def test_a_loop_over_a_range_that_seeds_each_epoch_goes_on_so_once_it_was_seen_t
     whole = Program(is_plain=True)
     range_program(whole)
     assert killed(range_program, loader, ("end", 0)) != whole.events
-    assert "cannot be told apart here: write `for epoch in live.epochs(n)" in caplog.text
+    assert "cannot be distinguished here: write `for epoch in live.epochs(n)" in caplog.text
 
 
 def test_a_loop_over_a_range_that_leaves_the_streams_alone_gets_them_back(caplog):
