@@ -1,9 +1,10 @@
-"""`dry_capture`: tries at the first step what every save does, so that what cannot be saved is found out then (W14)."""
+"""`dry_capture`: tries at the first step what every save does, so that a run that cannot be saved fails then."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from trainfold.adapters.components.component import ComponentAdapter
+from trainfold.adapters.streams.rng_streams import RngPart, preserved_rng
 from trainfold.core.errors import InvalidState, TrainfoldError, error_text
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.format.structure.validate import check_kinds
@@ -11,23 +12,31 @@ from trainfold.core.state.contract import checked_contract
 
 
 def dry_capture(
-    parts: Mapping[str, ComponentAdapter], contract: Callable[[], Mapping[str, Any]], *, chosen: Collection[str] | None
+    parts: Mapping[str, ComponentAdapter],
+    late: Callable[[], Iterable[TrainfoldError]],
+    contract: Callable[[], Mapping[str, Any]],
+    *,
+    chosen: Collection[str] | None,
 ) -> tuple[TrainfoldError, ...]:
-    """Capture and describe each component; nothing is copied, digested or written.
+    """Capture and describe each component; nothing is copied, digested or written, and no random stream moves.
 
     Args:
-        parts: the run's components.
-        contract: gives what must be the same at a resume.
+        parts: the components that a save needs, with the random streams.
+        late: returns what shows after the attach only.
+        contract: returns what must be the same at a resume.
         chosen: the components that will be saved; None for all.
 
     Returns:
         Every reason why a save would fail, in the order of the components.
     """
-    found: list[TrainfoldError] = []
-    for name, part in parts.items():
-        if chosen is None or name in chosen:
-            found += _problems(name, lambda part=part, name=name: _describe(part, name))  # type: ignore[misc]
-    found += _problems("contract", lambda: checked_contract(contract()))
+    rng = parts["rng"]
+    assert isinstance(rng, RngPart)
+    with preserved_rng(rng.device):  # the user's code may draw
+        found = list(late())
+        for name, part in parts.items():
+            if chosen is None or name in chosen:
+                found += _problems(name, lambda part=part, name=name: _describe(part, name))  # type: ignore[misc]
+        found += _problems("contract", lambda: checked_contract(contract()))
     return tuple(found)
 
 
@@ -44,5 +53,5 @@ def _problems(name: str, attempt: Callable[[], Any]) -> list[TrainfoldError]:
         return [error]
     except Exception as error:  # noqa: BLE001 (the user's own code: whatever it raises, a save would raise too)
         fix = "fix its state_dict() or get function; it must work from the first step on"
-        return [InvalidState(name, expected="an object that says its state", found=error_text(error), fix=fix)]
+        return [InvalidState(name, expected="an object that returns its state", found=error_text(error), fix=fix)]
     return []

@@ -1,15 +1,12 @@
 """Writing a state into live objects: all the reasons against it first, then all of it or nothing (V12)."""
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, final
+from collections.abc import Collection, Mapping
+from typing import Any
 
-import attrs
-
-from trainfold.adapters.components.component import ComponentAdapter, Undo, nothing
+from trainfold.adapters.components.component import ComponentAdapter, Undo
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.live.optional import left_out
 from trainfold.core.errors import InvalidArgument, InvalidState, RestoreRefused, TrainfoldError, error_text
-from trainfold.core.state.state import Progress, make_progress
 
 _DEPENDS = {
     "scheduler": ("optimizer", "the learning rate that it has set is in the optimizer's param groups (B04)"),
@@ -83,31 +80,3 @@ def write_all(
     for name, part in parts.items():
         if name in saved and isinstance(part, OptimizerPart):
             part.write_gradients(saved[name])
-
-
-@final
-@attrs.frozen
-class CountersPart:
-    """The ``trainer`` component, behind a pair of functions."""
-
-    get: Callable[[], Progress]
-    set: Callable[[Progress], None]
-
-    def capture(self) -> Progress:
-        """The counters."""
-        return self.get()
-
-    def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Whether they are counters at all."""
-        try:
-            make_progress(step=saved.step, epoch=saved.epoch, samples=saved.samples, tokens=saved.tokens)
-        except InvalidState as error:
-            return [error]
-        except AttributeError:
-            return [InvalidState("trainer", expected="counters", found=repr(saved)[:80], fix="use another checkpoint")]
-        return []
-
-    def write(self, saved: Any) -> Undo:
-        """Set them."""
-        self.set(saved)
-        return nothing

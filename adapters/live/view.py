@@ -1,10 +1,16 @@
 """`LiveView`: a no-copy view of a live run, valid only during a save call."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, final
 
 import attrs
 
+from trainfold.adapters.components.component import ComponentAdapter, ObjectPart, TreePart
+from trainfold.adapters.components.module import module_state
+from trainfold.adapters.components.own_modules import OwnModulePart
+from trainfold.adapters.live.attached_objects import AttachedObjects
+from trainfold.adapters.live.optional import captured
+from trainfold.adapters.streams.rng_streams import RngPart
 from trainfold.core.state.fqn import NamedTensors
 from trainfold.core.state.state import TrainState
 
@@ -24,3 +30,38 @@ class LiveView:
     state: TrainState
     modules: Mapping[str, NamedTensors] = attrs.field(factory=dict)
     rng: Callable[[], Any] | None = None
+
+
+def read_objects(
+    objects: AttachedObjects,
+    parts_of: Callable[[Mapping[str, NamedTensors]], dict[str, ComponentAdapter]],
+    optional: Collection[str],
+    *,
+    view: bool,
+) -> tuple[dict[str, Any], dict[str, NamedTensors], Callable[[], Any]]:
+    """Read every component once.
+
+    Args:
+        objects: of the run.
+        parts_of: returns the components, from the tensors of the modules.
+        optional: components that are left out if they cannot be saved.
+        view: whether modules are read without making values of their parameters.
+
+    Returns:
+        The values without the random streams, the tensors of the modules, and what makes the value of the streams.
+    """
+    named = objects.named()
+    parts = parts_of(named)
+    rng = parts.pop("rng")
+    assert isinstance(rng, RngPart)
+    late = named.keys() - set(optional)  # read after the user's code
+    found = captured({name: part for name, part in parts.items() if name not in late}, optional)
+    streams = rng.read()  # last, because the user's objects may draw to return their state
+    if any(isinstance(part, ObjectPart | TreePart | OwnModulePart) for part in parts.values()):
+        named = objects.named()  # the user's code has run, and may have put other tensors into the modules
+    values = {
+        name: module_state(named[name], view=view) if name in named else found[name]
+        for name in parts
+        if name in late or name in found
+    }
+    return values, named, streams

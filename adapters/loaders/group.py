@@ -161,3 +161,31 @@ class FeedGroup:
             undo()
             raise
         return undo
+
+
+def total_of(samples: Samples) -> Any:
+    """The number of samples of all loaders.
+
+    Examples:
+        >>> total_of({"labelled": 3, "unlabelled": 5}), total_of(3)
+        (8, 3)
+    """
+    if not isinstance(samples, Mapping):
+        return samples
+    return sum(each for each in samples.values() if type(each) is int)
+
+
+def no_names(samples: Samples) -> int:
+    """The number of samples of a run whose loader has no name.
+
+    Raises:
+        InvalidArgument: for samples by name.
+    """
+    if isinstance(samples, Mapping):
+        raise InvalidArgument(
+            "advance.samples",
+            expected="a number, where no loader has a name",
+            found=repr(dict(samples))[:80],
+            fix="pass the number of samples that the step was trained on, or attach(..., loader={name: loader})",
+        )
+    return samples or 0

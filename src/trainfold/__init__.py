@@ -47,7 +47,8 @@ _MODULE_OF = {  # ``__init__.pyi`` says the same to type checkers
     name: module
     for module, names in {
         "trainfold.adapters.evaluation.evaluate": ("evaluate",),
-        "trainfold.adapters.live.live": ("Live", "attach"),
+        "trainfold.adapters.live.attach": ("attach",),
+        "trainfold.adapters.live.live": ("Live",),
         "trainfold.adapters.manager.disabled": ("DisabledManager",),
         "trainfold.adapters.manager.manager": ("CheckpointManager",),
         "trainfold.adapters.requests.sources": ("SignalRequests",),

@@ -16,7 +16,8 @@ from trainfold import (
     stores as stores,
 )
 from trainfold.adapters.evaluation.evaluate import evaluate as evaluate
-from trainfold.adapters.live.live import Live as Live, attach as attach
+from trainfold.adapters.live.attach import attach as attach
+from trainfold.adapters.live.live import Live as Live
 from trainfold.adapters.manager.disabled import DisabledManager as DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager as CheckpointManager
 from trainfold.adapters.requests.sources import SignalRequests as SignalRequests

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import trainfold
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.backends.environment import environment_of
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load, plan, save

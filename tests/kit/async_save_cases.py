@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import nn
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.backends.runs.scan import run_document
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.format.file_names import RUN_FILE

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainfold import CheckpointManager
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import HiddenState
 

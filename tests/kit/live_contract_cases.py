@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.format.fingerprint import fingerprint

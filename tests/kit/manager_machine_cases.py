@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import trainfold
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked
 from trainfold.backends.runs.best_file import best_checkpoint

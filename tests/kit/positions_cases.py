@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 
 N = 14
 

@@ -24,7 +24,7 @@ from trainfold.adapters.cli.rehearse.options import make_settings
 from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.rehearse import run_rehearsal
 from trainfold.adapters.cli.terminal.output import Answer
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CheckpointForeign, InvalidArgument
 from trainfold.core.rehearsal.orders import VARIABLE

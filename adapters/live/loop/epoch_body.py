@@ -9,6 +9,7 @@ from trainfold.adapters.components.component import Undo
 from trainfold.adapters.draws.data_probe import is_wanted
 from trainfold.adapters.draws.feed import OTHER, Feed, mismatch
 from trainfold.adapters.live.loop.batch_stream import BatchStream
+from trainfold.adapters.live.loop.break_warnings import AGAIN, KEPT, LEFT_AFTER, NEXT_LOADER, STOPPED
 from trainfold.adapters.live.loop.draw_ahead import DrawAhead
 from trainfold.adapters.loaders.group import FeedGroup
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
@@ -16,35 +17,6 @@ from trainfold.core.errors import DataPositionMismatch, InvalidArgument, Trainfo
 _LOG: Final = logging.getLogger("trainfold")
 _INSIDE: Final = "inside"
 _OVER: Final = "over"
-TOO_EARLY: Final = (
-    "a save in epoch %d of live.epochs() was made before the first batch, and after the body moved random streams, or changed a hyperparameter "
-    "or a scheduler. A resume from it runs the body from its beginning, and so does all of this twice. Save at the very start of the "
-    "body, inside the loop over batches, or after it"
-)
-_LEFT_AFTER: Final = (
-    "the newest save was made inside the loop over live.batches(), which then left epoch %d early. A resume from that save continues "
-    "in this epoch, and a plain loop begins the next one. If this loop leaves its epochs on purpose, test for it before the step, or "
-    "save after the break as well; if it kept an iterator of live.batches() in a variable, delete that before the save"
-)
-_STOPPED: Final = (
-    "the newest save was made after a break out of live.batches(), and counts epoch %d as left: a resume from it begins the next epoch, "
-    "as a plain loop would. If the run was stopped there and must continue in this epoch, save before the break, inside the inner loop"
-)
-_KEPT: Final = (
-    "the newest save in epoch %d of live.epochs() counts as one inside the loop over batches, because the loop draws ahead and a variable "
-    "still holds the iterator of live.batches() that had ended: a resume from it repeats what comes after that loop. If the save was made "
-    "after the loop, delete the variable before it, or write the prefetcher into the loop: `for batch in prefetch(live.batches()):`"
-)
-_AGAIN: Final = (
-    "the body of live.epochs() iterates over live.batches() again in epoch %d, which it had left early: this continues the epoch, and a "
-    "plain loop over the loader would restart it. A resume from a save between the two begins the next epoch. To read an epoch in "
-    "parts, keep one iterator, `batches = iter(live.batches())`, and read from that"
-)
-_NEXT_LOADER: Final = (
-    "a save in epoch %d of live.epochs() was made after the loop over the batches of one loader, and before the loop over those of "
-    "another one. A resume from it begins the next epoch, without the rest of this body. Save inside a loop over batches, or "
-    "at the end of the body"
-)
 
 
 @final
@@ -106,9 +78,9 @@ class EpochBody:
             return None
         first = self.opened.setdefault(name, feed.epoch)
         if name in self._entered and not self.running and feed.is_inside and name not in self._paused:
-            self.warn_once(_AGAIN, first)  # where a plain loop restarts the epoch, this one continues it
+            self.warn_once(AGAIN, first)  # where a plain loop restarts the epoch, this one continues it
         elif self._saved == _OVER:
-            self.warn_once(_NEXT_LOADER, first)
+            self.warn_once(NEXT_LOADER, first)
         self._entered.add(name)
         self._paused.discard(name)
         return first
@@ -202,9 +174,9 @@ class EpochBody:
     def leave(self, epoch: int) -> None:
         """The body has ended: begin the next epoch of every loader that it has not read to its end."""
         if self._saved == _INSIDE and self._is_ahead():
-            self.warn_once(_KEPT, epoch)
+            self.warn_once(KEPT, epoch)
         if self._saved == _INSIDE and not self.read and self.left_early():
-            self.warn_once(_LEFT_AFTER, epoch)
+            self.warn_once(LEFT_AFTER, epoch)
         for name, first in self.opened.items():
             feed = self.feed_of(name)
             if feed.epoch == first:
@@ -218,7 +190,7 @@ class EpochBody:
         """The loop over epochs was left in this body."""
         self.epoch = None
         if self._saved == _OVER and self.left_early():
-            self.warn_once(_STOPPED, epoch)
+            self.warn_once(STOPPED, epoch)
 
     # --- where a save is ----------------------------------------------------------------------------------------------
 

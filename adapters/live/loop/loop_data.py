@@ -3,19 +3,20 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from threading import get_ident
 from typing import Any, Final, final
 
 from trainfold.adapters.components.component import ComponentAdapter, Undo
 from trainfold.adapters.draws.feed import OTHER, Feed, mismatch
 from trainfold.adapters.live.loop.batch_stream import BatchStream, Reading
+from trainfold.adapters.live.loop.break_warnings import TOO_EARLY
 from trainfold.adapters.live.loop.draw_ahead import DrawAhead
-from trainfold.adapters.live.loop.epoch_body import TOO_EARLY, EpochBody, body_problems
+from trainfold.adapters.live.loop.epoch_body import EpochBody, body_problems
 from trainfold.adapters.live.loop.loop_streams import LoopStreams
 from trainfold.adapters.live.loop.pace import Pace, is_pace
 from trainfold.adapters.live.loop.since_restore import SinceRestore
-from trainfold.adapters.loaders.group import FeedGroup, Samples
+from trainfold.adapters.loaders.group import FeedGroup, Samples, no_names
 from trainfold.backends.ranks.launcher import ranks_around
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.state.state import Opaque
@@ -29,14 +30,15 @@ class LoopData:
 
     Args:
         feed: the loader, or several.
-        parts: returns the components of the run; None once the run is gone.
+        parts: a method that returns the components of the run; the loop does not keep its object alive.
     """
 
-    def __init__(self, feed: Feed | FeedGroup, parts: Callable[[], Mapping[str, ComponentAdapter] | None]) -> None:
+    def __init__(self, feed: Feed | FeedGroup, parts: Callable[[], Mapping[str, ComponentAdapter]]) -> None:
         self.feed = feed
+        self._parts = _weakly(parts)
         self._ahead = DrawAhead()
         self._body = EpochBody(feed, self._ahead)
-        self._streams = LoopStreams(parts)
+        self._streams = LoopStreams(self._parts)
         self._reading: dict[str, Reading] = {}  # loader -> its newest iteration outside `epochs`
         self._latest: dict[str, Reading] = {}  # loader -> its newest iteration
         self._has_warned = False  # of an epoch that the loop left early and continues
@@ -48,6 +50,9 @@ class LoopData:
         self, loader: str | None, *, epochs: int | None, until: int | None, done: Callable[[], bool]
     ) -> Iterator[Any]:
         """Batches of one loader; in the body of `epochs`, those of one epoch, or up to a step of it."""
+        if epochs is not None and self.feed.epoch >= epochs:
+            _LOG.warning("live.batches(epochs=%d) has nothing to give: the run has had %d epochs; raise epochs= to extend it: "
+                         '"Train for fewer epochs than were done" in docs/how-to/change-a-run.md', epochs, self.feed.epoch)  # fmt: skip
         feed, name = self._feed(loader), loader or ""
         if self._body.epoch is None:
             self._body.resumed = None
@@ -243,37 +248,26 @@ class LoopData:
 
         return undo
 
-    def restored(self, since: SinceRestore) -> None:
-        """Remember the run as a restore has left it."""
-        self._streams.restored(since)
+    def restored(self, chosen: Collection[str] | None) -> None:
+        """Remember the run as a restore left it.
+
+        Args:
+            chosen: the components that were restored; None for all.
+        """
+        self._streams.restored(SinceRestore(self._parts, chosen))
 
 
-def total_of(samples: Samples) -> Any:
-    """The number of samples of all loaders.
+def _weakly(
+    method: Callable[[], Mapping[str, ComponentAdapter]],
+) -> Callable[[], Mapping[str, ComponentAdapter] | None]:
+    """A call of a method that does not keep its object alive; None once the object is gone."""
+    kept = weakref.WeakMethod(method)
 
-    Examples:
-        >>> total_of({"labelled": 3, "unlabelled": 5}), total_of(3)
-        (8, 3)
-    """
-    if not isinstance(samples, Mapping):
-        return samples
-    return sum(each for each in samples.values() if type(each) is int)
+    def call() -> Mapping[str, ComponentAdapter] | None:
+        found = kept()
+        return None if found is None else found()
 
-
-def no_names(samples: Samples) -> int:
-    """The number of samples of a run whose loader has no name.
-
-    Raises:
-        InvalidArgument: for samples by name.
-    """
-    if isinstance(samples, Mapping):
-        raise InvalidArgument(
-            "advance.samples",
-            expected="a number, where no loader has a name",
-            found=repr(dict(samples))[:80],
-            fix="pass the number of samples that the step was trained on, or attach(..., loader={name: loader})",
-        )
-    return samples or 0
+    return call
 
 
 def _replaced() -> InvalidArgument:

@@ -10,7 +10,7 @@ from torch import nn
 
 import trainfold
 from trainfold.adapters.components.component import ObjectPart, copied
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CaptureRefused, RestoreRefused, ResumeRefused

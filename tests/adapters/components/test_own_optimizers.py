@@ -12,7 +12,7 @@ from torch import nn
 import trainfold
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.components.held_optimizers import held_optimizers, nest_of
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.contents import RunContents
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.manager.update_hooks import UpdateHooks

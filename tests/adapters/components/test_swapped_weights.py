@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from trainfold import CheckpointManager
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import SwappedWeights
 
@@ -186,6 +186,6 @@ def test_a_restore_is_no_swap():
 def test_without_an_average_nothing_is_remembered():
     model = nn.Linear(3, 1)
     live = attach(model, extra={"head": nn.Linear(3, 4), "n": (lambda: 1, print)})
-    assert live._averages._twins == {}
+    assert live._watch._averages._twins == {}
     live.advance(samples=1)
-    assert live._averages._kept is None
+    assert live._watch._averages._kept is None

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainfold.adapters.components.component import copied
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.core.errors import DataPositionMismatch, RestoreRefused
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.state.state import Opaque

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import trainfold
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.core.errors import DataPositionMismatch
 from trainfold.core.state.state import Opaque
 

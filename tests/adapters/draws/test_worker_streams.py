@@ -25,7 +25,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainfold.adapters.components.component import copied
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.streams.stream_reader import StreamReader, set_streams
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, RestoreRefused
 from trainfold.core.format.structure.describe import describe

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfold import CheckpointManager
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CaptureRefused, InvalidState, UnsupportedLeaf
 

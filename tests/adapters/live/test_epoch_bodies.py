@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainfold.adapters.components.component import copied
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, InvalidArgument, RestoreRefused
 
 N = 12
@@ -337,7 +337,7 @@ def test_workers_that_live_on_need_the_data_probe_to_leave_an_epoch_at_a_resume(
         leaves(first)
     second = Program(make)
     second.live.restore(first.state, policy={"data_probe": "adapt"})
-    with pytest.raises(DataPositionMismatch, match="left early"):
+    with pytest.raises(DataPositionMismatch, match="left this epoch early"):
         leaves(second)
 
 

@@ -9,7 +9,7 @@ import torch
 
 import trainfold
 from trainfold.adapters.cli import main
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.config import CheckpointConfig, create_checkpoint_manager
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.components.optimizer import _device_of
-from trainfold.adapters.live.live import Live, attach
+from trainfold.adapters.live.attach import attach
+from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (
@@ -379,7 +380,7 @@ def test_an_optimizer_does_not_keep_a_run_alive():
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live = attach(model, optimizer)
-    gone = weakref.ref(live._boundary)
+    gone = weakref.ref(live._watch.window)
     del live
     gc.collect()
     assert gone() is None

@@ -7,7 +7,7 @@ import torch
 from kit.live_contract_cases import Heads, Homemade, check_resumes, scheduled, scheduled_step, two_optimizers
 from torch import nn
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.core.errors import IncompleteWindow, InvalidArgument
 from trainfold.core.format.fingerprint import fingerprint
 
@@ -133,7 +133,7 @@ def test_the_optimizers_and_modules_among_the_extras_are_watched_too():
     other(torch.ones(1, 2)).sum().backward()
     with pytest.raises(IncompleteWindow, match="gradients"):
         live.capture()
-    live._extra["second"].step()
+    live._objects.extra["second"].step()
     with pytest.raises(IncompleteWindow, match="1 of second"):
         live.capture()
     live.advance(samples=1)

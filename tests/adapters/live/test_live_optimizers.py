@@ -6,7 +6,7 @@ from kit.live_cases import Job, differing
 from torch import nn
 
 from trainfold.adapters.components.component import copied
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.core.errors import (
     InvalidState,
     RestoreRefused,

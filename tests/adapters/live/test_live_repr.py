@@ -3,7 +3,7 @@
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 
 
 def test_a_live_run_says_what_it_holds_and_where_it_stands():

@@ -16,7 +16,7 @@ from kit.live_contract_cases import (
 )
 from torch import nn
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs import api as runs
 from trainfold.backends.runs import load as run_load
@@ -150,7 +150,7 @@ def test_a_scheduler_that_was_made_after_the_restore_is_refused_at_the_next_one(
         if not is_late:
             manager.restore(live)
         optimizer.step()
-        live._extra["schedule"].step()
+        live._objects.extra["schedule"].step()
         live.advance(samples=1)
         manager.save(live)
         return optimizer.param_groups[0]["lr"]
@@ -203,9 +203,9 @@ def test_hyperparameters_of_every_optimizer_are_compared():
         with CheckpointManager(MemoryStore()) as manager:
             live, _, other = two_optimizers(schedule=schedule)
             other(torch.ones(1, 2)).sum().backward()
-            live._extra["second"].step()
+            live._objects.extra["second"].step()
             if schedule is not None:
-                live._scheduler.schedulers.step()
+                live._objects.scheduler.schedulers.step()
             live.advance(samples=1)
             manager.save(live)
             assert not manager.restore(two_optimizers(schedule=schedule)[0]).is_fresh
@@ -245,9 +245,9 @@ def test_a_loop_that_unfreezes_by_the_step_resumes_exactly():
 
         def step():
             model.trunk.requires_grad_(live.progress.step >= 4)
-            live._optimizer.zero_grad()
+            live._objects.optimizer.zero_grad()
             model(torch.randn(2, 3), 0).square().mean().backward()
-            live._optimizer.step()
+            live._objects.optimizer.step()
 
         return live, step
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_wor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainfold.adapters.components.component import copied
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.core.errors import (
     CaptureRefused,
     DataPositionMismatch,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.stores.memory import MemoryStore

@@ -15,7 +15,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainfold.adapters.components.component import copied
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, RestoreRefused
 from trainfold.core.state.state import Opaque
 

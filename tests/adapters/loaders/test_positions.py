@@ -30,7 +30,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainfold.adapters.components.component import copied
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import IncompleteWindow, InvalidState
 from trainfold.core.format.structure.describe import describe

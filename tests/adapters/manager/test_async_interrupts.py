@@ -13,7 +13,7 @@ import torch
 from kit.async_save_cases import PausingStore, momentum_job
 from torch import nn
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked
 from trainfold.backends.hold.copy_arena import Arena

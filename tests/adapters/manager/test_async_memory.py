@@ -11,7 +11,7 @@ import torch
 from kit.async_save_cases import PausingStore, momentum_job
 from torch import nn
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.job import Job
 from trainfold.backends.ranks.in_process import run_threads

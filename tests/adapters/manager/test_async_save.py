@@ -12,7 +12,7 @@ from kit.async_save_cases import OPTIMIZERS, Job, PausingStore
 from torch import nn
 
 import trainfold
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import load
 from trainfold.core.format.fingerprint import fingerprint

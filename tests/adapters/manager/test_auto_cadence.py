@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager import saving, triggers
 from trainfold.adapters.manager.config import CheckpointConfig, create_checkpoint_manager
 from trainfold.adapters.manager.manager import CheckpointManager

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.best_file import save_best
 from trainfold.backends.stores.memory import MemoryStore

@@ -7,7 +7,7 @@ import torch
 from kit.manager_cases import Job
 from torch import nn
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.load import ResumeDrift
 from trainfold.backends.stores.memory import MemoryStore

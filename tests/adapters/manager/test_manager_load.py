@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import trainfold
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.best_file import save_best

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kit.manager_cases import Job, steps_of
 from torch import nn
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import load, plan, save

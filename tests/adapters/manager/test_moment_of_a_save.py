@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import trainfold
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.runs.api import load

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from trainfold.adapters.components.module_settings import settings_of_modules
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.live.loop.pace import Pace
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
@@ -170,7 +170,7 @@ def test_a_refusal_of_live_objects_says_once_that_nothing_was_changed():
     live = attach(model, optimizer, scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20))
     with CheckpointManager(store) as manager:
         for _ in range(7):
-            step(model, optimizer, live._schedulers()[0])
+            step(model, optimizer, live._objects.schedulers[0])
             live.advance(samples=1)
         manager.save(live)
     model, optimizer = parts()

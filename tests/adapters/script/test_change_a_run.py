@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.ao.quantization import PerChannelMinMaxObserver
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import load, plan, save
 from trainfold.backends.stores.memory import MemoryStore
@@ -104,7 +104,7 @@ def go_on(live, steps=2):
         model(torch.ones(1, 2)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        for each in live._schedulers():
+        for each in live._objects.schedulers:
             each.step()
         live.advance(samples=1)
 

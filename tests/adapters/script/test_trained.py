@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainfold import CheckpointManager
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 
 
 def start(frozen=(), **options):

@@ -8,7 +8,7 @@ import torch
 from kit.audit_cases import Net, attributes, run
 from torch import nn
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.core.errors import HiddenStateRefused
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.watch.overwritten import is_remade, use_of
 from trainfold.core.errors import HiddenState, HiddenStateRefused
 

@@ -12,7 +12,7 @@ from kit.audit_cases import Helper, Net, run
 from torch import nn
 
 from trainfold import CheckpointManager
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import HiddenState, HiddenStateRefused, InvalidArgument
 from trainfold.core.state import audit

@@ -10,7 +10,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import trainfold
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.core.errors import InvalidState, UnattachedOptimizer
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.ranks.in_process import run_threads

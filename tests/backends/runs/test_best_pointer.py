@@ -11,7 +11,7 @@ from kit import best_file_cases
 from kit.best_file_cases import LIKE, WANTED, save_at, won
 
 from trainfold.adapters.cli import main
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes

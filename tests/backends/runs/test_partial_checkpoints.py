@@ -8,7 +8,7 @@ from torch import nn
 
 import trainfold
 from trainfold.adapters.cli import main
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.memory import MemoryStore

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kit import quarantine_cases
 from kit.quarantine_cases import DAMAGED, EIGHT, SEVEN, SOME, die, document, save_at, sealed, usable
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load, save

@@ -9,7 +9,8 @@ import attrs
 import pytest
 import torch
 
-from trainfold.adapters.live.live import Live, attach
+from trainfold.adapters.live.attach import attach
+from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.loading import RunLoader
 from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads

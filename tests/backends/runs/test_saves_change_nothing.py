@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import trainfold
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.stores.memory import MemoryStore

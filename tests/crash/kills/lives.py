@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainfold.adapters.live.live import Live, attach
+from trainfold.adapters.live.attach import attach
+from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.best_file import load_best, save_best
 from trainfold.backends.runs.scan import read_inventory

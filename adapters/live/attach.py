@@ -1,0 +1,62 @@
+"""`attach`: makes the mutable objects of a training loop a `Live` run."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from trainfold.adapters.live.attached_objects import AttachedObjects
+from trainfold.adapters.live.live import Live
+from trainfold.adapters.live.optional import optional_given
+from trainfold.adapters.live.run_watch import RunWatch
+from trainfold.adapters.loaders.choose import feeds_of
+
+
+def attach(  # noqa: PLR0913 - keywords
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    strict: bool = False,
+    unsaved: Collection[str] = (),
+    optional: Collection[str] = (),
+) -> Live:
+    """Make the mutable objects of a loop a run that can be saved and resumed.
+
+    Args:
+        model: the module; wrapped (DDP, compile) or not.
+        optimizer: made from the parameters of ``model``.
+        scheduler: an object with ``state_dict`` and ``load_state_dict``; or a list, tuple or dict of them.
+        loader: a ``DataLoader`` over a map-style dataset, or one with its own state; then iterate over ``live.batches()``.
+            Several by name, in a dict: iterate over ``live.batches(name)``.
+        extra: the run's other components by name: modules, optimizers, random generators, anything with ``state_dict`` and
+            ``load_state_dict``, or a pair of functions ``(get, set)`` for a tree.
+        strict: refuse a save (`HiddenStateRefused`) instead of warning (`HiddenState`) if the attached objects hold state
+            that changes with training and that no component saves.
+        unsaved: such state that need not be saved, by the names that the warning lists, such as ``"model.history"``.
+        optional: names under ``extra`` that the run can do without. If one cannot be saved or restored, a warning
+            (`OptionalLeftOut`) names it, and it is left out. Any other failure fails the save or the load, on every rank.
+
+    Returns:
+        The live run.
+
+    Raises:
+        InvalidArgument: for an object whose state cannot be known, or an optimizer whose scheduler is certainly not
+            attached. If that is not certain, a warning names it after a resume that has restarted it.
+        InvalidState: if the optimizer holds a tensor that the model does not have, or the model has no values yet.
+        UnsupportedLeaf: for a hyperparameter that is not plain, because a resume could not compare it.
+
+    Examples:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> live.progress
+        Progress(step=0, epoch=0, samples=0, tokens=0)
+        >>> list(live.capture().model.params)
+        ['weight', 'bias']
+    """
+    objects = AttachedObjects(model, optimizer, scheduler, extra or {})
+    feed = None if loader is None else feeds_of(loader)
+    watch = RunWatch(objects, loader, unsaved=unsaved, is_strict=strict)
+    return Live(objects, feed, watch, optional_given(optional, objects.extra))

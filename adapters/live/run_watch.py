@@ -1,0 +1,214 @@
+"""`RunWatch`: what a live run checks at its steps and saves, and what it adds to the contract of a checkpoint."""
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, final
+
+from trainfold.adapters.components.component import ComponentAdapter
+from trainfold.adapters.components.module_settings import settings_of_modules, settings_of_root
+from trainfold.adapters.live.attached_objects import AttachedObjects
+from trainfold.adapters.script.attached_settings import attached_settings
+from trainfold.adapters.script.rates import Rates
+from trainfold.adapters.script.schedules import Schedules
+from trainfold.adapters.script.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
+from trainfold.adapters.script.trained import Trained
+from trainfold.adapters.watch.audit import Audit
+from trainfold.adapters.watch.open_window import WindowProbe
+from trainfold.adapters.watch.swapped import SwapProbe
+from trainfold.adapters.watch.unattached import StepWatch
+from trainfold.core.errors import IncompleteWindow, TrainfoldError
+from trainfold.core.state.audit import UNSAVED, unsaved_of
+from trainfold.core.state.notes import TRAINED, put_back_text, trained_of
+from trainfold.core.state.state import TrainState
+
+_LOG: Final = logging.getLogger("trainfold")
+
+
+@final
+class RunWatch:
+    """Watches attached objects for what no component saves, and for steps that are not counted.
+
+    Args:
+        objects: of the run.
+        loader: as given to `attach`.
+        unsaved: attributes that need not be saved.
+        is_strict: whether hidden state refuses a save.
+
+    Attributes:
+        window: what shows that an accumulation window is open.
+    """
+
+    def __init__(
+        self,
+        objects: AttachedObjects,
+        loader: Any,
+        *,
+        unsaved: Collection[str],
+        is_strict: bool,
+    ) -> None:
+        self._objects = objects
+        optimizers = objects.optimizer_parts()
+        self._schedulers = SchedulerWatch()
+        for name, part in optimizers.items():
+            self._schedulers.add(name, part.optimizer)
+        scheduled = {name for name in optimizers if self._schedulers.covers(name, objects.schedulers, objects.extra)}
+        self._script = hyperparameters(optimizers, scheduled=scheduled)
+        if objects.optimizer is not None:
+            self._script["attached.optimizer.frozen"] = frozen(objects.model)
+        self._check_schedulers("attach.scheduler")
+        self._schedules = Schedules(objects.scheduler, optimizers, objects.extra)
+        self._script |= self._schedules.contract
+        self._script |= settings_of_root(objects.model, "attached.model")
+        self._script |= settings_of_modules(objects.model, "attached.model")
+        self._script |= attached_settings(objects.extra, loader)
+        self.window = WindowProbe({"model": objects.model, "optimizer": objects.optimizer, **objects.extra})
+        self._steps_of_others = StepWatch(objects.attached, objects.names_of_parameters)
+        mine, watch = objects.schedulers, self._schedulers
+        self._rates = Rates(
+            {
+                name: part.optimizer
+                for name, part in optimizers.items()
+                if not mine and not watch.has_scheduler(name, mine, objects.extra)
+            }
+        )
+        self._audit = Audit(
+            {**objects.attached(), **objects.named_schedulers}, loader, accepted=unsaved, is_strict=is_strict
+        )
+        self._trained = Trained(objects.attached())
+        self._averages = SwapProbe(objects.model, objects.extra)
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def check_step(self, where: str, *, is_step: bool) -> None:
+        """Raise if a scheduler is forgotten, or an optimizer that is not attached has stepped parameters of the run.
+
+        Raises:
+            InvalidArgument: naming the optimizer whose scheduler is not attached.
+            UnattachedOptimizer: naming the optimizer that has stepped.
+        """
+        self._check_schedulers(where)
+        if is_step:
+            self._steps_of_others.check(where)
+
+    def _check_schedulers(self, where: str) -> None:
+        objects = self._objects
+        self._schedulers.check(lambda: objects.schedulers, objects.extra, where=where)
+
+    def check_boundary(self, unaccounted: Callable[[], str | None]) -> None:
+        """Raise unless the run is between two optimizer steps, as far as that shows.
+
+        Args:
+            unaccounted: returns a text about batches that are not counted, or None.
+
+        Raises:
+            IncompleteWindow: naming what is open.
+            SwappedWeights: while averaged weights stand in the model.
+            UnattachedOptimizer: if an optimizer that is not attached has stepped parameters of the run.
+        """
+        self._steps_of_others.check("live")
+        self._averages.check()
+        found = self.window.evidence() or unaccounted()
+        if found:
+            raise IncompleteWindow(
+                "live",
+                expected="a boundary: a whole number of optimizer steps, counted by advance()",
+                found=found,
+                fix="save after optimizer.step() and live.advance(samples=...); or call live.drop_window() to discard the window",
+            )
+
+    def check_counted(self) -> None:
+        """Raise if an optimizer has stepped since the last `advance`: a loop that never counts is never saved.
+
+        Raises:
+            IncompleteWindow: naming the optimizers.
+            UnattachedOptimizer: if an optimizer that is not attached has stepped parameters of the run.
+        """
+        taken = self.window.uncounted()
+        if taken:
+            raise IncompleteWindow(
+                "live.advance",
+                expected="a call after each optimizer step, before manager.step(live)",
+                found=taken,
+                fix="call live.advance(samples=...) after optimizer.step()",
+            )
+        self._steps_of_others.check("manager.step")
+
+    def check_saved(self, state: TrainState, step: int, selection: Collection[str] | None) -> None:
+        """Look for state that no component saves: warn of it, or refuse the save in strict mode.
+
+        Raises:
+            HiddenStateRefused: in strict mode, naming the attributes.
+        """
+        self._audit.check(state, step, selection)
+
+    # --- the contract -------------------------------------------------------------------------------------------------
+
+    def contract(self) -> dict[str, Any]:
+        """Settings of the script and notes of the run."""
+        found: dict[str, Any] = {}
+        if self._objects.scheduler is not None:
+            found["scheduler.kind"] = self._objects.scheduler.kinds()
+        if self._audit.unsaved:
+            found[UNSAVED] = self._audit.unsaved
+        found |= self._rates.contract()
+        if trained := self._trained.contract():
+            found[TRAINED] = trained
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """What the script gave to the objects that it attached."""
+        return self._script
+
+    def late_settings(self) -> dict[str, Any]:
+        """The base rates of schedulers that were made after the attach."""
+        return late_schedules(self._objects.optimizer, self._objects.names_of_parameters, self._script)
+
+    # --- what happens to the run --------------------------------------------------------------------------------------
+
+    def stepped(self) -> None:
+        """An optimizer step was counted."""
+        self.window.close()
+        self._audit.stepped()
+        self._rates.stepped()
+        self._averages.stepped()
+
+    def adapted(
+        self,
+        saved: Mapping[str, Any],
+        parts: Mapping[str, ComponentAdapter],
+        adapts: Collection[str],
+        chosen: Collection[str] | None,
+    ) -> tuple[dict[str, Any], list[TrainfoldError]]:
+        """The components of a state, with the schedulers under the settings of now where a policy adapts them.
+
+        Args:
+            saved: the state's components.
+            parts: the run's components.
+            adapts: the keys of the contract in which the run's settings win.
+            chosen: the components to restore; None for all.
+
+        Returns:
+            The components, and every reason why it cannot be done.
+        """
+        is_scheduled = chosen is None or not self._schedules.components.isdisjoint(chosen)
+        return self._schedules.adapted(saved, adapts if is_scheduled else frozenset(), parts)
+
+    def restored(self, contract: Mapping[str, Any], chosen: Collection[str] | None, step: int) -> None:
+        """A state was restored: take over what its contract says, and put back which parameters are trained."""
+        self.window.close()
+        self._audit.restored(step, unsaved_of(contract))
+        if changed := self._trained.put_back(trained_of(contract, chosen)):
+            _LOG.warning("%s", put_back_text(changed))
+        self._rates.restored(contract, step)
+        self._averages.stepped()
+
+    def registered(self, name: str, target: Any, settings: Mapping[str, Any]) -> None:
+        """An object was attached later, with its settings."""
+        self._script |= settings
+        self.window.watch(name, target)
+        self._steps_of_others.forget()
+        self._audit.attach(name, target)
+        self._trained.attach(name, target)
+        self._averages = SwapProbe(self._objects.model, self._objects.extra)
+        if name in self._objects.optimizers:
+            self._schedulers.add(name, target)
