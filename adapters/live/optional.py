@@ -1,4 +1,4 @@
-"""Optional components: one that cannot say or take its state is named and left out, and the others are saved or restored (B07)."""
+"""Optional components: if one cannot be saved or restored, a warning names it, and the others are saved or restored."""
 
 import warnings
 from collections.abc import Collection, Mapping
@@ -15,7 +15,7 @@ def optional_given(names: Collection[str], extra: Collection[str]) -> frozenset[
     """Check the names of optional components.
 
     Raises:
-        InvalidArgument: for one that is not under ``extra``: what trains is never optional.
+        InvalidArgument: for a name that is not under ``extra``: what trains is never optional.
     """
     given = frozenset(names_given(names) or ())
     unknown = sorted(given - set(extra))
@@ -30,7 +30,7 @@ def optional_given(names: Collection[str], extra: Collection[str]) -> frozenset[
 
 
 def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -> dict[str, Any]:
-    """The value of each component, without optional ones that cannot be saved; a warning names them.
+    """The value of each component, without optional ones that cannot be saved; a warning names these.
 
     Args:
         parts: the components.
@@ -55,11 +55,11 @@ def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -
 def fitting(
     parts: Mapping[str, ComponentAdapter], saved: Mapping[str, Any], optional: Collection[str]
 ) -> dict[str, ComponentAdapter]:
-    """The components to restore, without optional ones that the state lacks or that cannot take what it has; a warning names them.
+    """The components to restore, without optional ones that the state lacks or that cannot take its values; a warning names these.
 
     Args:
         parts: the components.
-        saved: the state's.
+        saved: the components of the state.
         optional: names of those that need not be restored.
     """
     found = dict(parts)
@@ -78,5 +78,5 @@ def fitting(
 
 def left_out(name: str, why: str) -> None:
     """Warn that an optional component is left out."""
-    text = f"the optional component {name} is left out: it {why}; what it holds goes on as it is now"
+    text = f"the optional component {name} is left out: it {why}; its object keeps the state that it has now"
     warnings.warn(text, OptionalLeftOut, stacklevel=2)

@@ -1,4 +1,4 @@
-"""`Recorder`: who listens to a live run during a rehearsal; and the check of what a program records."""
+"""`Recorder`: listens to a live run during a rehearsal; and the check of the values that a program records."""
 
 import numbers
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from trainfold.core.errors import InvalidArgument
 
 
 class Recorder(Protocol):
-    """Listens to a live run. A manager that is made in a rehearsal gives one to each live run that it sees."""
+    """Listens to a live run. A manager that was made in a rehearsal gives one to each live run that it sees."""
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
-        """Keep values of the step that is under way."""
+        """Record values of the current step."""
 
     def advanced(self, step: int, epoch: int) -> None:
         """An optimizer step was counted; the next one is of this epoch."""
@@ -23,7 +23,7 @@ class Recorder(Protocol):
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Refuse what is no number; tensors are looked at and not read, so that nothing waits for a GPU.
+    """Refuse values that are not numbers. Tensors are not read, so nothing waits for a GPU.
 
     Raises:
         InvalidArgument: naming the value.
@@ -39,12 +39,12 @@ def check_values(values: Mapping[str, Any]) -> None:
             f"live.record({name}=)",
             expected="a number, or a tensor without dimensions",
             found=f"a {type(value).__qualname__}" + ("" if shape is None else f" of shape {shape}"),
-            fix="record one number, such as loss.mean(); split what is more under names of its own",
+            fix="record one number, such as loss.mean(); give each of several numbers a name",
         )
 
 
 def plain_number(value: Any) -> complex:
-    """A number, or the number in a tensor, as Python has it; reading a GPU's tensor waits for the GPU.
+    """A number, or the number in a tensor, as a Python number; reading a GPU's tensor waits for the GPU.
 
     Examples:
         >>> plain_number(torch.tensor(2.5)), plain_number(3)

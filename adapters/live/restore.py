@@ -1,4 +1,4 @@
-"""Writing a state into live objects: all the reasons against it first, then all of it or nothing (V12)."""
+"""Writes a state into live objects: first every reason against it, then all of it or nothing."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -9,8 +9,8 @@ from trainfold.adapters.live.optional import left_out
 from trainfold.core.errors import InvalidArgument, InvalidState, RestoreRefused, TrainfoldError, error_text
 
 _DEPENDS = {
-    "scheduler": ("optimizer", "the learning rate that it has set is in the optimizer's param groups (B04)"),
-    "dataset": ("trainer", "a position is restored for a run that goes on, with its counters (G10)"),
+    "scheduler": ("optimizer", "the learning rate that it has set is in the optimizer's param groups"),
+    "dataset": ("trainer", "a position belongs to a run that continues with its counters"),
 }
 
 
@@ -20,9 +20,9 @@ def refusals(
     """Every reason why these components cannot be restored; nothing is changed.
 
     Args:
-        parts: the run's components.
-        saved: the state's.
-        chosen: the selection, or None for all.
+        parts: the components of the run.
+        saved: the components of the state.
+        chosen: those to restore, or None for all.
 
     Returns:
         The reasons, in the order of the components.
@@ -42,7 +42,7 @@ def refusals(
                     name,
                     expected="a component that this run has",
                     found=f"a state with {sorted(saved)} only",
-                    fix=f"leave {name} out with components=, on purpose, to go on with what the run has now",
+                    fix=f"leave {name} out with components=, on purpose, to continue with what the run has now",
                 )
             )
     return tuple(found)
@@ -51,9 +51,9 @@ def refusals(
 def write_all(
     parts: Mapping[str, ComponentAdapter], saved: Mapping[str, Any], *, optional: Collection[str] = ()
 ) -> None:
-    """Write every part that is in ``saved``; if one raises, take back those before it, unless it is optional (B07).
+    """Write every part that is in ``saved``. If one raises, undo those before it; if it is optional, leave it out.
 
-    Gradients come last, since every module clears its own.
+    Gradients come last, because every module clears its own.
 
     Raises:
         RestoreRefused: with what the part raised.
@@ -72,7 +72,7 @@ def write_all(
                 undo()
             reason = InvalidState(
                 name,
-                expected="a state that its object takes",
+                expected="a state that its object accepts",
                 found=f"{type(error).__qualname__}: {error}",
                 fix="build the object as it was when the state was saved",
             )
