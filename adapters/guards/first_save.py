@@ -1,4 +1,4 @@
-"""`FirstSave`: refuses to save into a run whose checkpoints the state does not come from, unless that is meant (W10)."""
+"""`FirstSave`: refuses to save a state into a run that it does not come from, unless the program asks for that."""
 
 import weakref
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from trainfold.core.state.state import TrainState
 @final
 @attrs.frozen
 class HeldRun:
-    """What a run holds: its id, and the checkpoints with a manifest, whole or not."""
+    """What a run contains: its id, and the checkpoints with a manifest, complete or not."""
 
     run_id: str
     checkpoints: tuple[str, ...]
 
 
 def look(store: Store) -> HeldRun:
-    """What a run holds now.
+    """What a run contains now.
 
     Examples:
         >>> from trainfold.backends.stores.memory import MemoryStore
@@ -39,12 +39,12 @@ def look(store: Store) -> HeldRun:
 
 @final
 class FirstSave:
-    """What a manager checks before its first save: a second start that forgets to restore leaves the first one behind.
+    """What a manager checks before its first save: a second start that forgets to restore would abandon the first one.
 
     Args:
         store: the run.
         world: the ranks, each of which makes the same calls.
-        held: what the run held when its lock was taken, since when nobody else adds to it.
+        held: what the run contained when its lock was taken; no other program has added to it since.
         start_over: whether the run starts from the beginning on purpose.
         components: what the manager saves; None for all.
 
@@ -66,10 +66,11 @@ class FirstSave:
         self._loaded_at: int | None = None
 
     def loaded(self, run: Live | TrainState, step: int | None) -> None:
-        """The manager has loaded from the run: what was restored in place comes from it, and no other attached run that may follow.
+        """Note that the manager has loaded from the run.
 
-        A state that was loaded says itself where it comes from, and one that was made of its parts has gone on from its step. The
-        state that it was loaded like is as fresh as before.
+        A live run that was restored in place comes from the run; another live run that is attached later does not. A loaded
+        state carries its own origin, and a state made of its parts has a later step. The state that was passed as the
+        pattern of a load stays a new one.
         """
         if isinstance(run, Live):
             self._restored = weakref.ref(run)
@@ -79,10 +80,10 @@ class FirstSave:
             self._loaded_at = step
 
     def check(self, run: Live | TrainState) -> Descent | None:
-        """Say what the first state to be saved descends from; None where the run is new, or that was asked before.
+        """Return what the first saved state descends from; None if the run is new, or the state was checked before.
 
         Raises:
-            RunNotRestored: where the run has checkpoints, and the state comes from none of them.
+            RunNotRestored: if the run has checkpoints, and the state does not come from any of them.
         """
         if self.is_cleared or self._follows(run):
             return None
@@ -100,9 +101,9 @@ class FirstSave:
                 raise RunNotRestored(
                     self._store.url,
                     expected="a state that comes from this run, which has checkpoints",
-                    found=f"one that nothing was restored into, beside {', '.join(names[-3:])}",
-                    fix="call manager.restore(live) before the loop, or go on with the state that trainfold.load or manager.load returns; "
-                    "to leave these checkpoints behind on purpose, make the manager with start_over=True, or save into another directory",
+                    found=f"a state that was not restored from {', '.join(names[-3:])}",
+                    fix="call manager.restore(live) before the loop, or continue with the state that trainfold.load or manager.load returns; "
+                    "to abandon these checkpoints on purpose, make the manager with start_over=True, or save into another directory",
                 )
             return runs[run_id]
 
@@ -111,13 +112,13 @@ class FirstSave:
         return found
 
     def _follows(self, run: Live | TrainState) -> bool:
-        """Whether a run follows what the manager has loaded."""
+        """Whether a run continues what the manager has loaded."""
         if isinstance(run, Live):
             return self._restored is not None and self._restored() is run
         return self._loaded_at is not None and (run.trainer is None or run.trainer.step > self._loaded_at)
 
     def _are_exports(self) -> bool:
-        """Whether neither the manager nor anything in the run has counters to go on from: weights beside the run of a loop that was resumed."""
+        """Whether neither the manager nor any checkpoint has counters: weights saved beside the run of a loop that was resumed."""
         if not self._is_export:
             return False
         manifests = (read_manifest(self._store, name) for name in self._held.checkpoints)

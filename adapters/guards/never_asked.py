@@ -1,4 +1,4 @@
-"""`NeverAsked`: says at the end that a run was trained, and that its manager was never asked to save (W11)."""
+"""`NeverAsked`: reports at the end that a run was trained and its manager was never called to save."""
 
 import logging
 import sys
@@ -12,7 +12,7 @@ _LOG: Final = logging.getLogger("trainfold")
 
 @final
 class NeverAsked:
-    """Knows a live run from its restore until the first call that may save it.
+    """Watches a live run from its restore until the first call that may save it.
 
     Args:
         url: of the run.
@@ -25,21 +25,21 @@ class NeverAsked:
         self._is_asked = False
 
     def watch(self, run: Live) -> None:
-        """A run begins, or goes on."""
+        """Note a run that begins or continues."""
         self._run, self._step = weakref.ref(run), run.progress.step
 
     def asked(self) -> None:
-        """The manager was asked."""
+        """Note a call that may save."""
         self._is_asked = True
 
     def closing(self) -> None:
-        """Say it loudly; a loop that an exception has ended in its first step is no loop that forgot to ask."""
+        """Log an error if steps were trained; one step that ended in an exception does not count, because its save was still to come."""
         run = None if self._run is None or self._is_asked else self._run()
         trained = 0 if run is None else run.progress.step - self._step
         self._run = None
         if trained > (0 if sys.exc_info()[1] is None else 1):
             _LOG.error(
-                "%s: %d steps were trained since the restore, and nothing of them is saved: the manager was never asked to. Call "
+                "%s: %d steps were trained since the restore, and none of them was saved, because the manager was never called. Call "
                 "manager.step(live) after each live.advance(), and manager.finish(live) at the end",
                 self._url,
                 trained,

@@ -1,4 +1,4 @@
-"""`Rehearsal`: what `trainfold rehearse` makes of a manager, read from the environment when the manager is made (ADR-0013)."""
+"""`Rehearsal`: how `trainfold rehearse` changes a manager, read from the environment when the manager is made (ADR-0013)."""
 
 import logging
 import os
@@ -29,20 +29,20 @@ from trainfold.core.state.state import TrainState
 
 _LOG = logging.getLogger("trainfold")
 _LINGER_SECS: Final = 0.05
-_AT_END_SECS: Final = 5.0  # before the last save: a kill that came after it would leave nothing to be resumed
+_AT_END_SECS: Final = 5.0  # before the last save: a kill after it would leave nothing to resume
 _KEPT: Final = 2  # one to resume from, and one more if that is damaged
-_PATIENCE: Final = 3  # how often over a run may go past its last step before a manager has seen it at a boundary
+_PATIENCE: Final = 3  # a run that no manager has seen at a boundary may take this many times its steps
 
 
 def rehearsal_of(environment: Mapping[str, str], *, rank: int) -> "Rehearsal | None":
-    """The rehearsal that this process is a part of, or None.
+    """The rehearsal that this process belongs to, or None.
 
     Args:
         environment: such as ``os.environ``.
         rank: of this process; rank 0 writes the record.
 
     Raises:
-        InvalidArgument: if the variable is set and holds no orders.
+        InvalidArgument: if the variable is set and does not contain orders.
     """
     orders = orders_of(environment)
     return None if orders is None else Rehearsal(orders, rank=rank)
@@ -50,7 +50,7 @@ def rehearsal_of(environment: Mapping[str, str], *, rank: int) -> "Rehearsal | N
 
 @final
 class Rehearsal:
-    """Moves a manager's place, sets its cadence, ends its run, and tells the record. A `Recorder` for its live runs.
+    """Moves the place where a manager saves, sets its cadence, ends its run, and writes the record. A `Recorder` of its live runs.
 
     Args:
         orders: of the rehearsal.
@@ -68,12 +68,12 @@ class Rehearsal:
         self._record = RecordFile(notes / RECORD_NAME, clock=time.monotonic)
 
     def place(self, run: Run) -> Run:
-        """Where the manager saves in this rehearsal: its own place if that is at home, else one at home for it.
+        """Where the manager saves in this rehearsal: its own place if that is inside the rehearsal's home, else a new one there.
 
-        Nothing that was trained before is read or written, whatever place the program names.
+        Whatever place the program names, no earlier checkpoint is read or written.
         """
         if not isinstance(run, str | Path | Store):
-            return run  # it is refused by name in a moment
+            return run  # the manager refuses it by name
         is_local = isinstance(run, str | Path | LocalStore)
         url = run if isinstance(run, str | Path) else run.url
         given = os.path.abspath(url) if is_local else str(url)  # noqa: PTH100 - as a store does
@@ -81,7 +81,7 @@ class Rehearsal:
         stays = is_local and f"{os.path.realpath(given)}/".startswith(f"{home}/")
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", given.rstrip("/").rpartition("/")[2]).strip(".-") or "run"
         self._name = f"{slug}-{digest_of(given.encode()).removeprefix('xxh3:')[:8]}"
-        if stays:  # a name that is the same in the home of another run
+        if stays:  # a name that does not depend on the home
             self._name = os.path.relpath(os.path.realpath(given), home).replace("/", "-")
         self._place = given if stays else os.path.join(home, "managers", self._name)  # noqa: PTH118
         _LOG.warning(
@@ -92,11 +92,11 @@ class Rehearsal:
         return run if stays else self._place
 
     def retention(self, given: Retention) -> Retention:
-        """What the manager keeps: what it was told to; or the last two where that is everything, so that the disk does not fill."""
+        """What the manager keeps: as given; but the last two instead of everything, so that the disk does not fill."""
         return keep_last(_KEPT) if given == keep_all() else given
 
     def listener(self, listener: Callable[[Event], object] | None) -> Callable[[Event], object]:
-        """A listener to the manager's events that tells the record too."""
+        """A listener to the manager's events that writes the record too."""
 
         def hear(event: Event) -> object:
             self._hear(event)
@@ -110,7 +110,7 @@ class Rehearsal:
         """Listen to a live run."""
         if isinstance(run, Live) and run.recorder is not self:
             run.recorder = self
-            if run.progress.step:  # it was not restored by a manager: say where it is
+            if run.progress.step:  # it was not restored by a manager: record where it is
                 self._step(run.progress.step)
 
     def is_last(self, run: Live | TrainState) -> bool:
@@ -119,17 +119,17 @@ class Rehearsal:
         self.watch(run)
         step = _step(run)
         if isinstance(run, TrainState):
-            self._step(step)  # a live run says so when it advances
+            self._step(step)  # a live run reports its steps when it advances
         return self.is_over(step)
 
     def begins_save(self, run: Live | TrainState) -> None:
-        """A save begins."""
+        """Record that a save begins."""
         self._met_boundary = True
         self.watch(run)
         self._write("save", _step(run))
 
     def ends(self, run: Live | TrainState, drain: Callable[[], object]) -> None:
-        """After a boundary: where it was the last one, wait until all is durable, and say that the run is over."""
+        """After the last boundary, wait until everything is durable, and record that the run is over."""
         if self.is_over(_step(run)) and not self._is_done:
             drain()
             self._done(_step(run), "the steps of the rehearsal")
@@ -137,12 +137,12 @@ class Rehearsal:
     # --- as a recorder -----------------------------------------------------------------------------------------------
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write values at once: a kill loses nothing that was recorded before it."""
+        """Write values at once, so that a kill does not lose them."""
         texts = {name: exact_text(plain_number(value)) for name, value in values.items()}
         self._write("values", step, values=texts)
 
     def advanced(self, step: int, epoch: int) -> None:
-        """An optimizer step was counted; a run that ignores its end is killed here."""
+        """Record a step; kill a run that ignores its end."""
         self._step(step, epoch=epoch)
         if not self._met_boundary and step > _PATIENCE * self.orders.steps:
             self._done(step, "no call of manager.step or manager.save")
@@ -168,7 +168,7 @@ class Rehearsal:
         self._write("done", step, why=why)
 
     def _die(self, step: int) -> None:
-        """End a run that looks neither at ``manager.should_stop`` nor at the end of ``live.batches()``."""
+        """Kill a run that ignores both ``manager.should_stop`` and the end of ``live.batches()``."""
         self._record.write("done", step, rank=self._rank, why="it went on past its end", is_killed=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -184,7 +184,7 @@ class Rehearsal:
             self._write("saved", event.step, checkpoint=event.checkpoint)
 
     def _keep_manifest(self, checkpoint: str) -> None:
-        """Keep the manifest, which has the digest of every leaf, and links to the data, before old checkpoints are deleted."""
+        """Keep the manifest, which has the digest of every leaf, and hard links to the data, before old checkpoints are deleted."""
         keep_checkpoint(Path(self._place, checkpoint), Path(self.orders.notes, KEPT_NAME, self._name))
         kept = Path(self.orders.notes, MANIFESTS_NAME, self._name)
         kept.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ class Rehearsal:
         (kept / f".{checkpoint}").replace(kept / f"{checkpoint}.json")
 
     def _write(self, kind: EntryKind, step: int, **data: object) -> None:
-        if self._rank == 0 or kind == "start":  # the others say which processes they are
+        if self._rank == 0 or kind == "start":  # the other ranks record which processes they are
             self._record.write(kind, step, rank=self._rank, **data)
 
 

@@ -1,4 +1,4 @@
-"""`GeneratorPart`: a random generator of the user's, under ``extra``: of torch, of numpy, or of python."""
+"""`GeneratorPart`: a user's random generator under ``extra``, of torch, numpy or python."""
 
 import random
 from typing import Any, Final, final
@@ -28,7 +28,7 @@ def is_generator(target: object) -> bool:
 @final
 @attrs.frozen
 class GeneratorPart:
-    """A generator as a component; it is written in place, so that whoever holds it goes on with the same one.
+    """A generator as a component. It is written in place, so code that refers to it keeps the same object.
 
     Examples:
         >>> generator = torch.Generator().manual_seed(1)
@@ -48,15 +48,15 @@ class GeneratorPart:
         return Opaque({"kind": self._kind(), "state": _state(self.target)})
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Whether the state is one of such a generator; it is tried on a new one."""
+        """Whether such a generator accepts the state; it is tried on a new one."""
         if not isinstance(saved, Opaque) or not isinstance(saved.value, dict) or "state" not in saved.value:
             return [wrong_kind(self.path, "the saved state of a random generator", saved)]
         if saved.value.get("kind") != self._kind():
             return [self._refused(f"the state of a {self._kind()}", str(saved.value.get("kind"))[:80])]
         try:
             _check(self.target, saved.value["state"])
-        except Exception as error:  # noqa: BLE001 - a generator raises what it likes about what it cannot take
-            return [self._refused(f"a state that a {self._kind()} takes", str(error)[:200])]
+        except Exception as error:  # noqa: BLE001 - generators raise exceptions of any class
+            return [self._refused(f"a state that a {self._kind()} accepts", str(error)[:200])]
         return []
 
     def write(self, saved: Any) -> Undo:
@@ -70,7 +70,7 @@ class GeneratorPart:
         return kind_of(self.target) if bits is None else f"{kind_of(self.target)}({type(bits).__name__})"
 
     def _refused(self, expected: str, found: str) -> InvalidState:
-        return InvalidState(self.path, expected=expected, found=found or "one of no kind",
+        return InvalidState(self.path, expected=expected, found=found or "a state without a kind",
                             fix="register the generator that the state was captured from, or leave it out")  # fmt: skip
 
 
@@ -110,4 +110,4 @@ def _check(target: Any, state: Any) -> None:
         made = kind(0)
         made.state = state
         if repr(made.state) != repr(state):
-            raise ValueError("a state that the generator does not give back")
+            raise ValueError("a state that the generator does not return as it was set")

@@ -1,7 +1,7 @@
 """The global random streams of a mutable loop: python, numpy, torch, and the accelerator that the model is on.
 
-They are captured as plain values (ints, floats, arrays), never as pickles, and written back bit for bit (H01). Only
-the device that the model is bound to is read, so that a state does not depend on which other devices are visible.
+They are captured as plain values (ints, floats, arrays), never as pickles, and written back bit for bit. Only the
+model's device is read, so a state does not depend on which other devices are visible.
 """
 
 import random
@@ -52,7 +52,7 @@ def capture_streams(device: torch.device | None = None) -> Streams:
 
 
 def read_streams(device: torch.device | None = None) -> Callable[[], Streams]:
-    """Read every global stream now, and make plain values of what was read later, in whichever thread.
+    """Read every global stream now; the returned function makes plain values of them later, in any thread.
 
     Examples:
         >>> streams = read_streams()
@@ -81,7 +81,7 @@ def restore_streams(streams: Streams, device: torch.device | None = None) -> Non
     """Write captured streams back, bit for bit.
 
     Args:
-        streams: from `capture_streams`, checked with `stream_problems` where they come from elsewhere.
+        streams: from `capture_streams`; check streams from elsewhere with `stream_problems` first.
         device: the accelerator to write, or None.
     """
     random.setstate(_python_state(streams["python"]))
@@ -93,7 +93,7 @@ def restore_streams(streams: Streams, device: torch.device | None = None) -> Non
 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
-    """Run a block and leave every global stream as it was before it, also when it raises (H05).
+    """Run a block and put every global stream back to where it was before, also when the block raises.
 
     Examples:
         >>> before = torch.get_rng_state()
@@ -110,16 +110,16 @@ def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
 
 
 def derive_streams(seed: int, *, step: int, rank: int = 0, device: torch.device | None = None) -> Streams:
-    """New streams as a function of the seed, the step and the rank, for a resume on another layout (H03).
+    """New streams as a function of the seed, the step and the rank, for a resume on another layout.
 
     Args:
-        seed: of the run; ``streams["seed"]`` of the captured ones.
-        step: where the run goes on.
+        seed: of the run; ``streams["seed"]`` of the captured streams.
+        step: at which the run resumes.
         rank: of this process.
         device: the accelerator to include, or None.
 
     Returns:
-        Streams that no other step or rank has, to be put into the state that is restored.
+        Streams that no other step or rank has. Put them into the state before the restore.
 
     Examples:
         >>> one, other = derive_streams(0, step=5), derive_streams(0, step=5, rank=1)
@@ -145,15 +145,15 @@ def derive_streams(seed: int, *, step: int, rank: int = 0, device: torch.device 
 def stream_problems(
     streams: Any, device: torch.device | None = None, *, path: str = "state.rng"
 ) -> list[TrainfoldError]:
-    """Every reason why streams cannot be written here: each is checked, and tried on a generator of its own.
+    """Every reason why streams cannot be written here: each is checked, and tried on a new generator.
 
     Args:
-        streams: a value that may come from anywhere.
+        streams: a value from any source.
         device: the accelerator that needs a stream, or None.
-        path: where they stand, for messages.
+        path: where they are in the state, for messages.
 
     Returns:
-        The problems; none for streams captured on the same layout.
+        The problems; empty for streams captured on the same layout.
     """
     version = streams.get("version") if isinstance(streams, dict) else type(streams).__qualname__
     if type(version) is not int or version != VERSION:
@@ -162,7 +162,7 @@ def stream_problems(
                 f"{path}.version",
                 expected=f"random streams of version {VERSION}",
                 found=shown(version),
-                fix="resume with the trainfold that wrote them, or put derive_streams(seed, step=...) in their place",
+                fix="resume with the trainfold that wrote them, or replace them with derive_streams(seed, step=...)",
             )
         ]
     wanted = ["python", "numpy", "torch", *([device.type] if device is not None else [])]
@@ -178,13 +178,13 @@ def stream_problems(
             continue
         try:
             _try_stream(name, streams[name], device)
-        except Exception as error:  # noqa: BLE001 - a generator raises what it likes about what it cannot take
+        except Exception as error:  # noqa: BLE001 - generators raise exceptions of any class
             found.append(_not_usable(where, f"the state of this process's {name} generator", str(error)))
     return found
 
 
 def moved_stream_problems(streams: Any, *, path: str) -> list[TrainfoldError]:
-    """Every reason why those streams that are given cannot be written; the others are as they were seeded.
+    """Every reason why these streams cannot be written. A stream that is absent has not moved since it was seeded.
 
     Examples:
         >>> moved_stream_problems({}, path="x"), len(moved_stream_problems({"torch": 1, "oboe": 2}, path="x"))
@@ -223,7 +223,7 @@ def _not_usable(where: str, expected: str, found: str = "one") -> InvalidState:
         where,
         expected=expected,
         found=found,
-        fix="resume on the same kind of device; or put derive_streams(seed, step=...) in place of the streams, "
+        fix="resume on the same kind of device; or replace the streams with derive_streams(seed, step=...), "
         "or leave rng out with components=, on purpose",
     )
 
@@ -240,22 +240,22 @@ class RngPart:
     device: torch.device | None = None
 
     def capture(self) -> Opaque:
-        """The streams; as `Opaque`, because a generator knows best what its state looks like."""
+        """The streams, as `Opaque`: only a generator knows the form of its state."""
         return self.read()()
 
     def read(self) -> Callable[[], Opaque]:
-        """As `capture`, in two parts: the streams are read now, and may be made a component of later, in another thread."""
+        """Read the streams now; the returned function makes the component later, in any thread."""
         streams = read_streams(self.device)
         return lambda: Opaque(streams())
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Whether every stream is there and usable (H04)."""
+        """Whether every stream is there and usable."""
         if not isinstance(saved, Opaque):
             return [wrong_kind("state.rng", "the captured random streams of a loop", saved)]
         return stream_problems(saved.value, self.device)
 
     def write(self, saved: Any) -> Undo:
-        """Write the streams back; if a generator refuses its own, all are as they were."""
+        """Write the streams back; if a generator refuses its state, all streams stay as they were."""
         before = capture_streams(self.device)
         try:
             restore_streams(saved.value, self.device)

@@ -1,6 +1,6 @@
-"""`StreamReader`: which global random streams of this process have moved, at a cost that each batch can bear.
+"""`StreamReader`: finds which global random streams of this process have moved, cheaply enough to run at each batch.
 
-It runs in the workers of a loader too, so it imports little.
+It also runs in the workers of a loader, so it imports little.
 """
 
 import ctypes
@@ -15,15 +15,15 @@ import torch
 Streams: TypeAlias = dict[str, Any]
 
 _WORDS: Final = struct.Struct("625I")  # python's Mersenne twister: 624 words and a position
-_FIRST: Final = 32  # so many bytes of the words show whether all of them were made anew
-_NUMPY_POSITION: Final = 624 * 4  # in memory: the words, and then the position
+_FIRST: Final = 32  # this many bytes of the words show whether all of them were regenerated
+_NUMPY_POSITION: Final = 624 * 4  # in memory: the words, then the position
 _RANDOM: Final = random.random.__self__  # type: ignore[attr-defined] # the stream that the functions of `random` draw from
 
 
 def _place_of_python() -> int | None:
-    """Where python's stream keeps its position and then its words, or None where that cannot be told.
+    """Where python's stream keeps its position and then its words, or None if they are not found.
 
-    They are looked for and not supposed: no interpreter promises where they are.
+    They are searched for, because no interpreter promises where they are.
     """
     if sys.implementation.name != "cpython":
         return None
@@ -35,11 +35,11 @@ def _place_of_python() -> int | None:
 
 @final
 class StreamReader:
-    """Reads the streams ``python``, ``numpy`` and ``torch``, again and again; none of them moves.
+    """Reads the streams ``python``, ``numpy`` and ``torch`` repeatedly; none of them moves.
 
-    Reading costs a few microseconds where nothing moved. Only a stream that has moved is made a value: to say what its
-    stream holds, python makes 625 numbers and numpy takes 30 microseconds. So of these two the position and the first words
-    are looked at in memory. Every draw moves the position, or makes all the words anew.
+    A read costs a few microseconds if nothing moved. Only a stream that has moved becomes a value: to return the state of
+    its stream, python makes 625 numbers and numpy takes 30 microseconds. So for these two the position and the first words
+    are read from memory. Every draw moves the position or regenerates all the words.
 
     Examples:
         >>> reader = StreamReader()
@@ -81,7 +81,7 @@ class StreamReader:
         return found
 
     def _marks_of_python(self) -> Any:
-        """What every draw from python's stream changes."""
+        """Bytes that every draw from python's stream changes."""
         if self._place is not None:
             return ctypes.string_at(self._place, 4 + _FIRST), _RANDOM.gauss_next
         _, words, gauss = _RANDOM.getstate()
@@ -90,7 +90,7 @@ class StreamReader:
     def _moved_numpy(self) -> Any:
         """Numpy's stream, if it has moved.
 
-        The second number of a pair of normal ones lies elsewhere in memory. It can only be used up where there is one.
+        The second number of a pair of normal ones is elsewhere in memory. It can only be used up where there is one.
         """
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if type(bits) is np.random.MT19937:
@@ -113,7 +113,7 @@ class StreamReader:
 
 
 def set_streams(streams: Streams) -> None:
-    """Write those streams that are given, as `StreamReader` or ``capture_streams`` read them.
+    """Write the streams that are present, as `StreamReader` or ``capture_streams`` read them.
 
     Examples:
         >>> reader = StreamReader()

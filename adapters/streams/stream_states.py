@@ -1,7 +1,7 @@
-"""Whether a saved state of a random generator is one: checked by type, size and range before any generator takes it.
+"""Checks a saved state of a random generator by type, size and range, before any generator gets it.
 
-The generators themselves check too little. numpy's takes a position far outside of its words, and the next draw reads there:
-the process dies, or draws what lies in its memory. So each state is checked here, tried on a generator of its own, and read back.
+The generators themselves check too little. numpy's accepts a position far outside its words, and the next draw reads there:
+the process dies, or draws from other memory. So each state is checked here, tried on a new generator, and read back.
 """
 
 import random
@@ -16,18 +16,18 @@ _WORDS: Final = 624  # of a Mersenne Twister, which python, numpy and torch have
 _PYTHON_VERSION: Final = 3
 _POSITIONS: Final = {"MT19937": ("state", "pos", _WORDS), "Philox": (None, "buffer_pos", 4)}  # numpy checks neither
 _TORCH_CPU_BYTES: Final = (
-    5056  # seed, words left, whether it is seeded, the next word's place, the words, one normal number
+    5056  # seed, words left, whether it is seeded, index of the next word, the words, one normal number
 )
 
 
 def check_python_state(value: Any) -> tuple[int, tuple[int, ...], float | None]:
-    """Check the state of a `random.Random` as `capture_streams` has it.
+    """Check the state of a `random.Random` in the form of `capture_streams`.
 
     Args:
-        value: from anywhere.
+        value: from any source.
 
     Returns:
-        What `random.Random.setstate` takes.
+        The argument of `random.Random.setstate`.
 
     Raises:
         ValueError: if it is not such a state.
@@ -55,8 +55,8 @@ def check_numpy_state(value: Any, kind: str) -> None:
     """Check the state of a numpy bit generator, in the form of ``RandomState.get_state(legacy=False)``.
 
     Args:
-        value: from anywhere.
-        kind: the class of the generator that shall take it, ``"MT19937"``.
+        value: from any source.
+        kind: the class of the generator that it is for, ``"MT19937"``.
 
     Raises:
         ValueError: if it is not such a state.
@@ -73,7 +73,7 @@ def check_numpy_state(value: Any, kind: str) -> None:
     _check(type(value) is dict, "the state of a numpy generator", value)
     found = value.get("bit_generator")
     if type(found) is not str or found != kind:
-        raise ValueError(f"of a {_short(found)}, and numpy's global generator is a {kind}")
+        raise ValueError(f"the state of a {_short(found)}, and numpy's global generator is a {kind}")
     if kind in _POSITIONS:
         place, name, most = _POSITIONS[kind]
         held = value if place is None else value.get(place)
@@ -82,15 +82,15 @@ def check_numpy_state(value: Any, kind: str) -> None:
     _check(value.get("has_gauss") in (0, 1), "0 or 1 as has_gauss", value.get("has_gauss"))
     trial = np.random.RandomState(getattr(np.random, kind)(0))
     trial.set_state(value)
-    _check(_same(value, trial.get_state(legacy=False)), "a state that comes back as it was given", "another one")
+    _check(_same(value, trial.get_state(legacy=False)), "a state that reads back as it was set", "another one")
 
 
 def check_torch_state(value: Any, device: torch.device | str = "cpu") -> None:
     """Check the state of a torch generator.
 
     Args:
-        value: from anywhere.
-        device: of the generator that shall take it.
+        value: from any source.
+        device: of the generator that it is for.
 
     Raises:
         ValueError: if it is not such a state.
@@ -119,7 +119,7 @@ def check_torch_state(value: Any, device: torch.device | str = "cpu") -> None:
         trial.set_state(state)
     except RuntimeError as error:
         _check(False, "the state of a generator that was seeded", str(error).split("\n", 1)[0])  # noqa: FBT003
-    _check(torch.equal(trial.get_state(), state), "a state that comes back as it was given", "another one")
+    _check(torch.equal(trial.get_state(), state), "a state that reads back as it was set", "another one")
 
 
 def _check(fits: bool, expected: str, found: object) -> None:  # noqa: FBT001 - reads as a sentence

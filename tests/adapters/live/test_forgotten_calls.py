@@ -384,5 +384,5 @@ def test_a_manager_that_is_closed_and_was_never_asked_to_save_says_so(call, capl
     told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(told) == (call == "none")
     if told:
-        assert "6 steps were trained since the restore, and nothing of them is saved" in told[0]
+        assert "6 steps were trained since the restore, and none of them was saved" in told[0]
         assert "manager.step(live)" in told[0]

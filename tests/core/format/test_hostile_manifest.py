@@ -315,6 +315,6 @@ def test_a_generator_of_no_kind_is_refused_and_what_was_found_is_said():
     state = live.capture()
     nameless = Opaque({**state.extra["noise"].value, "kind": ""})
     with pytest.raises(
-        RestoreRefused, match=r"noise: expected the state of a torch._C.Generator, found one of no kind"
+        RestoreRefused, match=r"noise: expected the state of a torch._C.Generator, found a state without a kind"
     ):
         live.restore(state.evolve(extra={"noise": nameless}))
