@@ -181,7 +181,7 @@ def no_names(samples: Samples) -> int:
     Raises:
         InvalidArgument: for samples by name.
     """
-    if isinstance(samples, Mapping):
+    if type(samples) is not int and isinstance(samples, Mapping):
         raise InvalidArgument(
             "advance.samples",
             expected="a number, where no loader has a name",

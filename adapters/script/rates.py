@@ -27,6 +27,7 @@ class Rates:
         self._began: dict[str, list[float]] = {}
         self._saved: dict[str, float] = {}  # the restored rates, until each changes for the first time
         self._step = 0
+        self._seen: list[float | None] | None = None  # the rates of the last step, in the order of the groups
         for key, rate in self._rates():
             self._began[key] = [rate]
 
@@ -36,12 +37,18 @@ class Rates:
         return {RATES: found} if found else {}
 
     def stepped(self) -> None:
-        """Read the rates after an optimizer step."""
+        """Read the rates after an optimizer step; name the groups only if a rate has changed."""
+        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        now = [rate if type(rate := group.get("lr")) is float else None for group in groups]
+        if now == self._seen:
+            return
+        self._seen = now
         for key, rate in self._rates():
             if key in self._saved:
                 saved = self._saved[key]
                 if rate != saved:
                     del self._saved[key]
+                    self._seen = None  # the next step adds this rate to those that the run began with
                     if restarts(self._began.get(key, ()), saved, rate):
                         self._warn(key, saved, rate)
             elif len(began := self._began.setdefault(key, [])) < 3:
@@ -51,6 +58,7 @@ class Rates:
         """Take over the rates in a checkpoint's contract, after the optimizer has been restored."""
         listed = contract.get(RATES)
         self._step = step
+        self._seen = None
         if not isinstance(listed, Mapping):
             return
         now = dict(self._rates())

@@ -114,7 +114,9 @@ class LoopData:
         return self.feed.feeds if isinstance(self.feed, FeedGroup) else {"": self.feed}
 
     def _is_inside(self) -> bool:
-        return any(feed.is_inside for feed in self._feeds().values())
+        if isinstance(self.feed, FeedGroup):
+            return any(feed.is_inside for feed in self.feed.feeds.values())
+        return self.feed.is_inside
 
     def _started(self, batches: Iterator[Any]) -> BatchStream:
         return BatchStream(batches if self._streams.is_settled else self._after_settling(batches))
@@ -161,11 +163,12 @@ class LoopData:
     def _is_of_all_ranks(self, samples: int) -> bool:
         """Whether a number can only be the sum over the ranks: there are several, and this one was handed fewer."""
         if isinstance(self.feed, FeedGroup):
-            waiting = [each.waiting_samples() for each in self.feed.feeds.values() if each.undelivered()]
+            each = [feed.waiting_samples() for feed in self.feed.feeds.values() if feed.undelivered()]
+            known = [size for size in each if size is not None]
+            waiting = sum(known) if len(known) == len(each) else None
         else:
-            waiting = [self.feed.waiting_samples()]
-        known = [each for each in waiting if each is not None]
-        return len(known) == len(waiting) and 0 < sum(known) < samples and ranks_around(os.environ) is not None
+            waiting = self.feed.waiting_samples()
+        return waiting is not None and 0 < waiting < samples and ranks_around(os.environ) is not None
 
     def drop(self) -> int:
         """Discard the batches since the last step; return the samples among them that were not counted."""

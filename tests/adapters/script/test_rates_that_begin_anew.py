@@ -101,3 +101,23 @@ def test_it_is_named_at_the_second_resume_as_well():
         train(store, steps, "decay", how="from the step")
     with pytest.warns(HiddenState, match="restarts at a resume"):
         train(store, 25, "decay", how="forgotten")
+
+
+def test_a_step_that_changes_no_rate_names_no_group(monkeypatch):
+    """The rates of a step are compared with those of the step before; only a change is looked at group by group."""
+    named = []
+    monkeypatch.setattr(
+        "trainfold.adapters.script.rates.with_rate", lambda began, rate: named.append(rate) or [*began, rate]
+    )
+    parameters = list(torch.nn.Linear(2, 1).parameters())
+    groups = [{"params": [each], "lr": 0.1} for each in parameters]
+    model = torch.nn.ParameterList(parameters)
+    optimizer = torch.optim.SGD(groups)
+    live = attach(model, optimizer)
+    for _ in range(4):
+        live.advance(samples=1)
+    assert named == [0.1, 0.1]
+    optimizer.param_groups[1]["lr"] = 0.05
+    live.advance(samples=1)
+    live.advance(samples=1)
+    assert named == [0.1, 0.1, 0.1, 0.05]
