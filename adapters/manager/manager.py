@@ -81,7 +81,7 @@ class CheckpointManager:
 
     Examples:
         >>> import torch, trainfold
-        >>> from trainfold.adapters.live.live import attach
+        >>> from trainfold.adapters.live.attach import attach
         >>> from trainfold.backends.stores.memory import MemoryStore
         >>> store = MemoryStore()
         >>> with CheckpointManager(store, every=2, keep_last=1) as manager:
