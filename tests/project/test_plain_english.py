@@ -59,12 +59,8 @@ PENDING: Final = (
     "adapters/cli/rehearse",
     "adapters/cli/terminal",
     "adapters/evaluation",
-   
-   
-   
     "adapters/manager",
     "adapters/requests",
-   
     "backends",
     "backends/formats/native",
     "backends/hold",
