@@ -1,4 +1,4 @@
-"""The numerical environment: what a program has set, or a machine has, on which the bits of a sum depend (W09)."""
+"""The numerical environment: settings of the program and properties of the machine on which the bits of a sum depend."""
 
 import platform
 import sys
@@ -12,13 +12,13 @@ from trainfold.core.resume.drift import ENVIRONMENT
 from trainfold.core.state.state import ModelState, TrainState
 
 _UNKNOWN: Final = "unknown"
-_BACKENDS: Final[Any] = torch.backends  # whose modules say nothing of the types of their settings
+_BACKENDS: Final[Any] = torch.backends  # its modules have no types for their settings
 
 
 def environment_of(state: TrainState) -> dict[str, Any]:
-    """Contract key -> plain value, for the process and for the device that the model of a state is on.
+    """Contract key -> plain value, for the process and for the device of a state's model.
 
-    It takes some twenty microseconds, so that it can be read at each save: a program may change it as it goes.
+    It takes about twenty microseconds, so each save can read it: a program may change its settings while it runs.
 
     Examples:
         >>> found = environment_of(TrainState())
@@ -61,7 +61,7 @@ def _cuda(device: torch.device) -> dict[str, Any]:
 
 
 def _flushes_denormals() -> bool:
-    """Whether numbers below the smallest normal one become 0 in this thread; torch sets that and does not say it, so it is tried."""
+    """Whether numbers below the smallest normal one become 0 in this thread; torch has a setter and no getter, so it is tried."""
     smallest = sys.float_info.min
     return smallest / 2 == 0.0
 
@@ -72,7 +72,7 @@ def _machine() -> str:
 
 
 def _matmul_precision() -> Any:
-    """By the one name for all backends; by those of the backends where torch refuses, because a program has set these."""
+    """The precision by its one name for all backends; where torch refuses that, because a program has set the backends' own names, by those."""
     found = _read(torch.get_float32_matmul_precision)
     if found != _UNKNOWN:
         return found
@@ -84,7 +84,7 @@ def _matmul_precision() -> Any:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """A setting with an old name and a new one; torch refuses to say what it is where a program has used both."""
+    """A setting with an old and a new name, which torch refuses to read where a program has used both."""
     try:
         return setting()
     except (RuntimeError, AttributeError):

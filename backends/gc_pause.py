@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 def without_collecting(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a function with the cyclic garbage collector paused, where Python's main thread calls it.
+    """Run a function with the cyclic garbage collector paused, if Python's main thread calls it.
 
     Building the values for 1e5 leaves allocates millions of objects and frees none of them, so each collection in between
-    walks everything and finds nothing: measured, two thirds of the time of a plan.
+    walks all of them and finds nothing: measured, two thirds of the time of a plan.
 
-    The collector is the process's, and it is not for a thread in the background to turn it on or off: two that do so at a time may leave
-    it off for good, and what the loop says meanwhile would be undone.
+    The collector belongs to the process, so a background thread must not switch it: two threads at once may leave it off for good, and
+    would undo what the loop sets meanwhile.
 
     Examples:
         >>> without_collecting(gc.isenabled)()

@@ -1,10 +1,12 @@
-"""`Helpers`: threads that share work with the thread that asks for them, which waits for no thread that has not begun.
+"""`Helpers`: threads that share the work of a block with its own thread, which never waits for a thread that has not begun.
 
-A thread is made once: at the end of a block it waits for the next block, whoever's that is, and so a run of saves starts as many threads
-as one save needs. ``Thread.start`` waits until the new thread says that it runs. One that gets no memory to say so dies in silence, and the caller waits for
-ever, with the run's lock in its hands (W19). So threads are started here without that wait, and whoever needs a piece of work that nobody
-has begun does it: where no thread can be had, the caller does everything. It is no executor either, which begins nothing once Python
-has started to come down.
+A thread is made once. At the end of a block it waits for the next block of any thread, so a run of saves starts as many threads as one
+save needs.
+
+``Thread.start`` waits until the new thread reports that it runs. A thread without the memory for that report dies in silence, and the
+caller waits forever, with the run's lock. So threads are started here without that wait, and a caller that needs a task that has not
+begun does it itself: where no thread can be started, the caller does everything. An executor would not do, because it starts
+nothing once Python is shutting down.
 """
 
 import _thread
@@ -25,14 +27,14 @@ LONGEST_SECS: Final = 10.0
 
 
 def start_in_time(thread: threading.Thread, *, longest_secs: float = LONGEST_SECS) -> None:
-    """Start a thread that Python waits for when it ends; give up on one that does not begin.
+    """Start a thread that Python waits for at its end, or give up on it.
 
     Args:
-        thread: not started yet. One that begins after this has given up must find nothing to do.
+        thread: not started yet. If it begins after this has given up, it must find nothing to do.
         longest_secs: how long to wait for it.
 
     Raises:
-        RuntimeError: if there is no thread to be had, or it did not begin in time.
+        RuntimeError: if no thread can be started, or it did not begin in time.
         MemoryError: if there is no memory for one.
 
     Examples:
@@ -45,24 +47,24 @@ def start_in_time(thread: threading.Thread, *, longest_secs: float = LONGEST_SEC
 
     def start() -> None:
         try:
-            thread.start()  # which waits for the thread, for ever if it died
+            thread.start()  # waits for the thread, forever if it died
         except BaseException as error:  # noqa: BLE001 - raised below
             failures.append(error)
-        end.tell()
+        end.set()
 
     deadline = time.monotonic() + longest_secs
     _thread.start_new_thread(start, ())
     while not end.is_over:
         if time.monotonic() >= deadline:
             raise RuntimeError(f"a thread did not begin in {longest_secs:g} s")
-        end.wait_a_moment()
+        end.wait_briefly()
     if failures:
         raise failures[0]
 
 
 @final
 class Task(Generic[T]):
-    """A piece of work that is done once, by whoever claims it first.
+    """An action that runs once, in the thread that claims it first.
 
     Examples:
         >>> task = Task(lambda: 7)
@@ -79,7 +81,7 @@ class Task(Generic[T]):
         self._failure: BaseException | None = None
 
     def carry_out(self, helper: "_Helper | None" = None) -> None:
-        """Do it, unless somebody has begun it; raises nothing."""
+        """Run it, unless it is claimed already; raises nothing."""
         if not self._claim.acquire(blocking=False):
             return
         self._helper = helper
@@ -89,59 +91,59 @@ class Task(Generic[T]):
             self._failure = error
         finally:
             self._end.is_over = True  # an assignment, because a call may get no memory
-            self._end.tell()
+            self._end.set()
 
     def result(self) -> T:
-        """What it returned, or raise what it raised; done here if nobody has begun it.
+        """Return what it returned, or raise what it raised; run it here if it has not begun.
 
         Raises:
-            MemoryError: if the thread that had begun it died without a word.
+            MemoryError: if the thread that had begun it died in silence.
         """
         self.carry_out()
         while not self._end.is_over:
             if self._helper is not None and self._helper.end.is_over and not self._end.is_over:
                 raise MemoryError("the thread that did this died")
-            self._end.wait_a_moment()
-        failure, self._failure = self._failure, None  # its traceback leads to what it had in its hands
+            self._end.wait_briefly()
+        failure, self._failure = self._failure, None  # its traceback leads to what the action worked on
         if failure is not None:
             raise failure
         return self._value  # type: ignore[return-value]  # it has ended without a failure
 
     def withdraw(self) -> bool:
-        """Whether nobody has begun it, and nobody will."""
+        """Claim it, so that it never runs; False if it runs, or has run."""
         return self._claim.acquire(blocking=False)
 
 
 @final
 class _Helper:
-    """What one thread does. Its end is told by it, and not by `Thread.join`, which believes it to be over when interrupted."""
+    """The work of one thread in one block. It sets its own end: `Thread.join` takes a thread for ended when it is interrupted."""
 
     def __init__(self, waiting: "SimpleQueue[Task[object] | None]", idle: "SimpleQueue[Inbox]") -> None:
         self._waiting = waiting
-        self._idle = idle  # where its block looked for it: a thread that begins late goes back there
+        self._idle = idle  # where its block looked for it: a thread that begins late returns there
         self.has_begun = False
         self.end = Latch()
 
     def work(self, inbox: "Inbox") -> None:
-        """Carry out what waits, until there is a None; then the thread is free for whoever puts a helper into its inbox."""
+        """Run the waiting tasks until there is a None; then the thread is free for the next helper in its inbox."""
         try:
             self.has_begun = True
             while (task := self._waiting.get()) is not None:
                 task.carry_out(self)
-                del task  # and with it what it holds on to, while this waits for the next one
-            self._idle.put(inbox)  # before the end is told, so that the next block finds this thread
+                del task  # and what it keeps alive, while this waits for the next one
+            self._idle.put(inbox)  # before the end is set, so that the next block finds this thread
         finally:
             self.end.is_over = True  # as above
-            self.end.tell()
+            self.end.set()
 
 
 Inbox: TypeAlias = "SimpleQueue[_Helper]"
-_IDLE: "SimpleQueue[Inbox]" = SimpleQueue()  # of the threads that have nothing to do
+_IDLE: "SimpleQueue[Inbox]" = SimpleQueue()  # inboxes of the threads that have nothing to do
 
 
 def _forget_idle_threads() -> None:
-    """In a forked child: the threads of its parent are not there."""
-    global _IDLE  # noqa: PLW0603 - a new queue: a thread of the parent may have had the old one in its hands
+    """In a forked child: it does not have its parent's threads."""
+    global _IDLE  # noqa: PLW0603 - a new queue: a thread of the parent may have been using the old one
     _IDLE = SimpleQueue()
 
 
@@ -150,19 +152,19 @@ if hasattr(os, "register_at_fork"):
 
 
 def _be_a_thread(helper: _Helper) -> None:
-    """Do the work of one helper after another; the thread ends with the process, or by a failure such as a lack of memory."""
+    """Do the work of one helper after another, until the process ends or a failure such as a lack of memory ends the thread."""
     inbox: Inbox = SimpleQueue()
     while True:
         helper.work(inbox)
-        del helper  # and with it the queue of a block that is over
+        del helper  # and the queue of a block that is over
         helper = inbox.get()
 
 
 @final
 class Helpers:
-    """Threads that work for a block, from its beginning to its end; fewer, or none, where the machine has no more.
+    """Threads that work for a block, from its beginning to its end. There are fewer, or none, where the machine has no more.
 
-    Those that have worked for an earlier block are used again; one that has died meanwhile does nothing, and the caller does it.
+    Threads of an earlier block are used again. If one has died meanwhile, the caller does its work.
 
     Args:
         count: how many.
@@ -196,7 +198,7 @@ class Helpers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Begin nothing more, and return when what was begun has ended: what the tasks work on goes elsewhere then."""
+        """Start nothing more, and return when everything that has begun has ended: what the tasks work on is reused then."""
         interruption: BaseException | None = None
         while True:
             try:
@@ -208,7 +210,7 @@ class Helpers:
             raise interruption
 
     def give(self, task: Task[T]) -> Task[T]:
-        """Have it done by a thread that is free, or by whoever asks for its result first."""
+        """Let a free thread run it, or the first thread that asks for its result."""
         self._waiting.put(task)  # type: ignore[arg-type]  # whatever it returns
         return task
 
@@ -219,7 +221,7 @@ class Helpers:
                 if task is not None:
                     task.withdraw()
         for _ in self._helpers:
-            self._waiting.put(None)  # again after an interrupt; one too many does no harm
+            self._waiting.put(None)  # again after an interrupt; a surplus one does no harm
         for helper in self._helpers:
-            if helper.has_begun:  # one that begins later finds nothing to do
+            if helper.has_begun:  # a thread that begins later finds nothing to do
                 helper.end.wait()

@@ -73,7 +73,7 @@ class Job(Generic[T]):
         finally:
             # only now: a thread that begins to work would take the interpreter from a caller that waits for it to start
             self._is_started.is_over = True  # an assignment, which no interrupt can fall into
-            self._is_started.tell()
+            self._is_started.set()
 
     def wait_for_start(self) -> None:
         """Return when `start` has returned, or the job was withdrawn; in the thread of the job."""
@@ -93,12 +93,12 @@ class Job(Generic[T]):
             self.failure = error
         end = self._end
         del self, action  # a failure's traceback leads to this frame, and keeps it alive
-        end.tell()
+        end.set()
 
     def withdraw(self) -> bool:
         """Claim the action, so that it never runs; False if it runs, or has run."""
         withdrawn = self._claim.acquire(blocking=False)
-        self._is_started.tell()  # a thread that waits for the start goes
+        self._is_started.set()  # a thread that waits for the start goes
         return withdrawn
 
     def wait(self) -> None:
@@ -111,7 +111,7 @@ class Job(Generic[T]):
         except BaseException as error:
             if not self.is_over and self.result is None and self.failure is None:
                 self.failure = error
-            self._end.tell()
+            self._end.set()
             raise
         if self.failure is not None and not isinstance(self.failure, Exception):
             raise self.failure from None

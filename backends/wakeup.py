@@ -1,4 +1,4 @@
-"""`Wakeup`: wakes the one thread that waits for something to change; `Latch`: tells that something is over, for good."""
+"""`Wakeup`: wakes the one thread that waits for a change; `Latch`: says that something is over, for good."""
 
 import threading
 from contextlib import suppress
@@ -9,16 +9,16 @@ _AT_LEAST_EVERY_SECS: Final = 1.0
 
 @final
 class Wakeup:
-    """Not a condition: Ctrl-C in the middle of one of those may leave its lock taken, and then the other thread waits for ever.
+    """One thread waits, and looks for itself each time `wait` returns; any thread rings.
 
-    One thread waits, and looks again each time it returns; any thread rings. It also returns now and then when nobody rang,
-    in case an interrupt came before somebody could.
+    It is not a condition: Ctrl-C in the middle of one may leave its lock taken, and then the other thread waits forever. `wait` also
+    returns once a second without a ring, in case an interrupt came before one.
 
     Examples:
-        >>> bell = Wakeup()
-        >>> bell.ring()
-        >>> bell.ring()
-        >>> bell.wait()
+        >>> wakeup = Wakeup()
+        >>> wakeup.ring()
+        >>> wakeup.ring()
+        >>> wakeup.wait()
     """
 
     def __init__(self) -> None:
@@ -26,26 +26,26 @@ class Wakeup:
         self._is_silent.acquire()
 
     def ring(self) -> None:
-        """Wake the thread that waits, or the one that will."""
+        """Wake the thread that waits, or the next one that does."""
         if self._is_silent.locked():
-            with suppress(RuntimeError):  # somebody else rang just now
+            with suppress(RuntimeError):  # another thread has just rung
                 self._is_silent.release()
 
     def wait(self) -> None:
-        """Return when somebody has rung since the last time."""
+        """Return when a thread has rung since the last time."""
         self._is_silent.acquire(timeout=_AT_LEAST_EVERY_SECS)
 
 
 @final
 class Latch:
-    """The end of something, told by itself.
+    """The end of something. It stays set.
 
     Attributes:
-        is_over: whether it was told.
+        is_over: whether it is set.
 
     Examples:
         >>> end = Latch()
-        >>> end.tell()
+        >>> end.set()
         >>> end.wait()
         >>> end.is_over
         True
@@ -53,19 +53,19 @@ class Latch:
 
     def __init__(self) -> None:
         self.is_over = False
-        self._bell = Wakeup()
+        self._wakeup = Wakeup()
 
-    def tell(self) -> None:
+    def set(self) -> None:
         """It is over."""
         self.is_over = True
-        self._bell.ring()
+        self._wakeup.ring()
 
-    def wait_a_moment(self) -> None:
-        """Return when it is over, or a little later: whoever waits may look whether it can still come."""
+    def wait_briefly(self) -> None:
+        """Return when it is over, or a little later, so that the caller can check whether the end can still come."""
         if not self.is_over:
-            self._bell.wait()
+            self._wakeup.wait()
 
     def wait(self) -> None:
-        """Return when it is over; if this is interrupted, it can be called again."""
+        """Return when it is over; after an interrupt it can be called again."""
         while not self.is_over:
-            self._bell.wait()
+            self._wakeup.wait()

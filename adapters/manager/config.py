@@ -1,7 +1,7 @@
-"""`CheckpointConfig` and `create_checkpoint_manager`: a manager from a config that may name a class of your own (O02).
+"""`CheckpointConfig` and `create_checkpoint_manager`: a manager from a config, which may name your own class.
 
-A config is data, and data must not run code that nobody meant to be run (U03): the class has to be below a prefix that the
-program, and not the config, allows; and it is looked at closely before it is built.
+A config is data, and data must not run code that the program did not allow. So the class has to be below a prefix that the program
+allows, and not the config; and it is checked closely before it is built.
 """
 
 import difflib
@@ -37,7 +37,9 @@ from trainfold.core.save.replicas import Level
 from trainfold.core.save.retention import Retention
 
 _WHERE: Final = "CheckpointConfig.manager"
-_RUN: Final = object()  # stands for a run, a decision: `bind` looks at how many there are and how they are named
+_RUN: Final = (
+    object()
+)  # stands for a run or a decision: `bind` checks only how many arguments there are and their names
 CALLS: Final[Mapping[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]]] = {
     "should_load": (((_RUN,), {}), ((_RUN,), {"step": 7})),
     "should_save": (((_RUN,), {}), ((_RUN,), {"is_last": True})),
@@ -52,18 +54,18 @@ CALLS: Final[Mapping[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]]] =
 
 @attrs.frozen(kw_only=True)
 class CheckpointConfig:
-    """What a checkpoint manager is to do. Subclass it for fields of your own: your manager gets the subclass.
+    """What a checkpoint manager should do. Subclass it to add fields: your manager gets the subclass.
 
-    Nothing is checked here; the manager does, when it is made. Fields that a manager does not know are none of its business,
-    so that a new field breaks no manager (O04).
+    Nothing is checked here: the manager checks its arguments when it is made. A manager ignores fields that it does not know, so
+    that a new field breaks no manager.
 
     Attributes:
-        allow: which managers may be named: prefixes of dotted paths, each ending with a dot. Of the class, and no field, so
-            that no file that a config is read from can widen it.
+        allow: which managers may be named: prefixes of dotted paths, each ending with a dot. It belongs to the class and is not a
+            field, so that no file that a config is read from can widen it.
         run: a directory, or a store.
-        every: save at each multiple of so many optimizer steps; ``"auto"`` for one that is chosen; None for no such cadence.
+        every: save at each multiple of so many optimizer steps; ``"auto"`` for a chosen cadence; None for no such cadence.
         every_secs: save after so many seconds.
-        at_end: whether the state is saved that the run ends with.
+        at_end: whether the last state is saved.
         start_over: whether the run starts from the beginning on purpose, and leaves its checkpoints behind.
         keep_last: keep so many of the newest checkpoints; 0 or None for all.
         keep: what else to keep.
@@ -71,7 +73,7 @@ class CheckpointConfig:
         mode: ``"sync"`` or ``"async"``.
         max_extra_bytes: memory that an asynchronous save may take beside the state; None for as much as the state.
         hold_check: whether an asynchronous save looks for writers that neither hooks nor version counters show.
-        replica_check: ``"none"``, ``"quick"``, ``"tensor"`` or ``"full"``: how much of what all ranks are to have alike is compared.
+        replica_check: ``"none"``, ``"quick"``, ``"tensor"`` or ``"full"``: how much is compared of what all ranks should have alike.
         when_busy: ``"wait"`` or ``"skip"``: what a save does while another one is under way.
         components: what is saved and restored; None for all.
         policy: what to do about each kind of difference at a resume.
@@ -109,9 +111,9 @@ class CheckpointConfig:
 
 
 def manager_arguments(config: CheckpointConfig) -> dict[str, Any]:
-    """The keyword arguments that a config has for a manager: what differs from the default, without ``run`` and ``manager``.
+    """The keyword arguments of a manager that a config sets: those that differ from the default, without ``run`` and ``manager``.
 
-    Fields of a subclass are left out: they are for the manager that knows them.
+    Fields of a subclass are left out: the manager that knows them reads them from the config.
 
     Examples:
         >>> manager_arguments(CheckpointConfig(run="runs/a", every=500))
@@ -127,28 +129,28 @@ def create_checkpoint_manager(
 ) -> CheckpointManagerLike:
     """Build the manager that a config names.
 
-    In this order, and each failure has its own error: the path's format, the allow-list, the import, the class, its methods,
-    their signatures, the construction (O02). Nothing is imported that is not allowed (U03), and nothing is built that cannot
-    be called. The class gets the config itself: ``cls.from_config(config, **extra)`` where it has such a class method, else
+    It checks, in this order and each with its own error: the path's format, the allow-list, the import, the class, its methods,
+    their signatures, the construction. It imports only what is allowed, and builds only what can be called as trainfold calls
+    it. The class gets the config itself: ``cls.from_config(config, **extra)`` where it has such a class method, else
     ``cls(config, **extra)``.
 
     Args:
         config: the config, or a subclass of yours.
         allow: prefixes of the paths that may be named, each ending with a dot; None for those of the config's class.
-        extra: what else the manager is to be given: things that are no config, such as ``requests``, ``on_event`` and ``collectives``.
+        extra: further arguments of the manager that a config cannot hold, such as ``requests``, ``on_event`` and ``collectives``.
 
     Returns:
         The manager, open.
 
     Raises:
-        InvalidArgument: for what is no config, or a prefix that is none.
-        ManagerPathInvalid: if ``config.manager`` is no dotted path.
+        InvalidArgument: for something other than a config, or an invalid prefix.
+        ManagerPathInvalid: if ``config.manager`` is not a dotted path.
         ManagerNotAllowed: if it begins with none of the prefixes.
         ManagerNotImportable: if its module cannot be imported.
         ManagerNotFound: if the module has no such name.
-        ManagerIncomplete: if that is no class, or methods are missing.
+        ManagerIncomplete: if that is not a class, or methods are missing.
         ManagerSignatureMismatch: if methods cannot be called as trainfold calls them.
-        ManagerNotBuilt: if it raises when it is built. What is trainfold's own, such as `RunLocked`, is raised as it is.
+        ManagerNotBuilt: if it raises when it is built. Errors of trainfold, such as `RunLocked`, are raised as they are.
 
     Examples:
         >>> create_checkpoint_manager(CheckpointConfig(run="runs/a", manager="os.system"))
@@ -251,13 +253,13 @@ def _check_signatures(cls: type, build: Callable[..., Any], config: CheckpointCo
 
 
 def _self(found: object) -> tuple[Any, ...]:
-    """What a method is called with before its arguments when it is taken from its class, as which ``found`` stands there."""
+    """What a method needs before its arguments when it is called on its class, where it stands as ``found``."""
     is_bound = isinstance(found, classmethod | staticmethod | MethodType) or not hasattr(type(found), "__get__")
     return () if is_bound else (_RUN,)
 
 
 def _awaited(name: str, found: object) -> str | None:
-    """What is wrong with something that does nothing when it is called, or None."""
+    """What is wrong with a function that does nothing when it is called, or None."""
     function: Any = _innermost(found)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         return f"{name}: it is async, and trainfold calls it without await"
@@ -267,7 +269,7 @@ def _awaited(name: str, found: object) -> str | None:
 
 
 def _innermost(found: object) -> object:
-    """The function that runs in the end. One that wraps another runs itself: it may well wait for the other."""
+    """The function that runs in the end. A wrapper runs itself: it may wait for the function that it wraps."""
     if isinstance(found, functools.partial | functools.partialmethod | functools.singledispatchmethod):
         return _innermost(found.func)
     if isinstance(found, classmethod | staticmethod | MethodType):
@@ -276,14 +278,14 @@ def _innermost(found: object) -> object:
         return found
     if hasattr(found, "__wrapped__"):  # such as a cache of results
         return _innermost(found.__wrapped__)
-    call = getattr(type(found), "__call__", None)  # noqa: B004 - of an object that can be called: its function
+    call = getattr(type(found), "__call__", None)  # noqa: B004 - the function of a callable object
     return call if isinstance(call, FunctionType) else found
 
 
 def _complaint(
     name: str, function: Callable[..., Any], calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 ) -> str | None:
-    """What is wrong with a signature, or None; of one that wraps another, that which it has and that which it shows."""
+    """What is wrong with a signature, or None. Of a wrapper, both its own signature and the one that it shows are checked."""
     try:
         signatures = [inspect.signature(function)]
         if isinstance(function, FunctionType | MethodType):
@@ -303,7 +305,7 @@ def _built(build: Callable[..., Any], config: CheckpointConfig, extra: Mapping[s
         manager = build(config, **extra)
     except TrainfoldError:
         raise
-    except (Exception, SystemExit) as error:  # as in its import: a tool's own way out is not the program's
+    except (Exception, SystemExit) as error:  # as in its import: what ends a tool must not end the program
         raise ManagerNotBuilt(_WHERE, expected=f"a manager of {config.manager!r}", found=error_text(error),
                               fix="see the cause") from error  # fmt: skip
     if not isinstance(manager, CheckpointManagerLike):

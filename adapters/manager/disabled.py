@@ -21,10 +21,10 @@ from trainfold.core.state.state import TrainState
 
 @final
 class DisabledManager:
-    """A `CheckpointManager` that saves and loads nothing (O07): the loop around it runs, is asked to stop, and ends as with that.
+    """A `CheckpointManager` that saves and loads nothing. The loop around it runs, stops on request and ends as with a real one.
 
     Args:
-        requests: where requests to stop come from; closed with the manager. One to save is answered by doing nothing.
+        requests: where requests to stop come from; closed with the manager. A request to save is dropped.
         collectives: the ranks, each of which has its own manager and makes the same calls; None for a single process.
 
     Examples:
@@ -48,7 +48,7 @@ class DisabledManager:
 
     @property
     def should_stop(self) -> bool:
-        """Whether a boundary decided that the loop ends: it was asked to, or the step was the last (R01)."""
+        """Whether a boundary decided that the loop ends: on request, or because the step was the last."""
         return self._due.stops
 
     def step(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> None:
@@ -60,36 +60,36 @@ class DisabledManager:
             self._due.answered()
 
     def should_save(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> Verdict:
-        """Say what has been asked for, and whether the loop ends; one decision for all ranks, never to save."""
+        """Decide whether the loop ends, from the requests; one decision for all ranks, and never to save."""
         progress = run.progress if isinstance(run, Live) else run.trainer
         mine = Boundary(0 if progress is None else progress.step, is_last=is_last, is_best=is_best, has_ended=True)
         return attrs.evolve(self._due.decide(self._due.agreed(mine)), save=False)
 
     def finish(self, run: Live | TrainState) -> None:
-        """Save nothing; the loop has ended."""
+        """Save nothing."""
         if not self._due.is_aborted:
             self.step(run, is_last=True)
 
     def save(self, run: Live | TrainState) -> None:
-        """Save nothing; a request to save is answered."""
+        """Save nothing; drop a request to save."""
         del run
         self._due.answered()
 
     def wait_staging(self) -> None:
-        """Nothing is held."""
+        """Return at once: nothing is being saved."""
 
     def poll(self) -> None:
-        """Nothing is under way."""
+        """Return at once: nothing is being saved."""
 
     def drain(self) -> None:
-        """Nothing is under way."""
+        """Return at once: nothing is being saved."""
 
     def close(self) -> None:
-        """Let go of the requests; calling it again does nothing (D07)."""
+        """Release the source of requests; calling it again does nothing."""
         self._held.close()
 
     def should_load(self, run: Live | TrainState, *, step: int | None = None) -> LoadDecision:
-        """There is nothing."""
+        """Decide to load nothing."""
         del run
         return LoadDecision(can_load=False, step=step, reason="the manager is disabled")
 

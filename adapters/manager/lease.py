@@ -43,7 +43,7 @@ class RunLease:
         self._was_opened = False
         self._is_over = Latch()
         self._held = ExitStack()
-        self._held.callback(self._is_over.tell)  # the first is the last to be called
+        self._held.callback(self._is_over.set)  # the first is the last to be called
         if requests is not None:
             self._held.callback(requests.close)  # signals that no manager takes any more must not stay caught
 

@@ -46,9 +46,9 @@ class RunLoader:
         components: which components are restored; None for all.
         policy: what to do about each kind of difference.
         contract: what must be equal, beside what the run says itself.
-        proves: whether the ranks compare what a restore has made (B06).
-        descent: what was loaded last, the same on every rank: what the state that is in memory now descends from. None before
-            the first load that succeeded. The weights of the best alone do not change it.
+        proves: whether the ranks compare what a restore has made.
+        descent: the checkpoint that was loaded last, the same on every rank: what the state in memory descends from. None before
+            the first load has succeeded. Loading the best weights alone does not change it.
     """
 
     store: Store
@@ -60,7 +60,7 @@ class RunLoader:
     descent: Descent | None = attrs.field(default=None, init=False)
 
     def decide(self, run: Live | TrainState, *, step: int | None) -> LoadDecision:
-        """Say whether there is something to resume; loads nothing."""
+        """Decide whether there is something to resume; loads nothing."""
         names, like = self._like(run)
         request = resume_request(step=step, components=names, policy=self.policy)
         outcome = plan_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives)
@@ -68,12 +68,12 @@ class RunLoader:
         return next((each for each in self.collectives.gather(mine) if not each), mine)
 
     def load(self, run: Live | TrainState, *, step: int | None, reset: Mapping[str, str] | None) -> TrainState:
-        """Load, and write into a live run.
+        """Load a state, and write a live run in place.
 
         Raises:
             ResumeRefused: with every reason why a resume would not be exact, or if there is nothing.
             RestoreRefused: if the live objects cannot take the state.
-            RankFailed: if those of another rank cannot, which is named (B07).
+            RankFailed: if those of another rank cannot; it names the rank.
         """
         names, like = self._like(run)
         try:
@@ -100,7 +100,7 @@ class RunLoader:
                         quarantine=Quarantine())  # fmt: skip
 
     def load_best(self, run: Live | TrainState) -> tuple[TrainState, int]:
-        """Load the model of the checkpoint that ``best.json`` names, and nothing else; the state, and the best's step.
+        """Load the model of the checkpoint that ``best.json`` names, and nothing else; return the state and the best's step.
 
         Raises:
             InvalidState: if the run has no best, or a rewind has left it behind, or replaced it.
@@ -108,11 +108,11 @@ class RunLoader:
         name = on_rank_zero(self.collectives, lambda: measured_best(self.store))
         if name is None:
             raise InvalidState(
-                f"{self.store.url}/best.json", expected="a best", found="none", fix="save_best comes first"
+                f"{self.store.url}/best.json", expected="a best", found="none", fix="call save_best first"
             )
         _, like = self._like(run)
         step = step_of(name)
-        assert step is not None  # the name was made of it
+        assert step is not None  # the name was made from it
         request = resume_request(step=step, components=["model"], policy=self.policy)
         state = load_run(
             self.store, like=like, request=request, contract=self.contract, collectives=self.collectives
@@ -127,7 +127,7 @@ class RunLoader:
             return self.components, run
         run.will_save(self.components)
         captured = run.capture()
-        # What is pending, and its settings, this run does not want yet: `register` compares them.
+        # This run does not want what is pending, or its settings, yet: `register` compares them.
         extra = {name: value for name, value in captured.extra.items() if name not in run.pending}
         theirs = tuple(f"attached.{name}." for name in run.pending)
         contract = {key: value for key, value in captured.contract.items() if not key.startswith(theirs)}
@@ -243,6 +243,6 @@ class LoadRunner:
 
 
 def _optional_alone(refusal: Refused, optional: frozenset[str]) -> list[str]:
-    """The optional components that a refusal is about; empty where there is another reason as well (B07)."""
+    """The optional components that a refusal is about; empty where there is another reason as well."""
     names = [component_of(each.where) if isinstance(each, Drift) else "" for each in refusal.reasons]
     return sorted(set(names)) if set(names) <= optional else []

@@ -158,7 +158,7 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """Whether a boundary decided that the loop ends: a request said so, or the step was the last."""
+        """Whether a boundary decided that the loop ends: on request, or because the step was the last."""
         return self._due.stops
 
     def step(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> SaveOutcome | None:

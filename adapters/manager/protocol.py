@@ -1,4 +1,4 @@
-"""`CheckpointManagerLike`: what trainfold asks of a checkpoint manager, and what its calls answer, so that yours can stand in for ours (O01)."""
+"""`CheckpointManagerLike`: what trainfold requires of a checkpoint manager, and what its calls return, so that yours can replace ours."""
 
 from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
@@ -16,13 +16,13 @@ SaveStatus: TypeAlias = Literal["written", "staged", "skipped"]
 @final
 @attrs.frozen
 class SaveOutcome:
-    """What a call of `CheckpointManager.save` did (C16).
+    """What a call of `CheckpointManager.save` did.
 
     Attributes:
-        status: ``written``: it is durable. ``staged``: it is being written, and the loop may go on. ``skipped``: another save
-            was under way.
-        step: the step that was saved.
-        result: what was written; None if it is not yet.
+        status: ``written``: it is durable. ``staged``: it is being written while the loop continues. ``skipped``: another save was under
+            way.
+        step: the step of the run.
+        result: what was written; None if it is not written yet.
     """
 
     status: SaveStatus
@@ -37,7 +37,7 @@ class Restored:
 
     Attributes:
         run: where the run is.
-        step: the step that the run goes on from, 0 for a fresh start; or that the weights are of, where only those were loaded.
+        step: the step that the run continues from, 0 for a fresh start; or the step of the weights, where only those were loaded.
         is_fresh: whether there was nothing to resume.
     """
 
@@ -50,14 +50,14 @@ class Restored:
 class LoadDecision:
     """Whether a manager can load a run, from where, and how; true if it can. Prints as a sentence.
 
-    A manager of your own may return a subclass with more in it, and gets it back in `CheckpointManagerLike.load`.
+    Your manager may return a subclass with more fields, and gets it back in `CheckpointManagerLike.load`.
 
     Attributes:
-        can_load: whether there is something to load that can be.
-        checkpoint: what will be loaded, such as ``step-00000120``; None where there is nothing.
+        can_load: whether there is something that can be loaded.
+        checkpoint: what would be loaded, such as ``step-00000120``; None where there is nothing.
         step: its step, where that is known.
-        source: where it comes from: ``newest``; ``step`` for one asked for; or a word of the manager's own, such as ``peer``.
-        how: how it is loaded: ``exact``; ``adapted``, where a policy lets something differ; or a word of the manager's own, such as ``weights only``.
+        source: where it comes from: ``newest``; ``step`` for an explicit step; or a word of your manager, such as ``peer``.
+        how: how it is loaded: ``exact``; ``adapted``, where a policy lets something differ; or a word of your manager, such as ``weights only``.
         reason: why it is loaded, or why not, in words.
 
     Examples:
@@ -83,11 +83,11 @@ class LoadDecision:
 
 
 def load_decision(outcome: ResumePlan | Refusal, *, step: int | None = None) -> LoadDecision:
-    """What a plan to resume, or its refusal, means for a load.
+    """The decision that a plan to resume, or its refusal, leads to.
 
     Args:
         outcome: what ``trainfold.plan`` returned.
-        step: the step that was asked for; None for the newest.
+        step: the explicit step; None for the newest.
 
     Examples:
         >>> from trainfold.backends.stores.memory import MemoryStore
@@ -101,23 +101,23 @@ def load_decision(outcome: ResumePlan | Refusal, *, step: int | None = None) -> 
             can_load=False, checkpoint=outcome.checkpoint, step=step, source=source, reason=str(outcome).strip()
         )
     how = "exact" if not outcome.drifts else "adapted"
-    told = "; ".join(outcome.warnings)
+    reason = "; ".join(outcome.warnings)
     return LoadDecision(
-        can_load=True, checkpoint=outcome.checkpoint, step=outcome.step, source=source, how=how, reason=told
+        can_load=True, checkpoint=outcome.checkpoint, step=outcome.step, source=source, how=how, reason=reason
     )
 
 
 @runtime_checkable
 class CheckpointManagerLike(Protocol):
-    """A checkpoint manager. Nothing has to be inherited: a class with these methods is one.
+    """A checkpoint manager: any class with these methods, which need not inherit from anything.
 
-    Every call takes the run, either the attached objects or a state: a manager keeps caches, and never the run itself (O03).
-    All ranks make the same calls in the same order. ``isinstance`` looks at the names alone; `create_checkpoint_manager`
-    looks at the signatures too.
+    Every call takes the run, either the attached objects or a state. A manager may keep caches, and never the run itself.
+    All ranks make the same calls in the same order. ``isinstance`` checks only the names of the methods; `create_checkpoint_manager`
+    checks the signatures too.
     """
 
     def should_load(self, run: Live | TrainState, *, step: int | None = None) -> LoadDecision:
-        """Say whether there is something to load, from where, and how; loads nothing, and changes nothing of the run.
+        """Decide whether there is something to load, from where, and how; load nothing, and do not change the run.
 
         Args:
             run: what would be loaded into.
@@ -125,33 +125,33 @@ class CheckpointManagerLike(Protocol):
         """
 
     def should_save(self, run: Live | TrainState, *, is_last: bool = False) -> Verdict:
-        """Say what is due at this boundary; a function of the run and of what has been asked for, the same on all ranks.
+        """Decide what is due at this boundary, from the run and the requests alone; the same on all ranks.
 
         Args:
             run: at a boundary.
-            is_last: whether the loop ends here by itself.
+            is_last: whether the loop ends here without a request.
         """
 
     def save(self, run: Live | TrainState) -> SaveOutcome | None:
         """Save the run as it is now. Its values may be written to once `wait_staging` has returned.
 
         Returns:
-            What was done; None where nothing was, as by a manager that is disabled.
+            What was done; None where nothing was, as by a disabled manager.
         """
 
     def load(self, run: Live | TrainState, decision: LoadDecision | None = None) -> TrainState | Restored:
-        """Load what was decided, or the newest. A state is returned anew; attached objects are written in place.
+        """Load what was decided, or the newest: return a new state, or write attached objects in place.
 
         Args:
             run: what to load into; it is unchanged if anything is wrong.
-            decision: what `should_load` of this manager returned; None asks for one.
+            decision: what `should_load` of this manager returned; None to decide here.
         """
 
     def poll(self) -> SaveResult | None:
-        """What has become durable since the last call, if anything; does not wait, and raises what failed (D05)."""
+        """Return what has become durable since the last call, if anything, or raise what failed; do not wait."""
 
     def wait_staging(self) -> None:
-        """Wait until the run may be changed without changing what is being saved."""
+        """Wait until writes to the run no longer change what is being saved."""
 
     def close(self) -> None:
-        """Wait for what is in flight, and let go of everything; calling it again does nothing (D07)."""
+        """Wait for what is under way, and release everything; calling it again does nothing."""

@@ -1,4 +1,4 @@
-"""What a process does at a signal, taken down and put back exactly: the handlers that C code installed included."""
+"""What a process does at a signal, recorded and restored exactly, including handlers that C code installed."""
 
 import ctypes
 import os
@@ -18,27 +18,27 @@ _STRUCT_BYTES = 512  # more than `struct sigaction` has anywhere
 @final
 @attrs.frozen
 class Disposition:
-    """What was done at a signal.
+    """What a process did at a signal.
 
     Attributes:
         number: the signal.
         handler: what `signal.getsignal` said: a function, ``SIG_DFL`` or ``SIG_IGN``; None for a handler that is not Python's.
-        raw: the C library's ``struct sigaction``, empty where it cannot be had. `signal.signal` would forget the
-            handlers that it does not know (those of `faulthandler.register`) and the flag of `signal.siginterrupt`.
+        raw: the C library's ``struct sigaction``, empty where it cannot be read. `signal.signal` would lose handlers that it does not
+            know (those of `faulthandler.register`) and the flag of `signal.siginterrupt`.
     """
 
     number: int
     handler: Handler
-    raw: bytes = attrs.field(repr=False, eq=False)  # the C library writes more into it than was there
+    raw: bytes = attrs.field(repr=False, eq=False)  # the C library writes more into it than it was given
 
     @property
     def is_function(self) -> bool:
-        """Whether Python calls something at the signal, other than what it always does at SIGINT."""
+        """Whether Python calls a function at the signal, other than its default for SIGINT."""
         return callable(self.handler) and self.handler is not signal.default_int_handler
 
 
 def disposition_of(number: int) -> Disposition:
-    """What is done at a signal now.
+    """What the process does at a signal now.
 
     Examples:
         >>> disposition_of(signal.SIGINT).is_function
@@ -52,7 +52,7 @@ def disposition_of(number: int) -> Disposition:
 
 
 def put_back(disposition: Disposition) -> None:
-    """Make a signal do what it did; only in the main thread, as `signal.signal`.
+    """Restore what a signal did; only in the main thread, like `signal.signal`.
 
     Examples:
         >>> before = disposition_of(signal.SIGUSR2)
@@ -69,7 +69,7 @@ def put_back(disposition: Disposition) -> None:
 
 
 def hand_on(disposition: Disposition, frame: FrameType | None) -> None:
-    """Let a signal that has arrived do what it did before; called from a handler, so in the main thread."""
+    """Pass a signal that has arrived to what was there before; called from a handler, so in the main thread."""
     if callable(disposition.handler):
         disposition.handler(disposition.number, frame)
     elif disposition.handler != signal.SIG_IGN:
@@ -77,7 +77,7 @@ def hand_on(disposition: Disposition, frame: FrameType | None) -> None:
 
 
 def deliver_again(disposition: Disposition) -> None:
-    """Put back what was there, and send the signal to this process once more."""
+    """Restore what was there, and send the signal to this process once more."""
     put_back(disposition)
     os.kill(os.getpid(), disposition.number)
 

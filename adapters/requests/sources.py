@@ -1,7 +1,7 @@
-"""Where requests to save or to stop come from beside the program itself: signals, and files put into the run (R01, R02).
+"""Where requests to save or to stop come from: the program itself, signals, and files in the run.
 
-A source keeps what has come until `take` is called, so that nothing is lost during an evaluation, a warm-up or a compile,
-however long these are (P29). What is to be done is not decided here: see `trainfold.core.save.requests`.
+A source keeps its requests until `take` is called, so that none is lost during an evaluation, a warm-up or a compile, however long
+that is. What happens is decided elsewhere: see `trainfold.core.save.requests`.
 """
 
 import logging
@@ -36,15 +36,15 @@ class RequestSource(Protocol):
     """Something that asks a run to save or to stop, such as `SignalRequests`, `StopFile`, or one of your own."""
 
     def take(self) -> tuple[StopRequest, ...]:
-        """What has been asked for since the last call, each once; it is asked for no more after that. Does not wait."""
+        """The requests since the last call, each once, and forget them. It does not wait."""
 
     def close(self) -> None:
-        """Let go of everything; calling it again does nothing."""
+        """Release everything; calling it again does nothing."""
 
 
 @final
 class Asked:
-    """A source for the program's own requests: of a divergence, a limit of time, a button. Any thread may ask.
+    """A source for the program's own requests, such as on a divergence, at a time limit, or from a button. Any thread may ask.
 
     Examples:
         >>> source = Asked()
@@ -57,10 +57,10 @@ class Asked:
         self._waiting: deque[StopRequest] = deque()
 
     def ask(self, request: StopRequest) -> None:
-        """Ask for something; see `take`.
+        """Make a request; the next `take` returns it.
 
         Raises:
-            InvalidArgument: if there is no such request.
+            InvalidArgument: for an unknown request.
         """
         self._waiting.append(checked_request(request))
 
@@ -69,34 +69,33 @@ class Asked:
         return tuple(dict.fromkeys(_drained(self._waiting)))
 
     def close(self) -> None:
-        """Forget what was asked for and not taken."""
+        """Forget the requests that were not taken."""
         self._waiting.clear()
 
 
 @final
 class SignalRequests:
-    """Signals as requests; made in the main thread, taken in any.
+    """Signals as requests. Make it in the main thread; take requests in any.
 
-    The first signal that stops is a request. Another one, of any stopping kind, means that somebody is out of patience:
-    what was there before is put back and gets it, which for SIGTERM ends the process. Those within ``settle_secs`` of the
-    first one are the same one: a job scheduler signals every process of a job, and a launcher among them passes it on.
+    The first stopping signal is a request. A second one, of any stopping kind, is impatience: the earlier handler is restored and
+    gets it, which for SIGTERM ends the process. Signals within ``settle_secs`` of the first one count as that one, because a job
+    scheduler signals every process of a job, and a launcher among them passes it on.
 
-    A handler of Python that was there before is called as well, after the request is noted. Processes forked from this
-    one, such as the workers of a DataLoader, do what they would without it. `close` puts back exactly what was there, in
-    whatever order several sources are closed.
+    A Python handler that was there before is called as well, after the request is recorded. Processes forked from this one, such as
+    DataLoader workers, behave as they would without it. `close` restores exactly the earlier handlers, in whatever order several
+    sources are closed.
 
-    Limits: Python runs no handler while the main thread is inside one call of C, so a signal counts after that call, and
-    while a collective hangs there only SIGKILL ends the process. A handler that C code installed (`faulthandler.register`)
-    is not called in the meantime; it is put back at the end.
+    Limits: Python runs no handler while the main thread is inside one call of C, so a signal counts after that call; while a collective
+    hangs there, only SIGKILL ends the process. A handler that C code installed (`faulthandler.register`) is not called
+    meanwhile; it is restored at the end.
 
     Args:
         signals: name of a signal -> request; None for SIGTERM -> ``save_and_stop`` and SIGUSR1 -> ``save``.
-        settle_secs: for how long a repeated signal is the same one.
-        clock: seconds that only grow.
+        settle_secs: for how long a repeated signal counts as the same one.
+        clock: seconds that only increase.
 
     Raises:
-        InvalidArgument: for a signal that is none or that nobody can handle, or a request that is none; nothing was
-            installed.
+        InvalidArgument: for an unknown signal, one that cannot be handled, or an unknown request; nothing was installed.
 
     Examples:
         >>> with SignalRequests() as source:
@@ -119,13 +118,13 @@ class SignalRequests:
             deque()
         )  # its ends are atomic: a handler must not wait for a lock
         self._before: dict[int, Disposition] = {}
-        self._handler = self._on_signal  # one object, to know it again
+        self._handler = self._on_signal  # one object, to recognize it later
         self._stopped_at: float | None = None
         self._is_closed = False
         self._pid = os.getpid()
         if threading.current_thread() is not threading.main_thread():
-            _LOG.warning("signals are handled in the main thread only, and this is another one: %s ask nothing of this run; make "
-                         "SignalRequests in the main thread and hand it in", ", ".join(signals or SIGNALS))  # fmt: skip
+            _LOG.warning("signals are handled in the main thread only, and this is another one: %s make no requests of this run; make "
+                         "SignalRequests in the main thread and pass it to the manager", ", ".join(signals or SIGNALS))  # fmt: skip
             return
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -148,17 +147,17 @@ class SignalRequests:
         return tuple(dict.fromkeys(asked for _, asked in found))
 
     def close(self) -> None:
-        """Put back what was there, and forget what was not taken (D07).
+        """Restore the earlier handlers, and forget the requests that were not taken.
 
-        Outside of the main thread nothing can be put back: signals are then handed on to what was there before, and a
-        close in the main thread does the rest.
+        Outside of the main thread nothing can be restored: signals are then passed on to the earlier handlers, and a later close in the
+        main thread does the rest.
         """
         self._is_closed = True
         if threading.current_thread() is threading.main_thread():
-            for source in reversed(_SOURCES[:]):  # those of which somebody came after us wait for that one's close
+            for source in reversed(_SOURCES[:]):  # one whose handler was replaced waits until the later source closes
                 source._put_back()  # noqa: SLF001 (of this class)
         if lost := self.take():
-            _LOG.warning("asked for and not done, since the run has ended: %s", ", ".join(lost))
+            _LOG.warning("requested and not done, because the run has ended: %s", ", ".join(lost))
 
     def __enter__(self) -> "SignalRequests":
         return self
@@ -176,14 +175,12 @@ class SignalRequests:
             _SOURCES.remove(self)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Note the request. Between any two instructions of the program: nothing here locks, logs or allocates much."""
+        """Record the request. This runs between any two instructions of the program, so it takes no lock, logs nothing and allocates little."""
         before = self._before.get(number)
-        if before is None:  # somebody kept the handler that was put away
+        if before is None:  # a program has kept the handler that was removed
             return
         if self._is_closed or os.getpid() != self._pid:  # C code forks without Python's knowledge
-            is_newest = (
-                signal.getsignal(number) == self._handler
-            )  # else the default is not ours to do: who came later decides
+            is_newest = signal.getsignal(number) == self._handler  # else the default action is up to the later handler
             if is_newest or before.is_function:
                 hand_on(before, frame)
             return
@@ -205,7 +202,7 @@ class Combined:
     """Several sources as one.
 
     Args:
-        sources: they are asked in this order, and closed in the reverse one.
+        sources: requests are taken in this order; the sources are closed in the reverse order.
 
     Examples:
         >>> one, other = Asked(), Asked()
@@ -223,13 +220,13 @@ class Combined:
         return tuple(dict.fromkeys(asked for source in self._sources for asked in source.take()))
 
     def close(self) -> None:
-        """Close all of them, also where one fails."""
+        """Close all of them, even if one fails."""
         with ExitStack() as closing:
             for source in self._sources:
                 closing.callback(source.close)
 
 
-_SOURCES: list[SignalRequests] = []  # of this process: as the signals are
+_SOURCES: list[SignalRequests] = []  # of this process, as signals are
 _HOOKED: list[bool] = []
 
 
@@ -241,7 +238,7 @@ def _installed(source: SignalRequests) -> None:
 
 
 def _undo_in_child() -> None:
-    """A fork is another process: it dies of SIGTERM as its parent would expect, and asks nothing of a run."""
+    """In a forked child: SIGTERM ends it, as its parent expects, and it makes no requests."""
     for source in reversed(_SOURCES[:]):
         source._waiting.clear()  # noqa: SLF001 (of this module)
         source.close()
@@ -258,5 +255,5 @@ def _number(name: str) -> int:
     number = getattr(signal.Signals, name, None) if isinstance(name, str) else None
     if number is None or number in _UNCATCHABLE:
         raise InvalidArgument("signals", expected="names of signals that can be handled, such as 'SIGUSR1'", found=shown(name),
-                              fix="name another one")  # fmt: skip
+                              fix="name one that can be handled")  # fmt: skip
     return int(number)

@@ -1,4 +1,4 @@
-"""`StopFile`: files that somebody puts into a run's directory, as requests to save or to stop (R02)."""
+"""`StopFile`: files in a run's directory as requests to save or to stop."""
 
 import logging
 import os
@@ -21,23 +21,23 @@ FILES: Mapping[str, StopRequest] = MappingProxyType({"STOP": "save_and_stop", "S
 
 @final
 class StopFile:
-    """Files in a run's directory as requests: ``touch run/STOP``. Made by rank 0 alone, which removes what it has seen.
+    """Files in a run's directory as requests: ``touch run/STOP``. Only rank 0 makes it; it removes the files that it has seen.
 
-    Not on the other ranks: one that is made a little later takes a fresh file for an old one, and removes it unheard. The
-    manager tells all ranks what rank 0 was asked for.
+    Do not make it on other ranks: one that is made a little later takes a fresh file for an old one, and removes it. The manager passes
+    rank 0's requests to all ranks.
 
-    A file is looked for at most each ``every_secs``, and removed when it is taken, so that it asks once. One that is there
-    already when this is made was meant for an earlier process that died before it saw it: it is removed, and a warning says
-    so. What the files hold does not matter. They are no part of a run: nothing else in trainfold looks at them.
+    It looks for files at most once in ``every_secs``, and removes a file when it takes it, so that each file is one request. A file that is
+    there when this is made was meant for an earlier process that died before it saw it: it is removed with a warning. The
+    contents of the files do not matter, and nothing else in trainfold looks at them.
 
     Args:
-        run: the run's directory; it need not be there yet.
+        run: the run's directory, which may not exist yet.
         files: name -> request; None for ``STOP`` -> ``save_and_stop``, ``SAVE`` -> ``save``, ``ABORT`` -> ``abort``.
-        every_secs: how long not to look again.
-        clock: seconds that only grow.
+        every_secs: the least time between two looks.
+        clock: seconds that only increase.
 
     Raises:
-        InvalidArgument: for a name that is not one in a directory, a request that is none, or a run that is a URL.
+        InvalidArgument: for a name that is not a file name, an unknown request, or a run that is a URL.
 
     Examples:
         >>> import tempfile
@@ -64,11 +64,11 @@ class StopFile:
         self._stuck: dict[str, tuple[int, int]] = {}
         self._is_blind = False
         if left := self._look():
-            _LOG.warning("%s: %s left by an earlier process: removed and not done; make it anew if it is meant for this one",
+            _LOG.warning("%s: %s left by an earlier process: removed and not done; create it again if it is meant for this one",
                          self._run, ", ".join(name for name, _ in left))  # fmt: skip
 
     def take(self) -> tuple[StopRequest, ...]:
-        """See `RequestSource.take`. It never fails: a disk that cannot be asked for a while asks for nothing."""
+        """See `RequestSource.take`. It never fails: while the disk cannot be read, there are no requests."""
         now = self._clock()
         if self._next_look is not None and now < self._next_look:
             return ()
@@ -79,7 +79,7 @@ class StopFile:
         return tuple(dict.fromkeys(asked for _, asked in found))
 
     def close(self) -> None:
-        """Look no more; a file that is there stays, and is removed by whoever comes next."""
+        """Stop looking. A file that is there stays, and the next `StopFile` removes it."""
         self._wanted = {}
 
     def _look(self) -> list[tuple[str, StopRequest]]:
@@ -88,15 +88,15 @@ class StopFile:
             try:
                 if self._consumed(self._run / name):
                     found.append((name, asked))
-            except OSError as caught:  # the others are looked for all the same: what was removed must not be lost
+            except OSError as caught:  # look for the others all the same: a file that was removed must not be lost
                 error = caught
         if error is not None and not self._is_blind:
-            _LOG.warning("%s: control files cannot be looked for now: %s", self._run, error)
+            _LOG.warning("%s: cannot look for control files now: %s", self._run, error)
         self._is_blind = error is not None
         return found
 
     def _consumed(self, path: Path) -> bool:
-        """Whether a file is there that has not asked yet; it is removed, or remembered where it cannot be."""
+        """Whether there is a file that was not taken yet. It is removed, or remembered where it cannot be."""
         try:
             status = path.lstat()
         except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""`Arena`: memory for copies that are made in a hurry: large pages, faulted in ahead of time, given back at once."""
+"""`Arena`: pre-faulted memory for copies on the critical path: large pages, given back at once."""
 
 import ctypes
 import mmap
@@ -15,11 +15,11 @@ ALIGNMENT_BYTES: Final = 64
 class Arena:
     """One piece of anonymous memory, handed out from its start to its end.
 
-    Fresh pages cost some ten times what a copy into present ones does, so `make_present` pays for them in a thread that
-    nobody waits for. The memory goes when the arena and everything taken from it are gone.
+    A copy into fresh pages costs about ten times as much as one into present pages, so `make_present` pays for them in a background
+    thread. The memory is given back when the arena and everything taken from it are gone.
 
     Args:
-        size_bytes: how much can be taken; what is neither taken nor made present costs nothing.
+        size_bytes: how much can be taken. Memory that is neither taken nor made present costs nothing.
 
     Examples:
         >>> arena = Arena(8192)
@@ -36,9 +36,9 @@ class Arena:
         self._used = 0
 
     def make_present(self, size_bytes: int) -> None:
-        """Fault the first pages in, without the GIL; where the kernel cannot, they come when they are written to.
+        """Fault in the first pages, without the GIL. Where the kernel cannot, they are faulted in when they are written to.
 
-        It may do so while they are taken and written to: no byte is changed.
+        They may be taken and written to meanwhile: no byte is changed.
         """
         libc = ctypes.CDLL(None)
         wanted = min(size_bytes, self.size_bytes)
@@ -52,10 +52,10 @@ class Arena:
         return self.size_bytes - self._used
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """So many bytes, as uint8.
+        """Take so many bytes, as uint8.
 
         Args:
-            size_bytes: `padded`, no more than are left.
+            size_bytes: no more than are left, after `padded`.
         """
         if not size_bytes:
             return torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""`PinnedRing`: reads a CUDA device's tensors through a few pinned buffers on a stream of its own, in the order of events."""
+"""`PinnedRing`: reads a CUDA device's tensors through a few pinned buffers on its own stream, in the order of events."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias, final
 import torch
 
 SLOTS: Final = 4
-_CUDA: Any = torch.cuda  # half of it has no types
+_CUDA: Any = torch.cuda  # half of it is untyped
 Begun: TypeAlias = tuple[torch.Tensor, Any]
 
 
@@ -15,8 +15,8 @@ Begun: TypeAlias = tuple[torch.Tensor, Any]
 class PinnedRing:
     """Copies pieces to the host beside the computation, some of them ahead of the one that is being written.
 
-    Reads come after what was in the current stream when the ring was made. Writes that come after `order_writes` wait, on the
-    device and not on the host, for the reads that have been begun.
+    Reads come after what was in the current stream when the ring was made. Writes after `order_writes` wait for the reads that have
+    begun, on the device and not on the host.
 
     Args:
         device: a CUDA device.
@@ -33,11 +33,11 @@ class PinnedRing:
         self._latest: Any = None
 
     def wait_for_current(self) -> None:
-        """Let later reads come after what is in the current stream now, such as a copy that was made in it."""
+        """Make later reads come after what is in the current stream now, such as a copy that was made in it."""
         self._stream.wait_stream(_CUDA.current_stream(self._device))
 
     def order_writes(self) -> None:
-        """Let what comes next in the current stream wait for the reads that have been begun."""
+        """Make what comes next in the current stream wait for the reads that have begun."""
         if self._latest is not None:
             _CUDA.current_stream(self._device).wait_event(self._latest)
 
@@ -53,7 +53,7 @@ class PinnedRing:
         begun: deque[Begun] = deque()
         is_done = False
         while begun or not is_done:
-            while not is_done and len(begun) < SLOTS - 1:  # one slot is with whoever writes it
+            while not is_done and len(begun) < SLOTS - 1:  # one slot is being written
                 found = begin_next()
                 is_done = found is None
                 begun.extend([] if found is None else [found])

@@ -344,7 +344,7 @@ def test_a_close_is_idempotent_and_says_what_nobody_took(caplog):
     source.close()
     source.close()
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        "asked for and not done, since the run has ended: save"
+        "requested and not done, because the run has ended: save"
     ]
     assert source.take() == ()
     assert not source.is_installed

@@ -117,7 +117,7 @@ def test_a_disk_that_cannot_be_asked_does_not_end_a_training(tmp_path, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(Path, "lstat", fails)
         assert [source.take() for _ in range(3)] == [(), (), ()]
-    assert caplog.text.count("cannot be looked for now") == 1
+    assert caplog.text.count("cannot look for control files now") == 1
     assert source.take() == ("save_and_stop",)
 
 
