@@ -1,4 +1,4 @@
-"""`Inventory`: what was found in a run, as a value, and the order in which its checkpoints are to be believed."""
+"""`Inventory`: what a run holds, as a value, and the order in which its checkpoints are preferred."""
 
 from collections.abc import Mapping
 from typing import Final, final
@@ -9,7 +9,9 @@ from trainfold.core.errors import Problem
 from trainfold.core.format.manifest import Head, Manifest
 from trainfold.core.html_table import html_table
 
-OLDER: Final = "use an older checkpoint"  # how the fix of a problem begins that an older one does not have
+OLDER: Final = (
+    "use an older checkpoint"  # the first words of a fix for a problem that an older checkpoint does not have
+)
 
 
 @final
@@ -19,9 +21,9 @@ class Entry:
 
     Attributes:
         name: the directory, ``step-00000120``.
-        head: what the manifest's first line claims; None where there is no manifest.
+        head: what the first line of the manifest claims; None without a manifest.
         manifest: the manifest, once it was read whole and proved; None before that.
-        problem: why the checkpoint cannot be used, or None.
+        problem: why the checkpoint cannot be used; None if nothing is known against it.
     """
 
     name: str
@@ -31,7 +33,7 @@ class Entry:
 
     @property
     def is_candidate(self) -> bool:
-        """Whether it may turn out to be usable: it has a head, and nothing is known against it."""
+        """Whether it may be usable: it has a head, and nothing is known against it."""
         return self.head is not None and self.problem is None
 
 
@@ -42,10 +44,10 @@ class Inventory:
 
     Attributes:
         run: where it is, for messages.
-        run_id: from ``run.json``; None where there is no run.
-        entries: every step directory, in the order of names; foreign names are not in here.
+        run_id: the id in ``run.json``; None if there is no run.
+        entries: every step directory, sorted by name; foreign names are ignored.
         problem: what is wrong with the run itself, or None.
-        lost: what says that the run had a whole checkpoint, where it has none with a manifest; such as ``"latest names step-00000120"``.
+        lost: evidence of a whole checkpoint in a run that has no manifest now, such as ``"latest names step-00000120"``; else None.
     """
 
     run: str
@@ -78,15 +80,15 @@ class Inventory:
         return next((entry for entry in self.entries if entry.name == name), None)
 
     def with_entry(self, entry: Entry) -> "Inventory":
-        """The inventory with one entry replaced by what is known now."""
+        """The inventory with one entry replaced."""
         return attrs.evolve(self, entries=tuple(entry if old.name == entry.name else old for old in self.entries))
 
 
 def lineage(inventory: Inventory) -> tuple[Entry, ...]:
-    """The usable checkpoints of the current timeline and those that it grew from, the one to resume first.
+    """The usable checkpoints of the current timeline and of the timelines that it forked from, the preferred one first.
 
-    The newest timeline decides (E16): after a rewind, the steps that were left behind never win, however high they are. A
-    checkpoint that turned out to be bad still tells where its timeline forked, as long as that leads anywhere.
+    The newest timeline decides: after a rewind, the steps that were left behind never win, however high they are. A checkpoint that turned
+    out to be bad still shows where its timeline forked, if a usable checkpoint lies on that lineage.
 
     Examples:
         >>> def at(step, timeline=0, forks=()):
@@ -106,17 +108,17 @@ def lineage(inventory: Inventory) -> tuple[Entry, ...]:
 
 
 def current_head(inventory: Inventory) -> Head | None:
-    """The head of the newest checkpoint of the current timeline, usable or not; what a save continues."""
+    """The head of the newest checkpoint of the current timeline, usable or not. A save continues it."""
     return max(heads_of(inventory), key=head_order, default=None)
 
 
 def heads_of(inventory: Inventory) -> list[Head]:
-    """What every manifest claims to be, also one that cannot be used."""
+    """The head of every manifest, including those that cannot be used."""
     return [entry.head for entry in inventory.entries if entry.head is not None]
 
 
 def head_order(head: Head) -> tuple[int, int]:
-    """Sorts heads by the order in which their checkpoints are believed: the newest timeline last, then the highest step."""
+    """The key that sorts heads by preference: the newest timeline last, and in it the highest step."""
     return head.timeline, head.step
 
 

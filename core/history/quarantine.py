@@ -1,8 +1,8 @@
-"""`Attempts`: which checkpoints were tried and did not load, so that no run goes round for ever on the same bad one (P07).
+"""`Attempts`: which checkpoints were tried and did not load, so that no run restarts for ever on the same bad one.
 
-An attempt is noted before a checkpoint is loaded and taken back after it. What nobody took back is a process that died in
-loading. A checkpoint that dies so too often, or whose bytes are proved to be wrong, is quarantined: it is passed over, loudly,
-and never deleted. The record is about one manifest, so a step that is saved again is free.
+An attempt is recorded before a checkpoint is loaded and removed after it. A record that stays is a process that died while loading. A
+checkpoint whose loads die too often, or whose bytes are proved wrong, is quarantined: a load passes over it with a warning and never
+deletes it. A record belongs to one manifest, so a step that is saved again is free.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -40,9 +40,9 @@ class Outcome:
     """How an attempt to load ended.
 
     Attributes:
-        ending: ``loaded``; ``interrupted``: by a person, or by a refusal that says nothing against the checkpoint; ``failed``:
-            for a reason that may be the checkpoint's or the machine's, which counts like a death; ``damaged``: its bytes are
-            proved to be wrong, which is enough once.
+        ending: ``loaded``; ``interrupted``: by a user, or by a refusal for another reason than the checkpoint; ``failed``: for a
+            reason that may lie in the checkpoint or in the machine, which counts like a death; ``damaged``: its bytes are proved wrong,
+            and once is enough.
         reason: what happened, in words.
     """
 
@@ -53,14 +53,14 @@ class Outcome:
 @final
 @attrs.frozen
 class Tried:
-    """What is known of the attempts to load one checkpoint.
+    """The attempts to load one checkpoint.
 
     Attributes:
         checkpoint: its name, ``step-00000120``.
-        digest: that of its manifest, as it was tried.
-        attempts: how many were begun and not taken back.
-        is_damaged: whether its bytes are proved to be wrong.
-        reasons: what was said, the last ones last; a death says nothing.
+        digest: the digest of its manifest when it was tried.
+        attempts: how many attempts started and did not end well.
+        is_damaged: whether its bytes are proved wrong.
+        reasons: the messages of failures, oldest first; a death leaves none.
     """
 
     checkpoint: str
@@ -73,18 +73,18 @@ class Tried:
 @final
 @attrs.frozen
 class Attempts:
-    """All that is known of a run: one `Tried` for a checkpoint, in the order of names."""
+    """The attempts in a run: one `Tried` for each checkpoint, sorted by name."""
 
     records: tuple[Tried, ...] = ()
 
     def of(self, checkpoint: str, digest: str) -> Tried:
-        """What is known of a checkpoint with this manifest; nothing where another one of its name was tried."""
+        """The attempts at a checkpoint with this manifest; none if another manifest of that name was tried."""
         found = (each for each in self.records if (each.checkpoint, each.digest) == (checkpoint, digest))
         return next(found, Tried(checkpoint, digest))
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
-    """How an attempt ended, by what was raised in it, if anything.
+    """How an attempt ended, from what was raised in it; None if nothing was.
 
     Examples:
         >>> outcome_of(CheckpointTorn("step-7/a", expected="9 bytes", found="8", fix="")).ending
@@ -102,7 +102,7 @@ def outcome_of(error: BaseException | None) -> Outcome:
 
 
 def worst_outcome(outcomes: Iterable[Outcome]) -> Outcome:
-    """How an attempt of several ranks ended: as that of the first for whom it ended worst.
+    """How an attempt of several ranks ended: the worst outcome, and of equal ones the first.
 
     Examples:
         >>> worst_outcome([Outcome("loaded"), Outcome("damaged", "a digest"), Outcome("damaged", "another")])
@@ -112,12 +112,12 @@ def worst_outcome(outcomes: Iterable[Outcome]) -> Outcome:
 
 
 def after_attempt(attempts: Attempts, checkpoint: str, digest: str) -> Attempts:
-    """What is known once another attempt has begun; to be made durable before it does.
+    """The attempts with one more started. The caller makes this durable before it loads.
 
     Args:
-        attempts: what is known.
-        checkpoint: the name of the one that is about to be loaded.
-        digest: that of its manifest; another one than before begins anew.
+        attempts: the attempts so far.
+        checkpoint: the name of the checkpoint to load.
+        digest: the digest of its manifest; if it differs from the recorded one, the count restarts.
 
     Examples:
         >>> once = after_attempt(Attempts(), "step-00000120", "xxh3:00")
@@ -131,7 +131,7 @@ def after_attempt(attempts: Attempts, checkpoint: str, digest: str) -> Attempts:
 
 
 def after_success(attempts: Attempts, checkpoint: str) -> Attempts:
-    """What is known once a checkpoint has loaded: nothing against it, whatever was there.
+    """The attempts after a checkpoint has loaded: it has no record any more.
 
     Examples:
         >>> after_success(after_attempt(Attempts(), "step-00000120", "xxh3:00"), "step-00000120")
@@ -141,7 +141,7 @@ def after_success(attempts: Attempts, checkpoint: str) -> Attempts:
 
 
 def after_outcome(attempts: Attempts, checkpoint: str, digest: str, outcome: Outcome) -> Attempts:
-    """What is known once an attempt has ended, in whichever way.
+    """The attempts after one of them has ended.
 
     Examples:
         >>> begun = after_attempt(Attempts(), "step-00000120", "xxh3:00")
@@ -155,15 +155,15 @@ def after_outcome(attempts: Attempts, checkpoint: str, digest: str, outcome: Out
     known = attempts.of(checkpoint, digest)
     if outcome.ending == "interrupted":
         return _with(attempts, attrs.evolve(known, attempts=max(int(known.is_damaged), known.attempts - 1)))
-    said = outcome.reason.encode("ascii", "backslashreplace").decode()[:_REASON_CHARACTERS]
-    reasons = (*(reason for reason in known.reasons if reason != said), said)[-MAX_REASONS:]
+    text = outcome.reason.encode("ascii", "backslashreplace").decode()[:_REASON_CHARACTERS]
+    reasons = (*(reason for reason in known.reasons if reason != text), text)[-MAX_REASONS:]
     is_damaged = known.is_damaged or outcome.ending == "damaged"
-    attempts_made = max(1, known.attempts)  # the beginning may not have been recorded, as on a disk that was full
+    attempts_made = max(1, known.attempts)  # its start may not have been recorded, as on a full disk
     return _with(attempts, attrs.evolve(known, attempts=attempts_made, is_damaged=is_damaged, reasons=reasons))
 
 
 def only_present(attempts: Attempts, names: Collection[str]) -> Attempts:
-    """Without what is known of checkpoints that were deleted.
+    """The attempts without those at checkpoints that were deleted.
 
     Examples:
         >>> only_present(after_attempt(Attempts(), "step-00000120", "xxh3:00"), ["step-00000130"])
@@ -173,10 +173,10 @@ def only_present(attempts: Attempts, names: Collection[str]) -> Attempts:
 
 
 def is_quarantined(tried: Tried, *, limit: int = LIMIT) -> bool:
-    """Whether a checkpoint is to be passed over.
+    """Whether a checkpoint is passed over.
 
     Args:
-        tried: what is known of it.
+        tried: the attempts to load it.
         limit: how many deaths are enough, >= 1.
 
     Examples:
@@ -187,24 +187,24 @@ def is_quarantined(tried: Tried, *, limit: int = LIMIT) -> bool:
 
 
 def quarantine_problem(tried: Tried, run: str) -> Problem:
-    """Why a quarantined checkpoint is passed over, as a plan says it."""
+    """The problem of a quarantined checkpoint, for a plan."""
     times = "once" if tried.attempts == 1 else f"{tried.attempts} times"
     found = f"wrong bytes, tried {times}" if tried.is_damaged else f"tried {times}, and it did not load"
     error = CheckpointQuarantined(
         f"{run}/{tried.checkpoint}",
         expected="a checkpoint that loads",
-        found=f"{found} ({'; '.join(tried.reasons) or 'the process died in loading'})",
+        found=f"{found} ({'; '.join(tried.reasons) or 'the process died while loading'})",
         fix=f"ask for it with step={int(tried.checkpoint.removeprefix('step-'))} to try it again: it is free once it has loaded",
     )
     return problem_of(error)
 
 
 def with_quarantined(inventory: Inventory, problems: Mapping[str, Problem]) -> Inventory:
-    """The inventory in which quarantined checkpoints cannot be used: neither loaded nor counted as kept.
+    """The inventory in which quarantined checkpoints have a problem: they are neither loaded nor counted as kept.
 
     Args:
         inventory: what a run holds.
-        problems: name -> why, as `quarantine_problem` says.
+        problems: name -> its `quarantine_problem`.
 
     Examples:
         >>> from trainfold.core.history.inventory import Entry
@@ -216,13 +216,13 @@ def with_quarantined(inventory: Inventory, problems: Mapping[str, Problem]) -> I
     """
     for name, problem in problems.items():
         entry = inventory.entry(name)
-        if entry is not None and entry.problem is None:  # what is wrong with it now says more
+        if entry is not None and entry.problem is None:  # a problem that it has now is more exact
             inventory = inventory.with_entry(attrs.evolve(entry, problem=problem))
     return inventory
 
 
 def check_limit(limit: int) -> int:
-    """Return a limit that can be.
+    """Return a checked limit.
 
     Raises:
         InvalidArgument: unless it is an int >= 1.

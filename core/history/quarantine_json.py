@@ -1,4 +1,4 @@
-"""`Attempts` as the bytes of a run's ``quarantine.json``: strict, versioned, and ended by the digest of what is before it."""
+"""`Attempts` as the bytes of a run's ``quarantine.json``: strict, versioned, and sealed by a digest at the end."""
 
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ QUARANTINE_FORMAT: Final = "trainfold-quarantine"
 QUARANTINE_VERSION: Final = 1
 QUARANTINE_LIMIT_BYTES: Final = 2**18
 QUARANTINE_FIX: Final = (
-    f"nothing has to be done: no checkpoint is passed over for it; remove {QUARANTINE_FILE} when you have seen it"
+    f"no action is needed, because no checkpoint is passed over for it; remove {QUARANTINE_FILE} when you have seen it"
 )
 _FILE: Final = SealedJson(QUARANTINE_FORMAT, QUARANTINE_VERSION, QUARANTINE_LIMIT_BYTES, QUARANTINE_FIX)
 
@@ -43,21 +43,21 @@ def quarantine_to_json(attempts: Attempts) -> bytes:
 
 
 def quarantine_from_json(data: bytes, where: str = QUARANTINE_FILE) -> Attempts:
-    """What a file's bytes say.
+    """Read a file's bytes.
 
     Raises:
         CheckpointDamaged: if the digest at the end does not fit the bytes before it.
         CheckpointForeign: if another program wrote it.
         FutureVersion: if a newer trainfold wrote it.
-        CheckpointHostile: if the digest fits and the contents cannot be all the same.
+        CheckpointHostile: if the digest fits and the contents are not what trainfold writes.
 
     Examples:
         >>> quarantine_from_json(b"{}")
         Traceback (most recent call last):
             ...
         trainfold.core.errors.CheckpointDamaged: quarantine.json: expected the digest of its own bytes at its end, found 2 \
-bytes that have another digest; nothing has to be done: no checkpoint is passed over for it; remove quarantine.json when you \
-have seen it
+bytes that have another digest; no action is needed, because no checkpoint is passed over for it; remove quarantine.json when \
+you have seen it
     """
     return _FILE.decode(data, where, lambda document, _: _read(document, where))
 

@@ -26,16 +26,16 @@ def compare_component(  # noqa: PLR0911, PLR0913 - one return for each way to ta
     *,
     dims: Mapping[str, int],
 ) -> tuple[Literal["load", "adopt"], dict[str, str], tuple[str, ...]]:
-    """Compare one component and say how it is taken.
+    """Compare one component and decide how it is taken.
 
-    A component that the target lacks, and one whose structure belongs to its owner (`Opaque`), is adopted as it was
-    saved. An optimizer's slots are adopted too, because they appear lazily; they are checked for wholeness.
+    A component that the target lacks, and one whose structure belongs to its owner (`Opaque`), is adopted as it was saved. An optimizer's
+    slots are adopted too, because they appear lazily; they are checked for completeness.
 
     Args:
         name: the component.
-        saved: what the checkpoint has.
-        part: which of its structures.
-        wanted: what the target has, or None.
+        saved: the component in the checkpoint.
+        part: the index of the structure to compare.
+        wanted: the component of the target, or None.
         findings: where drifts and problems are noted.
         dims: FQN -> number of dimensions of each saved parameter.
 
@@ -66,7 +66,7 @@ def compare_component(  # noqa: PLR0911, PLR0913 - one return for each way to ta
         cast, kept = _leaf_drifts(have, want, findings)
         return "adopt", cast, kept
     if name == "optimizer" and node_class(wanted.node) != OPTIMIZER:
-        shared = set(have) & set(want)  # a user's own optimizer may make its slots lazily too
+        shared = set(have) & set(want)  # a user's optimizer may create its slots lazily too
         cast, kept = _leaf_drifts(
             {p: have[p] for p in have if p in shared}, {p: want[p] for p in want if p in shared}, findings
         )
@@ -82,7 +82,7 @@ def compare_component(  # noqa: PLR0911, PLR0913 - one return for each way to ta
 
 
 def _alike(node: Json, records: Sequence[TensorRecord], wanted: Described) -> bool:
-    """Whether nothing at all differs, which is the usual case and needs no list of 1e5 leaves to see."""
+    """Whether nothing differs. This is the usual case, and it is found without a list of 1e5 leaves."""
     return (
         node == wanted.node
         and len(records) == len(wanted.tensors)
@@ -94,7 +94,7 @@ def _alike(node: Json, records: Sequence[TensorRecord], wanted: Described) -> bo
 
 
 def specs_of_node(node: Json, name: str, tensors: list[LeafSpec]) -> dict[str, AnySpec]:
-    """Path -> spec of each leaf of a structure; scalars of all types count as one kind, because values are loaded.
+    """Path -> spec of each leaf of a structure. Scalars of all types count as one kind, because their values are loaded.
 
     Examples:
         >>> {path: str(spec) for path, spec in specs_of_node({"list": [{"t": 0}, 5]}, "e", [LeafSpec("int8", (2,))]).items()}
@@ -141,7 +141,7 @@ def _group_params(node: Json) -> set[str]:
 
 
 def _whole_slots(node: Json, dims: Mapping[str, int], findings: Findings) -> None:
-    """A parameter without slots never had a gradient; one with fewer slots than its group's others is corrupt (B10)."""
+    """Note a problem if a parameter has some slots, but fewer than the others of its group. Without slots it never had a gradient."""
     slots: dict[str, frozenset[str]] = {}
     try:
         slots = {fqn: frozenset(held["dict"]) for fqn, held in node["fields"]["slots"]["leaves"].items()}
@@ -153,8 +153,8 @@ def _whole_slots(node: Json, dims: Mapping[str, int], findings: Findings) -> Non
         )  # fmt: skip
         return
     for params in groups:
-        # They need not be alike, as Adafactor keeps other slots for a vector than for a matrix and Shampoo one for each
-        # dimension; among parameters of as many dimensions, a part of what another has is a loss.
+        # Slots may differ by shape: Adafactor has other slots for a vector than for a matrix, and Shampoo one for each dimension. Among
+        # parameters with the same number of dimensions, a subset of another's slots is a loss.
         kinds: dict[int | None, set[frozenset[str]]] = defaultdict(set)
         for fqn in params:
             if slots.get(fqn):

@@ -32,11 +32,11 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     versions: Mapping[str, str],
     findings: Findings,
 ) -> None:
-    """Compare the resume contracts, worlds and versions; every difference is noted (V08).
+    """Compare the resume contracts, worlds and versions, and note every difference.
 
-    What describes a component that is not resumed, such as the learning rate of an optimizer that starts anew, may differ.
-    What an old checkpoint does not say is read from its components where they prove it (V09). What each rank may have of its own,
-    such as its environment and the length of its share, is saved by rank 0, which alone compares it.
+    Keys that describe a component that is not resumed, such as the learning rate of an optimizer that is reset, may differ. Keys that an
+    old checkpoint does not have are read from its components if these prove them. Keys that may differ between ranks, such as the
+    environment and the length of a rank's share, are saved by rank 0, and only rank 0 compares them.
     """
     saved, alone = _relabelled({**_proved_by_components(manifest), **manifest.contract}, manifest, components)
     saved = {**_of_late_groups(manifest, saved, wanted), **saved}
@@ -72,7 +72,7 @@ def _compare_key(
             findings.drift(contract_kind(key), key, saved=have, wanted=want, cause=cause)
         elif (
             not is_derived and owner != ENVIRONMENT
-        ):  # a state without a model has no device, an old checkpoint nothing
+        ):  # old checkpoints, and states without a model, have no environment
             findings.drift("unproven" if have is _ABSENT else "uncompared", key, saved=have, wanted=want)
     elif not _same(have, want):
         findings.drift(contract_kind(key), key, saved=have, wanted=want, cause=cause)
@@ -81,7 +81,10 @@ def _compare_key(
 def _relabelled(
     saved: dict[str, Json], manifest: Manifest, components: Mapping[str, Described]
 ) -> tuple[dict[str, Json], tuple[str, ...]]:
-    """The saved contract with the group labels of the run, for those optimizers whose parameters are others, which is told."""
+    """The saved contract under the group labels of the run, if an optimizer has other parameters; and the groups that one side lacks.
+
+    The other parameters are a drift of the component.
+    """
     alone: set[str] = set()
     for name, wanted in components.items():
         record = manifest.component(name)
@@ -96,15 +99,15 @@ def _relabelled(
 
 
 def _is_in(key: str, alone: tuple[str, ...]) -> bool:
-    """Whether a key is of a group that one side alone has; its base rate is told all the same, for the scheduler has it too."""
+    """Whether a key belongs to a group that only one side has. Its base rate is compared all the same: the scheduler has it too."""
     return key.startswith(alone) and not key.endswith(".initial_lr")
 
 
 def _consequences(saved: Mapping[str, Json], wanted: Mapping[str, Json], keys: Iterable[str]) -> set[str]:
-    """The keys that differ because another one does: a person is told the cause alone, whose verdict is theirs too.
+    """The keys that differ only because another key does. Only the cause is reported, and its verdict holds for them too.
 
-    Another class of scheduler has other settings and leaves other things in the groups; and what a scheduler makes of its public
-    settings has a private name.
+    Another class of scheduler has other settings and leaves other values in the groups. Private attributes of a scheduler follow from its
+    public settings.
     """
     differing = [key for key in keys if saved.get(key, _ABSENT) != wanted.get(key, _ABSENT)]
     if "dataset_size" in differing:
@@ -130,9 +133,9 @@ SCHEDULER_GONE: Final = ("scheduler", "scheduler")
 def _causes(
     saved: Mapping[str, Json], wanted: Mapping[str, Json], keys: Iterable[str], left_out: Container[str]
 ) -> dict[str, tuple[str, str]]:
-    """Key -> the kind and the place of what it follows from, where that is told.
+    """Key -> the kind and the place of the drift that it follows from, if that drift is reported.
 
-    Another class of optimizer has other hyperparameters. A scheduler that is new, or gone, leaves its base rates in the groups, and
+    Another class of optimizer has other hyperparameters. A scheduler that was added or removed leaves its base rates in the groups, and
     moves the rate.
     """
     found: dict[str, tuple[str, str]] = {}
@@ -144,9 +147,8 @@ def _causes(
     if [isinstance(each, list) for each in kinds] in ([True, False], [False, True]) and kinds.count(None) == 1:
         is_new = kinds[0] is None
         cause = ("missing_component", "scheduler") if is_new else SCHEDULER_GONE
-        for key in (
-            differing if is_new == ("scheduler" in left_out) else ()
-        ):  # a new one is not saved, one that is gone is
+        is_reported = is_new == ("scheduler" in left_out)  # an added scheduler is not saved; a removed one is
+        for key in differing if is_reported else ():
             if ".groups[" in key and (
                 "live" in (saved.get(key), wanted.get(key)) or key.rpartition(".")[2] in BASE_RATES
             ):
@@ -155,22 +157,22 @@ def _causes(
 
 
 def _proved_by_components(manifest: Manifest) -> dict[str, Json]:
-    """What the contract leaves out and the saved components say themselves, such as the horizon of a schedule."""
+    """Keys that the contract leaves out and that the saved components prove, such as the horizon of a schedule."""
     held: dict[str, Any] = {}
     for name in ("optimizer", "scheduler", "dataset"):
         record = manifest.component(name)
         if record is None or _has(manifest.contract, f"{name}."):
             continue
-        with suppress(TrainfoldError):  # a user's own class that cannot be made without its tensors says nothing here
+        with suppress(TrainfoldError):  # a user's class that cannot be built without its tensors proves nothing
             held[name] = rebuild(record.nodes[0], name, lambda *_: None)
     return contract_of(TrainState(**held))
 
 
 def _of_late_groups(manifest: Manifest, saved: Mapping[str, Json], wanted: Mapping[str, Json]) -> dict[str, Json]:
-    """The hyperparameters of groups that were added after the attach, and that the run has now when it is attached (B10).
+    """The hyperparameters of groups that were added after the attach, and that this run has at its attach.
 
-    A contract has what the script gave at the attach, so it says nothing of them; the saved optimizer does. What a scheduler moves
-    is not compared.
+    A contract holds what the script passed at the attach, so these groups are not in it; the saved optimizer has them. Rates that a
+    scheduler moves are not compared.
     """
     labels = {_label(key) for key in wanted if key.startswith(_GROUPS)} - {_label(key) for key in saved}
     record = manifest.component("optimizer")
@@ -191,7 +193,7 @@ def _label(key: str) -> str:
 
 
 def _owner_of(key: str) -> str:
-    """``"optimizer."``; or ``"attached.ema."``, for what a live run says of one of its objects."""
+    """``"optimizer."``, or ``"attached.ema."`` for a setting of an attached object."""
     return ".".join(key.partition("[")[0].split(".")[: 2 if key.startswith(_ATTACHED) else 1]) + "."
 
 
@@ -208,11 +210,13 @@ class _Absent:
 _ABSENT: Any = _Absent()
 _DESCRIBES = {"step": "trainer", "loader": "dataset", "batch_size": "dataset", "dataset_size": "dataset"}
 _DERIVED = frozenset({"optimizer.", "scheduler.", "dataset.", "step."})  # owners whose keys come from the state itself
-_ATTACHED = "attached."  # and those from the objects of a live run, of which older checkpoints say nothing
+_ATTACHED = "attached."  # and from the objects of a live run, which older checkpoints do not have
 
 
 def _has(contract: Mapping[str, Json], owner: str) -> bool:
-    return any(key.startswith((owner, f"{owner[:-1]}[")) for key in contract)  # several loaders have names
+    return any(
+        key.startswith((owner, f"{owner[:-1]}[")) for key in contract
+    )  # ``loader[name].`` where there are several
 
 
 def _same(have: Json, want: Json) -> bool:

@@ -1,4 +1,4 @@
-"""Drift: what differs between a checkpoint and the run that wants to resume, and what is done about each kind."""
+"""Drift: what differs between a checkpoint and the run that resumes, and the verdict on each kind of difference."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeAlias, final
@@ -11,7 +11,7 @@ from trainfold.core.printable import printable
 
 DriftAction: TypeAlias = Literal["refuse", "warn", "adapt"]
 
-# kind -> (what happens by default, what a policy may choose, what it is about)
+# kind -> (default verdict, verdicts that a policy may choose, what differs)
 KINDS: Mapping[str, tuple[DriftAction, frozenset[str], str]] = {
     "missing": ("refuse", frozenset({"refuse", "warn", "adapt"}), "a wanted leaf is not saved; adapt keeps the target's"),
     "unexpected": ("refuse", frozenset({"refuse", "warn", "adapt"}), "a saved leaf is not wanted; adapt leaves it out"),
@@ -22,7 +22,7 @@ KINDS: Mapping[str, tuple[DriftAction, frozenset[str], str]] = {
     "external_weights": ("refuse", frozenset({"refuse", "warn", "adapt"}), "saved without its model on purpose"),
     "per_rank": ("refuse", frozenset({"refuse", "warn", "adapt"}), "saved for each rank of another world; adapt keeps the target's"),
     "streams": ("refuse", frozenset({"refuse", "warn", "adapt"}), "random streams of each rank of another world; adapt keeps the target's, which the script has seeded"),
-    "data_ranks": ("refuse", frozenset({"refuse", "warn", "adapt"}), "the place in the data of each rank of another world; adapt keeps the target's, which is at its beginning"),
+    "data_ranks": ("refuse", frozenset({"refuse", "warn", "adapt"}), "the place in the data of each rank of another world; adapt keeps the target's, which is at its start"),
     "world": ("adapt", frozenset({"refuse", "warn", "adapt"}), "another number of ranks"),
     "versions": ("warn", frozenset({"refuse", "warn", "adapt"}), "another version of torch, numpy or trainfold"),
     "optimizer": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another optimizer class"),
@@ -30,9 +30,9 @@ KINDS: Mapping[str, tuple[DriftAction, frozenset[str], str]] = {
     "horizon": ("refuse", frozenset({"refuse", "warn", "adapt"}), "the schedule ends elsewhere; adapt takes the target's"),
     "schedule": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another schedule; adapt takes the target's"),
     "scheduler": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another setting of a torch scheduler; adapt takes the target's and keeps the count"),
-    "schedule_function": ("warn", frozenset({"refuse", "warn", "adapt"}), "another function of a scheduler, such as the lambda of a LambdaLR, or another value in an object that it holds; the target's goes on"),
-    "scheduler_own": ("refuse", frozenset({"refuse", "warn"}), "another setting of a scheduler that is none of torch's, so that no replay can take it; set it on the object after the restore"),
-    "settings": ("warn", frozenset({"refuse", "warn", "adapt"}), "what an attached object said of itself when it was attached, such as the growth_interval of a GradScaler or the p of a Dropout; what its state holds goes on as it was saved"),
+    "schedule_function": ("warn", frozenset({"refuse", "warn", "adapt"}), "another function of a scheduler, such as the lambda of a LambdaLR, or another value in an object that it holds; the target's stays"),
+    "scheduler_own": ("refuse", frozenset({"refuse", "warn"}), "another setting of a scheduler that is not one of torch's, so that it cannot be replayed; set it on the object after the restore"),
+    "settings": ("warn", frozenset({"refuse", "warn", "adapt"}), "another setting of an attached object, such as the growth_interval of a GradScaler or the p of a Dropout; the values in its state are loaded as saved"),
     "samples": ("refuse", frozenset({"refuse", "warn", "adapt"}), "other samples to draw: how many, with which weights, or of which subset; adapt takes the target's from the next epoch on"),
     "environment": ("warn", frozenset({"refuse", "warn", "adapt"}), "another numerical environment, such as the number of threads: other bits"),
     "dataset_size": ("refuse", frozenset({"refuse"}), "the dataset has another length, so positions mean other samples"),
@@ -46,7 +46,7 @@ KINDS: Mapping[str, tuple[DriftAction, frozenset[str], str]] = {
     "uncompared": ("warn", frozenset({"refuse", "warn", "adapt"}), "a contract key of the checkpoint that this run does not have"),
 }  # fmt: skip
 
-# kind -> the recipe for it on the page docs/how-to/change-a-run.md; `Drift.recipe` knows the exceptions
+# kind -> its recipe on the page docs/how-to/change-a-run.md; `Drift.recipe` has the exceptions
 RECIPES: Mapping[str, str] = {
     "scheduler": "Extend the run",
     "scheduler_own": "Extend the run",
@@ -63,35 +63,33 @@ RECIPES: Mapping[str, str] = {
 _CAUSES: Final = ("missing", "unexpected", "shape")  # the others tend to follow from these
 RATE: Final = "Change the learning rate"
 UNFREEZE: Final = "Unfreeze layers"
-# kind -> what helps where no policy does
+# kind -> the reset that helps if no policy does
 _RESETS: Mapping[str, str] = {
-    "optimizer": 'begin its state anew with reset={"optimizer": "why"}',
+    "optimizer": 'start its state from scratch with reset={"optimizer": "why"}',
     "dataset_size": 'begin with the first epoch of these data with reset={"dataset": "why"}',
 }
-ENVIRONMENT: Final = "environment."  # what the keys of the numerical environment begin with
-# kind -> a wider one, whose verdict counts where a policy says nothing of the kind itself
+ENVIRONMENT: Final = "environment."  # the prefix of the keys of the numerical environment
+# kind -> the wider kind whose verdict counts if a policy does not name the kind itself
 _WIDER: Mapping[str, str] = {
     "schedule": "scheduler",
     "horizon": "scheduler",
     "schedule_function": "scheduler",
     "scheduler_own": "scheduler",
 }
-_LIVE: Final = "live"  # what a contract says of a hyperparameter that a scheduler moves
-GROUPS: Final = (
-    "optimizer.groups: "  # what the drift of a parameter begins with that one side's optimizer does not have
-)
+_LIVE: Final = "live"  # the value in a contract of a hyperparameter that a scheduler moves
+GROUPS: Final = "optimizer.groups: "  # the prefix of a drift about a parameter that only one side's optimizer has
 
 
 @final
 @attrs.frozen
 class Drift:
-    """One thing that differs.
+    """One difference.
 
     Attributes:
         kind: a key of ``KINDS``.
         where: the leaf path, the component or the contract key.
-        saved: what the checkpoint says.
-        wanted: what this run says.
+        saved: the value in the checkpoint.
+        wanted: the value in this run.
         verdict: what is done about it.
     """
 
@@ -103,7 +101,7 @@ class Drift:
 
     @property
     def to_type(self) -> DriftAction | None:
-        """The verdict that a policy may give its kind so that a resume goes on as is meant; None where none helps."""
+        """The verdict to pass in a policy if the difference is intended; None if no policy helps."""
         allowed = KINDS[self.kind][1]
         if self.kind in _RESETS:
             return None
@@ -111,12 +109,12 @@ class Drift:
 
     @property
     def reset(self) -> str | None:
-        """What helps where no policy does."""
+        """The reset that helps if no policy does."""
         return _RESETS.get(self.kind)
 
     @property
     def is_loss(self) -> bool:
-        """Whether something begins at the script's values, or is dropped, if it is let pass."""
+        """Whether the policy costs something: a leaf that starts at the script's values, or is dropped."""
         return self.kind in {"missing", "unexpected"}
 
     @property
@@ -133,18 +131,18 @@ class Drift:
 
     @property
     def follows(self) -> bool:
-        """Whether it tends to follow from another one, as the slots of a parameter follow from the parameter."""
+        """Whether it usually follows from another drift, as the slots of a parameter follow from the parameter."""
         return self.where.startswith(("optimizer.slots[", "optimizer.groups: ", "optimizer.masters["))
 
     @property
     def is_of_buffer(self) -> bool:
-        """Whether a buffer of a module has another shape: one that gets its size from a batch is a fresh one."""
+        """Whether a buffer of a module has another shape. A buffer that takes its size from a batch may not have seen one yet."""
         return self.kind == "shape" and ".buffers['" in self.where
 
     @property
     def adapts_a_scheduler(self) -> bool:
-        """Whether attached schedulers go on under the settings of the run; a function that is only warned of changes nothing."""
-        if self.where == "scheduler":  # there is none on one side
+        """Whether attached schedulers continue under the settings of the run. A function with the verdict ``warn`` changes nothing."""
+        if self.where == "scheduler":  # only one side has a scheduler
             return False
         is_attached = self.kind == "scheduler" or (self.where == "scheduler.kind" and self.wanted.startswith("["))
         return (is_attached and self.verdict != "refuse") or (
@@ -152,15 +150,15 @@ class Drift:
         )
 
     def __str__(self) -> str:
-        saved, wanted = self._said(self.saved), self._said(self.wanted)
+        saved, wanted = self._text(self.saved), self._text(self.wanted)
         return printable(f"{self.verdict:7} {self.kind:18} {self.where}: saved {saved}, wanted {wanted}")
 
-    def _said(self, value: str) -> str:
+    def _text(self, value: str) -> str:
         return "one that a scheduler moves" if value == _LIVE and self.kind == "hyperparameters" else value
 
 
 def recipes_of(drifts: Sequence[Drift]) -> tuple[str, ...]:
-    """The recipes that help, each once, those for causes first; what follows from an unfrozen layer is in its recipe.
+    """The recipes that help, each once, those for causes first. The recipe for an unfrozen layer covers what follows from it.
 
     Examples:
         >>> drifts = [make_drift(kind, kind, saved=1, wanted=2, policy={}) for kind in ("batch_size", "missing")]
@@ -174,13 +172,13 @@ def recipes_of(drifts: Sequence[Drift]) -> tuple[str, ...]:
 
 
 def check_policy(policy: Mapping[str, DriftAction] | None) -> dict[str, DriftAction]:
-    """A policy with every kind and verdict checked before anything is read.
+    """Check every kind and verdict of a policy, before anything is read.
 
     Args:
         policy: drift kind (or ``"contract:<key>"`` for one key) -> ``refuse``, ``warn`` or ``adapt``.
 
     Raises:
-        InvalidArgument: for an unknown kind, a verdict that the kind cannot have, or what is no mapping of texts.
+        InvalidArgument: for an unknown kind, a verdict that the kind cannot have, or a policy that is not a mapping of texts.
 
     Examples:
         >>> check_policy({"dtype": "adapt"})
@@ -207,15 +205,15 @@ shape; nothing can be adapted
 
 
 def make_drift(kind: str, where: str, *, saved: object, wanted: object, policy: Mapping[str, DriftAction]) -> Drift:
-    """A drift with the verdict that the policy, or else the default of its kind, gives it."""
+    """A drift with its verdict: that of the policy, or the default of its kind."""
     return Drift(kind, where, str(saved), str(wanted), verdict_of(kind, where, policy))
 
 
 def verdict_of(kind: str, where: str, policy: Mapping[str, DriftAction]) -> DriftAction:
-    """What a policy, or else the default of the kind, says about a drift.
+    """The verdict of a policy on a drift, or the default of its kind.
 
-    ``scheduler`` speaks for ``schedule``, ``horizon`` and ``schedule_function`` too, where they are not named themselves; for
-    base rates in the groups of an optimizer ``hyperparameters`` counts as well.
+    ``scheduler`` also covers ``schedule``, ``horizon`` and ``schedule_function``, unless the policy names these. For base rates in the groups
+    of an optimizer, ``hyperparameters`` counts as well.
 
     Examples:
         >>> verdict_of("horizon", "scheduler.total", {"scheduler": "adapt"}), verdict_of("horizon", "scheduler.total", {})
@@ -223,7 +221,7 @@ def verdict_of(kind: str, where: str, policy: Mapping[str, DriftAction]) -> Drif
     """
     wider = _WIDER.get(kind) or ("hyperparameters" if where.startswith("optimizer.") else "contract")
     default = KINDS[kind][0]
-    if kind == "scheduler" and where == "scheduler":  # there is none any more, which leaves the rates to the script
+    if kind == "scheduler" and where == "scheduler":  # it was removed, so that the script sets the rates
         wider = "hyperparameters"
     if kind in _WIDER or (kind == "scheduler" and (".groups[" in where or where == "scheduler")):
         given = policy.get(wider, default)

@@ -9,7 +9,7 @@ from trainfold.core.resume.drift import Drift, DriftAction, make_drift, verdict_
 
 
 class Findings:
-    """What a comparison has found so far: drifts with their verdicts, problems, and leaves that are left out."""
+    """Drifts with their verdicts, problems, and saved leaves that are not loaded."""
 
     def __init__(self, policy: Mapping[str, DriftAction]) -> None:
         self.drifts: list[Drift] = []
@@ -22,8 +22,8 @@ class Findings:
     ) -> DriftAction:
         """Note a drift and return its verdict.
 
-        One that follows from another, its cause (kind and place), is told by that one where that one is refused; and otherwise it
-        has its verdict, unless the policy names its own kind.
+        A drift with a cause (kind and place) takes the verdict of the cause, unless the policy names its own kind. If the cause is refused,
+        only the cause is listed.
         """
         found = make_drift(kind, where, saved=saved, wanted=wanted, policy=self._policy)
         if cause is not None and kind not in self._policy and f"contract:{where}" not in self._policy:

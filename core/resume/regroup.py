@@ -1,4 +1,4 @@
-"""The groups of a saved optimizer, for a run whose optimizer has other parameters: a policy has let them differ."""
+"""The groups of a saved optimizer, for a run whose optimizer has other parameters by policy."""
 
 import attrs
 
@@ -7,10 +7,10 @@ from trainfold.core.state.state import OptimizerState, ParamGroup
 
 
 def regrouped(saved: OptimizerState, wanted: OptimizerState) -> OptimizerState:
-    """The saved optimizer with the parameters that the run has: new ones begin without slots, others are left out.
+    """The saved optimizer with the parameters of the run: new parameters start without slots, and removed ones are left out.
 
-    A parameter that both have stays in its saved group, with the saved hyperparameters. A new one joins the saved group of those
-    that it shares a group with in the run, or brings its group along.
+    A parameter that both have stays in its saved group, with the saved hyperparameters. A new parameter joins the saved group of the
+    parameters that share its group in the run; without such parameters its own group is added.
 
     Examples:
         >>> def state(*groups):

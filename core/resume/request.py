@@ -1,4 +1,4 @@
-"""`ResumeRequest` and `Target`: what a resume is asked for, and the run that wants it."""
+"""`ResumeRequest`, what the caller asks for, and `Target`, the run that resumes."""
 
 from collections.abc import Mapping, Sequence
 from typing import final
@@ -15,13 +15,13 @@ from trainfold.core.resume.drift import DriftAction, check_policy
 @final
 @attrs.frozen
 class Target:
-    """The run that wants to resume, without its values.
+    """The run that resumes, without its values.
 
     Attributes:
-        components: name -> description of what the run has now.
-        contract: what the run says of itself, to be compared with what was saved.
+        components: name -> description of the component that the run has now.
+        contract: the contract of the run, to be compared with the saved one.
         rank: this rank.
-        world_size: ranks of this run.
+        world_size: the number of ranks of this run.
         versions: library -> version.
     """
 
@@ -40,8 +40,8 @@ class ResumeRequest:
     Attributes:
         step: an explicit step, or None for the newest of the current timeline.
         components: the components to load, or None for all.
-        policy: drift kind -> verdict, where the default is not wanted.
-        reset: component -> why it starts anew on purpose.
+        policy: drift kind -> verdict, to replace a default.
+        reset: component -> why it starts from scratch on purpose.
     """
 
     step: int | None = None
@@ -63,10 +63,10 @@ def resume_request(
         step: an explicit step; None for the newest.
         components: the components to load; None for all.
         policy: drift kind -> ``refuse``, ``warn`` or ``adapt``; see `KINDS` for the kinds and their defaults.
-        reset: component -> why it starts anew; the reason is kept in the plan.
+        reset: component -> why it starts from scratch; the plan keeps the reason.
 
     Raises:
-        InvalidArgument: for a negative step, an unknown kind, an empty reason, or what is no mapping and no list of names.
+        InvalidArgument: for a negative step, an unknown kind, an empty reason, or an argument that is neither a mapping nor a list of names.
 
     Examples:
         >>> resume_request(step=120, reset={"rng": "a new seed on purpose"}).step
@@ -74,10 +74,13 @@ def resume_request(
     """
     if step is not None:
         step = count("step", step, least=0, fix="name a saved step")
-    anew = mapping_given("reset", reset)
-    for name, reason in anew.items():
+    reasons = mapping_given("reset", reset)
+    for name, reason in reasons.items():
         if not isinstance(reason, str) or not reason.strip():
             raise InvalidArgument(
-                f"reset[{name!r}]", expected="the reason in words", found=repr(reason), fix="say why it starts anew"
+                f"reset[{name!r}]",
+                expected="the reason in words",
+                found=repr(reason),
+                fix="write why it starts from scratch",
             )
-    return ResumeRequest(step, names_given(components), check_policy(policy), anew)
+    return ResumeRequest(step, names_given(components), check_policy(policy), reasons)

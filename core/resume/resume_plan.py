@@ -1,4 +1,4 @@
-"""`ResumePlan`, or `Refusal`: what a resume will do with every component, or every reason why it cannot; values that print."""
+"""`ResumePlan`, what a resume does with every component, or `Refusal`, every reason why it cannot. Both are values that print."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeAlias, final
@@ -31,11 +31,11 @@ class ComponentAction:
 
     Attributes:
         name: the component.
-        verb: ``load`` (into the target's structure), ``adopt`` (take the saved structure), ``reset`` (start anew, on
-            purpose) or ``keep`` (the target's stays: not asked for, or not saved).
-        part: index of the saved structure, for components saved once for each rank.
-        tensors: how many stored tensors are read.
-        size_bytes: how many bytes.
+        verb: ``load`` (into the target's structure), ``adopt`` (take the saved structure), ``reset`` (start from scratch, on purpose) or
+            ``keep`` (the target's stays: not asked for, or not saved).
+        part: index of the saved structure, for components that are saved once for each rank.
+        tensors: how many stored tensors it uses.
+        size_bytes: the size of these tensors.
         cast: path -> dtype to cast to.
         kept: paths that keep the target's value.
         note: why, in words.
@@ -62,9 +62,9 @@ class ResumePlan:
         manifest: its proved manifest.
         actions: one for each component.
         drifts: everything that differs and is not refused.
-        passed_over: checkpoints that would have been preferred, and what is wrong with each.
+        passed_over: newer checkpoints that were not chosen, and what is wrong with each.
         notes: what was ignored or assumed.
-        contract: what the resumed state will hold its next step to.
+        contract: what the next step of the resumed state must fit.
         fresh_masters: whether the fp32 masters of the optimizer are made again from the weights. They are if the weights are loaded and
             the optimizer is not: its old masters would revert them.
     """
@@ -81,24 +81,24 @@ class ResumePlan:
 
     @property
     def step(self) -> int:
-        """The step that the run goes on from."""
+        """The step from which the run continues."""
         return self.manifest.head.step
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that will be read."""
+        """The size of all tensors that are used."""
         return sum(action.size_bytes for action in self.actions)
 
     @property
     def unsaved(self) -> dict[str, str]:
-        """State of the loaded components that the checkpoint lists as not saved: attribute -> what it holds (W07)."""
+        """State of the loaded components that the checkpoint lists as not saved: attribute -> what it holds."""
         return not_restored(
             self.manifest.contract, [each.name for each in self.actions if each.verb in ("load", "adopt")]
         )
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a person should hear: checkpoints passed over, and drifts with the verdict ``warn``."""
+        """What a user should read: checkpoints passed over, drifts with the verdict ``warn``, and state that was not saved."""
         return (
             *(f"passed over {problem}" for problem in self.passed_over),
             *(str(drift) for drift in self.drifts if drift.verdict == "warn"),
@@ -107,15 +107,15 @@ class ResumePlan:
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """What a policy with ``adapt`` costs, by name: what begins at the script's values, and what is dropped."""
+        """What a policy with ``adapt`` costs: the leaves that start at the script's values, and those that are dropped."""
         return tuple(
-            printable(f"{self.run}/{self.checkpoint}: {said}: {_some([each.where for each in those])}")
-            for kind, said in _LOSSES.items()
+            printable(f"{self.run}/{self.checkpoint}: {what}: {_some([each.where for each in those])}")
+            for kind, what in _LOSSES.items()
             if (those := [each for each in self.drifts if each.kind == kind and each.verdict == "adapt"])
         )
 
     def digest(self) -> str:
-        """A digest of every decision; equal on all ranks that decide alike (V05)."""
+        """A digest of every decision; equal on all ranks that decide the same."""
         files = [file.digest for file in self.manifest.files]
         actions = [attrs.evolve(action, part=0) for action in self.actions]  # each rank reads its own part
         drifts = tuple(drift for drift in self.drifts if drift.kind not in OF_RANK_ZERO)
@@ -160,7 +160,7 @@ class Refusal:
 
     Attributes:
         run: where the run is.
-        checkpoint: the checkpoint that was considered, or None.
+        checkpoint: the checkpoint that was considered; None if there was none.
         reasons: drifts that the policy refuses, and problems of checkpoints.
     """
 
@@ -170,9 +170,9 @@ class Refusal:
 
     @property
     def finds_nothing(self) -> bool:
-        """Whether the run holds no checkpoint at all, not even a bad one, so that a program may train from the start.
+        """Whether the run holds no checkpoint, not even a bad one, so that a program may train from the start.
 
-        What a save left behind that did not finish is no checkpoint; one of a newer version, or a planted link, is a bad one.
+        The files of a save that did not finish are not a checkpoint. A checkpoint of a newer version, or a planted link, is a bad one.
         """
         first, *others = self.reasons or (None,)
         none_there = isinstance(first, Problem) and first.error in {"RunEmpty", "CheckpointMissing"}
@@ -181,7 +181,7 @@ class Refusal:
 
     @property
     def fix(self) -> str:
-        """The next move: the policy to type where one helps; where none does, what to put back, and no word of policies.
+        """The next move: the policy to pass if one helps; otherwise what to put back.
 
         Examples:
             >>> from trainfold.core.resume.drift import make_drift
@@ -208,11 +208,11 @@ class Refusal:
                 "run one batch through the model before it is attached, where these buffers get their size from one, or"
             )
             return f"{run_one} put them back{others}{page}"
-        return f"put {', '.join(wheres[:_SHOWN])}{more} back, or begin another run{others}{page}"
+        return f"put {', '.join(wheres[:_SHOWN])}{more} back, or start another run{others}{page}"
 
     @property
     def listed(self) -> str:
-        """Every reason, a line each, for a text that ends with `fix`: what that says is not said here too."""
+        """Every reason, a line each, without the fix that `fix` repeats."""
         fix = self.fix
         return "\n".join(
             f"  {str(each).removesuffix(f'; {printable(fix, keep=chr(10))}') if isinstance(each, Problem) else each}"
@@ -224,7 +224,7 @@ class Refusal:
         """The code of the only problem, or of a damaged run, else that of a refusal (20)."""
         first = self.reasons[0] if self.reasons else None
         if isinstance(first, Problem) and first.error == "RunDamaged":
-            return first.exit_code  # the others are what is left of it
+            return first.exit_code  # the other problems follow from it
         codes = {reason.exit_code if isinstance(reason, Problem) else 20 for reason in self.reasons}
         return codes.pop() if len(codes) == 1 else 20
 
@@ -238,7 +238,7 @@ class Refusal:
 
 
 def _typed(drifts: Sequence[Drift]) -> dict[str, str]:
-    """Kind -> the verdict to type."""
+    """Kind -> the verdict to pass."""
     return {each.kind: verdict for each in drifts if (verdict := each.to_type) is not None}
 
 
@@ -247,7 +247,7 @@ def _it(drifts: Sequence[Drift]) -> str:
 
 
 def _put_back(drifts: Sequence[Drift]) -> str:
-    """The move that keeps the run as it is, in the words of the first cause."""
+    """How to make the run as it was saved, by the first cause."""
     cause = drifts[0] if drifts else None
     if cause is not None and cause.kind == "unexpected" and cause.where.startswith(GROUPS):
         return "give the optimizer these parameters before attach, as with add_param_group"
@@ -260,9 +260,9 @@ def _put_back(drifts: Sequence[Drift]) -> str:
 
 def _what_is_lost(losses: Sequence[Drift]) -> str:
     kinds = {each.kind for each in losses}
-    said = ["what is missing begins at the script's values"] if "missing" in kinds else []
-    said += ["what is unexpected is dropped"] if "unexpected" in kinds else []
-    return f" ({', and '.join(said)})" if said else ""
+    costs = ["what is missing begins at the script's values"] if "missing" in kinds else []
+    costs += ["what is unexpected is dropped"] if "unexpected" in kinds else []
+    return f" ({', and '.join(costs)})" if costs else ""
 
 
 def _some(names: Sequence[str]) -> str:

@@ -68,10 +68,10 @@ PENDING: Final = (
     "core/evaluate",
     "core/exact",
     "core/format",
-    "core/history",
+   
     "core/rehearsal",
-    "core/resume",
-    "core/save",
+   
+   
     "docs/adr",
     "docs/explanation",
     "docs/how-to",
