@@ -1,4 +1,4 @@
-"""`choose_cadence`: the cadence of ``every="auto"``, from what was measured and a failure rate that is assumed (W12)."""
+"""`choose_cadence`: the cadence of ``every="auto"``, from measured costs and an assumed failure rate."""
 
 import math
 from typing import Final
@@ -6,24 +6,24 @@ from typing import Final
 from trainfold.core.save.cadence import advise_cadence
 
 ASSUMED_MTBF_SECS: Final = 12 * 3600.0
-"""How long a job is assumed to run between two failures; `advise_cadence` takes your own figure."""
+"""The assumed mean time between two failures of a job; `advise_cadence` takes your own figure."""
 FIRST_SAVE_SECS: Final = 60.0
-"""When the first save is due, by which the cost of a save is measured."""
-_LEAST_SECS: Final = 1e-6  # what no clock can measure
+"""When the first save is due. It measures the cost of a save."""
+_LEAST_SECS: Final = 1e-6  # below the resolution of a clock
 _CHANGE: Final = 2.0
 
 
 def choose_cadence(current: int | None, *, save_secs: float, step_secs: float, write_secs: float = 0.0) -> int:
-    """Say after how many optimizer steps to save.
+    """Choose after how many optimizer steps to save.
 
-    The optimum is flat, so the choice is a round number (1, 2 or 5 times a power of ten), which noise in what was measured seldom
-    changes; and a cadence stays unless the advice is more than twice or less than half of it.
+    The optimum is flat, so the choice is a round number (1, 2 or 5 times a power of ten), which noise in the measurements seldom changes. A
+    cadence stays unless the advice is more than twice or less than half of it.
 
     Args:
-        current: the cadence so far; None where none was chosen yet.
-        save_secs: by how much a save delays the loop.
+        current: the cadence so far; None if none was chosen yet.
+        save_secs: how long a save delays the loop.
         step_secs: how long a step takes.
-        write_secs: from the call of a save until it is durable.
+        write_secs: the time from the call of a save until it is durable.
 
     Examples:
         >>> choose_cadence(None, save_secs=0.2, step_secs=0.5)
@@ -43,7 +43,7 @@ def choose_cadence(current: int | None, *, save_secs: float, step_secs: float, w
 
 
 def describe_cadence(every: int, *, save_secs: float, step_secs: float) -> str:
-    """Say what was chosen and why, for the log.
+    """What was chosen and why, for the log.
 
     Examples:
         >>> describe_cadence(200, save_secs=0.2, step_secs=0.5)

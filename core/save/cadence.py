@@ -1,4 +1,4 @@
-"""`advise_cadence`: how often to save so that the least time is lost, from what a save costs and how often machines fail."""
+"""`advise_cadence`: how often to save to lose the least time, from the cost of a save and the failure rate."""
 
 import math
 from typing import final
@@ -25,12 +25,12 @@ class _Costs:
 @final
 @attrs.frozen
 class Choice:
-    """One cadence and what it loses.
+    """One cadence and the time that it loses.
 
     Attributes:
         every_steps: steps between two saves.
-        interval_secs: seconds between two saves, with what a save costs.
-        lost_fraction: the part of the time that is lost, in [0, 1]: to saving, to doing work again, and to restarts.
+        interval_secs: seconds between two saves, including the cost of a save.
+        lost_fraction: the fraction of time that is lost, in [0, 1]: to saves, to repeated work, and to restarts.
     """
 
     every_steps: int
@@ -41,13 +41,13 @@ class Choice:
 @final
 @attrs.frozen
 class Cadence:
-    """The cadence that loses least, beside others. Prints as a table.
+    """The cadence that loses least, with alternatives. Prints as a table.
 
     Attributes:
         every_steps: steps between two saves.
-        interval_secs: seconds between two saves, with what a save costs.
-        lost_fraction: the part of the time that is lost, in [0, 1].
-        alternatives: cadences up to eight times as often and as seldom, this one among them, most often first.
+        interval_secs: seconds between two saves, including the cost of a save.
+        lost_fraction: the fraction of time that is lost, in [0, 1].
+        alternatives: cadences from eight times as often to eight times as seldom, including this one, most often first.
     """
 
     every_steps: int
@@ -67,25 +67,25 @@ class Cadence:
 def advise_cadence(
     *, save_secs: float, step_secs: float, mtbf_secs: float, restart_secs: float = 0.0, write_secs: float = 0.0
 ) -> Cadence:
-    """Say after how many steps to save so that the least time is lost.
+    """Advise after how many steps to save to lose the least time.
 
     Law: no other whole number of steps loses less by `lost_fraction`.
 
-    The optimum is flat: half or twice the advised cadence loses a quarter more of the little that it loses. So rough figures do.
+    The optimum is flat: half or twice the advised cadence loses only a quarter more. So rough figures suffice.
 
     Args:
-        save_secs: by how much one save delays the loop, >= 0.
+        save_secs: how long one save delays the loop, >= 0.
         step_secs: how long a step takes, > 0.
-        mtbf_secs: mean time between failures of the whole job, > 0: of N machines that fail each once in T seconds, T / N.
-        restart_secs: from a failure to the first step after it, >= 0. It costs time, and makes no difference to the advice.
-        write_secs: from the call of a save until it is durable, >= 0, where it goes on in the background. A failure in between
-            falls back to the save before; and the next save waits for it.
+        mtbf_secs: mean time between failures of the whole job, > 0. For N machines that each fail once in T seconds it is T / N.
+        restart_secs: the time from a failure to the next step, >= 0. It costs time and does not change the advice.
+        write_secs: the time from the call of a save until it is durable, >= 0, if it runs in the background. After a failure in that time the
+            previous save is resumed, and the next save waits for it.
 
     Returns:
         The advice.
 
     Raises:
-        InvalidArgument: naming the argument that cannot be.
+        InvalidArgument: naming the invalid argument.
 
     Examples:
         >>> print(advise_cadence(save_secs=0.2, step_secs=0.5, mtbf_secs=12 * 3600.0))
@@ -104,7 +104,7 @@ def advise_cadence(
     costs = _checked(save_secs, step_secs, mtbf_secs, restart_secs, write_secs)
     keeping_up = min(
         costs.mtbf, costs.write - costs.save
-    )  # with less work than that, a save waits for the write before it
+    )  # with less work between saves, a save waits for the last one
     ideal = max(_best_work_secs(costs), keeping_up)
     below = max(1, math.floor(min(ideal / costs.step, _MOST_STEPS)))
     best = min((_choice(every, costs) for every in (below, below + 1)), key=lambda each: each.lost_fraction)
@@ -122,26 +122,25 @@ def lost_fraction(  # noqa: PLR0913 - keywords
     restart_secs: float = 0.0,
     write_secs: float = 0.0,
 ) -> float:
-    """The part of the time that a run loses which saves every so many steps; exact if failures are a Poisson process.
+    """The fraction of time that a run with this cadence loses; exact if failures are a Poisson process.
 
-    An attempt lasts ``t``, exponential with mean M. After the restart R it repeats a period p of work w and its save, and
-    what is durable by ``t`` counts: ``floor((t - R - d) / p)`` times w, where d is by how much a write outlasts its save's call.
-    The mean of that is ``w exp(-(R + d) / M) / (exp(p / M) - 1)``; its share of M is what is not lost. With d = 0 this is Daly's
-    equation 20.
+    An attempt lasts ``t``, exponential with mean M. After the restart R it repeats periods p of work w and a save. The work that is durable by
+    ``t`` is ``floor((t - R - d) / p)`` times w, where d is how much longer a write takes than the call of its save. Its mean is
+    ``w exp(-(R + d) / M) / (exp(p / M) - 1)``, and the rest of M is lost. With d = 0 this is Daly's equation 20.
 
     Args:
         every_steps: steps between two saves, >= 1.
         save_secs: see `advise_cadence`; so are the others.
         step_secs: how long a step takes.
         mtbf_secs: mean time between failures.
-        restart_secs: from a failure to the first step after it.
-        write_secs: from the call of a save until it is durable.
+        restart_secs: the time from a failure to the next step.
+        write_secs: the time from the call of a save until it is durable.
 
     Returns:
         A number in [0, 1].
 
     Raises:
-        InvalidArgument: naming the argument that cannot be.
+        InvalidArgument: naming the invalid argument.
 
     Examples:
         >>> round(lost_fraction(263, save_secs=0.2, step_secs=0.5, mtbf_secs=43200), 5)
@@ -152,7 +151,7 @@ def lost_fraction(  # noqa: PLR0913 - keywords
 
 
 def young_interval_secs(*, save_secs: float, mtbf_secs: float) -> float:
-    """Young's first-order optimum of the work between two saves: ``sqrt(2 C M)``; good while C is far below M.
+    """Young's first-order optimum of the work between two saves: ``sqrt(2 C M)``. It is good if C is far below M.
 
     Examples:
         >>> round(young_interval_secs(save_secs=0.2, mtbf_secs=43200), 2)
@@ -162,7 +161,7 @@ def young_interval_secs(*, save_secs: float, mtbf_secs: float) -> float:
 
 
 def daly_interval_secs(*, save_secs: float, mtbf_secs: float) -> float:
-    """Daly's higher-order optimum of the work between two saves; M where a save takes 2 M or more.
+    """Daly's higher-order optimum of the work between two saves; M if a save takes 2 M or more.
 
     Examples:
         >>> round(daly_interval_secs(save_secs=0.2, mtbf_secs=43200), 2)
@@ -175,7 +174,7 @@ def daly_interval_secs(*, save_secs: float, mtbf_secs: float) -> float:
 
 
 def _best_work_secs(costs: _Costs) -> float:
-    """The work between two saves that loses least: where ``w / M = 1 - exp(-(w + C) / M)``, which has one root below M."""
+    """The work between two saves that loses least: the one root below M of ``w / M = 1 - exp(-(w + C) / M)``."""
     save, mtbf = costs.save, costs.mtbf
     low, high = 0.0, mtbf
     for _ in range(_HALVINGS):
@@ -188,7 +187,7 @@ def _best_work_secs(costs: _Costs) -> float:
 
 def _choice(every: int, costs: _Costs) -> Choice:
     work = every * costs.step
-    stall = max(costs.save, costs.write - work)  # one save at a time: the next one waits until this one is durable
+    stall = max(costs.save, costs.write - work)  # saves do not overlap: the next one waits until this one is durable
     late = max(0.0, costs.write - stall)
     x = min((work + stall) / costs.mtbf, 1e300)
     again = x + math.log(-math.expm1(-x) / x) if x else 0.0

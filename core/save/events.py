@@ -1,4 +1,4 @@
-"""`Event`: something that happened to a run, as a value for callbacks and logs (D06, R04)."""
+"""`Event`: something that happened to a run, as a value for callbacks and logs."""
 
 from typing import Literal, TypeAlias, final
 
@@ -7,10 +7,10 @@ import attrs
 EventKind: TypeAlias = Literal[
     "saved", "committed", "skipped", "failed", "pruned", "restored", "restored_best", "refused", "cadence"
 ]
-"""``saved``: a save was begun, and the loop goes on. ``committed``: it is durable. ``skipped``: it was not begun, because another
-one was under way. ``failed``: it did not become durable. ``pruned``: an old checkpoint was deleted. ``restored``: the run goes
-on from a checkpoint. ``restored_best``: it has taken the weights of its best checkpoint, and stays at its own step. ``refused``: it
-could not go on, and why. ``cadence``: how often to save was chosen, for ``every="auto"``."""
+"""``saved``: a save has started, and the loop continues. ``committed``: it is durable. ``skipped``: it did not start, because another save was
+running. ``failed``: it did not become durable. ``pruned``: an old checkpoint was deleted. ``restored``: the run continues from a checkpoint.
+``restored_best``: the run has loaded the weights of its best checkpoint and stays at its own step. ``refused``: it cannot continue, and why.
+``cadence``: the cadence for ``every="auto"`` was chosen."""
 
 
 @final
@@ -19,10 +19,10 @@ class Event:
     """Something that happened to a run.
 
     Attributes:
-        kind: what.
+        kind: what happened.
         run: where the run is.
-        step: the step that it is about, as it was when the save was asked for; None where there is none.
-        checkpoint: the directory that it is about, or None.
+        step: the step of the save when it was requested, or of the checkpoint; None if the event has none.
+        checkpoint: the directory of the checkpoint, or None.
         detail: more, in words.
     """
 

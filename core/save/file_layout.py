@@ -1,4 +1,4 @@
-"""`FilePlan`: one safetensors file byte by byte: its header and where each tensor lies."""
+"""`FilePlan`: one safetensors file, byte by byte: its header, and where each tensor lies."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -26,10 +26,10 @@ class TensorPlacement:
         path: the leaf path.
         dtype: torch's name of the dtype.
         stored: the safetensors dtype.
-        shape: the shape of what is stored, in torch's dtype.
+        shape: the shape of the stored part, in torch's dtype.
         start: first byte in the file.
         stop: one past its last byte.
-        box: the part of the global tensor, one (start, stop) pair a dimension.
+        box: the part of the global tensor, as one (start, stop) pair for each dimension.
     """
 
     path: str
@@ -51,8 +51,8 @@ class FilePlan:
         component: the component whose tensors it holds.
         rank: the rank that writes it.
         header: the 8-byte length and the JSON header, padded so that the data begins at a multiple of 4096.
-        size_bytes: of the whole file.
-        tensors: in the order of their bytes.
+        size_bytes: the size of the whole file.
+        tensors: the tensors in the order of their bytes.
     """
 
     name: str
@@ -72,11 +72,11 @@ def plan_file(name: str, component: str, rank: int, pieces: Iterable[tuple[str, 
         rank: the rank that writes it.
         pieces: leaf path, spec and box of each tensor, or slice of one, in it.
     """
-    # Wide dtypes first: with no gaps allowed between tensors, this alone keeps each one aligned to its item size.
-    held = sorted(pieces, key=lambda piece: -STORED[piece[1].dtype].itemsize)
+    # Wide dtypes first: the format allows no gaps between tensors, and this order keeps each one aligned to its item size.
+    ordered = sorted(pieces, key=lambda piece: -STORED[piece[1].dtype].itemsize)
     offset = 0
     spans = []
-    for path, spec, box in held:
+    for path, spec, box in ordered:
         shape, stored, listed, nbytes = _layout(spec.dtype, box)
         end = offset + nbytes
         spans.append((path, spec.dtype, stored, shape, listed, offset, end, box))
@@ -93,7 +93,7 @@ def plan_file(name: str, component: str, rank: int, pieces: Iterable[tuple[str, 
 
 
 def _header(component: str, spans: Iterable[tuple[str, str, list[int], int, int]]) -> bytes:
-    """The first bytes of a file: path, stored dtype, listed shape, start and stop of each tensor, in the order of the bytes."""
+    """The first bytes of a file. A span is the path, stored dtype, listed shape, start and stop of a tensor, in the order of the bytes."""
     header: dict[str, Json] = {"__metadata__": {"format": "pt", "trainfold": component}}
     for path, stored, listed, start, stop in spans:
         key = storage_key(path)
@@ -104,14 +104,14 @@ def _header(component: str, spans: Iterable[tuple[str, str, list[int], int, int]
 
 
 def header_of(manifest: Manifest, index: int) -> bytes | None:
-    """The header that a save writes into a file, made again from what the manifest says of it; None for a file without tensors.
+    """The header that a save writes into a file, rebuilt from the manifest; None for a file without tensors.
 
-    Law: for each file of a plan it is the plan's header. So the bytes of a header, spare ones included, can be compared at a load, which
-    reads no other byte that it does not use.
+    Law: it equals the header in the plan of the file. So a load can compare the bytes of a header, padding included, although it reads no other
+    byte that it does not use.
 
     Args:
-        manifest: the checkpoint's.
-        index: of the file in it.
+        manifest: the manifest of the checkpoint.
+        index: the index of the file in the manifest.
     """
     file = manifest.files[index]
     component = manifest.component(file.component)
@@ -122,7 +122,7 @@ def header_of(manifest: Manifest, index: int) -> bytes | None:
         for shard in record.shards
         if shard.file == index
     ]
-    # empty tensors may share a start: then the wider ones come first, and else the order of the table, as `plan_file` has them
+    # empty tensors may share a start: then the wider dtype comes first, and otherwise the order of the table, as in `plan_file`
     found.sort(key=lambda piece: (piece[0], piece[1], -STORED[piece[3]].itemsize))
     if not found:
         return None
@@ -135,6 +135,6 @@ def header_of(manifest: Manifest, index: int) -> bytes | None:
 
 @lru_cache(maxsize=4096)
 def _layout(dtype: str, box: Box) -> tuple[tuple[int, ...], str, list[int], int]:
-    """Shape, safetensors dtype, listed shape and bytes of a box; the same for all leaves of a kind."""
+    """Shape, safetensors dtype, listed shape and size in bytes of a box."""
     shape = tuple(stop - start for start, stop in box)
     return shape, STORED[dtype].name, list(stored_shape(dtype, shape)), size_bytes(dtype, shape)

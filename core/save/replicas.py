@@ -1,4 +1,4 @@
-"""Replicas: which components belong to each rank, and which must be the same on all of them, proved by digests (B05, B06)."""
+"""Replicas: what must be equal on all ranks is proved by digests, and the first difference is named."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal, final
@@ -21,26 +21,26 @@ _STATISTICS: Final = (
     "for buffer in {}.buffers(): torch.distributed.broadcast(buffer, 0)"
 )
 _VALUES: Final = (
-    "keep replicas alike: wrap the model in DistributedDataParallel, and begin all ranks with the same values. What each rank has of its own on "
-    "purpose, such as a stage of a pipeline, is saved in a run for each rank: CheckpointManager(f'{run}/{rank}', collectives=trainfold.SingleProcess())"
+    "keep replicas equal: wrap the model in DistributedDataParallel, and start all ranks with the same values. Save state that differs between ranks on "
+    "purpose, such as a stage of a pipeline, in one run for each rank: CheckpointManager(f'{run}/{rank}', collectives=trainfold.SingleProcess())"
 )
 _SETTINGS: Final = "start the same script with the same settings on all ranks"
 
 Leaves = Mapping[str, Mapping[str, str]]
 Level = Literal["none", "quick", "tensor", "full"]
 LEVELS: Final[Mapping[str, Level]] = {"none": "none", "quick": "quick", "tensor": "tensor", "full": "full"}
-TURNS: Final = 16  # so many saves compare every byte once, at the level "quick"
-SMALL_BYTES: Final = 2**14  # what is not larger is compared whole each time
+TURNS: Final = 16  # this many saves compare every byte once, at the level "quick"
+SMALL_BYTES: Final = 2**14  # tensors up to this size are compared whole at every save
 
 
 @final
 @attrs.frozen
 class Proof:
-    """How much of what all ranks are to have alike a save compares (B06).
+    """How much of the replicated state a save compares.
 
     Attributes:
-        level: ``none``: nothing but structures and contracts; ``quick``: everything once, and then a piece of every tensor at
-            each save; ``tensor``: everything at each save; ``full``: that, and after each restore too.
+        level: ``none``: only structures and contracts; ``quick``: everything once, and then a piece of every tensor at each save; ``tensor``:
+            everything at each save; ``full``: also everything after each restore.
         turn: which piece, in [0, TURNS); None for all.
     """
 
@@ -59,7 +59,7 @@ def level_of(name: str) -> Level:
 
 
 def proof_of(level: Level, *, saves: int) -> Proof:
-    """What a save compares, by how many were committed since all of it was.
+    """What a save compares, from the number of saves since everything was compared.
 
     Examples:
         >>> proof_of("quick", saves=0).turn, proof_of("quick", saves=1).turn, proof_of("quick", saves=17).turn
@@ -79,7 +79,7 @@ def is_buffer(path: str) -> bool:
 
 
 def is_trained(path: str) -> bool:
-    """Whether a leaf is one that steps on the same gradients keep alike: a parameter, or what an optimizer keeps for it.
+    """Whether equal gradients keep a leaf equal on all ranks: a parameter, or what an optimizer stores for it.
 
     Examples:
         >>> is_trained("ema.params['w']"), is_trained("optimizer.slots['w']['exp_avg']"), is_trained("queue.value['keys']")
@@ -103,7 +103,7 @@ def absent_optional(ranks: Sequence[Collection[str]], optional: Sequence[frozens
 
 
 def summary(leaves: Leaves, contract: Mapping[str, Json]) -> dict[str, str]:
-    """What a rank tells of its copies: one digest for each component, and one for the contract.
+    """The digests that ranks exchange: one for each component, and one for the contract.
 
     Args:
         leaves: component -> leaf path -> digest.
@@ -116,12 +116,12 @@ def summary(leaves: Leaves, contract: Mapping[str, Json]) -> dict[str, str]:
 
 
 def _is_own(key: str) -> bool:
-    """Whether each rank may say something else: another device or share is no other run; what one rank knows to be unsaved is no condition."""
+    """Whether a key may differ between ranks, such as the device, the share of the data, or the list of unsaved state."""
     return key.startswith((UNSAVED, RATES)) or is_of_rank_zero(key)
 
 
 def first_in_doubt(summaries: Sequence[Mapping[str, str]]) -> str | None:
-    """The first component, or ``contract``, of which not all ranks told the same.
+    """The first component, or ``contract``, whose digest is not the same on all ranks.
 
     Examples:
         >>> first_in_doubt([{"model": "a", "contract": "c"}, {"model": "b", "contract": "c"}])
@@ -132,7 +132,7 @@ def first_in_doubt(summaries: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def differing(mine: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
-    """The leaves, or keys of the contract, that this rank has otherwise than rank 0, in rank 0's order.
+    """The leaves, or keys of the contract, that differ from those of rank 0, in the order of rank 0.
 
     Examples:
         >>> differing({"a": 1, "b": 3, "environment.threads": 1, "unsaved": {"model.p": "a number"}}, {"a": 1, "b": 2, "environment.threads": 2})
@@ -146,15 +146,15 @@ def _text(held: Mapping[str, Any], name: str) -> bytes:
     return canonical_json([held[name]]) if name in held else b""
 
 
-def disagreement(name: str, told: Sequence[tuple[int, str, str]], first: str) -> RanksDisagree:
+def disagreement(name: str, found: Sequence[tuple[int, str, str]], first: str) -> RanksDisagree:
     """The error that every rank raises.
 
     Args:
         name: the component, or ``contract``.
-        told: for each rank, how many leaves or keys differ from rank 0's, the first of them, and its value in words.
+        found: for each rank, how many leaves or keys differ from those of rank 0, the first of them, and its value in words.
         first: what rank 0 has there, in words.
     """
-    rank, (count, path, value) = next((rank, each) for rank, each in enumerate(told) if each[0])
+    rank, (count, path, value) = next((rank, each) for rank, each in enumerate(found) if each[0])
     more = f", and {count - 1} more of {name}" if count > 1 else ""
     if name == "contract":
         return RanksDisagree(f"contract[{path!r}]", expected=f"what rank 0 has: {first}", found=f"on rank {rank}: {value}{more}", fix=_SETTINGS)  # fmt: skip
@@ -167,7 +167,7 @@ def disagreement(name: str, told: Sequence[tuple[int, str, str]], first: str) ->
 
 
 def first_difference(name: str, one: Described, other: Described) -> tuple[str, str, str]:
-    """The first leaf that two ranks describe otherwise, and what each has there."""
+    """The first leaf that two ranks describe differently, and what each has there."""
     if not is_same(one.node, other.node):
         return _first_node(name, one.node, other.node)
     mine, theirs = (
@@ -175,13 +175,13 @@ def first_difference(name: str, one: Described, other: Described) -> tuple[str, 
         for each in (one, other)
     )
     paths = [path for path in {**mine, **theirs} if mine.get(path) != theirs.get(path)]
-    if not paths:  # the same tensors, in another order
+    if not paths:  # the same tensors in another order
         return name, _short([*mine]), _short([*theirs])
     return paths[0], mine.get(paths[0], "nothing"), theirs.get(paths[0], "nothing")
 
 
 def _first_node(path: str, one: Json, other: Json, tag: str = "") -> tuple[str, str, str]:
-    """As `first_difference`, of two nodes of the form of `trainfold.core.format.structure.rebuild`; ``tag`` is the one above."""
+    """`first_difference` of two nodes, in the form of `trainfold.core.format.structure.rebuild`; ``tag`` is the tag above them."""
     if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
         for key in one:
             if not is_same(one[key], other[key]):
@@ -195,7 +195,7 @@ def _first_node(path: str, one: Json, other: Json, tag: str = "") -> tuple[str, 
 
 
 def is_same(one: Json, other: Json) -> bool:
-    """Whether two nodes are the same to the bit; ``==`` alone takes 0.0 for -0.0, and 1 for True."""
+    """Whether two nodes are bitwise the same; ``==`` alone takes 0.0 for -0.0, and 1 for True."""
     return one is other or (one == other and repr(one) == repr(other))
 
 
@@ -216,5 +216,5 @@ def structures_differ(where: str, mine: object, theirs: object, rank: int) -> Ra
         where,
         expected=f"what rank 0 has: {mine}",
         found=f"on rank {rank}: {theirs}",
-        fix="make it equal on all ranks, a count by summing it over them; what each rank has of its own is saved for its random streams and its loader alone",
+        fix="make it equal on all ranks, a count by summing it over them; only random streams and loaders are saved for each rank",
     )

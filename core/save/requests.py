@@ -1,4 +1,4 @@
-"""`StopRequest`: what a signal, a control file or a person may ask of a running loop, and how the ranks' requests become one."""
+"""`StopRequest`: what a signal, a control file or a user may request of a running loop, and how the requests of all ranks are merged."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, TypeAlias, get_args
@@ -7,26 +7,26 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 
 StopRequest: TypeAlias = Literal["save", "stop", "save_and_stop", "abort"]
-"""``save``: save now and go on. ``stop``: end here as at the last step. ``save_and_stop``: end here, and save whatever the
-triggers say. ``abort``: end here and save nothing (R02)."""
+"""``save``: save now and continue. ``stop``: end here as at the last step. ``save_and_stop``: end here and save, whatever the triggers say.
+``abort``: end here and save nothing."""
 
 REQUESTS: Final[tuple[StopRequest, ...]] = get_args(StopRequest)
 
 
 def merge_requests(per_rank: Sequence[Iterable[StopRequest]]) -> tuple[StopRequest, ...]:
-    """Make one answer of what was asked of each rank, so that all act alike (R01).
+    """Merge the requests of all ranks, so that every rank acts the same.
 
-    Law: neither the order of the ranks, nor that of their requests, nor how often something was asked makes a difference;
-    what some ranks have merged already can be merged with the others'. ``abort`` wins over everything.
+    Law: the order of the ranks and of their requests makes no difference, nor does a repeated request. Merging in several steps gives the same
+    result. ``abort`` wins over everything.
 
     Args:
         per_rank: the requests of each rank.
 
     Returns:
-        Each request once, in the order of `REQUESTS`; ``("abort",)`` alone if any rank was asked to.
+        Each request once, in the order of `REQUESTS`; ``("abort",)`` alone if any rank has it.
 
     Raises:
-        InvalidArgument: for what is no request.
+        InvalidArgument: for an unknown request.
 
     Examples:
         >>> merge_requests([(), ("stop", "save"), ("save",)])
@@ -41,10 +41,10 @@ def merge_requests(per_rank: Sequence[Iterable[StopRequest]]) -> tuple[StopReque
 
 
 def checked_request(request: object) -> StopRequest:
-    """The request, if it is one.
+    """Return a checked request.
 
     Raises:
-        InvalidArgument: for anything else.
+        InvalidArgument: unless it is one of `REQUESTS`.
 
     Examples:
         >>> checked_request("save")

@@ -1,4 +1,4 @@
-"""`Retention`: which complete checkpoints stay, as policies that add up; and the plan of what may go, made before anything is deleted."""
+"""`Retention`: policies that say which complete checkpoints stay, and the plan of what may be deleted."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import final
@@ -18,11 +18,11 @@ __all__ = ["Retention", "RetentionPlan", "Rule", "Saved", "check_keep_last", "ke
 @final
 @attrs.frozen
 class Retention:
-    """Keeps what any of its rules keeps. Made by `keep_last` and the like; ``a | b`` keeps what either keeps.
+    """Keeps what any of its rules keeps. Make it with `keep_last` and the like; ``a | b`` keeps what either keeps.
 
-    Laws: ``(a | b).kept(...) == a.kept(...) | b.kept(...)``, so no rule uses up another one's budget (E07); neither the order
-    of the rules nor that of the checkpoints makes a difference. Each checkpoint is judged among those that have everything that it
-    has, so an export of the model alone takes no place of a whole checkpoint (V06).
+    Laws: ``(a | b).kept(...) == a.kept(...) | b.kept(...)``, so no rule uses up the budget of another. The order of the rules and of the
+    checkpoints makes no difference. Each checkpoint competes only with those that have all of its components, so an export of the model
+    never replaces a whole checkpoint.
 
     Attributes:
         rules: at least one.
@@ -43,7 +43,7 @@ class Retention:
     def _has_one(self, _: object, rules: tuple[Rule, ...]) -> None:
         if not isinstance(rules, tuple) or not rules:
             raise InvalidArgument("rules", expected="at least one rule, in a tuple", found=shown(rules),
-                                  fix="keep_last(1) keeps as little as can be")  # fmt: skip
+                                  fix="pass keep_last(1) to keep as little as possible")  # fmt: skip
 
     def __or__(self, other: "Retention") -> "Retention":
         """Keep what either keeps."""
@@ -55,11 +55,11 @@ class Retention:
         return ", ".join(map(str, self.rules))
 
     def kept(self, checkpoints: Iterable[Saved], written: Saved) -> frozenset[str]:
-        """The names that some rule keeps, of those that take part; `plan_retention` says what stays beside them."""
+        """The names that some rule keeps. `plan_retention` adds the checkpoints that stay for other reasons."""
         return frozenset(self.reasons(checkpoints, written))
 
     def reasons(self, checkpoints: Iterable[Saved], written: Saved) -> dict[str, tuple[str, ...]]:
-        """The same names, oldest first, each with the rules that keep it."""
+        """The names that some rule keeps, oldest first, each with the rules that keep it."""
         ordered = tuple(one for one in _oldest_first(checkpoints, written) if _takes_part(one, written))
         keepers = [(str(rule), _kept_by(rule, ordered)) for rule in self.rules]
         found = {one.name: tuple(why for why, names in keepers if one.name in names) for one in ordered}
@@ -67,7 +67,7 @@ class Retention:
 
 
 def keep_last(k: int | None) -> Retention:
-    """Keep the newest ``k``, the one just written among them (E01).
+    """Keep the newest ``k``, including the one just written.
 
     Args:
         k: how many; 0 and None for all.
@@ -79,7 +79,7 @@ def keep_last(k: int | None) -> Retention:
 
 
 def keep_every(n_steps: int) -> Retention:
-    """Keep, for good, the first checkpoint at or after each multiple of ``n_steps``, as `should_save` counts them (E07).
+    """Keep the first checkpoint at or after each multiple of ``n_steps`` permanently, as `should_save` counts them.
 
     Args:
         n_steps: optimizer steps, >= 1.
@@ -91,9 +91,9 @@ def keep_every(n_steps: int) -> Retention:
 
 
 def keep_best(n: int, *, direction: Direction) -> Retention:
-    """Keep the ``n`` best, as `plan_best` ranks them: of equal scores the earlier step (E11).
+    """Keep the ``n`` best, as `plan_best` ranks them: of equal scores the earlier step.
 
-    A checkpoint whose score is not known, or not finite, is none of the best; the rule does not keep it.
+    The rule does not keep a checkpoint whose score is unknown or not finite.
 
     Args:
         n: how many, >= 1.
@@ -106,9 +106,9 @@ def keep_best(n: int, *, direction: Direction) -> Retention:
 
 
 def keep_newer(age_secs: float) -> Retention:
-    """Keep those that were committed at most ``age_secs`` ago; one of unknown age, or from the future, counts as new.
+    """Keep those that were committed at most ``age_secs`` ago. A checkpoint of unknown age, or from the future, counts as new.
 
-    After a pause longer than that, the first new checkpoint is the only one that it keeps: add ``| keep_last(2)``.
+    After a longer pause it keeps only the first new checkpoint. Add ``| keep_last(2)``.
 
     Args:
         age_secs: seconds, >= 0.
@@ -127,7 +127,7 @@ def keep_all() -> Retention:
 @final
 @attrs.frozen
 class RetentionPlan:
-    """What stays and what may go. Prints as a table.
+    """What stays and what may be deleted. Prints as a table.
 
     Attributes:
         kept: name -> why, oldest first.
@@ -147,25 +147,25 @@ class RetentionPlan:
 def plan_retention(
     checkpoints: Iterable[Saved], *, policy: Retention, written: Saved, protected: Collection[str] = ()
 ) -> RetentionPlan:
-    """Say which checkpoints stay and which may go after one was committed.
+    """Decide which checkpoints stay and which may be deleted after a commit.
 
-    Laws: each checkpoint is either kept or deleted. The one just written stays, and so do the protected ones (E02), beside
-    what the policy keeps: they use up none of its budget. Those of a higher step or a later timeline than the one just written
-    do not take part (E06), because a rewind has left them behind. Planning again after the deletion deletes nothing; and what
-    the policy would keep of a whole history is never deleted on the way.
+    Laws: each checkpoint is either kept or deleted. The one just written stays, and so do the protected ones; they use up none of the budget
+    of the policy. Checkpoints of a higher step or a later timeline than the one just written stay too, because a rewind has left them behind.
+    Planning again after the deletion deletes nothing. A checkpoint that the policy would keep of the whole history is never deleted on the
+    way.
 
     Args:
-        checkpoints: every *complete* checkpoint of the run's lineage, in any order. Incomplete ones, those in quarantine and
-            those of another timeline neither count nor protect: leave them out (E01, E05, E16).
+        checkpoints: every *complete* checkpoint of the run's lineage, in any order. Leave out incomplete ones, those in quarantine and those
+            of another timeline: they neither count nor protect others.
         policy: what to keep, such as ``keep_last(3) | keep_every(10_000)``.
-        written: the checkpoint that was committed just now; it is as this says, whatever ``checkpoints`` says of it.
-        protected: names that a pointer, a hold or a best holds on to; a mapping gives each its reason.
+        written: the checkpoint that was committed just now. It replaces an entry of the same name in ``checkpoints``.
+        protected: the names that a pointer, a hold or a best refers to; a mapping gives each its reason.
 
     Returns:
         The plan.
 
     Raises:
-        InvalidArgument: if ``protected`` is one text instead of names.
+        InvalidArgument: if ``protected`` is a single text.
 
     Examples:
         >>> saved = [Saved(f"step-{step:02}", step) for step in (5, 10, 15, 20)]
@@ -185,15 +185,15 @@ def plan_retention(
 def plan_left_behind(
     checkpoints: Iterable[Saved], *, policy: Retention | None, protected: Mapping[str, str]
 ) -> RetentionPlan:
-    """Say which of the checkpoints that rewinds have left behind stay, and which may go.
+    """Decide which of the checkpoints that rewinds have left behind stay, and which may be deleted.
 
-    Laws: without a policy all of them stay. With one, those stay that it keeps of them alone, and the protected ones; the run's present
-    lineage neither counts nor goes.
+    Laws: without a policy all of them stay. With a policy, those stay that it keeps of them alone, and the protected ones. The present lineage
+    of the run neither counts nor is deleted.
 
     Args:
         checkpoints: the complete checkpoints that the present lineage does not go through, in any order.
         policy: what to keep of them, such as ``keep_newer(7 * 86_400)``; None for all.
-        protected: name -> why, of those that a pointer, or a best, holds on to.
+        protected: name -> why, for those that a pointer or a best refers to.
 
     Returns:
         The plan.
@@ -220,7 +220,7 @@ def plan_left_behind(
 
 
 def check_keep_last(keep_last: int | None, where: str = "keep_last") -> int | None:
-    """Return a number of checkpoints to keep that can be.
+    """Return a checked number of checkpoints to keep.
 
     Raises:
         InvalidArgument: unless it is an int >= 0 or None.
@@ -255,7 +255,7 @@ def _planned(
 
 
 def _kept_by(rule: Rule, ordered: tuple[Saved, ...]) -> frozenset[str]:
-    """What a rule keeps of each kind of checkpoint, judged among those that have everything that this kind has (ADR-0018)."""
+    """What a rule keeps of each set of components, among the checkpoints that have all of them (ADR-0018)."""
     found: set[str] = set()
     for parts in {one.parts for one in ordered}:
         able = tuple(one for one in ordered if one.parts is None or (parts is not None and one.parts >= parts))
@@ -264,7 +264,7 @@ def _kept_by(rule: Rule, ordered: tuple[Saved, ...]) -> frozenset[str]:
 
 
 def _oldest_first(checkpoints: Iterable[Saved], written: Saved) -> list[Saved]:
-    """All of them, the one just written as it is said to be."""
+    """All of them; the one just written replaces an entry of its name."""
     others = (one for one in checkpoints if one.name != written.name)
     return sorted((*others, written), key=lambda one: (one.step, one.timeline, one.name))
 

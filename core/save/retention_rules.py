@@ -1,4 +1,4 @@
-"""The rules that a `Retention` adds up: the last k, every n steps, the n best, the newer ones, all. Each is a frozen value."""
+"""The rules of a `Retention`: the last k, every n steps, the n best, those newer than an age, all. Each is a frozen value."""
 
 import math
 from typing import Protocol, final
@@ -11,15 +11,15 @@ from trainfold.core.best.score import Direction
 @final
 @attrs.frozen
 class Saved:
-    """One complete checkpoint, as far as a rule needs to know it.
+    """One complete checkpoint, as far as rules need to know it.
 
     Attributes:
         name: its directory.
         step: optimizer steps done.
         timeline: the timeline that it belongs to.
-        score: what it scored; None if that is not known.
-        age_secs: how long ago it was committed; None if that is not known.
-        parts: the components that it has, where it was saved without others that the run has; None for one that has all.
+        score: its score; None if unknown.
+        age_secs: how long ago it was committed; None if unknown.
+        parts: the components that it has, if it was saved without some components of the run; None if it has all.
     """
 
     name: str
@@ -31,10 +31,10 @@ class Saved:
 
 
 class Rule(Protocol):
-    """A reason to keep checkpoints. Any frozen object with these two methods is one: ``Retention((my_rule,)) | keep_last(3)``."""
+    """A reason to keep checkpoints: any frozen object with these two methods, as in ``Retention((my_rule,)) | keep_last(3)``."""
 
     def kept(self, checkpoints: tuple[Saved, ...]) -> frozenset[str]:
-        """The names to keep, of checkpoints that are given oldest first. Pure."""
+        """The names to keep, of checkpoints sorted oldest first. Pure."""
 
     def __str__(self) -> str:
         """What the rule keeps, in a few words, such as ``the last 3``."""
@@ -76,7 +76,7 @@ class Every:
 @final
 @attrs.frozen
 class Best:
-    """The ``n`` best of those that have a finite score; of equal ones the earlier."""
+    """The ``n`` best of those with a finite score; of equal scores the earlier step."""
 
     n: int
     direction: Direction
@@ -98,7 +98,7 @@ class Best:
 @final
 @attrs.frozen
 class Newer:
-    """Those that are not older than ``age_secs``, or of unknown age."""
+    """Those that are at most ``age_secs`` old, or of unknown age."""
 
     age_secs: float
 

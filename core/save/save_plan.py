@@ -1,6 +1,6 @@
-"""`SavePlan`: what a save will write, rank by rank and byte by byte, decided before anything is touched.
+"""`SavePlan`: what a save writes, rank by rank and byte by byte, decided before anything is written.
 
-Law: the plan is a function of the ranks' descriptions alone, so every rank that gathers them computes the same plan.
+Law: the plan is a function of the descriptions of all ranks, so every rank that gathers them computes the same plan.
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ class ComponentPlan:
 
     Attributes:
         name: the component.
-        nodes: its structure; one for all ranks, or one for each rank where its pattern is per-rank.
+        nodes: its structure: one for all ranks, or one for each rank if it belongs to each rank.
         tensors: for each node, path -> spec of its tensors, in the order of their indices.
     """
 
@@ -41,13 +41,13 @@ class ComponentPlan:
 @final
 @attrs.frozen
 class SavePlan:
-    """What a save will write. Prints as a table.
+    """What a save writes. Prints as a table.
 
     Attributes:
-        step: the step that the state is at.
-        directory: the checkpoint's name, ``step-00000120``.
-        world_size: ranks that take part.
-        components: in the state's order.
+        step: the step of the state.
+        directory: the name of the checkpoint, ``step-00000120``.
+        world_size: the number of ranks that take part.
+        components: in the order of the state.
         files: every file of every rank.
     """
 
@@ -59,7 +59,7 @@ class SavePlan:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files together."""
+        """The size of all files together."""
         return sum(file.size_bytes for file in self.files)
 
     def files_of(self, rank: int) -> tuple[FilePlan, ...]:
@@ -89,21 +89,22 @@ def plan_save(
 ) -> SavePlan:
     """Decide which rank writes which bytes into which file.
 
-    Replicated tensors are written once, each by one rank, so that the ranks' bytes are balanced; a slice is written by a
-    rank that has it.
+    Replicated tensors are written once, each by one rank, so that the bytes of the ranks are balanced. A slice is written by a rank that holds
+    it. A component that belongs to each rank, such as its random streams, is stored once for each rank; the structure of a component says
+    whether it does.
 
     Args:
         ranks: for each rank, component name -> description, as `describe` made it.
-        step: the state's step, >= 0.
-        revision: how often this step has been saved before; later saves use new file names, so that the old
-            checkpoint stays whole until the new manifest replaces the old one (C08).
-        of_rank_zero: paths of replicated leaves of which rank 0 has the value that counts, so that it writes them.
+        step: the step of the state, >= 0.
+        revision: how often this step has been saved before. Later saves use new file names, so that the old checkpoint stays whole until the
+            new manifest replaces the old one.
+        of_rank_zero: paths of replicated leaves that rank 0 writes, because its value counts.
 
     Returns:
         The plan; equal on every rank.
 
     Raises:
-        InvalidArgument: if the step or the revision is negative, or there is no rank.
+        InvalidArgument: if the step or the revision is negative, or ``ranks`` is empty.
         RanksDisagree: if a component that must be the same on all ranks is not, naming the first leaf.
         InvalidState: if the slices of a tensor overlap or do not cover it.
 
@@ -148,7 +149,7 @@ def _component(name: str, ranks: list[Described]) -> ComponentPlan:
         if is_own:
             break
         raise structures_differ(*first_difference(name, first, other), rank)
-    # Equal structures may hold unequal tensors, so only what has no tensors at all can be known to be the same.
+    # Equal structures may hold unequal tensors, so only a component without tensors is known to be the same on all ranks.
     if is_own and len(ranks) > 1 and (first.tensors or not all(is_same(other.node, first.node) for other in ranks)):
         return ComponentPlan(name, tuple(each.node for each in ranks), tuple(each.tensors for each in ranks))
     return ComponentPlan(name, (first.node,), (first.tensors,))
@@ -167,7 +168,7 @@ def _files(
 def _assign(
     component: ComponentPlan, ranks: list[Described], of_rank_zero: Collection[str]
 ) -> dict[int, list[tuple[str, LeafSpec, Box]]]:
-    """Which rank writes what: its own where components are per rank, else balanced by bytes, the largest first."""
+    """Which rank writes what: its own part if the component belongs to each rank; otherwise balanced by bytes, the largest piece first."""
     sharded = any(spec.slices for each in ranks for spec in each.tensors.values())
     if len(component.nodes) > 1 or (len(ranks) == 1 and not sharded):
         return {

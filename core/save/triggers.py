@@ -1,6 +1,6 @@
-"""`decide`: what happens at a boundary, as a function of its arguments and nothing else (O06, R01).
+"""`decide`: whether to save and whether to stop at a boundary, as a pure function of its arguments.
 
-`should_save` is the part of it that looks at the step alone.
+`should_save` is the part that depends on the step alone.
 """
 
 from collections.abc import Collection, Iterable
@@ -31,12 +31,12 @@ _STOPPING: Final = frozenset({"last", "stop", "save_and_stop", "abort"})
 @final
 @attrs.frozen
 class Triggers:
-    """When to save without being asked to. Make it with `make_triggers`.
+    """When to save without a request. Make it with `make_triggers`.
 
     Attributes:
-        every: at each multiple of so many optimizer steps; None for no such cadence.
-        every_secs: when so many seconds have passed since the last save; None for no such cadence.
-        at_end: whether the state is saved that a run ends with, be it at the last step or because it was asked to stop.
+        every: save at each multiple of this number of optimizer steps; None for no cadence in steps.
+        every_secs: save when this many seconds have passed since the last save; None for no cadence in seconds.
+        at_end: whether to save the state with which the run ends, at its last step or on a request to stop.
     """
 
     every: int | None = None
@@ -52,8 +52,8 @@ class Verdict:
     Attributes:
         save: whether to save.
         stop: whether the loop ends here.
-        reasons: why, in a fixed order: ``every``, ``every_secs``, ``best``, ``last``, and the requests; with ``saved`` at the end
-            where it would save if the step were not saved already.
+        reasons: why, in a fixed order: ``every``, ``every_secs``, ``best``, ``last``, and the requests. ``saved`` comes last if only an
+            earlier save of this step prevents the save.
     """
 
     save: bool
@@ -74,11 +74,11 @@ def make_triggers(*, every: int | None = None, every_secs: float | None = None, 
 
     Args:
         every: a cadence in optimizer steps, >= 1; None for none.
-        every_secs: a cadence in seconds, > 0; None for none. Which steps it hits depends on the machine; those of ``every`` do not.
-        at_end: False saves the end of a run only where a request or a cadence asks for it, as in a search over settings.
+        every_secs: a cadence in seconds, > 0; None for none. Which steps it saves depends on the machine; those of ``every`` do not.
+        at_end: False saves the end of a run only if a request or a cadence asks for it, as in a search over settings.
 
     Raises:
-        InvalidArgument: naming the argument that cannot be.
+        InvalidArgument: naming the invalid argument.
 
     Examples:
         >>> make_triggers(every=500, every_secs=600)
@@ -105,28 +105,27 @@ def decide(  # noqa: PLR0913 - one keyword for each source
     is_last: bool = False,
     is_best: bool = False,
 ) -> Verdict:
-    """Make one decision of everything that may want to save or stop at a boundary.
+    """Decide from all reasons to save or stop at a boundary.
 
-    Laws: no step is saved twice, however many reasons there are (E10, A14); ``abort`` saves nothing and stops; the order
-    and the number of the requests make no difference (R01); the steps that ``every`` saves do not depend on interruptions,
-    nor on what was saved beside them (V14); at step 0 nothing is due by a number or by the clock.
+    Laws: no step is saved twice, however many reasons there are. ``abort`` saves nothing and stops. The order and the number of the requests
+    make no difference. The steps that ``every`` saves depend neither on interruptions nor on other saves. At step 0 no cadence is due.
 
-    Give it what all ranks agree on: the merged requests, and rank 0's clock.
+    Pass what all ranks agree on: the merged requests, and the clock of rank 0.
 
     Args:
         step: optimizer steps done, >= 0.
-        triggers: when to save without being asked to.
-        last_saved: the step of the newest checkpoint, saved or resumed from; None where there is none.
-        secs_since_save: seconds since then, or since the start; of a monotonic clock.
-        requests: what was asked for since the last boundary.
-        is_last: whether the run ends here by itself: the last step, or no more data (T53).
-        is_best: whether the state was found to be the best so far (E10).
+        triggers: when to save without a request.
+        last_saved: the step of the newest checkpoint, saved or resumed from; None if there is none.
+        secs_since_save: seconds since that save, or since the start, by a monotonic clock.
+        requests: what was requested since the last boundary.
+        is_last: whether the run ends here by itself: the last step, or no more data.
+        is_best: whether the state is the best so far.
 
     Returns:
         Whether to save, whether to stop, and why.
 
     Raises:
-        InvalidArgument: for what is no request.
+        InvalidArgument: for an unknown request.
 
     Examples:
         >>> triggers = make_triggers(every=100, every_secs=600)
@@ -153,21 +152,21 @@ def decide(  # noqa: PLR0913 - one keyword for each source
     reasons = tuple(name for name, holds in facts.items() if holds)
     ending = () if triggers.at_end else ("last", "stop")
     wants = "abort" not in asked and any(name in _SAVING and name not in ending for name in reasons)
-    said = (*reasons, "saved") if wants and not is_new else reasons
-    return Verdict(wants and is_new, not _STOPPING.isdisjoint(reasons), said)
+    listed = (*reasons, "saved") if wants and not is_new else reasons
+    return Verdict(wants and is_new, not _STOPPING.isdisjoint(reasons), listed)
 
 
 def should_save(step: int, *, every: int | None, last_saved: int | None = None, events: Collection[str] = ()) -> bool:
-    """Say whether to save after this step.
+    """Whether to save after this step.
 
-    Law: the steps that are saved do not depend on how often the run was interrupted and resumed (V14): a multiple of
-    ``every`` counts from step 0, not from the resume, and is due at the first boundary at or after it.
+    Law: the steps that are saved do not depend on how often the run was interrupted and resumed. A multiple of ``every`` counts from step 0,
+    not from the resume, and is due at the first boundary at or after it.
 
     Args:
-        step: optimizer steps done, >= 0; nothing is due at step 0 for its number alone.
+        step: optimizer steps done, >= 0. The cadence is never due at step 0.
         every: the cadence in steps, >= 1; None for none.
-        last_saved: the step of the newest checkpoint, saved or resumed from; None where there is none.
-        events: reasons to save beside the cadence, such as ``"final"`` or ``"signal"``.
+        last_saved: the step of the newest checkpoint, saved or resumed from; None if there is none.
+        events: other reasons to save, such as ``"final"`` or ``"signal"``.
 
     Returns:
         Whether to save; never for a step that is saved already.
@@ -189,12 +188,12 @@ def should_save(step: int, *, every: int | None, last_saved: int | None = None, 
     if every is None:
         return False
     if last_saved is not None and last_saved > step:
-        return step > 0 and step % every == 0  # a rewind: what is newer belongs to another timeline
+        return step > 0 and step % every == 0  # after a rewind: newer checkpoints belong to another timeline
     return step // every > (last_saved or 0) // every
 
 
 def check_cadence(every: int | None) -> int | None:
-    """Return a cadence that can be.
+    """Return a checked cadence.
 
     Raises:
         InvalidArgument: unless it is an int >= 1 or None.

@@ -1,4 +1,4 @@
-"""`manifest_of`: the manifest of a save, from its plan and the digests of what every rank has written."""
+"""`manifest_of`: the manifest of a save, from its plan and the digests of the files that all ranks have written."""
 
 from collections.abc import Mapping
 from typing import final
@@ -15,13 +15,13 @@ from trainfold.core.save.save_plan import ComponentPlan, SavePlan
 @final
 @attrs.frozen
 class WrittenFile:
-    """What a written file turned out to be.
+    """A file that was written.
 
     Attributes:
         name: a single path component.
-        size_bytes: of the whole file.
-        digest: of the whole file; after its prefix it is what ``xxhsum -H2`` prints.
-        tensor_digests: leaf path -> digest of the tensor's bytes, equal to `leaf_digest` of the leaf.
+        size_bytes: the size of the whole file.
+        digest: the digest of the whole file; after its prefix it is what ``xxhsum -H2`` prints.
+        tensor_digests: leaf path -> digest of the bytes of the tensor, equal to the `leaf_digest` of the leaf.
     """
 
     name: str
@@ -42,12 +42,12 @@ def manifest_of(  # noqa: PLR0913 - keywords, one for each part of a manifest
     """The manifest of a save.
 
     Args:
-        plan: what every rank was to write.
-        written: file name -> what it turned out to be, for the files of all ranks.
+        plan: the plan of the save.
+        written: file name -> the file, for the files of all ranks.
         head: identity and order of the checkpoint.
         contract: what must be equal at a resume.
         omitted: components that the state has and the plan does not.
-        versions: library -> version that wrote it.
+        versions: library -> its version.
     """
     is_per_rank = {component.name: len(component.nodes) > 1 for component in plan.components}
     files = []
