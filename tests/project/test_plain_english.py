@@ -68,10 +68,7 @@ PENDING: Final = (
     "core/evaluate",
     "core/exact",
     "core/format",
-   
     "core/rehearsal",
-   
-   
     "docs/adr",
     "docs/explanation",
     "docs/how-to",
