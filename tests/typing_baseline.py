@@ -13,6 +13,7 @@ from torch import nn
 
 import trainfold
 from trainfold import Loss, TrainState
+from trainfold.managers import Restored
 from trainfold.states import ModelState, TrainableState
 
 Batch = dict[str, torch.Tensor]
@@ -63,6 +64,11 @@ assert_type(state.trainer.step, int)
 assert_type(state.evolve(dataset=None).trainer.step, int)
 assert_type(trainfold.load("runs/a", like=state), TrainableState)
 assert_type(trainfold.load("runs/a", like=TrainState()), TrainState)
+
+manager = trainfold.CheckpointManager("runs/a")
+assert_type(manager.load(state), TrainableState)
+assert_type(manager.load_best(state), TrainableState)
+assert_type(manager.load(trainfold.attach(model)), Restored)
 assert_type(trainfold.select(state, ["model"]), TrainState)
 
 done = trainfold.select(state, ["model"]).trainer.step  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]

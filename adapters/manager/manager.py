@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final, overload
 
 from trainfold.adapters.guards.first_save import FirstSave
 from trainfold.adapters.guards.never_asked import NeverAsked
@@ -31,6 +31,8 @@ from trainfold.core.save.triggers import Verdict
 from trainfold.core.state.components import check_likely
 from trainfold.core.state.contract import checked_contract
 from trainfold.core.state.state import TrainState
+
+S = TypeVar("S", bound=TrainState)
 
 
 @final
@@ -285,6 +287,12 @@ class CheckpointManager:
         self._check(run, asks=False)
         return self._loads.decide(run, step=step)
 
+    @overload
+    def load(self, run: Live, decision: LoadDecision | None = None) -> Restored: ...
+    @overload
+    def load(self, run: S, decision: LoadDecision | None = None) -> S: ...
+    @overload
+    def load(self, run: Live | TrainState, decision: LoadDecision | None = None) -> TrainState | Restored: ...
     def load(self, run: Live | TrainState, decision: LoadDecision | None = None) -> TrainState | Restored:
         """Load what was decided, or the newest checkpoint.
 
@@ -324,6 +332,10 @@ class CheckpointManager:
         self._check_run(live, kinds=Live)
         return self._loads.restore(live, step, reset)
 
+    @overload
+    def load_best(self, run: Live) -> Restored: ...
+    @overload
+    def load_best(self, run: S) -> S: ...
     def load_best(self, run: Live | TrainState) -> TrainState | Restored:
         """Load the weights of the best checkpoint as `load` does, and nothing else: optimizer, counters and position stay.
 
