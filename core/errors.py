@@ -1,45 +1,41 @@
-"""Every error of trainfold: what it concerns, what was expected, what was found and the next move."""
+"""Every error of trainfold. Each says where it happened, what was expected, what was found, and how to fix it."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final, Protocol, final
-
-import attrs
+from typing import Any, ClassVar, Final, Protocol
 
 from trainfold.core.printable import printable
 
+LISTING: Final = set[str]()  # the names of the errors whose text has lines of its own
 
-class Refused(Protocol):
-    """What a `ResumeRefused` carries: a `Refusal`. Its class is not imported here, because every module imports the errors."""
 
-    @property
-    def reasons(self) -> Sequence[Any]:
-        """Each reason as a value: drifts, and `Problem`."""
+class _Refused(Protocol):
+    """A `Refusal`, whose class is not imported here, because every module imports this one."""
 
     @property
-    def finds_nothing(self) -> bool:
-        """Whether the run holds no checkpoint at all."""
+    def reasons(self) -> Sequence[Any]: ...
 
     @property
-    def listed(self) -> str:
-        """Every reason, a line each."""
+    def finds_nothing(self) -> bool: ...
 
     @property
-    def fix(self) -> str:
-        """The next move."""
+    def listed(self) -> str: ...
+
+    @property
+    def fix(self) -> str: ...
 
 
 class TrainfoldError(Exception):
-    """The base of all errors here; its fields are for programs, its text is for people.
+    """The base of all errors here; programs read its fields, people read its text.
 
     Args:
         where: what it concerns: a leaf path, a file, a run, an argument.
         expected: what was promised or asked for.
         found: what is there instead.
-        fix: the next move, in words.
+        fix: the next move, in the imperative.
 
     Attributes:
-        step: the optimizer step of the save or the checkpoint that it concerns; None where it concerns none (R09).
-        rank: the rank that failed, where there are several; None where there is one, or all failed alike.
+        step: the optimizer step of the save or the checkpoint that it concerns; None without one.
+        rank: the rank that failed, if there are several; None if there is one, or if all failed alike.
 
     Examples:
         >>> print(InvalidState("state.trainer.step", expected=">= 0", found=-1, fix="start at step 0"))
@@ -49,7 +45,17 @@ class TrainfoldError(Exception):
     exit_code: ClassVar[int] = 1
     step: int | None = None
     rank: int | None = None
-    has_lines: ClassVar[bool] = False  # whether its text lists something; elsewhere a line break comes from a value
+    has_lines: ClassVar[bool] = (
+        False  # whether its text has lines of its own; otherwise a line break comes from a value
+    )
+
+    def __init_subclass__(cls, *, exit_code: int | None = None, has_lines: bool = False) -> None:
+        """Set what a class has of its own; otherwise it has its base's exit code and form."""
+        super().__init_subclass__()
+        cls.exit_code = cls.exit_code if exit_code is None else exit_code
+        cls.has_lines = cls.has_lines or has_lines
+        if cls.has_lines and cls.__name__[0] != "_":
+            LISTING.add(cls.__name__)
 
     def __init__(self, where: str, *, expected: object, found: object, fix: str) -> None:
         super().__init__(where, expected, found, fix)
@@ -74,12 +80,12 @@ def _rebuild(cls: type[TrainfoldError], where: str, expected: object, found: obj
 
 
 def place(error: BaseException, *, step: int | None = None, rank: int | None = None) -> None:
-    """Say at which step and on which rank an error happened, in its fields and in a note; what it knows already stays.
+    """Record at which step and on which rank an error happened, in its fields and in a note; what is already set stays.
 
     Args:
-        error: any error; one that is not trainfold's gets the note alone.
-        step: of the save or the checkpoint; None where nobody knows.
-        rank: the rank that failed; None where there is one.
+        error: any error; one that is not trainfold's gets only the note.
+        step: the step of the save or the checkpoint; None if it is not known.
+        rank: the rank that failed; None if there is one.
 
     Examples:
         >>> error = InvalidState("state", expected="a step", found="none", fix="count")
@@ -96,12 +102,8 @@ def place(error: BaseException, *, step: int | None = None, rank: int | None = N
         error.add_note(note)
 
 
-def _reasons(count: int) -> str:
-    return "1 reason" if count == 1 else f"{count} reasons"
-
-
 def error_text(error: BaseException) -> str:
-    """What an error says, also of one that cannot say it.
+    """The class and the text of an error, or the class alone if its own text fails.
 
     Examples:
         >>> error_text(ValueError("too long"))
@@ -113,11 +115,8 @@ def error_text(error: BaseException) -> str:
         return type(error).__name__
 
 
-# --- values that cannot be -------------------------------------------------------------------------------------------
-
-
 class InvalidState(TrainfoldError):
-    """A state, or a part of one, breaks a rule of its own."""
+    """A state, or a part of one, breaks one of its own rules."""
 
 
 class InvalidArgument(TrainfoldError, ValueError):
@@ -129,11 +128,11 @@ class InvalidBatch(InvalidArgument):
 
 
 class BatchNotDivisible(InvalidArgument):
-    """A number of samples or tokens does not divide into the microbatches asked for (A12)."""
+    """A number of samples or tokens is not divisible into the microbatches asked for."""
 
 
 class IncompleteWindow(TrainfoldError):
-    """The stream ended inside an accumulation window, and the policy is to raise (A07)."""
+    """The stream ended inside an accumulation window, and the policy is to raise."""
 
 
 class InvalidSchedule(InvalidArgument):
@@ -141,23 +140,23 @@ class InvalidSchedule(InvalidArgument):
 
 
 class HorizonUnknown(InvalidArgument):
-    """Nothing says how long the run is: no total, no maximum of steps, no length of the data (A13)."""
+    """The length of the run is not known: no total, no maximum of steps, no length of the data."""
 
 
 class ScheduleMismatch(TrainfoldError):
-    """The schedule that the step was made with is not the one that the state was trained with (A13)."""
+    """The schedule that the step was made with is not the one that the state was trained with."""
 
 
 class ContractMismatch(TrainfoldError):
-    """A step differs from the one that trained the state in something that a resume must keep (V08)."""
+    """A step differs from the one that trained the state in something that a resume must keep."""
 
 
 class UnknownComponent(InvalidArgument):
-    """A component name that no state has; the known names are listed (B02)."""
+    """A component name that no state has; the known names are listed."""
 
 
 class UnsupportedLeaf(TrainfoldError, TypeError):
-    """A leaf of a type that the format cannot hold without pickle (U01)."""
+    """A leaf of a type that the format cannot hold without pickle."""
 
 
 class UnsupportedOptimizer(InvalidArgument):
@@ -165,36 +164,31 @@ class UnsupportedOptimizer(InvalidArgument):
 
 
 class DataPositionMismatch(TrainfoldError):
-    """A data position that the dataset or the loader at hand cannot take: another length, batch size or kind (G02)."""
+    """A data position that this dataset or loader cannot take: another length, batch size or kind."""
 
 
 class UnattachedOptimizer(InvalidState):
-    """An optimizer that is not attached steps parameters of a live run; a resume would begin it anew (W13)."""
+    """An optimizer that is not attached steps parameters of a live run; it would restart at a resume."""
 
 
-class HiddenStateRefused(InvalidState):
-    """State that changes with training and that no component saves, in a run that was attached with ``strict=True`` (W07)."""
-
-    has_lines = True
+class HiddenStateRefused(InvalidState, has_lines=True):
+    """State that changes with training and that no component saves, in a run attached with ``strict=True``."""
 
 
 class SwappedWeights(InvalidState):
-    """The averaged weights of an attached object stand in the model, so a save would lose the raw ones (B13)."""
+    """The averaged weights of an attached object are in the model, so a save would lose the raw ones."""
 
 
 class HiddenState(UserWarning):
-    """State that changes with training and that no component saves; a resume would begin it anew (W07)."""
+    """State that changes with training and that no component saves; it would restart at a resume."""
 
 
 class OptionalLeftOut(UserWarning):
-    """An optional component that cannot be saved or restored is left out, and everything else is not (B07)."""
+    """An optional component that cannot be saved or restored is left out; everything else is not."""
 
 
 class MastersRebuilt(UserWarning):
-    """An optimizer state without its fp32 masters; they were cloned anew from low-precision parameters (B08)."""
-
-
-# --- donation --------------------------------------------------------------------------------------------------------
+    """An optimizer state without its fp32 masters; they were cloned from low-precision parameters."""
 
 
 class StateDonated(TrainfoldError):
@@ -202,197 +196,133 @@ class StateDonated(TrainfoldError):
 
 
 class SharedStorage(TrainfoldError):
-    """Two leaves of a state to be donated share storage, so that an update of one would change the other."""
+    """Two leaves of a state to be donated share storage, so an update of one would change the other."""
 
 
 class NonFinite(TrainfoldError, ArithmeticError):
-    """The loss or the gradient norm is not finite; nothing was updated (A09).
+    """The loss or the gradient norm is not finite; nothing was updated.
 
     Attributes:
-        skipped: the state with this batch's samples counted, in ``trainer`` and where ``dataset`` is a `DataCursor` there
-            too, and nothing else changed: go on from it to skip the batch. Any other position in the data is the
-            caller's to advance.
+        skipped: the state with this batch's samples counted, in ``trainer`` and in ``dataset`` if that is a `DataCursor`, and
+            nothing else changed. Continue from it to skip the batch. The caller advances any other position in the data.
     """
 
     skipped: object = None
 
 
-# --- trees that differ -----------------------------------------------------------------------------------------------
+class _Listing(TrainfoldError, has_lines=True):
+    """The base of errors that list several causes, one on each line."""
+
+    def __init__(self, where: str, causes: Sequence[object], *, expected: str, found: str, fix: str) -> None:
+        shown = "\n".join(
+            f"  {error_text(each) if isinstance(each, TrainfoldError) else printable(str(each))}" for each in causes
+        )
+        super().__init__(where, expected=expected, found=f"{found}:\n{shown}\n", fix=fix)
+        self._causes = causes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.where, self._causes), self._placed())
 
 
-class SpecMismatch(TrainfoldError):
-    """Two trees differ; all the differences are listed at once.
-
-    Attributes:
-        differences: every one of them, in tree order.
-    """
-
-    has_lines = True
+class SpecMismatch(_Listing):
+    """Two trees differ; all the differences are listed at once, and are in ``differences``, in tree order."""
 
     def __init__(self, where: str, differences: Sequence[object]) -> None:
-        shown = "\n".join(f"  {printable(str(difference))}" for difference in differences)
-        super().__init__(
-            where,
-            expected="the same leaves, shapes and dtypes",
-            found=f"{len(differences)} differences:\n{shown}\n",
-            fix="build the state as it was built when it was saved",
-        )
+        found, fix = f"{len(differences)} differences", "build the state as it was built when it was saved"
+        super().__init__(where, differences, expected="the same leaves, shapes and dtypes", found=found, fix=fix)
         self.differences = differences
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.where, self.differences), self._placed())
 
-
-class RestoreRefused(TrainfoldError):
-    """A live run cannot take a state; every reason is listed, and nothing was changed (V12).
-
-    Attributes:
-        reasons: one error for each.
-    """
-
-    has_lines = True
-
-    def __init__(self, where: str, reasons: "tuple[TrainfoldError, ...]") -> None:
-        shown = "\n".join(f"  {type(reason).__name__}: {reason}" for reason in reasons)
-        super().__init__(
-            where,
-            expected="a state that these objects can take",
-            found=f"{_reasons(len(reasons))} against it:\n{shown}\n",
-            fix="do as each reason says; nothing was changed",
-        )
-        self.reasons = reasons
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.where, self.reasons), self._placed())
-
-
-class CaptureRefused(TrainfoldError):
-    """A live run that cannot be saved as it is; every reason is listed (W14).
-
-    Attributes:
-        reasons: one error for each.
-    """
-
-    has_lines = True
+class RestoreRefused(_Listing):
+    """A live run cannot take a state; every reason is listed, and is an error in ``reasons``; nothing was changed."""
 
     def __init__(self, where: str, reasons: tuple[TrainfoldError, ...]) -> None:
-        shown = "\n".join(f"  {type(reason).__name__}: {reason}" for reason in reasons)
-        super().__init__(
-            where,
-            expected="a run that can be saved",
-            found=f"{len(reasons)} reasons why every save would fail:\n{shown}\n",
-            fix="change what they name now, and not after the steps up to the first save; what need not be saved is left out "
-            "with CheckpointManager(components=[...]), where manager.restore(live) comes before the loop",
-        )
+        found, fix = f"{_reasons(len(reasons))} against it", "do as each reason says; nothing was changed"
+        super().__init__(where, reasons, expected="a state that these objects can take", found=found, fix=fix)
         self.reasons = reasons
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.where, self.reasons), self._placed())
+
+class CaptureRefused(_Listing):
+    """A live run cannot be saved as it is; every reason is listed, and is an error in ``reasons``."""
+
+    def __init__(self, where: str, reasons: tuple[TrainfoldError, ...]) -> None:
+        found, fix = (
+            f"{len(reasons)} reasons why every save would fail",
+            (
+                "change what they name now, and not after the steps up to the first save; what need not be saved is left out "
+                "with CheckpointManager(components=[...]), where manager.restore(live) comes before the loop"
+            ),
+        )
+        super().__init__(where, reasons, expected="a run that can be saved", found=found, fix=fix)
+        self.reasons = reasons
 
 
-# --- checkpoints that cannot be used ---------------------------------------------------------------------------------
-
-
-class CheckpointError(TrainfoldError):
+class CheckpointError(TrainfoldError, exit_code=10):
     """The base of everything that can be wrong with a checkpoint or a run on a store."""
 
-    exit_code = 10
+
+class CheckpointMissing(CheckpointError, exit_code=11):
+    """The run, or the step in it, does not exist."""
 
 
-class CheckpointMissing(CheckpointError):
-    """There is no such run, or no such step in it."""
-
-    exit_code = 11
+class RunEmpty(CheckpointMissing, exit_code=12):
+    """The run exists and holds no complete checkpoint."""
 
 
-class RunEmpty(CheckpointMissing):
-    """The run is there and holds no complete checkpoint."""
-
-    exit_code = 12
-
-
-class CheckpointTorn(CheckpointError):
+class CheckpointTorn(CheckpointError, exit_code=13):
     """Files of a checkpoint are missing or have another size than the manifest says."""
 
-    exit_code = 13
 
-
-class CheckpointDamaged(CheckpointError):
+class CheckpointDamaged(CheckpointError, exit_code=14):
     """Bytes of a checkpoint are not the ones that were written: a digest differs."""
-
-    exit_code = 14
 
 
 class CheckpointUnreadable(CheckpointDamaged):
-    """The device failed in reading a checkpoint; the bytes on it may be whole, so this alone proves nothing against them."""
+    """The device failed to read a checkpoint; its bytes may be whole, so this proves nothing against them."""
 
 
-class CheckpointForeign(CheckpointError):
+class CheckpointForeign(CheckpointError, exit_code=15):
     """A directory or file that trainfold did not write, or that belongs to another run."""
 
-    exit_code = 15
 
-
-class FutureVersion(CheckpointError):
+class FutureVersion(CheckpointError, exit_code=16):
     """A checkpoint written by a newer trainfold, in a schema that this one does not know."""
 
-    exit_code = 16
+
+class CheckpointHostile(CheckpointError, exit_code=17):
+    """Contents that trainfold never writes and that could harm a reader: escapes, links, overlaps, absurd sizes."""
 
 
-class CheckpointHostile(CheckpointError):
-    """Contents that no trainfold writes and that could harm a reader: escapes, links, overlaps, absurd sizes (U04, U05)."""
-
-    exit_code = 17
+class CheckpointQuarantined(CheckpointError, exit_code=18):
+    """A checkpoint that was found damaged, or whose loading ended the process too often: it is passed over."""
 
 
-class CheckpointQuarantined(CheckpointError):
-    """A checkpoint that was found damaged, or in whose loading the process died too often: it is passed over (P07)."""
-
-    exit_code = 18
+class RunDamaged(CheckpointError, exit_code=19):
+    """The run had a whole checkpoint and has none now, like an interrupted copy; it is not a new run."""
 
 
-class RunDamaged(CheckpointError):
-    """The run had a whole checkpoint and has none any more, as a copy that was broken off; it is no new run (W21)."""
+class ResumeRefused(CheckpointError, exit_code=20, has_lines=True):
+    """A plan to resume was refused; every reason is listed, and ``refusal`` is the `Refusal` with the reasons as values."""
 
-    exit_code = 19
-
-
-class ResumeRefused(CheckpointError):
-    """A plan to resume was refused; every reason is listed.
-
-    Attributes:
-        refusal: the `Refusal`, with each reason as a value.
-    """
-
-    exit_code = 20
-    has_lines = True
-
-    def __init__(self, where: str, refusal: Refused) -> None:
-        super().__init__(
-            where,
-            expected="a checkpoint that continues this run exactly",
-            found=f"{_reasons(len(refusal.reasons))} against it:\n{refusal.listed}\n",
-            fix=refusal.fix,
-        )
+    def __init__(self, where: str, refusal: _Refused) -> None:
+        found = f"{_reasons(len(refusal.reasons))} against it:\n{refusal.listed}\n"
+        super().__init__(where, expected="a checkpoint that continues this run exactly", found=found, fix=refusal.fix)
         self.refusal = refusal
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.where, self.refusal), self._placed())
 
 
-# --- managers named by a path ----------------------------------------------------------------------------------------
-
-
 class ManagerUnusable(TrainfoldError):
-    """The base of everything that can be wrong with a checkpoint manager that a config names (O02, U03)."""
+    """The base of everything that can be wrong with a checkpoint manager that a config names."""
 
 
 class ManagerPathInvalid(ManagerUnusable):
-    """The path of a manager is none: ``package.module.Class`` is one."""
+    """The path of a manager is not ``package.module.Class``."""
 
 
 class ManagerNotAllowed(ManagerUnusable):
-    """The path of a manager begins with no prefix of the allow-list; nothing was imported."""
+    """The path of a manager starts with no prefix of the allow-list; nothing was imported."""
 
 
 class ManagerNotImportable(ManagerUnusable):
@@ -404,7 +334,7 @@ class ManagerNotFound(ManagerUnusable):
 
 
 class ManagerIncomplete(ManagerUnusable):
-    """What a path names is no class with all the methods of `CheckpointManagerLike`; every one that is missing is listed."""
+    """A path does not name a class with all the methods of `CheckpointManagerLike`; the missing ones are listed."""
 
 
 class ManagerSignatureMismatch(ManagerUnusable):
@@ -412,112 +342,48 @@ class ManagerSignatureMismatch(ManagerUnusable):
 
 
 class ManagerNotBuilt(ManagerUnusable):
-    """The class of a manager raised when it was given the config; the cause says what."""
+    """The class of a manager raised when it was called with the config; the cause says why."""
 
 
-# --- saves that fail -------------------------------------------------------------------------------------------------
-
-
-class SaveFailed(CheckpointError):
+class SaveFailed(CheckpointError, exit_code=30):
     """A save did not become a checkpoint; the earlier ones are untouched."""
 
-    exit_code = 30
+
+class NoSpace(SaveFailed, exit_code=31):
+    """The filesystem does not have room for the planned bytes; nothing was written."""
 
 
-class NoSpace(SaveFailed):
-    """The filesystem has not enough room for the planned bytes; nothing was written."""
-
-    exit_code = 31
-
-
-class NotWritable(SaveFailed):
+class NotWritable(SaveFailed, exit_code=32):
     """The run's directory cannot be written."""
 
-    exit_code = 32
 
-
-class RunLocked(SaveFailed):
+class RunLocked(SaveFailed, exit_code=33):
     """Another process is saving into this run."""
 
-    exit_code = 33
+
+class CommitConflict(SaveFailed, exit_code=34):
+    """Another writer committed this name in the meantime."""
 
 
-class CommitConflict(SaveFailed):
-    """Somebody else committed this name in the meantime."""
-
-    exit_code = 34
-
-
-class RunReplaced(SaveFailed):
+class RunReplaced(SaveFailed, exit_code=35):
     """The directory that this process saves into was removed, moved or replaced by another one."""
 
-    exit_code = 35
+
+class RunNotRestored(SaveFailed, exit_code=37):
+    """The run has checkpoints, and the state to save descends from none of them: a restore was forgotten."""
 
 
-class RunNotRestored(SaveFailed):
-    """The run has checkpoints, and what is to be saved comes from none of them: a restore was forgotten (W10)."""
-
-    exit_code = 37
+class RankFailed(TrainfoldError, has_lines=True):
+    """A rank failed, so every rank raises this, naming it; the lines are those of its error."""
 
 
-# --- worlds ----------------------------------------------------------------------------------------------------------
-
-
-class RankFailed(TrainfoldError):
-    """A rank failed, and so every rank raises this, naming it (C07)."""
-
-    has_lines = True  # those of the other rank's error
-
-
-class SaveFailedElsewhere(SaveFailed, RankFailed):
-    """A save failed because another rank did, which it names: ``except SaveFailed`` sees a failed save on every rank (C07)."""
-
-    exit_code = 36
-    has_lines = True
+class SaveFailedElsewhere(SaveFailed, RankFailed, exit_code=36, has_lines=True):
+    """A save failed because the named rank did: ``except SaveFailed`` sees a failed save on every rank."""
 
 
 class RanksDisagree(TrainfoldError):
-    """Ranks computed different plans or see different checkpoints (V05)."""
+    """Ranks computed different plans or see different checkpoints."""
 
 
-LISTING: Final = frozenset(
-    error.__name__
-    for error in (
-        SpecMismatch,
-        RestoreRefused,
-        CaptureRefused,
-        ResumeRefused,
-        HiddenStateRefused,
-        RankFailed,
-        SaveFailedElsewhere,
-    )
-)
-
-
-@final
-@attrs.frozen
-class Problem:
-    """Why something cannot be used: the name of the error and its four parts."""
-
-    error: str
-    where: str
-    expected: str
-    found: str
-    fix: str
-    exit_code: int = attrs.field(default=1, eq=False)
-
-    def __str__(self) -> str:
-        text = f"{self.error}: {self.where}: expected {self.expected}, found {self.found}; {self.fix}"
-        return printable(text, keep="\n" if self.error in LISTING else "")
-
-
-def problem_of(error: TrainfoldError) -> Problem:
-    """The problem that an error describes.
-
-    Examples:
-        >>> from trainfold.core.errors import CheckpointTorn
-        >>> print(problem_of(CheckpointTorn("step-7", expected="a manifest", found="none", fix="use an older one")))
-        CheckpointTorn: step-7: expected a manifest, found none; use an older one
-    """
-    name = type(error).__name__
-    return Problem(name, error.where, str(error.expected), str(error.found), error.fix, type(error).exit_code)
+def _reasons(count: int) -> str:
+    return "1 reason" if count == 1 else f"{count} reasons"

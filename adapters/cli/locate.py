@@ -12,10 +12,10 @@ from trainfold.backends.stores.local_files import check_path, too_long
 from trainfold.backends.stores.place import local_path
 from trainfold.backends.stores.protocol import Store
 from trainfold.core import errors
-from trainfold.core.errors import Problem
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import Inventory, current_head
+from trainfold.core.problem import Problem
 
 
 @final
@@ -106,7 +106,7 @@ def error_of(problem: Problem) -> errors.TrainfoldError:
     """The error that a problem was made from.
 
     Examples:
-        >>> from trainfold.core.errors import problem_of
+        >>> from trainfold.core.problem import problem_of
         >>> torn = errors.CheckpointTorn("step-7", expected="a manifest", found="none", fix="use an older one")
         >>> type(error_of(problem_of(torn))).__name__, error_of(problem_of(torn)).exit_code
         ('CheckpointTorn', 13)

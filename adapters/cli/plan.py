@@ -14,11 +14,12 @@ from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.runs.load import examined, passed_over
 from trainfold.backends.runs.save import library_versions
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import CheckpointError, InvalidArgument, Problem, ResumeRefused, TrainfoldError
+from trainfold.core.errors import CheckpointError, InvalidArgument, ResumeRefused, TrainfoldError
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.structure.describe import Described
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
+from trainfold.core.problem import Problem
 from trainfold.core.resume.choose import chosen_manifest
 from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, Target, resume_request

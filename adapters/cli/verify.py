@@ -13,10 +13,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from trainfold.adapters.cli.locate import Checkpoint, error_of, open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.backends.gc_pause import without_collecting
-from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, Problem, TrainfoldError, problem_of
+from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import recorded_fingerprint
 from trainfold.core.format.manifest import ComponentRecord, FileRecord, ShardRecord
+from trainfold.core.problem import Problem, problem_of
 
 _CHUNK_BYTES = 16 << 20
 _FIX = "use an older checkpoint of the run, and look at the disk; `trainfold plan` says which one a resume takes"

@@ -1,7 +1,7 @@
 """`RunLoader`: loads a run's checkpoints into a live run or a state; `LoadRunner`: when, and what follows from it for a manager."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -22,7 +22,7 @@ from trainfold.backends.runs.load import Loaded, Quarantine, load_run, plan_run
 from trainfold.backends.runs.snapshot import describe_state, prove_alike
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import mapping_given
-from trainfold.core.errors import InvalidArgument, InvalidState, Refused, ResumeRefused
+from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused
 from trainfold.core.format.file_names import step_of
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import Drift, DriftAction
@@ -79,7 +79,7 @@ class RunLoader:
         try:
             loaded = self._loaded(like, names, step, reset)
         except ResumeRefused as refused:
-            owing = _optional_alone(refused.refusal, run.optional if isinstance(run, Live) else frozenset())
+            owing = _optional_alone(refused.refusal.reasons, run.optional if isinstance(run, Live) else frozenset())
             if not owing:
                 raise
             for name in owing:
@@ -242,7 +242,7 @@ class LoadRunner:
         return Restored(self.loader.store.url, live.progress.step, is_fresh=is_fresh)
 
 
-def _optional_alone(refusal: Refused, optional: frozenset[str]) -> list[str]:
+def _optional_alone(reasons: Sequence[Any], optional: frozenset[str]) -> list[str]:
     """The optional components that a refusal is about; empty where there is another reason as well."""
-    names = [component_of(each.where) if isinstance(each, Drift) else "" for each in refusal.reasons]
+    names = [component_of(each.where) if isinstance(each, Drift) else "" for each in reasons]
     return sorted(set(names)) if set(names) <= optional else []

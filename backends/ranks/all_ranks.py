@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from trainfold.core.errors import Problem, RankFailed, TrainfoldError, place, problem_of
+from trainfold.core.errors import RankFailed, TrainfoldError, place
 from trainfold.core.layout.world import Collectives
+from trainfold.core.problem import Problem, problem_of
 
 T = TypeVar("T")
 

@@ -19,19 +19,18 @@ from trainfold.core.errors import (
     CheckpointError,
     CheckpointUnreadable,
     HiddenState,
-    Problem,
     RankFailed,
     RanksDisagree,
     ResumeRefused,
     TrainfoldError,
     place,
-    problem_of,
 )
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
 from trainfold.core.layout.world import Collectives
 from trainfold.core.printable import printable
+from trainfold.core.problem import Problem, problem_of
 from trainfold.core.resume.choose import next_to_examine
 from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, Target

@@ -13,13 +13,7 @@ import attrs
 
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import (
-    CheckpointError,
-    CheckpointHostile,
-    CommitConflict,
-    FutureVersion,
-    Problem,
-)
+from trainfold.core.errors import CheckpointError, CheckpointHostile, CommitConflict, FutureVersion
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.manifest import MANIFEST_LIMIT_BYTES
 from trainfold.core.history.quarantine import (
@@ -41,6 +35,7 @@ from trainfold.core.history.quarantine_json import (
     quarantine_from_json,
     quarantine_to_json,
 )
+from trainfold.core.problem import Problem
 
 _LOG = logging.getLogger("trainfold")
 _TRIES = 5

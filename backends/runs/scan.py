@@ -15,9 +15,7 @@ from trainfold.core.errors import (
     CheckpointTorn,
     FutureVersion,
     InvalidArgument,
-    Problem,
     TrainfoldError,
-    problem_of,
 )
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
 from trainfold.core.format.manifest import HEAD_BYTES, HEAD_LIMIT_BYTES, MANIFEST_LIMIT_BYTES, Manifest
@@ -25,6 +23,7 @@ from trainfold.core.format.manifest_reader import check_structures, decode_head,
 from trainfold.core.format.strict_json import hostile, single_name, strict_json
 from trainfold.core.history.inventory import OLDER, Entry, Inventory
 from trainfold.core.json_values import canonical_json, shown
+from trainfold.core.problem import Problem, problem_of
 
 RUN_VERSION = 1
 _LENGTH_BYTES = 8  # of a safetensors header's length

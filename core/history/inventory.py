@@ -5,9 +5,9 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.core.errors import Problem
 from trainfold.core.format.manifest import Head, Manifest
 from trainfold.core.html_table import html_table
+from trainfold.core.problem import Problem
 
 OLDER: Final = (
     "use an older checkpoint"  # the first words of a fix for a problem that an older checkpoint does not have

@@ -17,12 +17,11 @@ from trainfold.core.errors import (
     CheckpointQuarantined,
     CheckpointTorn,
     CheckpointUnreadable,
-    Problem,
     TrainfoldError,
     error_text,
-    problem_of,
 )
 from trainfold.core.history.inventory import Inventory
+from trainfold.core.problem import Problem, problem_of
 
 LIMIT: Final = 3
 MAX_RECORDS: Final = 64

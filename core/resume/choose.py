@@ -6,9 +6,9 @@ from typing import Final
 
 import attrs
 
-from trainfold.core.errors import Problem
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import OLDER, Inventory, lineage
+from trainfold.core.problem import Problem
 from trainfold.core.resume.drift import verdict_of
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target

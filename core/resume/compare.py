@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
-from trainfold.core.errors import Problem
 from trainfold.core.format.manifest import ComponentRecord, TensorRecord
 from trainfold.core.format.structure.describe import Described
 from trainfold.core.format.structure.places import places
 from trainfold.core.json_values import Json
 from trainfold.core.layout.leaf_spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
+from trainfold.core.problem import Problem
 from trainfold.core.resume.findings import Findings
 
 OPTIMIZER: Final = "trainfold.OptimizerState"

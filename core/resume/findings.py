@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from trainfold.core.errors import Problem
+from trainfold.core.problem import Problem
 from trainfold.core.resume.drift import Drift, DriftAction, make_drift, verdict_of
 
 

@@ -8,11 +8,12 @@ from typing import Any, Final
 import attrs
 
 from trainfold.core.data.cursor import DataCursor, check_cursor
-from trainfold.core.errors import CheckpointHostile, InvalidState, Problem, problem_of
+from trainfold.core.errors import CheckpointHostile, InvalidState
 from trainfold.core.format.manifest import ComponentRecord, Manifest
 from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.json_values import shown
+from trainfold.core.problem import Problem, problem_of
 from trainfold.core.resume.request import ResumeRequest
 from trainfold.core.rng import KEY_BITS, Key
 

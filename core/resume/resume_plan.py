@@ -6,11 +6,11 @@ from typing import Final, Literal, TypeAlias, final
 import attrs
 
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import Problem
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.html_table import html_table
 from trainfold.core.json_values import Json
 from trainfold.core.printable import printable
+from trainfold.core.problem import Problem
 from trainfold.core.resume.drift import GROUPS, Drift, recipes_of
 from trainfold.core.state.audit import not_restored, not_restored_text
 from trainfold.core.state.contract_kinds import OF_RANK_ZERO

@@ -9,13 +9,14 @@ from trainfold import metrics as M
 from trainfold.backends.runs.api import plan, save
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import CheckpointTorn, problem_of
+from trainfold.core.errors import CheckpointTorn
 from trainfold.core.evaluate.evaluation import evaluation_of
 from trainfold.core.evaluate.suite import no_tally
 from trainfold.core.format.manifest import Head
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.history.inventory import Entry, Inventory
 from trainfold.core.html_table import MOST_CHARACTERS, MOST_ROWS, html_table
+from trainfold.core.problem import problem_of
 from trainfold.core.resume.drift import make_drift
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.save.save_plan import plan_save

@@ -5,8 +5,8 @@ import torch
 
 import trainfold
 from trainfold.core import errors
-from trainfold.core.errors import Problem
 from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.problem import Problem
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 

@@ -13,7 +13,8 @@ from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import load, plan, save
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import Problem, RestoreRefused, ResumeRefused
+from trainfold.core.errors import RestoreRefused, ResumeRefused
+from trainfold.core.problem import Problem
 from trainfold.core.resume.drift import KINDS, RATE, RECIPES, UNFREEZE, check_policy, make_drift
 from trainfold.core.resume.resume_plan import Refusal
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from trainfold.backends.ranks.ordered_sum import sum_plan
 from trainfold.backends.ranks.wire import from_wire, to_wire
-from trainfold.core.errors import InvalidArgument, Problem
+from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.problem import Problem
 from trainfold.core.state.spec import leaf_spec
 
 

@@ -10,7 +10,8 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import NoSpace, NotWritable, RankFailed, SaveFailed, SaveFailedElsewhere, problem_of
+from trainfold.core.errors import NoSpace, NotWritable, RankFailed, SaveFailed, SaveFailedElsewhere
+from trainfold.core.problem import problem_of
 from trainfold.core.state.state import Progress, TrainState
 
 FULL = NoSpace("disk", expected="room", found="none", fix="make room")

@@ -5,11 +5,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trainfold.core.errors import Problem
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import Entry, Inventory, lineage
 from trainfold.core.history.next_checkpoint import next_head
+from trainfold.core.problem import Problem
 from trainfold.core.state.descent import Descent
 
 PROBLEM = Problem("CheckpointDamaged", "x", "a", "b", "c")

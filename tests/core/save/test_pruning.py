@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from trainfold.core.best.best_json import BestFile
 from trainfold.core.best.record import BestRecord
 from trainfold.core.best.top_n import BestEntry
-from trainfold.core.errors import Problem
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import Entry, Inventory, lineage
+from trainfold.core.problem import Problem
 from trainfold.core.save.pruning import best_still_there, may_be_torn, plan_pruning, to_prove
 from trainfold.core.save.retention import Saved, keep_every, keep_last
 

@@ -1,0 +1,37 @@
+"""`Problem`: an error as a value, for plans, reports and other ranks."""
+
+from typing import final
+
+import attrs
+
+from trainfold.core.errors import LISTING, TrainfoldError
+from trainfold.core.printable import printable
+
+
+@final
+@attrs.frozen
+class Problem:
+    """Why something cannot be used: the name of the error and its four fields."""
+
+    error: str
+    where: str
+    expected: str
+    found: str
+    fix: str
+    exit_code: int = attrs.field(default=1, eq=False)
+
+    def __str__(self) -> str:
+        text = f"{self.error}: {self.where}: expected {self.expected}, found {self.found}; {self.fix}"
+        return printable(text, keep="\n" if self.error in LISTING else "")
+
+
+def problem_of(error: TrainfoldError) -> Problem:
+    """The problem that an error describes.
+
+    Examples:
+        >>> from trainfold.core.errors import CheckpointTorn
+        >>> print(problem_of(CheckpointTorn("step-7", expected="a manifest", found="none", fix="use an older one")))
+        CheckpointTorn: step-7: expected a manifest, found none; use an older one
+    """
+    name = type(error).__name__
+    return Problem(name, error.where, str(error.expected), str(error.found), error.fix, type(error).exit_code)
