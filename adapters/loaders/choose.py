@@ -147,7 +147,7 @@ def _restarts_sampler(loader: "DataLoader[Any]") -> bool:
         return not (known or isinstance(inner, Stateful) or isinstance(loader.dataset, Stateful))
     if isinstance(index, Stateful):
         return False
-    # a user's class decides itself what its position is; torchdata restarts the sampler and skips
+    # a user's class defines its own position; torchdata restarts the sampler and skips
     parts = (index, getattr(index, "sampler", index))
     foreign = any(_origin(part) not in ("torch", "torchdata") for part in parts)
     return torchdatas(loader) or (foreign and not isinstance(loader.dataset, Stateful))
@@ -166,7 +166,7 @@ def _refuse_datasets_read_ahead(loader: "DataLoader[Any]") -> None:
 
 
 def _indexed(loader: "DataLoader[Any]") -> Feed:
-    """The feed for a loader whose sampler has no state: by index, unless the dataset has a state."""
+    """The feed for a loader whose sampler has no state: `MapFeed`, unless the dataset has a state."""
     if not isinstance(loader.dataset, Stateful):
         return MapFeed(loader)
     index = loader.sampler if loader.batch_sampler is None else loader.batch_sampler

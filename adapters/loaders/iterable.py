@@ -69,7 +69,7 @@ class Replay:
 
 
 def torchdatas(loader: object) -> bool:
-    """Whether it is torchdata's loader; a user's loader decides itself what it saves."""
+    """Whether it is torchdata's loader. A user's loader decides itself what it saves."""
     return any(base.__module__.split(".")[0] == "torchdata" for base in type(loader).__mro__)
 
 

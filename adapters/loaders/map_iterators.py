@@ -46,10 +46,10 @@ class MapIterators:
         self.tap.look = self.drawer.watch.look
         if is_foreign(loader):
             self.tap.watch = PullWatch(kind_of(loader.sampler), is_ahead=bool(position.draws.workers))
-        self.alive = False  # whether persistent workers go on with the next epoch
+        self.alive = False  # whether persistent workers continue with the next epoch
         self._started = False  # whether persistent workers were started here
-        self._probe_due = False  # after a restore
-        self._is_restored = False  # and not read since then
+        self._probe_due = False  # since a restore
+        self._is_restored = False  # since a restore, until the first iterator
 
     @property
     def late(self) -> list[str]:
@@ -57,7 +57,7 @@ class MapIterators:
         return [] if self.tap.watch is None else self.tap.watch.late
 
     def restored(self) -> None:
-        """A position was restored: probe the data at the next iterator."""
+        """Note that a position was restored: the next iterator probes the data."""
         self.alive, self._probe_due, self._is_restored = False, True, True
 
     def open(self, epoch: int) -> Iterator[Any]:
@@ -69,11 +69,11 @@ class MapIterators:
         return self._begin(epoch) if order is None else self._seek(epoch, order)
 
     def _begin(self, epoch: int) -> Iterator[Any]:
-        """An iterator at the start of an epoch: a run that was not interrupted makes it at the same point."""
+        """An iterator at the start of an epoch, made at the same point as in a run without an interruption."""
         at, draws, tap = self._at, self._at.draws, self.tap
         if not draws.persistent:
             if draws.workers:
-                at.borns[epoch] = capture_order(at.generators)
+                at.worker_seeds[epoch] = capture_order(at.generators)
             return self._iterate(self._trace({}))
         if self.alive:
             self.alive = False
@@ -82,7 +82,7 @@ class MapIterators:
         if draws.born is None and epoch == 0:
             draws.born = capture_order(at.generators, at.beside)
         else:
-            # the run that was not interrupted had its workers from epoch 0 and drew no seed for new ones here
+            # a run without an interruption has had its workers since epoch 0, and draws no seed for new ones here
             tap.start = capture_order(at.generators, at.beside)
             if draws.born is not None:
                 restore_order(draws.born, at.generators, at.beside)
@@ -104,8 +104,8 @@ class MapIterators:
             with preserved_rng():
                 if draws.workers:
                     self._forget_workers()
-                    at.beside.write(order.value.get(KEY, {}))  # workers take copies of it
-                    born = draws.born if draws.persistent else at.borns.get(epoch)
+                    at.beside.write(order.value.get(KEY, {}))  # workers copy it
+                    born = draws.born if draws.persistent else at.worker_seeds.get(epoch)
                     if born is not None:
                         restore_order(born, at.generators, at.beside)
                     trace = self._trace(
@@ -115,14 +115,16 @@ class MapIterators:
                 present(tap.current).prime()
             if not draws.workers:
                 set_generators(at.generators, now)
-            # a sampler that draws as it goes on is ahead of what was restored, and so is what it draws from
+            # a sampler that draws in the middle of an epoch is ahead of the restored state, and so is what it draws from
             first = present(tap.current).at_first
             kept.leave({name for name in first if at.beside.differs(name, first[name])})
             kept.put_back()
             error = self._compared(iterator, lasts, kept) if lasts else None
         self._is_restored = self._is_restored and error is not None
         if error is not None:
-            del iterator  # a traceback would keep it, and its workers, until a collection, which waits for them
+            del (
+                iterator
+            )  # a traceback would keep it and its workers alive until a garbage collection, which waits for them
             raise error
         return iterator
 
@@ -151,7 +153,7 @@ class MapIterators:
         self.tap.current = None
         iterator = self.drawer.open(trace, {self._slot: self.tap})
         if self.tap.current is None:
-            raise unfollowed(self._at.loader, "one that does not start the sampler")
+            raise unfollowed(self._at.loader, "an iterator that does not start the sampler")
         return iterator
 
     # --- the data probe -----------------------------------------------------------------------------------------------

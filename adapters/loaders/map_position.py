@@ -44,7 +44,7 @@ class MapPosition:
         self.deliveries = Deliveries()
         self.epoch = self.samples = self.batches = 0
         self.orders: dict[int, Opaque] = {}  # epoch that batches are read from -> what its order was drawn from
-        self.borns: dict[int, Opaque] = {}  # epoch -> what the seed of its workers was drawn from
+        self.worker_seeds: dict[int, Opaque] = {}  # epoch -> what the seed of its workers was drawn from
 
     def count(self, taken: Iterable[Delivery]) -> int:
         """Count batches as consumed; return their samples."""
@@ -61,7 +61,7 @@ class MapPosition:
     def end_epoch(self) -> None:
         """Move to the start of the next epoch, which is written as ``epoch + 1, samples 0``."""
         self.orders.pop(self.epoch, None)
-        self.borns.pop(self.epoch, None)
+        self.worker_seeds.pop(self.epoch, None)
         self.draws.end_epoch()
         self.epoch, self.samples, self.batches = self.epoch + 1, 0, 0
 
@@ -74,12 +74,12 @@ class MapPosition:
         """The position as a value.
 
         Args:
-            again: the streams before each batch that a resume delivers once more.
+            again: the streams before each batch that a resume delivers again.
             late: the streams that a sampler drew from in the middle of an epoch.
         """
         order = self.orders[self.epoch] if self.samples else self.orders.get(self.epoch)
         draws, later = self.draws, sorted(each for each in self.orders if each > self.epoch)
-        born = draws.born if draws.persistent else self.borns.get(self.epoch)
+        born = draws.born if draws.persistent else self.worker_seeds.get(self.epoch)
         return Opaque(
             {
                 "kind": "map",
@@ -91,7 +91,7 @@ class MapPosition:
                 "length": length_of(self.loader.dataset),
                 "order": None if order is None else order.value,
                 "later": [self.orders[each].value for each in later],
-                "later_born": [self.borns[each].value for each in later if each in self.borns],
+                "later_born": [self.worker_seeds[each].value for each in later if each in self.worker_seeds],
                 "again": [
                     plain(each) if draws.moved else {KEY: each[KEY]}
                     for each in again
@@ -104,19 +104,19 @@ class MapPosition:
         )
 
     def take(self, value: dict[str, Any]) -> None:
-        """Become a position that was captured; `problems` found nothing wrong with it."""
+        """Move to a captured position; check it with `problems` first."""
         self.deliveries.waiting.clear()
         self.epoch, self.samples, self.batches = value["epoch"], value["samples"], value["batches"]
         self.draws.take(value.get("draws"))
         if self.samples and self.loader.batch_size != value.get("batch_size"):
             self.batches = self.samples // (self.loader.batch_size or 1)
-            self.draws.lasts.clear()  # its samples come in other batches
+            self.draws.lasts.clear()  # the same samples now come in other batches
         orders = [value["order"], *value.get("later", [])]
         self.orders = {self.epoch + i: Opaque(order) for i, order in enumerate(orders) if order is not None}
-        borns = value.get("later_born", [])
-        self.borns = {self.epoch + 1 + i: Opaque(born) for i, born in enumerate(borns)}
+        seeds = value.get("later_born", [])
+        self.worker_seeds = {self.epoch + 1 + i: Opaque(born) for i, born in enumerate(seeds)}
         if self.draws.born is not None and not self.draws.persistent:
-            self.borns[self.epoch], self.draws.born = self.draws.born, None
+            self.worker_seeds[self.epoch], self.draws.born = self.draws.born, None
         set_generators(self.generators, value["generators"])
 
     def problems(self, saved: Any, policy: Mapping[str, DriftAction]) -> list[TrainfoldError]:
@@ -140,7 +140,7 @@ class MapPosition:
         return found
 
     def _count_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
-        """Whether the counts fit the dataset's length and the loader's batches."""
+        """Every reason why the counts do not fit the dataset's length and the loader's batches."""
         found: list[TrainfoldError] = []
         loader, samples, batches = self.loader, value["samples"], value["batches"]
         length, size = length_of(loader.dataset), loader.batch_size
@@ -195,7 +195,7 @@ class MapPosition:
         return found
 
     def _ahead_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
-        """Whether what is saved of batches drawn ahead can be used."""
+        """Every reason why the record of batches drawn ahead cannot be used."""
         found: list[TrainfoldError] = []
         for name in ("later", "later_born", "again"):
             if not isinstance(value.get(name, []), list):
@@ -212,7 +212,7 @@ class MapPosition:
         return found
 
     def _epoch_samples(self) -> int | None:
-        """Samples of an epoch, where that is known without drawing an order."""
+        """Samples of an epoch; None if that is not known before an order is drawn."""
         if type(self.loader.batch_sampler) is not torch.utils.data.BatchSampler:
             return None
         total = length_of(self.loader.sampler)

@@ -51,7 +51,7 @@ class MapFeed:
         self._iterators.policy = policy
 
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
-        """Look after the components under ``extra`` that batches may be drawn from."""
+        """Keep track of the components under ``extra`` that batches may be drawn from."""
         self._at.beside.attend(extra)
 
     @property
@@ -61,7 +61,7 @@ class MapFeed:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a batch of the epoch was consumed, and the epoch goes on."""
+        """Whether a batch of the epoch was consumed, and the epoch is not over."""
         return self._at.samples > 0
 
     def undelivered(self) -> int:
@@ -133,12 +133,12 @@ class MapFeed:
         self._deliveries.waiting.clear()
         self._drawer.watch.again.clear()
         self._at.orders.clear()
-        self._at.borns.clear()
+        self._at.worker_seeds.clear()
         self._at.end_epoch()
         self._drawing = self._at.epoch
 
     def drop(self) -> int:
-        """Give up what was handed out and not consumed."""
+        """Discard the batches that were handed out and not consumed; return their samples."""
         return self.advance(None)
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
@@ -163,7 +163,7 @@ class MapFeed:
                 self._at.orders[self._drawing] = present(self._iterators.tap.started_from)
                 size, last = tap.passed.popleft() if tap.passed else (-1, True)
                 if size < 0 or (last and self._drawer.draw(iterator) is not END):
-                    raise unfollowed(self._loader, "one that yields more batches than its sampler")
+                    raise unfollowed(self._loader, "an iterator that yields more batches than its sampler")
                 self._deliveries.waiting.append(Delivery(size, last, drawn))
                 yield batch
                 if self._run != run:

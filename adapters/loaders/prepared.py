@@ -50,7 +50,7 @@ class PreparedFeed:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a batch of the epoch was consumed, and the epoch goes on."""
+        """Whether a batch of the epoch was consumed, and the epoch is not over."""
         return self._inner.is_inside
 
     def undelivered(self) -> int:

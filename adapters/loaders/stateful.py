@@ -56,7 +56,7 @@ class StatefulFeed:
         self._iterators.policy = policy
 
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
-        """Look after the components under ``extra`` that batches may be drawn from."""
+        """Keep track of the components under ``extra`` that batches may be drawn from."""
         self._at.beside.attend(extra)
 
     @property
@@ -66,7 +66,7 @@ class StatefulFeed:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a batch of the epoch was consumed, and the epoch goes on."""
+        """Whether a batch of the epoch was consumed, and the epoch is not over."""
         return self._at.batches > 0
 
     def undelivered(self) -> int:
@@ -88,7 +88,7 @@ class StatefulFeed:
             )
 
     def advance(self, samples: int | None) -> int:
-        """Count batches that were handed out as consumed: all of them, where only the caller knows how many samples they have."""
+        """Count batches that were handed out as consumed: all of them, if only the caller knows how many samples they have."""
         taken = self._deliveries.take(samples)
         self._at.count(taken)
         return (
@@ -104,7 +104,7 @@ class StatefulFeed:
         return self._deliveries.samples
 
     def leave_epoch(self) -> None:
-        """Begin the next epoch, where this one has not begun.
+        """Begin the next epoch, if no batch of this one was drawn.
 
         Raises:
             InvalidArgument: inside an epoch: such a loader cannot leave it.
@@ -124,7 +124,7 @@ class StatefulFeed:
         at.drawing = at.epoch
 
     def drop(self) -> int:
-        """Give up what was handed out and not consumed."""
+        """Discard the batches that were handed out and not consumed; return their samples."""
         return self.advance(None)
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
@@ -163,7 +163,7 @@ class StatefulFeed:
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def _mark(self) -> Mark | None:
-        """Where the loader is, if the loop is ahead of what it has counted."""
+        """The loader's position before the next batch, if earlier batches are not counted yet; else None."""
         at = self._at
         if not self._deliveries.waiting:
             return None
@@ -181,7 +181,7 @@ class StatefulFeed:
                 return None, END
             at.again.popleft()
             if at.again_ends and not at.again and not delivery.last and self._draw(iterator) is END:
-                # the loop has seen the end, and a stream may have drawn for that
+                # the loop has reached the end, and a stream may have drawn for that
                 delivery = attrs.evolve(delivery, last=True)
         return delivery, batch
 
@@ -206,7 +206,7 @@ class StatefulFeed:
         if reader is not None:
             drawn = Drawn(None, batch_digest(batch), reader.moved(), streams, batch_kind(batch))
         last = at.drawn == self._total
-        if last and self._draw(iterator) is not END:  # so that the loader knows of its end, and saves that
+        if last and self._draw(iterator) is not END:  # so that the loader notices its end, and saves that
             raise mismatch("attach.loader", f"{self._total} batches, as len() says", "more", "fix its __len__")
         return Delivery(samples, last, HandedOut(drawn, before, mark)), batch
 
@@ -284,7 +284,7 @@ class StatefulFeed:
 
 
 def _is_traced(loader: Any) -> bool:
-    """Whether it is torchdata's loader with workers; a loader of the user's decides itself what it saves.
+    """Whether it is torchdata's loader with workers; a user's loader decides itself what it saves.
 
     Raises:
         InvalidArgument: if a class of the user's may change what torchdata's workers made.

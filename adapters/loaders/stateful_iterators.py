@@ -37,7 +37,7 @@ class StatefulIterators:
         self.policy: Mapping[str, DriftAction] = {}
         self._at = position
         self._loader = loader
-        self.probe_due = False  # after a restore
+        self.probe_due = False  # since a restore
         self.reader = StreamReader() if torchdatas(loader) and not workers else None
         self.counted: Counted | None = None  # counts samples, without workers
         self._counts = getattr(loader, "batch_sampler", None) is not None
@@ -48,7 +48,7 @@ class StatefulIterators:
         set_epochs(self._loader, at.drawing)
         if not isinstance(self._loader, DataLoader):
             if self.probe_due and at.drawn > 0:
-                self._warn_uncompared("it is known to the loader alone how it goes back")
+                self._warn_uncompared("only the loader knows how to go back")
             at.loaded = None
             return iter(self._loader)
         if at.drawn > 0:
@@ -80,7 +80,7 @@ class StatefulIterators:
     # --- the start of an epoch ----------------------------------------------------------------------------------------
 
     def _start(self) -> Iterator[Any]:
-        """An iterator at the start of an epoch: a run that was not interrupted makes it at the same point."""
+        """An iterator at the start of an epoch, made at the same point as in a run without an interruption."""
         at = self._at
         at.order = capture_order(at.generators, at.beside)
         with self._traced():
@@ -100,13 +100,13 @@ class StatefulIterators:
         """Bring the loader to the end of an epoch, where the next one has not begun."""
         at, loader = self._at, self._loader
         now = {name: generator.get_state() for name, generator in at.generators.items()}
-        with preserved_rng(), self._traced(again=again, goes_on=True):
+        with preserved_rng(), self._traced(again=again, resumes=True):
             if not isinstance(state, dict) or not state.get("_iterator_finished"):
                 iter(loader)
             elif loader.num_workers > 0 and not loader.persistent_workers:
                 at.give(None)  # the datasets end with their workers, and what reads ahead would move the sampler
             else:
-                loader.state_dict()  # makes the iterator that has ended, and not the next one
+                loader.state_dict()  # makes the iterator that has ended, not the next one
         set_generators(at.generators, now)
         for name, sampler in samplers_of(loader).items():
             if name in samplers:
@@ -125,19 +125,21 @@ class StatefulIterators:
             return self._again_from_start(digest)
         lasts = self._lasts_to_compare()
         now = {name: generator.get_state() for name, generator in at.generators.items()}
-        # the run that was not interrupted made this iterator when the epoch began
+        # a run without an interruption has made this iterator at the start of the epoch
         with at.beside.kept() as kept, preserved_rng():
             if lasts:
                 self._go_back()
             if at.order is not None:  # for samplers whose state the loader cannot keep
                 restore_order(at.order, at.generators, at.beside)
-            with self._traced(again=bool(lasts), goes_on=True):
+            with self._traced(again=bool(lasts), resumes=True):
                 iterator = self._unreported(iter(loader))
             kept.put_back()
             error = self._compared(iterator, lasts, kept)
         if error is not None:
             set_generators(at.generators, now)
-            del iterator  # a traceback would keep it, and its workers, until a collection, which waits for them
+            del (
+                iterator
+            )  # a traceback would keep it and its workers alive until a garbage collection, which waits for them
             at.give(at.loaded)
             raise error
         reads_ahead = loader.num_workers > 0 and getattr(loader.sampler, "replacement", False)
@@ -151,15 +153,15 @@ class StatefulIterators:
         return iterator
 
     def _starts_over(self) -> bool:
-        """Whether the epoch is started again, and its batches are drawn again and compared."""
+        """Whether the epoch starts over, and its batches are drawn again and compared."""
         loader, state = self._loader, self._at.loaded
         if state is None or ended_in_part(state) or loader.batch_size is None:
             return True  # without batches a worker's state does not say that it has ended
-        # a stream may draw when a worker starts it; the probe looks at one worker, and sees that after its second batch only
+        # a stream may draw when a worker starts it; the probe sees one worker, and notices that only after its second batch
         return self._at.began is not None and 1 < loader.num_workers >= self._at.drawn
 
     def _again_from_start(self, digest: str) -> Iterator[Any]:
-        """An iterator of an epoch that is started again, after the batches that were drawn of it."""
+        """An iterator of an epoch that starts over, after the batches that were drawn of it."""
         at = self._at
         assert at.order is not None
         now = {name: generator.get_state() for name, generator in at.generators.items()}
@@ -178,13 +180,13 @@ class StatefulIterators:
     # --- the data probe -----------------------------------------------------------------------------------------------
 
     def _lasts_to_compare(self) -> tuple[Last, ...]:
-        """The last batch of each worker, where they can be drawn again."""
+        """The last batch of each worker; empty if they cannot be drawn again."""
         if not self.probe_due or not is_wanted(self.policy):
             return ()
         lasts = self._at.draws.lasts
         if not lasts or not self._at.states_before.back(len(lasts)):
             self._warn_uncompared(
-                "its state before the last batch is not in the position, because it is large, or older than this release"
+                "its state before the last batch is not in the position, because the state is large, or the position older than this release"
             )
             return ()
         return tuple(lasts)
@@ -229,12 +231,12 @@ class StatefulIterators:
     # --- reports ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _traced(self, *, again: bool = False, goes_on: bool = False) -> Iterator[None]:
+    def _traced(self, *, again: bool = False, resumes: bool = False) -> Iterator[None]:
         """Workers that are started in this block report their batches; without workers, samples are counted.
 
         Args:
             again: whether the last batches are drawn again first.
-            goes_on: whether the workers start with the streams of the position.
+            resumes: whether the workers start with the streams of the position.
         """
         loader, draws = self._loader, self._at.draws
         if not draws.workers:
@@ -248,7 +250,7 @@ class StatefulIterators:
         trace = WorkerTrace(
             loader.collate_fn,
             loader.worker_init_fn,
-            starts=draws.starts(probe=again) if goes_on else {},
+            starts=draws.starts(probe=again) if resumes else {},
             afters=draws.afters() if again else None,
             counts=self._counts,
         )

@@ -51,8 +51,8 @@ class StatefulPosition:
         self.drawing, self.drawn = 0, 0  # epoch and batches that were drawn
         self.iterator: Iterator[Any] | None = None
         self.order: Opaque | None = None  # what the epoch's order was drawn from
-        self.loaded: Any = None  # a state that the loader has taken and not been iterated with
-        self.replay: Replay | None = None  # how batches are drawn that may have to be drawn again
+        self.loaded: Any = None  # a state that was loaded into the loader and not iterated yet
+        self.replay: Replay | None = None  # draws batches that a resume may have to draw again
         self.digest: str | None = (
             None  # of the epoch's batches that were consumed; None where the loader's state suffices
         )
@@ -121,7 +121,7 @@ class StatefulPosition:
         )
 
     def place(self) -> dict[str, Any]:
-        """Where the loader is: everything that was drawn counts."""
+        """The loader's position; every batch that was drawn counts."""
         return {
             "state": self.state(),
             "samplers": self.sampler_states(),
@@ -148,7 +148,7 @@ class StatefulPosition:
         return {name: copied_containers(state) for name, state in states.items()}
 
     def take(self, value: dict[str, Any]) -> None:
-        """Give the loader its state, and become a position that was captured; `problems` found nothing wrong with it."""
+        """Load the loader's state, and move to a captured position; check it with `problems` first."""
         state = value["state"]
         self.give(state)
         self.epoch, self.batches = value["epoch"], value["batches"]
@@ -171,7 +171,7 @@ class StatefulPosition:
         """Load a state into the loader; None resets it."""
         self.loader.load_state_dict({} if state is None else copied(state))
         if state is None and hasattr(self.loader, "next_iter_state"):
-            self.loader.next_iter_state = None  # torchdata 0.11: {} leaves the one that was loaded before
+            self.loader.next_iter_state = None  # torchdata 0.11: {} keeps the state that was loaded before
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class StatefulPosition:
         return found
 
     def _ahead_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
-        """Whether what is saved of the last batches, and of batches drawn ahead, can be used."""
+        """Every reason why the records of the last batches, and of batches drawn ahead, cannot be used."""
         found = late_problems(value.get("late")) if value["batches"] else []
         before, again = value.get("before"), value.get("again", [])
         if before is not None and not (isinstance(before, dict) and {"state", "samplers", "first"} <= set(before)):

@@ -27,12 +27,12 @@ class StatesBefore:
         self._at_start: dict[str, Any] = {}
 
     def start_epoch(self, state: Any, samplers: dict[str, Any]) -> None:
-        """Keep the loader's state between two epochs: before its first batch, a sampler still has that of the last epoch."""
+        """Keep the loader's state between two epochs; it precedes the first batch of the next one."""
         if self.is_asked:
             self._at_start = {"state": state, "samplers": samplers, "first": True}
 
     def now(self, *, is_first: bool) -> Any:
-        """The state before the next batch; None where it is not taken.
+        """The state before the next batch; None if the loader is not asked.
 
         Args:
             is_first: whether that batch is the first of its epoch.
@@ -42,7 +42,7 @@ class StatesBefore:
         return self._at_start if is_first else self.between()
 
     def between(self) -> Any:
-        """The state between two batches of an epoch; None where it is not known, or large."""
+        """The state between two batches of an epoch; None if it is not known, or large."""
         state = self._loader.state_dict()
         if self._holds_the_users:
             state = copied_containers(state)
@@ -65,7 +65,7 @@ class StatesBefore:
         return min(len(self.known) - found[0], lasts) if found else 0
 
     def take(self, before: Any, back: int) -> None:
-        """Become what a position says: the state before the batch that is ``back`` batches behind."""
+        """Take from a position the state before the batch that is ``back`` batches behind."""
         self.known.clear()
         self.known.extend([before, *[None] * (back - 1)] if back else [])
 
@@ -82,5 +82,5 @@ def steps_since_snapshot(state: Any) -> int:
 
 
 def _holds_the_users(loader: Any) -> bool:
-    """Whether the user's code makes a part of the state of torchdata's loader, and may go on changing it."""
+    """Whether the user's code makes a part of the state of torchdata's loader, and may still change it."""
     return torchdatas(loader) and (iterates(loader) or isinstance(loader.dataset, Stateful) or is_foreign(loader))
