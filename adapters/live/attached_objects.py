@@ -196,13 +196,13 @@ class AttachedObjects:
         return {name: part for name, part in found.items() if is_beside(part)}
 
     def clear_gradients(self) -> None:
-        """Drop the gradients of every module."""
+        """Clear the gradients of every module."""
         for module in self.modules:
             for parameter in module.parameters():
                 parameter.grad = None
 
     def late_problems(self) -> list[TrainfoldError]:
-        """Why a module's own state cannot be saved, where that shows after the attach only, as for a hook that came later."""
+        """Why a module's own state cannot be saved, if that shows only after the attach, as for a hook that was registered later."""
         return [
             problem
             for name, own in self._own_states.items()

@@ -43,7 +43,7 @@ class Counters:
         """Count steps, and the batches that they were trained on; return the samples that were counted.
 
         Args:
-            samples: checked, as `check` returns them.
+            samples: as for `Live.advance`; checked with `check_counts`.
             tokens: as for `Live.advance`.
             steps: as for `Live.advance`.
 
@@ -74,7 +74,7 @@ class Counters:
         self._counted = attrs.evolve(self._counted, samples=self._counted.samples + dropped)
 
     def restored(self) -> None:
-        """A state was restored: no batch was handed out since."""
+        """Note that a state was restored: no batch was handed out since."""
         self._taken = 0
 
     # --- the component ------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class Counters:
         return self.progress
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Whether they are counters at all."""
+        """Every reason why a value is not counters."""
         try:
             make_progress(step=saved.step, epoch=saved.epoch, samples=saved.samples, tokens=saved.tokens)
         except InvalidState as error:

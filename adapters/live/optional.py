@@ -45,7 +45,7 @@ def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -
             value = part.capture()
             described, _ = describe(value, name)
             check_kinds(described.node, name)
-        except Exception as error:  # noqa: BLE001 (the user's code; whatever it raises, the run goes on)
+        except Exception as error:  # noqa: BLE001 (the user's code; whatever it raises, the run continues)
             left_out(name, f"cannot be saved: {error_text(error)}")
         else:
             found[name] = value

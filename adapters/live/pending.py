@@ -21,7 +21,7 @@ class PendingComponents:
     Attributes:
         values: component -> its value.
         settings: what must be the same once the objects are attached.
-        policy: what the last restore was to do about differences.
+        policy: of the last restore.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class PendingComponents:
             _LOG.warning("the state has %s, not registered here: kept until live.register()", list(kept))
         if len(kept) < len(leftover):
             ignored = [name for name in leftover if name not in kept]
-            _LOG.warning("the state has %s, and nothing is attached that would take it: ignored", ignored)
+            _LOG.warning("the state has %s, and no attached object takes it: ignored", ignored)
         unchosen = {} if chosen is None else {name: each for name, each in self.values.items() if name not in chosen}
         self.values = {**unchosen, **kept}
         self.settings = {key: value for name in kept for key, value in saved_settings(state.contract, name).items()}

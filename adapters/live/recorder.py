@@ -16,7 +16,7 @@ class Recorder(Protocol):
         """Record values of the current step."""
 
     def advanced(self, step: int, epoch: int) -> None:
-        """An optimizer step was counted; the next one is of this epoch."""
+        """Note that an optimizer step was counted; the next one is in this epoch."""
 
     def is_over(self, step: int) -> bool:
         """Whether the rehearsal ends at this step."""

@@ -26,7 +26,7 @@ _LOG: Final = logging.getLogger("trainfold")
 
 @final
 class RunWatch:
-    """Watches attached objects for what no component saves, and for steps that are not counted.
+    """Watches attached objects for state that no component saves, and for steps that are not counted.
 
     Args:
         objects: of the run.
@@ -35,7 +35,7 @@ class RunWatch:
         is_strict: whether hidden state refuses a save.
 
     Attributes:
-        window: what shows that an accumulation window is open.
+        window: the evidence that an accumulation window is open.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RunWatch:
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def check_step(self, where: str, *, is_step: bool) -> None:
-        """Raise if a scheduler is forgotten, or an optimizer that is not attached has stepped parameters of the run.
+        """Raise if a scheduler is not attached, or an optimizer that is not attached has stepped parameters of the run.
 
         Raises:
             InvalidArgument: naming the optimizer whose scheduler is not attached.
@@ -166,7 +166,7 @@ class RunWatch:
     # --- what happens to the run --------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        """An optimizer step was counted."""
+        """Note that an optimizer step was counted."""
         self.window.close()
         self._audit.stepped()
         self._rates.stepped()
@@ -179,7 +179,7 @@ class RunWatch:
         adapts: Collection[str],
         chosen: Collection[str] | None,
     ) -> tuple[dict[str, Any], list[TrainfoldError]]:
-        """The components of a state, with the schedulers under the settings of now where a policy adapts them.
+        """The components of a state; where a policy adapts schedulers, these are under the settings of the script.
 
         Args:
             saved: the state's components.
@@ -194,7 +194,7 @@ class RunWatch:
         return self._schedules.adapted(saved, adapts if is_scheduled else frozenset(), parts)
 
     def restored(self, contract: Mapping[str, Any], chosen: Collection[str] | None, step: int) -> None:
-        """A state was restored: take over what its contract says, and put back which parameters are trained."""
+        """Take what the contract of a restored state says, and put back which parameters are trained."""
         self.window.close()
         self._audit.restored(step, unsaved_of(contract))
         if changed := self._trained.put_back(trained_of(contract, chosen)):
@@ -203,7 +203,7 @@ class RunWatch:
         self._averages.stepped()
 
     def registered(self, name: str, target: Any, settings: Mapping[str, Any]) -> None:
-        """An object was attached later, with its settings."""
+        """Watch an object that was attached later, with its settings."""
         self._script |= settings
         self.window.watch(name, target)
         self._steps_of_others.forget()

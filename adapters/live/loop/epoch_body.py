@@ -33,7 +33,7 @@ class EpochBody:
         opened: loader -> the epoch that it was in when this body began to read it.
         read: loaders that this body has read to the end.
         running: iterations of this body that have not ended.
-        has_ended: whether one of them has yielded all that it had, since the last step.
+        has_ended: whether one of them has yielded its last batch since the last step.
     """
 
     def __init__(self, feed: Feed | FeedGroup, ahead: DrawAhead) -> None:
@@ -49,7 +49,7 @@ class EpochBody:
         # loader -> its iteration that ended before the step on its last batch
         self._ended_ahead: dict[str, weakref.ref[BatchStream]] = {}
         self._searched: set[str] = set()  # loaders whose iterations were searched for itertools.cycle
-        self._paused: set[str] = set()  # loaders whose iteration `steps` has ended inside an epoch
+        self._paused: set[str] = set()  # loaders whose iteration ended inside an epoch, at a step of `steps`
         self._entered: set[str] = set()  # loaders that this body has begun to read in this process
         self._saved: str | None = None  # where in this body a save since the last step was made
         self._warned: set[str] = set()  # messages that were logged
@@ -73,7 +73,7 @@ class EpochBody:
         feed = self.feed_of(name)
         if name in self.read and name in self._entered and is_whole:
             self._restart(name, feed)
-        if name in self.read:  # as a position says, or in parts: the plain loop has had all of it
+        if name in self.read:  # a position says so, or it was read in parts: a plain loop has had all of it
             self._entered.add(name)
             return None
         first = self.opened.setdefault(name, feed.epoch)
@@ -108,7 +108,7 @@ class EpochBody:
         Args:
             name: of the loader.
             batches: of its feed.
-            stream: what hands these batches to the loop; empty until it is made from this iterator.
+            stream: the stream that hands these batches to the loop; empty until that is made.
         """
         feed = self.feed_of(name)
         self.running += 1
@@ -153,7 +153,7 @@ class EpochBody:
     # --- from body to body --------------------------------------------------------------------------------------------
 
     def next_epoch(self) -> int:
-        """The epoch whose body runs first, in a new loop over epochs; loaders that a position has left begin their next epoch."""
+        """The epoch at which a new loop over epochs begins; loaders that were left early in a restored position begin their next epoch."""
         epoch = self._feed.epoch if self.resumed is None else self.resumed
         if self.resumed is None:
             self.opened.clear()
@@ -165,14 +165,14 @@ class EpochBody:
         return epoch
 
     def begin(self, epoch: int) -> None:
-        """The body of an epoch begins."""
+        """Begin the body of an epoch."""
         self.epoch, self._saved, self.has_ended = epoch, None, False
         self._entered.clear()
         self._paused.clear()
         self._ended_ahead.clear()
 
     def leave(self, epoch: int) -> None:
-        """The body has ended: begin the next epoch of every loader that it has not read to its end."""
+        """End the body: begin the next epoch of every loader that it has not read to its end."""
         if self._saved == _INSIDE and self._is_ahead():
             self.warn_once(KEPT, epoch)
         if self._saved == _INSIDE and not self.read and self.left_early():
@@ -187,7 +187,7 @@ class EpochBody:
         self.read.clear()
 
     def stop(self, epoch: int) -> None:
-        """The loop over epochs was left in this body."""
+        """Note that the loop over epochs was left in this body."""
         self.epoch = None
         if self._saved == _OVER and self.left_early():
             self.warn_once(STOPPED, epoch)
@@ -195,7 +195,7 @@ class EpochBody:
     # --- where a save is ----------------------------------------------------------------------------------------------
 
     def was_saved(self) -> None:
-        """Remember what a save means in this body."""
+        """Note where in this body a save was made."""
         self._saved = _OVER if self.is_over() else _INSIDE
 
     def is_over(self) -> bool:
@@ -213,7 +213,7 @@ class EpochBody:
         return [name for name in self.opened if name not in self.read and self.feed_of(name).is_inside]
 
     def _is_ahead(self) -> bool:
-        """Whether a loop that draws ahead is still in its last batches: its prefetcher then holds the iterator that has ended."""
+        """Whether a loop that draws ahead is still in its last batches: its prefetcher then refers to the iterator that has ended."""
         return any(stream() is not None for stream in self._ended_ahead.values())
 
     def warn_once(self, message: str, epoch: int) -> None:
@@ -230,7 +230,7 @@ class EpochBody:
             return None
         if self.resumed is not None:
             epoch, opened, read, left = self.resumed, self.opened, self.read, self._left
-        elif self.is_over():  # what is done at an epoch's end is done
+        elif self.is_over():  # a resume does not repeat the end of the epoch
             epoch, opened, read = (self.epoch or 0) + 1, {}, set()
             left = [name for name in self.opened if name not in self.read]
         else:
@@ -283,7 +283,7 @@ def _leave(feed: Feed) -> None:
         feed.leave_epoch()
     except DataPositionMismatch:
         if not is_wanted(feed.policy):
-            raise  # without the data probe the workers begin otherwise
+            raise  # without the data probe the workers start in another state
         opened = feed.batches(epochs=feed.epoch + 1, done=lambda: False)
         next(opened, None)
         feed.leave_epoch()

@@ -51,7 +51,7 @@ class LoopData:
     ) -> Iterator[Any]:
         """Batches of one loader; in the body of `epochs`, those of one epoch, or up to a step of it."""
         if epochs is not None and self.feed.epoch >= epochs:
-            _LOG.warning("live.batches(epochs=%d) has nothing to give: the run has had %d epochs; raise epochs= to extend it: "
+            _LOG.warning("live.batches(epochs=%d) has no batch left: the run has had %d epochs; raise epochs= to extend it: "
                          '"Train for fewer epochs than were done" in docs/how-to/change-a-run.md', epochs, self.feed.epoch)  # fmt: skip
         feed, name = self._feed(loader), loader or ""
         if self._body.epoch is None:
@@ -141,10 +141,10 @@ class LoopData:
     # --- counting -----------------------------------------------------------------------------------------------------
 
     def advance(self, samples: Samples, *, steps: int) -> int:
-        """Count batches. Where the loop passes the samples that it trained on, the batches that are left were drawn ahead."""
+        """Count batches. If the loop passes the samples that it trained on, the batches that are left were drawn ahead."""
         body, waiting = self._body, self.feed.undelivered()
         if type(samples) is int and self._is_of_all_ranks(samples):
-            samples = None  # all that this rank was handed
+            samples = None  # count all that this rank was handed
         if isinstance(self.feed, FeedGroup):
             counted = self.feed.advance(samples)
         else:
@@ -177,7 +177,7 @@ class LoopData:
         return dropped
 
     def unaccounted(self) -> str | None:
-        """Batches that were handed out and neither counted nor drawn ahead, as a text; None where there are none."""
+        """Batches that were handed out and neither counted nor drawn ahead, as a text; None if there are none."""
         body = self._body
         waiting = {name: feed.undelivered() for name, feed in self._feeds().items()}
         if body.is_left():
@@ -213,7 +213,7 @@ class LoopData:
         return Opaque({**found.value, "moves": True}) if self._streams.moves else found
 
     def was_saved(self) -> None:
-        """Remember what a save means in this body, and where the streams are: a resume does not repeat what comes before it."""
+        """Note where in the loop a save was made, and where the streams are: a resume does not repeat what comes before it."""
         body = self._body
         if body.epoch is None:
             self._streams.was_saved()
@@ -252,7 +252,7 @@ class LoopData:
         return undo
 
     def restored(self, chosen: Collection[str] | None) -> None:
-        """Remember the run as a restore left it.
+        """Keep the run as a restore left it.
 
         Args:
             chosen: the components that were restored; None for all.

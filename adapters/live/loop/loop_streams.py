@@ -30,19 +30,19 @@ class LoopStreams:
     def __init__(self, parts: Callable[[], Mapping[str, ComponentAdapter] | None]) -> None:
         self.moves = False
         self._parts = parts
-        self._since: SinceRestore | None = None  # a restore that no batch has followed
-        self._begun: str | None = None  # the small state of the run when the body of `epochs` began
+        self._since: SinceRestore | None = None  # the run at a restore, until the first batch
+        self._begun: str | None = None  # `small_state` of the run when the body of `epochs` began
         self._at_end: Opaque | None = None  # the streams at an epoch's end, outside `epochs`
 
     # --- after a restore ----------------------------------------------------------------------------------------------
 
     @property
     def is_settled(self) -> bool:
-        """Whether a batch has followed the last restore."""
+        """Whether a batch was drawn since the last restore."""
         return self._since is None
 
     def restored(self, since: SinceRestore) -> None:
-        """Remember the run as a restore has left it."""
+        """Keep the run as a restore left it."""
         self._since = since
 
     def settle(self, *, epoch: int | None, is_inside: bool) -> None:
@@ -78,7 +78,7 @@ class LoopStreams:
         self._begun = None if parts is None else small_state(parts)
 
     def end_body(self) -> None:
-        """The body has ended, with a batch or without."""
+        """End the body; without a batch in it, nothing is put back."""
         self._since = None
 
     def has_moved_in_body(self) -> bool:
@@ -105,7 +105,7 @@ class LoopStreams:
             self.moves = self.moves or bool(moved(before, now))
 
     def take(self, *, moves: bool) -> Undo:
-        """Take over what a position says of the loop."""
+        """Take from a position whether the loop moves the streams."""
         before = self.moves
         self.moves, self._at_end = moves, None
 

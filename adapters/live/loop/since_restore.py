@@ -28,7 +28,7 @@ PUT_BACK: Final = (
 )
 PUT_BACK_UNSURE: Final = (
     "the random streams of %s have moved between the restore and the first batch: put back as they were saved. "
-    f"{_MOVE_IT}. But a loop that seeds or draws at the start of each epoch needs them as they were before this was put back, and "
+    f"{_MOVE_IT}. But a loop that seeds or draws at the start of each epoch needs them as they were before they were put back, and "
     "the two cannot be distinguished here: write `for epoch in live.epochs(n): ...`, where they can"
 )
 LEFT: Final = (

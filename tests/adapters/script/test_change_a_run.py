@@ -290,7 +290,7 @@ def test_fewer_epochs_than_were_done_are_said(caplog):
             live.advance()
         assert not caplog.records
         assert list(live.batches(epochs=2)) == []
-    assert "live.batches(epochs=2) has nothing to give: the run has had 3 epochs" in caplog.text
+    assert "live.batches(epochs=2) has no batch left: the run has had 3 epochs" in caplog.text
     assert f'"Train for fewer epochs than were done" in {PAGE}' in caplog.text
 
 
