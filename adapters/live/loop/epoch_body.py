@@ -73,7 +73,7 @@ class EpochBody:
         feed = self.feed_of(name)
         if name in self.read and name in self._entered and is_whole:
             self._restart(name, feed)
-        if name in self.read:  # a position says so, or it was read in parts: a plain loop has had all of it
+        if name in self.read:  # by the position, or in parts: a plain loop has had all of it
             self._entered.add(name)
             return None
         first = self.opened.setdefault(name, feed.epoch)
