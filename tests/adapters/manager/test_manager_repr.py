@@ -2,7 +2,7 @@
 
 import torch
 
-from trainfold.adapters.live.live import attach
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.core.save.retention import keep_every
 from trainfold.core.state.state import Progress, TrainState
