@@ -1,7 +1,7 @@
-"""What all benchmarks do in the same way: their command line, their targets, their table or JSON, their exit status.
+"""Shared by all benchmarks: the command line, the targets, the table or JSON, the exit status.
 
-A target is met or MISSED and the exit status is 0 all the same, because a busy machine must not fail a build; ``--check``
-makes a miss exit with 1.
+The exit status is 0 even if a target is MISSED, because a busy machine must not fail a build. With ``--check`` a missed
+target exits with 1.
 """
 
 import argparse
@@ -19,13 +19,13 @@ import torch
 @final
 @attrs.frozen
 class Target:
-    """A figure and what it should be.
+    """A figure and its limit.
 
     Attributes:
         name: what was measured.
-        value: what was found.
+        value: the figure.
         relation: ``>=``, ``>`` or ``<=``.
-        limit: what it is held to.
+        limit: the figure must be at least, or at most, this.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Target:
 
     @property
     def ratio(self) -> float:
-        """How far the target is met: 1 or more meets it, whichever way the relation points."""
+        """The margin of the target: 1 or more meets it, for either relation."""
         good, base = (self.limit, self.value) if self.relation == "<=" else (self.value, self.limit)
         return good / base if base > 0 else float("inf")
 
     @property
     def met(self) -> bool:
-        """Whether the figure is what it should be."""
+        """Whether the figure meets the limit."""
         return {">=": operator.ge, ">": operator.gt, "<=": operator.le}[self.relation](self.value, self.limit)
 
     def __str__(self) -> str:
@@ -52,9 +52,9 @@ class Target:
 
 
 def make_parser(description: str | None, *, quick: str) -> argparse.ArgumentParser:
-    """A parser that has the options of every benchmark; ``quick`` says what ``--quick`` measures."""
+    """Return a parser with the common options; ``quick`` describes what ``--quick`` measures."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{quick}: to see that it runs, not for figures")
+    parser.add_argument("--quick", action="store_true", help=f"{quick}: checks that it runs; the figures mean nothing")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table, and nothing else")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON to this file too")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
@@ -62,7 +62,7 @@ def make_parser(description: str | None, *, quick: str) -> argparse.ArgumentPars
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on beside the code; the load is that of the minute before."""
+    """Return what the figures depend on beside the code; the load is that of the last minute."""
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -1,9 +1,10 @@
-"""What exact metrics cost: adding up a million terms, evaluating the demo's model, and what ranks send.
+"""The cost of exact metrics: adding a million terms, evaluating the demo's model, and the bytes that ranks send.
 
-A million terms are one batch of values. They are added exactly, by ``tensor.double().sum()``, by torchmetrics, and, where
-they are float32 or narrower, by a plain scatter into 256 bins of exponents; all take turns. Beside the time stands whether the result has the same bits in batches of 1,000, and
-in another order. The model is the demo's, in its evaluation; what is measured of it is the time in metrics over the time in all, and what
-``evaluate(..., chunk=32)`` takes beside the same batches without it, in turns, with the model and with a forward that does nothing.
+A million terms are one batch of values. They are added exactly, by ``tensor.double().sum()``, by torchmetrics, and, if they are
+float32 or narrower, by a plain scatter into 256 bins of exponents; all take turns. Beside the time, the table shows whether the
+result has the same bits in batches of 1,000 and in another order. The model is the demo's, in its evaluation. It measures the time
+in metrics over the total time, and ``evaluate(..., chunk=32)`` beside the same batches without chunks, in turns, with the model and
+with a forward that does nothing.
 
     python benchmarks/evaluate.py [--quick] [--json] [--check]
 """
@@ -47,17 +48,17 @@ def exact(parts):
 
 
 def double(parts):
-    """What is usual for a careful person."""
+    """The usual way, done carefully."""
     return float(sum((part.double().sum() for part in parts), torch.zeros((), dtype=torch.float64)))
 
 
 def single(parts):
-    """What is usual."""
+    """The usual way."""
     return float(sum((part.float().sum() for part in parts), torch.zeros(())))
 
 
 def scattered(parts):
-    """Mantissas of float32 scattered into bins by exponent: exact for normal terms, and wrong for subnormal ones and specials."""
+    """Scatter mantissas of float32 into bins by exponent: exact for normal terms, wrong for subnormal and special values."""
     bins = torch.zeros(256, dtype=torch.int64)
     for part in parts:
         bits = part.float().view(torch.int32)
@@ -68,7 +69,7 @@ def scattered(parts):
 
 
 def of_torchmetrics(parts):
-    """A metric of torchmetrics, made anew."""
+    """Return a new metric of torchmetrics."""
     metric = torchmetrics.SumMetric()
     for part in parts:
         metric.update(part)
@@ -85,7 +86,7 @@ SUMS = {
 
 
 def make_terms(count):
-    """Terms by name; losses are what an evaluation has."""
+    """Return terms by name; losses are those of an evaluation."""
     torch.manual_seed(0)
     probability = torch.rand(count).clamp_min(1e-7)
     return {
@@ -100,12 +101,12 @@ def make_terms(count):
 
 
 def sums_for(terms):
-    """The ways to add terms of this dtype up."""
+    """Return the ways to add terms of this dtype."""
     return {name: function for name, function in SUMS.items() if function is not scattered or terms.element_size() <= 4}
 
 
 def median_secs(functions, rounds, inner):
-    """Median time of a call of each function, which take turns; the order turns too."""
+    """Return the median time of a call of each function; they take turns, in rotating order."""
     times = {name: [] for name in functions}
     names = list(functions)
     for index in range(rounds):
@@ -120,7 +121,7 @@ def median_secs(functions, rounds, inner):
 
 
 def measure_terms(*, quick):
-    """Time of each way to add terms up, and whether its bits depend on batches and order."""
+    """Return the time of each way to add terms, and whether its bits depend on batches and order."""
     rows = []
     for kind, terms in make_terms(TERMS // 10 if quick else TERMS).items():
         order = torch.randperm(len(terms))
@@ -146,7 +147,7 @@ def measure_terms(*, quick):
 
 
 def measure_model(*, quick):
-    """The demo's evaluation: seconds in the model, in our metrics, and in those of torchmetrics."""
+    """Return the seconds of the demo's evaluation in the model, in our metrics, and in those of torchmetrics."""
     settings = make_settings(tiny=quick)
     corpus = make_corpus(help_text(), context=settings.context, heldout_bytes=settings.heldout_bytes)
     model = make_model(settings).eval()
@@ -190,7 +191,7 @@ def measure_model(*, quick):
 
 
 def measure_chunks(*, quick):
-    """An evaluation in chunks beside the same batches as they are: seconds of each, and microseconds of a chunk without a model."""
+    """Return the seconds of an evaluation in chunks and of one without, and the microseconds of a chunk without a model."""
     settings = make_settings(tiny=quick)
     corpus = make_corpus(help_text(), context=settings.context, heldout_bytes=settings.heldout_bytes)
     model, suite = make_model(settings).eval(), {"loss": M.Ratio()}
@@ -222,7 +223,7 @@ def measure_chunks(*, quick):
 
 
 def measure_vector():
-    """What two ranks add up for ten metrics: calls, and bytes."""
+    """Return the calls and bytes of the all-reduce of two ranks for ten metrics."""
     edges = tuple(float(edge) for edge in range(33))
     suite = {
         "loss": M.Ratio(),

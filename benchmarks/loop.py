@@ -1,9 +1,9 @@
-"""What an attached loop costs at the steps at which nothing is due, beside the same loop without trainfold.
+"""The cost of an attached loop at steps at which no save is due, beside the same loop without trainfold.
 
-Two copies of one loop take turns, a step each: the plain one, and one that is attached and calls ``live.advance`` and
-``manager.step``. Their steps have the same work and as many tensors. The loader is the same ordinary DataLoader. What the
-attached one does more is timed apart as well: the two calls, and what ``live.batches`` takes more than the loader for a
-batch. A step of 10 ms is made by doing the forward and the backward as often as that takes.
+Two copies of one loop take turns, one step each: the plain loop, and an attached one that calls ``live.advance`` and
+``manager.step``. Their steps do the same work on the same number of tensors, with the same ordinary DataLoader. The extra
+work of the attached loop is also timed separately: the two calls, and the extra time of ``live.batches`` per batch. The
+forward and the backward are repeated until a step takes 10 ms.
 
     python benchmarks/loop.py [--quick] [--json] [--check]
 """
@@ -26,7 +26,7 @@ WIDTH, BATCH = 16, 8
 
 
 class Loop:
-    """A model of 200 parameters, its optimizer and its batches; attached, or not."""
+    """A model of 200 parameters, its optimizer and its batches, attached or not."""
 
     def __init__(self, *, mode, folder):
         torch.manual_seed(0)
@@ -49,7 +49,7 @@ class Loop:
         self.draws = []
 
     def step(self, repeats):
-        """One step; how long it took in all."""
+        """Do one step; return its time."""
         began = time.perf_counter()
         x, y = next(self.batches)
         self.draws.append(time.perf_counter() - began)
@@ -66,7 +66,7 @@ class Loop:
 
 
 def compare(mode, steps):
-    """The plain loop and one in a mode, a step each in turn."""
+    """Run the plain loop and an attached one in turns, one step each."""
     with tempfile.TemporaryDirectory() as folder:
         loops = [Loop(mode="plain", folder=folder), Loop(mode=mode, folder=folder)]
         once = statistics.median(loops[0].step(1) for _ in range(30))

@@ -2,10 +2,10 @@
 
     python benchmarks/plan.py [--quick] [--json] [--check]
 
-The time for a plan includes describing the state, which every save and resume does. A resume is planned three times:
-into the same state; into a fresh one, whose optimizer has no slots yet; and into one with another dtype in one place,
-which the policy adapts. ``trainfold.plan`` is all of it: the run, its manifest, the state and the decision. Growth is the
-exponent of a power law through the smallest and the largest size: 1.0 is linear.
+The time of a plan includes describing the state, which every save and resume does. Three resumes are planned: into the
+same state; into a fresh state, whose optimizer has no slots yet; and into a state with one tensor of another dtype, which
+the policy adapts. ``trainfold.plan`` includes everything: the run, its manifest, the state and the decision. Growth is
+the exponent of a power law through the smallest and the largest size: 1.0 is linear.
 """
 
 import math
@@ -53,7 +53,7 @@ PLANS = [key for key in COLUMNS if key.startswith("plan_")]
 
 
 def big_state(leaves: int) -> TrainState:
-    """A state with so many tensor leaves: a third parameters, two thirds optimizer slots."""
+    """Return a state with this number of tensor leaves: one third parameters, two thirds optimizer slots."""
     names = [f"layers.{i // 12}.block.{i % 12}.weight" for i in range(leaves // 3)]
     params = {name: torch.zeros(4) for name in names}
     slots = {name: {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)} for name in names}
@@ -63,12 +63,12 @@ def big_state(leaves: int) -> TrainState:
 
 
 def without_slots(state: TrainState) -> TrainState:
-    """The state as a run has it before its first step."""
+    """Return the state of a run before its first step."""
     return state.evolve(optimizer=attrs.evolve(state.optimizer, slots=Leaves()))
 
 
 def with_other_dtype(state: TrainState) -> TrainState:
-    """The state with its last parameter in bfloat16."""
+    """Return the state with its last parameter in bfloat16."""
     assert state.model is not None
     params = dict(state.model.params)
     name = list(params)[-1]
@@ -76,12 +76,12 @@ def with_other_dtype(state: TrainState) -> TrainState:
 
 
 def described(state: TrainState) -> dict[str, Described]:
-    """What a plan needs to know of a state."""
+    """Return the input that a plan needs of a state."""
     return {name: describe(component, name)[0] for name, component in components_of(state).items()}
 
 
 def median_secs(function: Callable[[], Any], repeats: int) -> float:
-    """The median wall time of a call."""
+    """Return the median wall time of a call."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -91,7 +91,7 @@ def median_secs(function: Callable[[], Any], repeats: int) -> float:
 
 
 def measure_plans(leaves: int, repeats: int) -> dict[str, float]:
-    """Median seconds of each way to plan for a state of that many leaves, saved on a local disk."""
+    """Return the median seconds of each kind of plan for a state of this size, saved on a local disk."""
     state = big_state(leaves)
     adapt = {"dtype": "adapt"}
     wanted = {
@@ -112,7 +112,7 @@ def measure_plans(leaves: int, repeats: int) -> dict[str, float]:
         def decide(like: TrainState, request: ResumeRequest) -> Any:
             return without_collecting(plan_resume)(inventory, Resumer(described(like)), request)
 
-        for like, request in wanted.values():  # only plans count, and the policy has something to adapt
+        for like, request in wanted.values():  # check that each is a plan, and that the policy adapts a leaf
             outcome = decide(like, request)
             assert isinstance(outcome, ResumePlan), outcome
             assert [drift.kind for drift in outcome.drifts if drift.kind == "dtype"] == ["dtype"] * bool(request.policy)
@@ -127,7 +127,7 @@ def measure_plans(leaves: int, repeats: int) -> dict[str, float]:
 
 
 def measure_discovery(checkpoints: int, repeats: int) -> float:
-    """Median seconds to find and validate the newest of so many checkpoints on a local disk."""
+    """Return the median seconds to find and validate the newest of several checkpoints on a local disk."""
     state = big_state(30)
     pairs = {name: describe(component, name) for name, component in components_of(state).items()}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,18 +1,18 @@
-"""What a resume is worth: the same task under seven tools, killed and resumed, compared bit for bit with a run that was not.
+"""How exact a resume is: the same task under seven tools, killed and resumed, compared bit for bit with an uninterrupted run.
 
-Each tool is used as its documentation says, with its options for exact resumes; the loops are in ``benchmarks/loops``. A
-case is trained to its end in one process, then trained in another one that kills itself with SIGKILL, and resumed in a
-third. What came of it is one of
+Each tool is used as its documentation describes, with its options for exact resumes; the loops are in ``benchmarks/loops``. A
+case is trained to its end in one process, trained in a second process that kills itself with SIGKILL, and resumed in a
+third. The outcome is one of
 
     exact            the same weights, bit for bit, and the same loss at each step that the resumed run trained
-    differs          other weights or losses, and not a word
-    warns            other weights or losses, and a warning that the whole run did not give
+    differs          other weights or losses, without a warning
+    warns            other weights or losses, and a warning that the uninterrupted run did not give
     refuses          the resume ends with an error
     no end           the resumed run ended early, or trained nothing
-    not offered      the tool has no documented way
+    not offered      the tool has no documented way to do it
 
-For a script that is changed between the death and the resume (another horizon, batch size or optimizer) there is no run to
-be equal to: there ``differs`` means that it goes on without a word.
+If the script changes between the kill and the resume (another horizon, batch size or optimizer), there is no run to
+compare with: then ``differs`` means that the run continues without a warning.
 
     pip install -c constraints.txt '.[rivals]'
     python benchmarks/resume.py [--quick] [--json] [--only trainfold expert] [--cases "in an epoch"]
@@ -42,7 +42,7 @@ import attrs
 from _targets import Target, finish, machine, make_parser
 from loops.task import Case, Data, NotOffered, make_net, seed_all
 
-TOOLS = {  # name: (module, what has to be installed)
+TOOLS = {  # name: (module, package that must be installed)
     "by hand, tutorial": ("by_hand", "torch"),
     "by hand, expert": ("expert", "torch"),
     "Lightning Trainer": ("lightning_trainer", "lightning"),
@@ -51,11 +51,9 @@ TOOLS = {  # name: (module, what has to be installed)
     "transformers Trainer": ("transformers_trainer", "transformers"),
     "trainfold": ("trainfold_loop", "trainfold"),
 }
-MIDDLE, END = (
-    14,
-    17,
-)  # the process dies after these steps; the checkpoints are those of 12, inside an epoch, and 16, at an end
-CASES = {  # name: (what is trained, the step of its death, what the script says at the resume)
+# The process dies after one of these steps; the last checkpoints are then those of 12, inside an epoch, and of 16, at an end.
+MIDDLE, END = 14, 17
+CASES = {  # name: (the task, the step after which the process dies, what the script changes for the resume)
     "in an epoch": ({"dropout": 0.0}, MIDDLE, {}),
     "at an epoch's end": ({"dropout": 0.0}, END, {}),
     "dropout, shuffling": ({}, MIDDLE, {}),
@@ -80,7 +78,7 @@ _LOUD = re.compile(r"warn|refus|mismatch|differ|drift|passed over", re.IGNORECAS
 
 @attrs.frozen
 class End:
-    """How a process ended: its exit status (negative for a signal), what it printed, and what the run reports."""
+    """The end of a process: its exit status (negative for a signal), its output, and the report of the run."""
 
     status: int
     said: str
@@ -88,12 +86,12 @@ class End:
     losses: dict[int, str]
 
     def warnings(self):
-        """The lines that sound like a warning, without numbers."""
+        """Return the lines that look like a warning, without numbers."""
         return {re.sub(r"\d+", "#", line.strip()) for line in self.said.splitlines() if _LOUD.search(line)}
 
 
 def start(module, case, *, resume):
-    """Train in a child; its process id."""
+    """Train in a child process; return its process id."""
     out = case.folder / "said.txt"
     child = os.fork()
     if child:
@@ -119,7 +117,7 @@ def start(module, case, *, resume):
 
 
 def wait(child, case):
-    """How it ended."""
+    """Wait for a child and return how it ended."""
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     log, final = case.folder / "losses.jsonl", case.folder / "final.json"
     losses = dict(json.loads(line) for line in log.read_text().splitlines()) if log.exists() else {}
@@ -131,24 +129,24 @@ def wait(child, case):
 
 
 def run(module, case, *, resume=False):
-    """Train in a child and wait for it."""
+    """Train in a child process and wait for it."""
     return wait(start(module, case, resume=resume), case)
 
 
 def verdict_of(whole, resumed):
-    """What a resume came to."""
+    """Return the outcome of a resume."""
     if resumed.status:
         return "refuses"
     steps = resumed.losses.items()
     if resumed.digest == whole.digest and all(whole.losses.get(step) == loss for step, loss in steps):
-        return "exact"  # one that died between its last save and its report has no more to report
+        return "exact"  # a run that died between its last save and its report has nothing left to report
     if not resumed.losses or max(resumed.losses) < max(whole.losses):
         return "no end"
     return "warns" if resumed.warnings() - whole.warnings() else "differs"
 
 
 def judge(module, folder, fields, die_at, changed):
-    """Train whole; train, die and resume; compare."""
+    """Train to the end; train, kill and resume; compare."""
     whole_case, cut_case = (Case(str(folder / name), **fields) for name in ("whole", "cut"))
     for case in (whole_case, cut_case):
         case.folder.mkdir(parents=True)
@@ -165,7 +163,7 @@ def judge(module, folder, fields, die_at, changed):
 
 
 def judge_kills(module, folder, kills):
-    """Kill at random moments while checkpoints are written, resume each time, compare the end."""
+    """Kill at random times while checkpoints are written, resume each time, and compare the end."""
     fields = {"width": WIDE, "save_every": 1, "dropout": 0.0}
     whole_case, cut_case = (Case(str(folder / name), **fields) for name in ("whole", "cut"))
     for case in (whole_case, cut_case):
@@ -178,7 +176,7 @@ def judge_kills(module, folder, kills):
         ends = time.monotonic() + 20
         before = writes(cut_case)
         while writes(cut_case) == before and time.monotonic() < ends:
-            time.sleep(0.001)  # until a file of a checkpoint is being written
+            time.sleep(0.001)  # until a checkpoint file is being written
         time.sleep(dice.random() * 0.01)
         os.kill(child, signal.SIGKILL)
         end = wait(child, cut_case)
@@ -193,7 +191,7 @@ def judge_kills(module, folder, kills):
 
 
 def writes(case):
-    """Names, sizes and times of the files of checkpoints."""
+    """Return names, sizes and times of the checkpoint files."""
     found = set()
     for path in case.folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -204,7 +202,7 @@ def writes(case):
 
 
 def judge_damage(module, folder, damage):
-    """Damage the largest file of the newest checkpoint, resume, compare; of flips at several places, the worst outcome."""
+    """Damage the largest file of the newest checkpoint, resume, and compare; return the worst outcome of several places."""
     whole_case = Case(str(folder / "whole"), dropout=0.0)
     whole_case.folder.mkdir(parents=True)
     whole = run(module, whole_case)
@@ -216,7 +214,7 @@ def judge_damage(module, folder, damage):
 
 
 def damaged(module, folder, damage, place):
-    """How a resume from a damaged checkpoint ends."""
+    """Return how a resume from a damaged checkpoint ends."""
     case = Case(str(folder), dropout=0.0)
     case.folder.mkdir(parents=True)
     run(module, attrs.evolve(case, die_at=MIDDLE))
@@ -235,14 +233,14 @@ def damaged(module, folder, damage, place):
 
 
 def is_of_newest(path, files):
-    """Whether it lies in the folder of the checkpoint that was written last."""
+    """Whether a file belongs to the checkpoint that was written last."""
     numbers = [int(number) for each in files for number in re.findall(r"(?:step[-=]|checkpoint[-_])(\d+)", str(each))]
     own = re.findall(r"(?:step[-=]|checkpoint[-_])(\d+)", str(path))
     return not numbers or (bool(own) and int(own[-1]) == max(numbers)) or "last" in path.name
 
 
 def judge_evaluation(module, folder):
-    """Evaluate one model at three batch sizes; in a child, as all else."""
+    """Evaluate one model at three batch sizes, in a child process like all other cases."""
     import torch
 
     folder.mkdir(parents=True)
@@ -267,7 +265,7 @@ def judge_evaluation(module, folder):
 
 
 def judge_all(name, wanted, kills):
-    """Every case of one tool, in this process, which has imported it; case -> (verdict, what the resume said)."""
+    """Judge every case of one tool, in this process, which has imported it; return case -> (verdict, output of the resume)."""
     module = importlib.import_module(f"loops.{TOOLS[name][0]}")
     found = {}
     with tempfile.TemporaryDirectory() as root:
@@ -313,7 +311,7 @@ def main():
         *(f"not installed: {name} (pip install '.[rivals]')" for name in missing),
     ]
     silent = sum(row[0] in ("differs", "no end") for row in rows.get("trainfold", {}).values())
-    targets = [Target("cases in which trainfold differs and says nothing", silent, "<=", 0)]
+    targets = [Target("cases in which trainfold differs without a warning", silent, "<=", 0)]
     return finish(options, {"machine": machine(), "rows": rows, "missing": missing}, targets, table)
 
 

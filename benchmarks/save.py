@@ -1,13 +1,13 @@
 """Saving and loading a training state: trainfold beside the raw disk, memcpy, and the usual ways to save.
 
-``trainfold.save`` and ``trainfold.load`` are timed whole, as a user calls them: describe, plan, lock, reserve, write,
+``trainfold.save`` and ``trainfold.load`` are timed as a whole, as a user calls them: describe, plan, lock, reserve, write,
 check, commit the manifest; read the run and its manifest, plan, allocate, read, verify, rebuild. "files only" and "read"
-are their inner parts: ready requests, and a manifest that is a stub. A load into live memory exists at that level alone,
-since ``trainfold.load`` always makes fresh memory. The yardstick of loads is a memcpy by one thread; the reader has two,
-and hashes. Every save is of a fresh step into a run that is there; the old step goes outside the timed part.
+are their inner parts: prepared requests, and a stub of a manifest. Only they can load into live memory, because
+``trainfold.load`` always allocates. Loads are compared with a memcpy by one thread; the reader has two threads, and
+hashes. Every save writes a new step into an existing run; the old step is deleted outside the timed part.
 
-Every round runs each contestant once, in an order shuffled anew, because disks throttle: compare ratios of one round,
-not numbers of two runs. What is judged are medians over the rounds of (yardstick's time / this contestant's time).
+Every round runs each contestant once, in a newly shuffled order, because disks throttle: compare ratios within a round, not
+numbers of two runs. The targets are medians over the rounds of (time of the reference / time of the contestant).
 
     python benchmarks/save.py [--size-mb 1000] [--rounds 5] [--quick] [--json] [--check] [--directory DIR]
 """
@@ -49,7 +49,7 @@ from trainfold.core.state.components import components_of
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 
-RAW = {  # contestant: (bytes a write, writes in flight); the fastest of them is the ceiling
+RAW = {  # contestant: (bytes per write, writes in flight); the fastest of them is the ceiling
     "raw, 16 MB x 1": (16 << 20, 1),
     "raw, 8 MB x 2": (8 << 20, 2),
     "raw, 8 MB x 4": (8 << 20, 4),
@@ -82,7 +82,7 @@ def make_state(size_mb: int) -> TrainState:
 
 
 def flat_tensors(state: TrainState) -> Tensors:
-    """All tensors of the state by path, as the rivals get them."""
+    """Return all tensors of the state by path, as the rivals save them."""
     return {
         path: leaf
         for name, component in components_of(state).items()
@@ -91,18 +91,18 @@ def flat_tensors(state: TrainState) -> Tensors:
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Wall and CPU seconds of a call; CPU of all threads, the kernel's included."""
+    """Return wall and CPU seconds of a call; CPU time of all threads, including the kernel's."""
     gc.collect()
-    TRIM(0)  # freed memory goes back, so that fresh pages are fresh for everyone
+    TRIM(0)  # return freed memory, so that every contestant starts with fresh pages
     cpu, start = time.process_time(), time.perf_counter()
     held = work()
     secs = time.perf_counter() - start, time.process_time() - cpu
-    del held  # giving memory back is nobody's work
+    del held  # freeing memory is not timed
     return secs
 
 
 def sync(path: Path) -> None:
-    """What durable means for those who only write: sync each file and each directory."""
+    """Make the files of a contestant that only writes durable: sync each file and each directory."""
     for each in [path, *path.rglob("*"), path.parent] if path.is_dir() else [path, path.parent]:
         fd = os.open(each, os.O_RDONLY)
         os.fsync(fd)
@@ -110,7 +110,7 @@ def sync(path: Path) -> None:
 
 
 def write_raw(path: Path, size_bytes: int, *, chunk_bytes: int, in_flight: int) -> None:
-    """The ceiling: O_DIRECT writes of a ready buffer, some of them in flight at once, and fsync."""
+    """Write the ceiling: O_DIRECT writes of a prepared buffer, several in flight at once, and fsync."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
         fd = os.open(path, flags | os.O_DIRECT, 0o644)
@@ -128,7 +128,7 @@ def write_raw(path: Path, size_bytes: int, *, chunk_bytes: int, in_flight: int) 
 
 
 def ready_buffer() -> memoryview:
-    """Random bytes in aligned memory of large pages, like the writer's own buffers."""
+    """Return random bytes in aligned memory of large pages, like the buffers of the writer."""
     size_bytes = max(chunk_bytes for chunk_bytes, _ in RAW.values())
     memory = mmap.mmap(-1, size_bytes)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -140,7 +140,7 @@ READY = ready_buffer()
 
 
 class Files:
-    """The inner part of a save and of a load: the data files, with the plan made and the requests ready."""
+    """The inner part of a save and of a load: the data files, with a prepared plan and requests."""
 
     def __init__(self, state: TrainState) -> None:
         pairs = {name: describe(component, name) for name, component in components_of(state).items()}
@@ -149,7 +149,7 @@ class Files:
         self.written: dict[str, WrittenFile] = {}
 
     def write(self, path: Path) -> None:
-        """Durable and checksummed, and committed with a manifest that is a stub."""
+        """Write the files, durable and with checksums, and commit them with a stub of a manifest."""
         store = LocalStore(path)
         for file in self.plan.files:
             self.written[file.name] = write_file(
@@ -159,7 +159,7 @@ class Files:
         store.commit(f"{self.plan.directory}/manifest.json", json.dumps(digests).encode())
 
     def requests(self, outs: Mapping[str, torch.Tensor] | None) -> list[ReadRequest]:
-        """Requests for every tensor of the step that `write` wrote."""
+        """Return requests for every tensor of the step that `write` wrote."""
         return [
             ReadRequest(
                 f"{self.plan.directory}/{file.name}", t.start, t.stop, t.dtype, t.stored, t.shape,
@@ -183,7 +183,7 @@ def write_safetensors(path: Path, tensors: Tensors) -> None:
 
 
 def write_dcp(path: Path, tensors: Tensors) -> None:
-    """torch.distributed.checkpoint.save, which syncs its files by itself; the directory is synced here."""
+    """torch.distributed.checkpoint.save, which syncs its files itself; the directory is synced here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(dict(tensors), checkpoint_id=str(path), no_dist=True)
@@ -191,11 +191,11 @@ def write_dcp(path: Path, tensors: Tensors) -> None:
 
 
 def run_saves(directory: Path, state: TrainState, rounds: int) -> Seconds:
-    """Seconds (wall, CPU) of every contestant in every round."""
+    """Return the seconds (wall, CPU) of every contestant in every round."""
     files, tensors = Files(state), flat_tensors(state)
     size_bytes = sum(file.size_bytes for file in files.plan.files)
     run, steps = directory / "run", itertools.count(1)
-    trainfold.save(state.evolve(trainer=Progress(step=0)), run, components=["trainer"])  # the run is there
+    trainfold.save(state.evolve(trainer=Progress(step=0)), run, components=["trainer"])  # makes the run
 
     contestants: dict[str, Callable[[Path, TrainState], object]] = {
         **{
@@ -218,13 +218,13 @@ def run_saves(directory: Path, state: TrainState, rounds: int) -> Seconds:
                 seconds[name].append(found)
             for old in (path, run / f"step-{step:08d}"):
                 shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
-            os.sync()  # nobody pays for another's removal
+            os.sync()  # no contestant pays for the removal of another's files
     shutil.rmtree(run)
     return seconds
 
 
 def run_loads(directory: Path, state: TrainState, rounds: int) -> tuple[Seconds, bool]:
-    """Seconds (wall, CPU) of verified loads from the page cache and of memcpy; whether each loaded the same bits."""
+    """Return the seconds (wall, CPU) of verified loads from the page cache and of memcpy, and whether each loaded the same bits."""
     files, tensors = Files(state), flat_tensors(state)
     run, inner = directory / "run", directory / "files"
     trainfold.save(state, run)
@@ -268,17 +268,17 @@ def run_loads(directory: Path, state: TrainState, rounds: int) -> tuple[Seconds,
 
 
 def shuffled(contestants: Mapping[str, Any], turn: int) -> list[str]:
-    """The order of a round; shuffled, not turned: what a disk gives depends on who wrote just before."""
+    """Return the order of a round; shuffled, not rotated, because the speed of a disk depends on the contestant before."""
     return random.Random(turn).sample(list(contestants), len(contestants))
 
 
 def equal(mine: Tensors, theirs: Tensors) -> bool:
-    """Whether these are the same tensors under the same names."""
+    """Whether two mappings have the same tensors under the same names."""
     return mine.keys() == theirs.keys() and all(torch.equal(mine[path], theirs[path]) for path in mine)
 
 
 def speedup(seconds: Seconds, yardstick: str, name: str) -> float:
-    """The median over the rounds of the yardstick's time by the contestant's: above 1 is faster than the yardstick."""
+    """Return the median over the rounds of (time of the reference / time of the contestant): above 1 is faster."""
     return statistics.median(y[0] / s[0] for y, s in zip(seconds[yardstick], seconds[name], strict=True))
 
 

@@ -1,14 +1,14 @@
-"""What saves cost the training loop: lost wall time, the call, the longest step, memory; trainfold beside the usual ways to save.
+"""The cost of saves to the training loop: lost wall time, the call, the longest step, memory; trainfold beside the usual ways to save.
 
-The honest cost of a save is the wall time that the run loses by it: (time with K saves - time without) / K. Each contestant
-trains a block of steps with K saves, waits for the last one, and stands between two blocks of the same loop without saves; its
-loss is measured against the mean of these two (a contestant with a loop of its own, between blocks of that). Blocks alternate in one process, in an order shuffled anew each round, because
-machines and disks throttle: compare figures of one run. The loop, the model and its fused AdamW are the same for all; every
-contestant is durable when its block ends: where a rival does not sync its files, they are synced here, in its own time where it
-saves in the foreground, and after the block, as a gift, where it saves in the background.
+The cost of a save is the wall time that the run loses: (time with K saves - time without) / K. Each contestant trains a
+block of steps with K saves and waits for the last save. The block runs between two blocks of the same loop without saves, and is
+compared with their mean; a contestant with its own loop runs between blocks of that loop. Blocks alternate in one process, in a
+newly shuffled order each round, because machines and disks throttle: compare figures of one run. All contestants use the same
+loop, model and fused AdamW. Every contestant is durable at the end of its block. If a rival does not sync its files, they are
+synced here: in its time if it saves in the foreground, and after the block, in its favour, if it saves in the background.
 
-Memory is measured in a process of its own, by a thread that looks at the resident set every millisecond: the peak during saves
-and what stays afterwards, less that of the loop without saves.
+Memory is measured in a separate process, by a thread that reads the resident set every millisecond: the peak during saves and
+the memory that remains afterwards, minus that of the loop without saves.
 
     python benchmarks/stall.py [--quick] [--json] [--check] [--size 300MB] [--rounds 4] [--directory DIR] [--only NAME ...]
 """
@@ -44,7 +44,7 @@ SIZES = {  # name: (width, blocks, vocabulary, sequence length, batch size, step
     "300MB": (512, 6, 12288, 32, 8, 6),
     "1GB": (1024, 6, 12288, 32, 8, 6),
 }
-SAVES = 3  # a block
+SAVES = 3  # per block
 RIVALS = ("torch.save", "dcp.save", "dcp thread", "dcp process", "torch_checkpointing")
 MINE = ("trainfold", "trainfold, 0 extra", "trainfold, state")
 TARGETS = {"call_ms": 2.0, "lost": 1 / 3, "longest": 1.15, "memory": 1.0}
@@ -64,7 +64,7 @@ class Loop:
         self.train()  # so that the optimizer has its state
 
     def train(self, update=None):
-        """One step; the update is made inside of a context."""
+        """Do one step; the update runs inside a context."""
         loss = loss_fn(self.model, self.batches[self.count % len(self.batches)])
         (loss.sum / loss.weight).backward()
         with update or nullcontext():
@@ -73,7 +73,7 @@ class Loop:
         self.count += 1
 
     def state_dict(self):
-        """What the rivals save."""
+        """Return the state that the rivals save."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
@@ -88,7 +88,7 @@ class Trainfold:
         self.manager = trainfold.CheckpointManager(folder, mode="async", **options)
 
     def train(self):
-        """One step, counted; and a look at what the save under way has come to, as a loop has that asks whether to save."""
+        """Do one step, count it, and poll the save under way, like a loop that asks whether to save."""
         self.loop.train()
         self.live.advance(samples=1)
         self.manager.poll()
@@ -120,7 +120,7 @@ class Fold:
         self.train()
 
     def train(self):
-        """One step, and the same look."""
+        """Do one step, and poll the save under way."""
         self.state, _ = self.step(self.state, self.loop.batches[self.loop.count % len(self.loop.batches)])
         self.loop.count += 1
         self.manager.poll()
@@ -139,7 +139,7 @@ class Fold:
 
 
 class Rival:
-    """Somebody else's save; `write` says how, and returns what to wait for."""
+    """A rival's save; `write` saves, and returns what to wait for."""
 
     is_own_loop = False
 
@@ -151,7 +151,7 @@ class Rival:
         self.loop.train()
 
     def save(self):
-        """Save, after the one before: all of them have one at a time."""
+        """Save, after the previous save has ended: every rival has one save at a time."""
         self.drain()
         self.pending = self.write(self.folder / f"step-{self.loop.count:08d}")
 
@@ -201,7 +201,7 @@ class DcpProcess(Rival):
 
 
 class TorchCheckpointing(Rival):
-    """torch_checkpointing's manager, with what it needs on a CPU."""
+    """torch_checkpointing's manager, with its options for a CPU."""
 
     def __init__(self, loop, folder):
         super().__init__(loop, folder)
@@ -219,7 +219,7 @@ class TorchCheckpointing(Rival):
         )
 
     def train(self):
-        """One step, whose update waits for the copy that is being made."""
+        """Do one step, whose update waits for the copy to end."""
         self.loop.train(self.manager.lock())
 
     def write(self, path):
@@ -244,7 +244,7 @@ CONTESTANTS = {
 
 
 def sync(path):
-    """What durable means for those who only write: sync each file and each directory."""
+    """Make the files of a contestant that only writes durable: sync each file and each directory."""
     for each in [path, *path.rglob("*"), path.parent] if path.is_dir() else [path, path.parent]:
         fd = os.open(each, os.O_RDONLY)
         os.fsync(fd)
@@ -252,11 +252,11 @@ def sync(path):
 
 
 def block(loop, contestant, *, saves):
-    """Train with `SAVES` saves, or none; seconds of all of it, of each call, of each step."""
+    """Train with `SAVES` saves or without; return the seconds of the block, of each call and of each step."""
     calls, steps = [], []
     train = contestant.train if saves or contestant.is_own_loop else loop.train
     gc.collect()
-    os.sync()  # nobody pays for what another one has left in the page cache
+    os.sync()  # no contestant pays for what another has left in the page cache
     begin = time.perf_counter()
     for index in range(SAVES * loop.every):
         start = time.perf_counter()
@@ -279,7 +279,7 @@ def empty(folder):
 
 
 def run_rounds(size, names, rounds, directory):
-    """For each contestant and round: lost seconds a save, seconds of the calls, longest step by the median step without saves."""
+    """Return for each contestant and round: seconds lost per save, seconds of the calls, longest step / median step without saves."""
     found = {name: {"lost": [], "calls": [], "longest": [], "longest_without": []} for name in names}
     plain_steps = []
     loop = Loop(size)
@@ -318,7 +318,7 @@ def run_rounds(size, names, rounds, directory):
 
 
 class Watch:
-    """The peak of the resident set, looked at every millisecond."""
+    """The peak of the resident set, read every millisecond."""
 
     def __enter__(self):
         self.peak, self.ends = 0, False
@@ -339,14 +339,14 @@ class Watch:
 
 
 def settled_bytes():
-    """The resident set without what malloc keeps for later, which is up to 150 MB of a step's, more or less at random."""
+    """Return the resident set without the free memory of malloc, which is up to 150 MB after a step, and varies at random."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return status_bytes("VmRSS")
 
 
 def measure_memory(size, max_extra_bytes, saves, directory):
-    """In this process: the peak of the saves above that of the loop alone, what stays, and what a thousand small saves leave."""
+    """Measure in this process: the peak of the saves above that of the loop alone, what remains, and what 1,000 small saves leave."""
     loop = Loop(size)
     for _ in range(4):
         loop.train()
@@ -368,7 +368,7 @@ def measure_memory(size, max_extra_bytes, saves, directory):
 
 
 def memory_of(size, max_extra_bytes, saves, directory):
-    """`measure_memory` in a process of its own."""
+    """Run `measure_memory` in a separate process."""
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         command = [sys.executable, __file__, "--measure-memory", str(max_extra_bytes), "--size", size]
         done = subprocess.run(
@@ -379,14 +379,14 @@ def memory_of(size, max_extra_bytes, saves, directory):
 
 
 def memory_here(size, max_extra_bytes, _saves, directory):
-    """`measure_memory` of one save in this process, which has had other loops before: it runs, and its figures say nothing."""
+    """Run `measure_memory` of one save in this process, after other loops: it checks that it runs; its figures mean nothing."""
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         return measure_memory(size, max_extra_bytes, 1, Path(folder))
 
 
 def main():
     """Run the rounds and print the table or JSON."""
-    parser = make_parser(__doc__, quick="2 MB, one round that is not warm, and all memory looked at in one process")
+    parser = make_parser(__doc__, quick="2 MB, one cold round, and all memory measured in one process")
     parser.add_argument("--size", choices=SIZES, default="300MB")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--only", nargs="*", choices=CONTESTANTS)

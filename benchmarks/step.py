@@ -1,13 +1,13 @@
-"""Time and memory of a step: trainfold's, donated and not, beside the loop that one would write by hand.
+"""Time and memory of a step: trainfold's, donated and not, beside a hand-written loop.
 
-The same GPT, fused AdamW and clipping in both; the variants take turns in one process, so that a noisy machine slows
-all of them; peak memory is that of a process of its own for each variant.
+All variants use the same GPT, fused AdamW and clipping. They take turns in one process, so that a noisy machine slows all
+of them. Peak memory is measured in a separate process for each variant.
 
-Each variant does a block of steps, as it would in a run, and its first step finds the caches full of another variant's
-parameters. No run has that: it is a cost of measuring three in one process, it falls on all three, and beside it a real
-difference would look smaller. So the first ratio is that of the blocks' median steps without their first. Lest
-anything be hidden by that, the second ratio is that of the blocks' whole times, the first step and every stray included.
-Both are held to the target. The variants come in all six orders, so that each follows each of the others equally often.
+Each variant does a block of steps, as in a run. Its first step finds the caches full of another variant's parameters,
+which happens in no run: it is a cost of measuring three variants in one process. It falls on all three, and would make a
+real difference look smaller. So the first ratio compares the blocks' median steps without the first step. To hide
+nothing, the second ratio compares the blocks' whole times, with the first step and every outlier. Both must meet the
+target. The variants run in all six orders, so that each follows each of the others equally often.
 
     python benchmarks/step.py [--quick] [--json] [--check] [--size 5M] [--device cuda]
 """
@@ -41,7 +41,7 @@ SIZES = {  # name: (width, blocks, vocabulary, sequence length, batch size)
     "25M": (512, 6, 12288, 32, 2),
 }
 STEPS = {"0.14M": 1440, "5M": 90, "25M": 144}
-BLOCK = {"0.14M": 24, "5M": 6, "25M": 6}  # a turn of some 60 ms and more: the caches are then the variant's own
+BLOCK = {"0.14M": 24, "5M": 6, "25M": 6}  # a turn of 60 ms or more, in which the variant fills the caches
 BIT_STEPS = 200
 VARIANTS = ("loop", "donated", "undonated")
 
@@ -91,14 +91,14 @@ class GPT(torch.nn.Module):
 
 
 def loss_fn(model, batch):
-    """The sum over tokens, and how many there are."""
+    """Return the sum over the tokens, and their number."""
     logits = model(batch["x"])
     nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="sum")
     return Loss(sum=nll, weight=batch["y"].numel())
 
 
 class Loop:
-    """What a person writes; with the guard against a non-finite norm left out."""
+    """A hand-written loop, without a check for a non-finite norm."""
 
     def __init__(self, model):
         self.model = model.train()
@@ -164,13 +164,13 @@ def wait(device):
 
 
 def time_size(size, steps, device):
-    """Median seconds a step of each variant, and the medians over rounds of the ratios within a round."""
+    """Return the median seconds per step of each variant, and the medians over rounds of the ratios within a round."""
     model, batches = make_model(size, device), make_batches(size, device)
     variants = {name: make_variant(name, copy.deepcopy(model)) for name in VARIANTS}
     orders = itertools.cycle(itertools.permutations(VARIANTS))
     secs, whole = ({name: [] for name in VARIANTS} for _ in range(2))
     gc.collect()
-    gc.disable()  # a collection falls on whoever is next
+    gc.disable()  # a collection would fall on the variant that runs next
     try:
         for index, order in zip(range(1 + steps // BLOCK[size]), orders, strict=False):
             for name in order:
@@ -195,7 +195,7 @@ def time_size(size, steps, device):
 
 
 def time_block(variant, batches, count, device):
-    """Seconds of each of some steps in a row; the first one finds the caches full of another variant."""
+    """Return the seconds of each of several consecutive steps; the first finds the caches full of another variant."""
     secs = []
     for index in range(count + 1):
         wait(device)
@@ -212,7 +212,7 @@ def paired(mine, theirs):
 
 
 def same_bits(size, steps, device):
-    """Whether the parameters are those of the loop, bit for bit, after some steps."""
+    """Whether the parameters equal those of the loop, bit for bit, after several steps."""
     model, batches = make_model(size, device), make_batches(size, device)
     loop, fold = Loop(copy.deepcopy(model)), Fold(model, donate=True)
     for index in range(steps):
@@ -224,14 +224,14 @@ def same_bits(size, steps, device):
 
 
 def peak_of(size, name, device, steps):
-    """Peak memory of a fresh process that does some steps, less what importing torch and trainfold needs."""
+    """Return the peak memory of a fresh process that does several steps, without the memory of the imports."""
     command = [sys.executable, __file__, "--measure-peak", name, "--size", size, "--device", device]
     found = subprocess.run([*command, "--steps", str(steps)], check=True, capture_output=True, text=True)
     return int(found.stdout.strip().splitlines()[-1])
 
 
 def measure_peak(size, name, device, steps):
-    """The peak of the steps, in this process."""
+    """Return the peak memory of the steps in this process."""
     base = status_bytes("VmRSS")
     variant = make_variant(name, make_model(size, device))
     batches = make_batches(size, device)
@@ -245,7 +245,7 @@ def measure_peak(size, name, device, steps):
 
 
 def status_bytes(field):
-    """A figure of Linux about this process."""
+    """Return a field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
@@ -269,7 +269,7 @@ def measure(size, *, quick, device):
 
 
 def targets_of(row):
-    """What the figures of a size are held to."""
+    """Return the targets of a size."""
     size, limit = row["size"], row["target"]
     return [
         Target(f"{size}: donated / loop, time", row["ratio"], "<=", limit),

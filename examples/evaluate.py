@@ -1,9 +1,9 @@
-"""Evaluate a causal language model exactly: kill it whenever you like, start it again, on any number of ranks, in batches of any size.
+"""Evaluate a causal language model exactly: kill it at any time and start it again, with any number of ranks and any batch size.
 
     python examples/evaluate.py runs/evaluation --batch-size 16
     python -m torch.distributed.run --nproc-per-node 2 examples/evaluate.py runs/evaluation --batch-size 16
 
-It evaluates in parts and saves after each. Started again, it goes on where it stopped; the batch size and the number of ranks may be others.
+It evaluates in parts and saves after each. Started again, it continues where it stopped; the batch size and the number of ranks may change.
 """
 
 import argparse
@@ -55,13 +55,13 @@ class CausalLM(nn.Module):
 
 
 def make_windows() -> torch.Tensor:
-    """English text that every Python has, as windows of bytes: uint8[WINDOWS, CONTEXT + 1]."""
+    """Return English text that every Python has, as windows of bytes: uint8[WINDOWS, CONTEXT + 1]."""
     text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, CONTEXT + 1, CONTEXT)[:WINDOWS]
 
 
 def main(run: Path, batch_size: int) -> None:
-    """Evaluate to the end, from wherever the run is."""
+    """Evaluate to the end, from the current position of the run."""
     ranks: trainfold.ranks.Collectives = trainfold.SingleProcess()
     if "RANK" in os.environ:  # started by torchrun
         torch.distributed.init_process_group("gloo")
@@ -80,11 +80,11 @@ def main(run: Path, batch_size: int) -> None:
             "accuracy by position": (hits, torch.ones_like(hits)),
         }
 
-    # the state of an evaluation: what the metrics have seen, and which samples that were
+    # the state of an evaluation: the tally of the metrics, and the position in the samples
     fresh = trainfold.TrainState(trainer=trainfold.states.make_progress())
     plan = trainfold.plan(run, like=fresh)
     is_fresh = isinstance(plan, trainfold.Refusal) and plan.finds_nothing
-    # what it has beside `fresh` comes as it was saved
+    # components that `fresh` lacks are loaded as they were saved
     state = fresh if is_fresh else trainfold.load(run, like=fresh, collectives=ranks)
     part, tally = state.trainer.step if state.trainer else 0, state.extra.get("tally")
     cursor = trainfold.evaluation.make_eval_cursor(

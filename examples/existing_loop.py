@@ -1,7 +1,7 @@
 """An ordinary training loop, and the eight lines that make it survive being killed: those marked ``# trainfold``.
 
-Run it with ``python examples/existing_loop.py``. Kill it whenever you like, start it again: it ends with the same bits as a
-run that was never killed. Without the marked lines it is the loop that it was.
+Run it with ``python examples/existing_loop.py``. Kill it at any time and start it again: it ends with the same bits as a
+run that was never killed. Without the marked lines it is an ordinary loop.
 """
 
 import random
@@ -19,13 +19,13 @@ EPOCHS, BATCH_SIZE = 4, 16
 
 
 def make_data() -> TensorDataset:
-    """Three hundred samples of a function to learn."""
+    """Return three hundred samples of a function to learn."""
     x = torch.randn(300, 8, generator=torch.Generator().manual_seed(7))
     return TensorDataset(x, x.sin().sum(dim=1, keepdim=True))
 
 
 def main() -> None:
-    """Train for so many epochs."""
+    """Train for `EPOCHS` epochs."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 (an existing loop)
     torch.manual_seed(0)
@@ -37,8 +37,8 @@ def main() -> None:
 
     live = trainfold.attach(model, optimizer, scheduler=scheduler, loader=loader)  # trainfold
     manager = trainfold.CheckpointManager("runs/existing", every=4, keep_last=3)  # trainfold
-    manager.restore(live)  # trainfold: from the newest checkpoint; there is none at first
-    stream = live.batches(epochs=EPOCHS)  # trainfold: the same batches, from where the run is
+    manager.restore(live)  # trainfold: from the newest checkpoint, if there is one
+    stream = live.batches(epochs=EPOCHS)  # trainfold: the same batches, from the current position
     for x, y in stream:
         noisy = x + 0.05 * random.gauss(0.0, 1.0)
         loss = nn.functional.mse_loss(model(noisy), y)

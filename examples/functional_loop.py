@@ -1,4 +1,4 @@
-"""A training loop made of functions. Kill it whenever you like and start it again: it ends with the same bits.
+"""A training loop made of functions. Kill it at any time and start it again: it ends with the same bits.
 
 Run it with ``python examples/functional_loop.py runs/functional``.
 """
@@ -19,13 +19,13 @@ BATCH_SIZE, MICROBATCH_SIZE, SAVE_EVERY = 16, 8, 5
 
 
 def make_data() -> tuple[torch.Tensor, torch.Tensor]:
-    """A thousand samples of a function to learn."""
+    """Return a thousand samples of a function to learn."""
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(7))
     return x, x.sin().sum(dim=1, keepdim=True)
 
 
 def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: dict[str, torch.Tensor]) -> Loss:
-    """A sum and the number of its terms, never a mean."""
+    """Return a sum and the number of its terms, never a mean."""
     return Loss(sum=(model(batch["x"]) - batch["y"]).square().sum(), weight=len(batch["y"]))
 
 
@@ -38,8 +38,8 @@ def start_or_resume(run: Path, fresh: TrainableState) -> TrainableState:
 
 
 def main(run: Path) -> None:
-    """Train to the end, from wherever the run is."""
-    # a plan that cannot work raises here, before there is a model; the run and its schedule have one number of steps
+    """Train to the end, from the current position of the run."""
+    # an impossible plan raises here, before a model exists; the run and its schedule share one number of steps
     accumulate = trainfold.accumulation.accumulation_steps(per_step=BATCH_SIZE, per_microbatch=MICROBATCH_SIZE)
     data_steps = trainfold.accumulation.check_plan(
         microbatches=SAMPLES // MICROBATCH_SIZE, accumulate=accumulate, epochs=EPOCHS, max_steps=MAX_STEPS
@@ -64,7 +64,7 @@ def main(run: Path) -> None:
         cursor = state.dataset
         chosen = torch.from_numpy(cursor.batch_across(BATCH_SIZE))
         state, metrics = step(state, {"x": x[chosen], "y": y[chosen]})
-        state = state.evolve(dataset=cursor.advance(BATCH_SIZE))  # the position is a part of the state
+        state = state.evolve(dataset=cursor.advance(BATCH_SIZE))  # the position is part of the state
         print(f"step {done}: loss {metrics['loss']:.4f}", flush=True)
         if done % SAVE_EVERY == 0:
             trainfold.save(state, run)  # durable when it returns

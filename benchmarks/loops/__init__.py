@@ -1,1 +1,1 @@
-"""Loops that train the same task, each saved by another tool; see benchmarks/resume.py."""
+"""Loops that train the same task, each saved by a different tool; see benchmarks/resume.py."""

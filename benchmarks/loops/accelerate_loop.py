@@ -8,7 +8,7 @@ from loops import task
 
 
 def train(case, *, resume):
-    """Train, from the newest checkpoint where there is one."""
+    """Train, from the newest checkpoint if there is one."""
     set_seed(0)
     accelerator = Accelerator(
         cpu=True,
@@ -58,7 +58,7 @@ def train(case, *, resume):
 
 
 class Progress:
-    """How far the loop is."""
+    """The progress of the loop."""
 
     def __init__(self):
         self.epoch = self.step = 0
@@ -68,12 +68,12 @@ class Progress:
         return {"epoch": self.epoch, "step": self.step}
 
     def load_state_dict(self, state):
-        """Take them back."""
+        """Restore both counters."""
         self.epoch, self.step = state["epoch"], state["step"]
 
 
 def evaluate(net, loader):
-    """The mean of what it gathers for each batch, as in its examples."""
+    """Return the mean of the gathered losses of each batch, as in its examples."""
     accelerator = Accelerator(cpu=True)
     net, loader = accelerator.prepare(net, loader)
     losses = []

@@ -6,7 +6,7 @@ from loops import task
 
 
 def train(case, *, resume):
-    """Train, from the file where there is one."""
+    """Train, from the file if there is one."""
     task.seed_all()
     net = task.make_net(case)
     optimizers = task.optimizers_of(case, net)

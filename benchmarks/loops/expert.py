@@ -1,4 +1,4 @@
-"""A loop saved by hand as an expert would: every stream and position, written beside and renamed, the epoch drawn again."""
+"""A loop saved by hand as an expert would: every stream and position, written to a temporary file and renamed, the epoch drawn again."""
 
 import random
 
@@ -21,7 +21,7 @@ def put_streams(state):
 
 
 def train(case, *, resume):
-    """Train, from the file where there is one."""
+    """Train, from the file if there is one."""
     task.seed_all()
     net = task.make_net(case)
     optimizers = task.optimizers_of(case, net)
@@ -50,7 +50,7 @@ def train(case, *, resume):
         for _ in range(skip):
             next(batches)
         if now is not None and skip:
-            put_streams(now)  # the batches that were skipped have drawn their order and their noise again
+            put_streams(now)  # the skipped batches have drawn their order and their noise again
         for number, (x, y) in enumerate(batches, skip + 1):
             loss = task.loss_of(net, x, y) / case.accumulate
             loss.backward()

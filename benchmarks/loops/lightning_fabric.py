@@ -8,7 +8,7 @@ from loops import by_hand, task
 
 
 def train(case, *, resume):
-    """Train, from the checkpoint where there is one."""
+    """Train, from the checkpoint if there is one."""
     lightning.seed_everything(0, workers=True, verbose=False)
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     net = task.make_net(case)
@@ -45,6 +45,6 @@ def train(case, *, resume):
 
 
 def evaluate(net, loader):
-    """Fabric leaves it to the script."""
+    """Evaluate in the script, as Fabric leaves it to the script."""
     with torch.no_grad():
         return by_hand.evaluate(net, loader)

@@ -17,11 +17,11 @@ class Module(lightning.LightningModule):
         self.net = task.make_net(case)
 
     def training_step(self, batch, _):
-        """The loss; Lightning divides it by the batches that it accumulates."""
+        """Return the loss; Lightning divides it by the number of accumulated batches."""
         return task.loss_of(self.net, *batch)
 
     def configure_optimizers(self):
-        """One optimizer; several need manual optimization, with which it counts each one's steps."""
+        """Return one optimizer; several need manual optimization, in which Lightning counts the steps of each."""
         optimizer = task.optimizers_of(self.case, self.net)[0]
         scheduler = task.scheduler_of(self.case, optimizer)
         if scheduler is None:
@@ -30,14 +30,14 @@ class Module(lightning.LightningModule):
 
 
 class Report(Callback):
-    """Notes the losses."""
+    """Records the losses."""
 
     def __init__(self, case):
         self.case = case
         self.seen = 0
 
     def on_train_batch_start(self, trainer, *_):
-        """Where the run is."""
+        """Return the progress of the run."""
         self.seen = trainer.global_step
 
     def on_train_batch_end(self, trainer, module, outputs, *_):
@@ -48,7 +48,7 @@ class Report(Callback):
 
 
 def train(case, *, resume):
-    """Train, from the last checkpoint where there is one."""
+    """Train, from the last checkpoint if there is one."""
     if case.two_optimizers:
         raise task.NotOffered
     lightning.seed_everything(0, workers=True, verbose=False)
@@ -88,7 +88,7 @@ class Evaluation(lightning.LightningModule):
 
 
 def evaluate(net, loader):
-    """What it logs."""
+    """Return what it logs."""
     trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
     with torch.no_grad():
         return trainer.test(Evaluation(net), loader, verbose=False)[0]["loss"]

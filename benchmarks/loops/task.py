@@ -1,4 +1,4 @@
-"""The task that every loop trains: the model, the data, what a case asks for, and how a loop reports what it computed."""
+"""The task that every loop trains: the model, the data, the cases, and the report of a loop."""
 
 import json
 import os
@@ -18,7 +18,7 @@ DECAY = 0.9
 
 
 class NotOffered(Exception):
-    """A tool has no documented way to do what a case asks for."""
+    """A tool has no documented way to do what a case needs."""
 
 
 @attrs.frozen
@@ -27,10 +27,10 @@ class Case:
 
     Attributes:
         run: the folder for checkpoints and reports.
-        epochs: how many; 8 batches of 8 each.
+        epochs: number of epochs; each has 8 batches of 8.
         die_at: the optimizer step after which the process kills itself; None to train to the end.
         save_every: optimizer steps between checkpoints.
-        width: hidden units; more makes a checkpoint larger.
+        width: hidden units; more units make a larger checkpoint.
     """
 
     run: str
@@ -56,12 +56,12 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in all."""
+        """The total number of optimizer steps."""
         return self.epochs * (SAMPLES // self.batch_size) // self.accumulate
 
 
 class Data(torch.utils.data.Dataset):
-    """Sixty-four samples; with ``augment`` each reading adds noise from the three usual random streams."""
+    """Sixty-four samples; with ``augment`` each read adds noise from the three usual random streams."""
 
     def __init__(self, *, augment):
         generator = torch.Generator().manual_seed(7)
@@ -100,7 +100,7 @@ def loss_of(net, x, y):
 
 
 def optimizers_of(case, net):
-    """The optimizers: one, or one for the first layer and one for the others."""
+    """Return the optimizers: one for all layers, or one for the first layer and one for the others."""
     kind = getattr(torch.optim, case.optimizer)
     parameters = list(net.parameters())
     if case.two_optimizers:
@@ -109,7 +109,7 @@ def optimizers_of(case, net):
 
 
 def scheduler_of(case, optimizer):
-    """The scheduler, stepped once an optimizer step; None where the case has none."""
+    """Return the scheduler, which steps once per optimizer step; None if the case has no scheduler."""
     if case.schedule == "cosine":
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=case.steps)
     if case.schedule == "onecycle":
@@ -118,7 +118,7 @@ def scheduler_of(case, optimizer):
 
 
 def average_of(case, net):
-    """The exponential average of the weights; None where the case has none."""
+    """Return the exponential average of the weights; None if the case has no average."""
     if not case.ema:
         return None
     return torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(DECAY))
@@ -130,14 +130,14 @@ def loader_of(case, kind=torch.utils.data.DataLoader):
 
 
 def seed_all():
-    """What a script does first."""
+    """Seed everything, as a script does first."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
     torch.manual_seed(0)
 
 
 def after_step(case, step, loss):
-    """Note the loss of a step, and die where the case says so."""
+    """Record the loss of a step, and die at the step that the case names."""
     with (case.folder / "losses.jsonl").open("a") as log:
         log.write(json.dumps([int(step), float(loss).hex()]) + "\n")
     if step == case.die_at:
@@ -155,6 +155,6 @@ def digest_of(*modules):
 
 
 def finish(case: Case, net: Any, average: Any = None) -> None:
-    """Report the weights that the run ended with."""
+    """Report the final weights of the run."""
     inner = None if average is None else getattr(average, "module", average)
     (case.folder / "final.json").write_text(json.dumps({"digest": digest_of(net, inner)}))

@@ -8,7 +8,7 @@ from trainfold import metrics as M
 
 
 def train(case, *, resume):
-    """Train, from the newest checkpoint where there is one."""
+    """Train, from the newest checkpoint if there is one."""
     del resume  # the script is the same at each start
     task.seed_all()
     net = task.make_net(case)

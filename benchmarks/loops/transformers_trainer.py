@@ -34,20 +34,20 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Report(TrainerCallback):
-    """Notes the losses; what is logged at a step is that of the step."""
+    """Records the losses; a value logged at a step belongs to the step."""
 
     def __init__(self, case):
         self.case = case
 
     def on_log(self, args, state, control, logs=None, **_):
-        """A step was logged; the checkpoint of it follows, so the process dies at a later one."""
+        """A step was logged; its checkpoint follows, so the process dies at a later step."""
         del args, control
         if logs and "loss" in logs:
             task.after_step(self.case, state.global_step, logs["loss"])
 
 
 def arguments(case, **more):
-    """What all runs have."""
+    """Return the options of all runs."""
     return TrainingArguments(
         output_dir=case.run,
         per_device_train_batch_size=case.batch_size,
@@ -70,7 +70,7 @@ def arguments(case, **more):
 
 
 def train(case, *, resume):
-    """Train, from its newest checkpoint where there is one."""
+    """Train, from its newest checkpoint if there is one."""
     if case.two_optimizers or case.ema:
         raise task.NotOffered
     task.seed_all()
