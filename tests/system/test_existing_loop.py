@@ -15,7 +15,7 @@ RUN = "runs/existing"
 # The example without the added lines, from the data on.
 PLAIN_LOOP = '''
 def main() -> None:
-    """Train for so many epochs."""
+    """Train for `EPOCHS` epochs."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 (an existing loop)
     torch.manual_seed(0)
