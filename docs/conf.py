@@ -170,7 +170,8 @@ def page_of_commands() -> str:
         for row in [("argument", "default", "what it is"), *rows]:
             lines += [f"   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(row)]
         if name in schemas.names():
-            lines += ["", f"``trainfold schema {name}`` prints the JSON Schema of what ``--json`` prints.", ""]
+            lines += ["", f"``trainfold schema {name}`` prints the JSON Schema of what ``--json`` prints."]
+        lines.append("")
     return "\n".join(lines) + "\n"
 
 
@@ -178,7 +179,7 @@ def argument_row(argument: Any) -> tuple[str, str, str]:
     """The names of an argument of a command, its default, and what it is."""
     names = [each if each.startswith("-") else each.upper() for each in argument.names]
     if argument.field_info.kind is not inspect.Parameter.KEYWORD_ONLY:
-        names = [argument.field_info.name.upper()]  # it has an option of its name too, which nobody needs
+        names = [argument.field_info.name.upper()]  # the option of that name is redundant
     default = argument.field_info.default
     is_given = default is inspect.Parameter.empty or default is None
     return (

@@ -1,6 +1,6 @@
-"""Writing a stream of bytes at disk speed: O_DIRECT where the filesystem has it, through pooled aligned buffers.
+"""Writes a stream of bytes at disk speed: with O_DIRECT where the filesystem has it, through pooled aligned buffers.
 
-One thread fills a buffer (and the caller's iterator hashes what it gives, hot in cache) while two others write those
+One thread fills a buffer, while the caller's iterator hashes the parts hot in cache, and two others write the buffers
 before it. Direct writes leave the page cache to the training process and cost a tenth of the CPU time of buffered ones.
 """
 
@@ -53,7 +53,7 @@ class _Pool:
                 self._free += taken[: max(0, BUFFERS - len(self._free))]
 
     def renew(self) -> None:
-        """In a forked child: whoever had the lock is not there any more, and what lies there is the parent's."""
+        """Start empty in a forked child: the thread that held the lock is gone, and the buffers belong to the parent."""
         self._mutex, self._free = threading.Lock(), []
 
     def clear(self) -> None:
@@ -62,7 +62,9 @@ class _Pool:
 
 
 def _aligned_buffer() -> Bytes:
-    memory = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not a forked child's as well
+    memory = mmap.mmap(
+        -1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # private, so not shared with a forked child
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin for each write
     return np.frombuffer(memory, dtype=np.uint8)
@@ -70,16 +72,16 @@ def _aligned_buffer() -> Bytes:
 
 _POOL: Final = _Pool()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _POOL.renew())  # noqa: PLW0108  # whichever it is by then
+    os.register_at_fork(after_in_child=lambda: _POOL.renew())  # noqa: PLW0108  # the pool of that time
 
 
 def release_buffers() -> None:
-    """Give the memory of buffers that wait for reuse back, when nothing more is to be written for a while."""
+    """Free the buffers that wait for reuse, when nothing more is to be written for a while."""
     _POOL.clear()
 
 
 def try_direct(fd: int) -> bool:
-    """Switch an open file to O_DIRECT; False where the filesystem has none."""
+    """Switch an open file to O_DIRECT; False if the filesystem does not have it."""
     if not _O_DIRECT:
         return False
     try:
@@ -94,12 +96,12 @@ def write_stream(fd: int, parts: Iterable[Buffer], *, size_bytes: int) -> int:
 
     Args:
         fd: a file open for writing; its O_DIRECT flag may be changed.
-        parts: the bytes in order; a part is copied or written before the next one is asked for. If they are `Placeable`, they are
-            told where to put their bytes, and need not be copied again.
+        parts: the bytes in order; a part is copied or written before the next one is asked for. `Placeable` parts put their bytes
+            straight into a buffer, which saves a copy.
         size_bytes: what the parts should have in all; the file never grows beyond it.
 
     Returns:
-        How many bytes the parts had: ``size_bytes``, or less, or one part more than that when they were too many.
+        How many bytes the parts had: ``size_bytes`` or less; if they had too many, the count up to and with the first part too many.
 
     Raises:
         OSError: from the write; ENOSPC before the first byte where the filesystem can allocate ahead.
@@ -136,7 +138,7 @@ class _Queue:
     offset: int = 0
 
     def place(self, size_bytes: int) -> memoryview:
-        """Where the next bytes go, as many of them as there is room for; waits for a buffer that is free."""
+        """The memory for the next bytes, as many as fit; waits for a free buffer."""
         if not self.free:
             self._take_back()
         return self.free[0].data[self.filled : min(self.filled + size_bytes, BUFFER_BYTES)]
@@ -184,7 +186,7 @@ def _address(data: Bytes) -> int:
 
 
 def _write_buffer(fd: int, buffer: Bytes, count: int, offset: int) -> Bytes:
-    """Write the first bytes of a buffer, and give it back."""
+    """Write the first bytes of a buffer, and return the buffer."""
     _write_at(fd, buffer.data[:count], offset)
     return buffer
 
@@ -198,8 +200,8 @@ def _write_at(fd: int, data: memoryview, offset: int) -> None:
         except OSError as error:
             if error.errno != errno.EINVAL or not may_be_direct:
                 raise
-            # The filesystem took the flag and then not the write, or a short write lost the alignment. Whether the flag is
-            # still there says nothing: the other writer of this file may have cleared it since.
+            # The filesystem accepted the flag but not the write, or a short write lost the alignment. The flag itself
+            # proves nothing now: the other writer of this file may have cleared it.
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)
             may_be_direct = False
 
@@ -216,7 +218,7 @@ def _write_small(fd: int, parts: Iterable[Buffer], size_bytes: int) -> int:
 
 
 def _allocate(fd: int, size_bytes: int) -> None:
-    """Reserve the blocks ahead: a full disk shows before the first byte, and writes need no new metadata each.
+    """Reserve the blocks ahead: a full disk is found before the first byte, and single writes need no new metadata.
 
     Not ``os.posix_fallocate``: glibc emulates it by touching each block where the filesystem cannot do it.
     """

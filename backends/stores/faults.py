@@ -1,4 +1,4 @@
-"""A disk in memory: the effects that stores have on it, faults that stop them, and what a crash leaves."""
+"""A disk in memory: the effects of stores on it, the faults that stop them, and what a crash leaves."""
 
 import errno
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from trainfold.backends.stores.names import split_name
 @final
 @attrs.frozen
 class Effect:
-    """One thing that a store did to its disk, in the order in which it did them.
+    """One thing that a store did to its disk.
 
     Attributes:
         kind: ``reserve``, ``begin``, ``part``, ``finish``, ``sync`` (of a directory), ``commit``, ``delete``,
@@ -32,11 +32,11 @@ class Effect:
 
 
 Fault: TypeAlias = Callable[[int, Effect], BaseException | None]
-"""Decides, from the index of an effect (failed ones count too) and the effect, with what it fails, or None. Pure."""
+"""Returns the error with which an effect fails, or None, from its index (failed ones count too) and the effect. Pure."""
 
 
 class SimulatedCrash(BaseException):
-    """The machine died; no handler of the program under test runs usefully after it, so it is no `Exception`."""
+    """The machine died. No handler of the program under test may run after that, so this is not an `Exception`."""
 
 
 @final
@@ -80,7 +80,7 @@ def read_only(index: int, effect: Effect) -> BaseException | None:
 
 @final
 class Disk:
-    """What is visible, what of it a crash may take back, and the files being written."""
+    """The visible files, which of them a crash may take back, and the files being written."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""Checkpoints kept beside their run at no cost: hard links to their files, which stay when the run deletes its own."""
+"""Checkpoints kept beside their run at no cost: hard links to their files, which stay when the run deletes the originals."""
 
 import os
 import shutil
@@ -11,14 +11,14 @@ from trainfold.core.format.file_names import MANIFEST, RUN_FILE
 def keep_checkpoint(checkpoint: Path, into: Path) -> Path | None:
     """Keep a committed checkpoint in another folder of the same filesystem, as a run of its own.
 
-    A committed file is never written to again: its bytes stay what they are under either name.
+    A committed file is never written to again, so its bytes stay the same under either name.
 
     Args:
         checkpoint: its directory in the run.
-        into: the folder that becomes a run; it may have others of the same run.
+        into: the folder that becomes a run; it may hold other checkpoints of the same run.
 
     Returns:
-        The directory of what is kept; None where the filesystem has no hard links, or the checkpoint has just gone.
+        The directory of the kept checkpoint; None if the filesystem has no hard links, or the checkpoint was just deleted.
     """
     into.mkdir(parents=True, exist_ok=True)
     kept, being_made = into / checkpoint.name, into / f".{checkpoint.name}"

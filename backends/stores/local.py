@@ -39,14 +39,14 @@ _MARGIN_BYTES: Final = 1 << 20  # directories, the manifest, and what the filesy
 
 @final
 class LocalStore:
-    """A run in a directory. Nothing is made until something is written.
+    """A run in a directory. Nothing is created until something is written.
 
     A file is staged under a temporary name in its directory, synced, and renamed. A commit syncs the directory and
-    the run's directory, stages and syncs the record, links it to its name (which fails when the name is there) and
+    the run's directory, stages and syncs the record, links it to its name (which fails if the name exists) and
     syncs the directory again. A file whose fsync failed is abandoned and never synced again.
 
     Args:
-        path: the run's directory, or its ``file://`` URL; it may be a link, nothing below it may.
+        path: the run's directory, or its ``file://`` URL. It may be a link; nothing below it may be one.
 
     Raises:
         InvalidArgument: for a URL of another scheme, or a path that no filesystem can have.
@@ -69,8 +69,8 @@ class LocalStore:
         self._mutex = threading.Lock()
         self._swapping = threading.Lock()
         self._held: run_lock.HeldLock | None = None
-        self._durable: tuple[int, int] | None = None  # the directory whose own name is known to be
-        self._shadowed: set[str] = set()  # hints whose names are taken, as was said
+        self._durable: tuple[int, int] | None = None  # the directory whose own name is known to be durable
+        self._shadowed: set[str] = set()  # hints whose names are taken, and logged once
 
     @property
     def url(self) -> str:
@@ -167,7 +167,7 @@ class LocalStore:
                 else:
                     with self._swapping, self._lock_held():
                         self._check_replaced(name, replaces)
-                        if digest_of(data) == replaces:  # made durable once more, and no younger for it
+                        if digest_of(data) == replaces:  # the same bytes again: durable once more, with the old time
                             found = os.stat(last, dir_fd=parent)
                             os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))
                         os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)
@@ -188,7 +188,7 @@ class LocalStore:
                 return
             directory = prefix_directory(name)
             with open_directory(self._root, directory) as parent:
-                # sidecars first: where one cannot be removed, the checkpoint is whole and is tried again (E05)
+                # sidecars first: if one cannot be removed, the checkpoint stays complete and the caller tries again
                 with os.scandir(parent) as entries:
                     sidecars = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
                 for below in sidecars:
@@ -230,7 +230,7 @@ class LocalStore:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """See `Store.lock`: ``flock`` on ``.lock``."""
-        # bound here: when Python ends, this module's names may be gone before a lock that nobody let go of
+        # bound here: when Python ends, this module's names may be gone before a lock that was never released
         is_ending = sys.is_finalizing
         with self._named_errors(""):
             make_directories(self._root, "")
@@ -243,19 +243,19 @@ class LocalStore:
             yield
         finally:
             try:
-                if not is_ending():  # then the lock goes with the process
-                    self._let_go(held)
-            except BaseException:  # an interrupt: nobody could do it later
-                self._let_go(held)
+                if not is_ending():  # then the process releases the lock by ending
+                    self._release(held)
+            except BaseException:  # an interrupt: no later call could release it
+                self._release(held)
                 raise
 
-    def _let_go(self, held: run_lock.HeldLock) -> None:
+    def _release(self, held: run_lock.HeldLock) -> None:
         with self._mutex:
             self._held = None
         run_lock.release(held)
 
     def reserve(self, size_bytes: int) -> None:
-        """See `Store.reserve`: free space by ``statvfs``, and a file made and removed."""
+        """See `Store.reserve`: asks ``statvfs`` for the free space, and creates and removes a file."""
         existing = self._root
         while not os.path.exists(existing):  # noqa: PTH110
             existing = os.path.dirname(existing)  # noqa: PTH120
@@ -271,7 +271,7 @@ class LocalStore:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _is_shadowed(self, parent: int, name: str) -> bool:
-        """Whether something of the user's own has the name of a hint; that is said once, and left alone (E13)."""
+        """Whether a file or directory of the user has the name of a hint. It is left alone, and logged once."""
         try:
             found = os.stat(name, dir_fd=parent, follow_symlinks=False)
         except FileNotFoundError:
@@ -280,13 +280,13 @@ class LocalStore:
             return False
         if name not in self._shadowed:
             kind = "directory" if stat.S_ISDIR(found.st_mode) else "file"
-            _LOG.warning("%s is a %s and not the hint that a save keeps there: it is left as it is, and does not say which checkpoint "
-                         "is meant; a resume does not need it; remove it to have the hint", self._where(name), kind)  # fmt: skip
+            _LOG.warning("%s is a %s, so the hint of that name is not written; a resume does not need the hint; remove the %s "
+                         "to get it back", self._where(name), kind, kind)  # fmt: skip
         self._shadowed.add(name)
         return True
 
     def _stat(self, name: str) -> os.stat_result | None:
-        """What is known of a file; None where there is none, or a directory."""
+        """The status of a file; None if there is no such file, or a directory has the name."""
         directory, last = split_name(name)
         try:
             with open_directory(self._root, directory) as parent:
@@ -309,7 +309,7 @@ class LocalStore:
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
-        """Who writes under the lock still has it, of the directory that is there; else nothing is touched."""
+        """Check first that this store still holds the lock that it took, on the directory that is there now; else touch nothing."""
         with self._named_errors(name):
             if (held := self._held) is not None:
                 run_lock.check(held)
@@ -321,14 +321,14 @@ class LocalStore:
             self._sync_above(os.fstat(root))
 
     def _sync_above(self, root: os.stat_result) -> None:
-        """Make the name of the run durable, and those above it, once: whoever made them may not have."""
+        """Make the name of the run and those above it durable, once: the program that created them may not have done so."""
         if self._durable == (root.st_dev, root.st_ino):
             return
         sync_above(self._root)
         self._durable = (root.st_dev, root.st_ino)
 
     def _link(self, parent: int, temporary: str, last: str) -> None:
-        """Give the staged record its name, unless somebody has it."""
+        """Give the staged record its name, unless the name is taken."""
         try:
             os.link(temporary, last, src_dir_fd=parent, dst_dir_fd=parent, follow_symlinks=False)
         except FileExistsError:
@@ -336,7 +336,7 @@ class LocalStore:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            # a filesystem without hard links: the locks make look and rename one step
+            # a filesystem without hard links: under the locks, the check and the rename are one step
             with self._swapping, self._lock_held():
                 if last in os.listdir(parent):
                     raise self._conflict(last, "no such name", "one") from None
@@ -359,7 +359,7 @@ class LocalStore:
         try:
             os.fsync(parent)
         except OSError:
-            if undo:  # not acknowledged, so it must not win over a second try
+            if undo:  # the commit was not acknowledged, so it must not block a second try
                 with suppress(OSError):
                     os.unlink(last, dir_fd=parent)
             raise

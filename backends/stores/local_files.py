@@ -1,4 +1,4 @@
-"""Opening what is in a run's directory without following anything, and staging what goes into it."""
+"""Opens files in a run's directory without following links, and stages new ones."""
 
 import errno
 import itertools
@@ -21,7 +21,7 @@ _COUNTER: Final = itertools.count()
 
 
 def check_path(path: str) -> None:
-    """Check that a path is one that the system could open; where it is too long depends on the filesystem.
+    """Check that the system could open a path; which length is too long depends on the filesystem.
 
     Raises:
         InvalidArgument: for an empty path, one with a NUL byte, or one that has no bytes in the filesystem's encoding.
@@ -36,13 +36,13 @@ def check_path(path: str) -> None:
 
 
 def too_long(path: str) -> InvalidArgument:
-    """The refusal of a path that the filesystem has no room for."""
+    """The error for a path that is too long for the filesystem."""
     return InvalidArgument("path", expected="a path that the filesystem can hold", found=f"{len(path)} characters: {shown(path)}",
                            fix="choose a shorter name for the run, or a folder higher up")  # fmt: skip
 
 
 def path_of(root: str, directory: str) -> str:
-    """The path of a directory of a run; its name has been checked."""
+    """The path of a directory of a run, whose name has been checked already."""
     return f"{root}/{directory}" if directory else root
 
 
@@ -50,12 +50,12 @@ def path_of(root: str, directory: str) -> str:
 def open_directory(root: str, directory: str) -> Iterator[int]:
     """Open the run's directory ("") or one below it.
 
-    The path of the run itself is the user's, links included; nothing below it may be a link.
+    The user chooses the path of the run, which may contain links; nothing below the run may be a link.
 
     Raises:
-        FileNotFoundError: when there is none.
-        CheckpointHostile: when it is a link or no directory.
-        CheckpointForeign: when the run's path is a file.
+        FileNotFoundError: if there is no such directory.
+        CheckpointHostile: if it is a link, or not a directory.
+        CheckpointForeign: if the run's path is a file.
     """
     path = path_of(root, directory)
     try:
@@ -81,11 +81,11 @@ def open_directory(root: str, directory: str) -> Iterator[int]:
 
 @contextmanager
 def open_file(root: str, directory: str, last: str) -> Iterator[tuple[int, int]]:
-    """Open a regular file for reading; gives its descriptor and its size.
+    """Open a regular file for reading; yields its descriptor and its size.
 
     Raises:
-        CheckpointMissing: when there is none.
-        CheckpointHostile: when it, or its directory, is a link or a special file.
+        CheckpointMissing: if there is no such file.
+        CheckpointHostile: if it, or its directory, is a link or a special file.
     """
     where = f"{path_of(root, directory)}/{last}"
     try:
@@ -107,7 +107,7 @@ def open_file(root: str, directory: str, last: str) -> Iterator[tuple[int, int]]
 
 
 def not_a_file(where: str) -> CheckpointHostile:
-    """The refusal of a link, a directory, a fifo, a socket or a device in place of a file."""
+    """The error for a link, a directory, a fifo, a socket or a device in place of a file."""
     return CheckpointHostile(
         where,
         expected="a regular file",
@@ -117,11 +117,11 @@ def not_a_file(where: str) -> CheckpointHostile:
 
 
 def make_directories(root: str, directory: str) -> None:
-    """Make a run's directory and one below it; `sync_above` makes the entries above the run durable.
+    """Create a run's directory and one below it; `sync_above` makes the entries above the run durable.
 
     Raises:
-        CheckpointForeign: when there is a file on the way.
-        OSError: when they cannot be made.
+        CheckpointForeign: if a file is in the way.
+        OSError: if they cannot be created.
     """
     made = []
     above = os.path.abspath(root)  # noqa: PTH100
@@ -140,10 +140,10 @@ def make_directories(root: str, directory: str) -> None:
 
 
 def sync_above(root: str) -> None:
-    """Make the entries of all directories above a run durable, as far up as its filesystem goes.
+    """Make the entries of all directories above a run durable, up to the root of its filesystem.
 
     Raises:
-        OSError: when one cannot be synced.
+        OSError: if one cannot be synced.
     """
     run = Path(root).resolve()
     device = run.stat().st_dev
@@ -151,7 +151,7 @@ def sync_above(root: str) -> None:
         try:
             fd = os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except PermissionError:
-            os.sync()  # a directory that we may pass through and not open
+            os.sync()  # a directory that this user may traverse but not open
             return
         try:
             os.fsync(fd)
@@ -161,11 +161,11 @@ def sync_above(root: str) -> None:
 
 @contextmanager
 def staged(parent: int, last: str) -> Iterator[tuple[int, str]]:
-    """A new file under a temporary name in an open directory; gives its descriptor and that name.
+    """Create a file under a temporary name in an open directory; yields its descriptor and that name.
 
-    The name is removed at the end unless it was renamed away. After an error nothing is synced: a failed fsync may
-    have dropped the bytes, and a second one would lie about it. The file is locked while its writer lives, so that
-    `collect` can tell a dead writer's file from a living one's.
+    The name is removed at the end unless the caller renamed it. After an error nothing is synced: a failed fsync may
+    have dropped the bytes, and a second fsync would report success. The file is locked while its writer lives, so that
+    `collect` can distinguish the file of a dead writer from that of a living one.
     """
     while True:
         name = f"{STAGED_PREFIX}{os.getpid()}-{next(_COUNTER)}-{last}"[:_NAME_BYTES]
@@ -173,10 +173,10 @@ def staged(parent: int, last: str) -> Iterator[tuple[int, str]]:
         try:
             fd = os.open(name, flags, 0o666, dir_fd=parent)
         except FileExistsError:
-            continue  # left by a dead process that had our pid
+            continue  # left by a dead process that had this pid
         if run_lock.is_abandoned(fd) and os.fstat(fd).st_nlink:
             break
-        os.close(fd)  # a collector was faster than our lock: make another one
+        os.close(fd)  # a collector was faster than our lock: try another name
     try:
         yield fd, name
     finally:
@@ -186,7 +186,7 @@ def staged(parent: int, last: str) -> Iterator[tuple[int, str]]:
 
 
 def collect(root: str) -> list[str]:
-    """Remove the staged files of dead writers in a run; returns their paths. Only for the holder of the run's lock."""
+    """Remove the files that dead writers staged in a run, and return their paths. The caller must hold the run's lock."""
     removed = []
     with os.scandir(root) as entries:
         directories = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -1,4 +1,4 @@
-"""A store in memory that logs its effects, fails where it is told to, and can be looked at after any crash."""
+"""A store in memory that logs its effects, fails where a test wants it to, and shows the disk after any crash."""
 
 import errno
 import threading
@@ -23,14 +23,14 @@ _ADDRESSABLE_BYTES: Final = 1 << 57  # the largest address space that there is: 
 class MemoryStore:
     """A `Store` in a dict. Each effect is logged before it happens and can be made to fail.
 
-    The disk that it stands for keeps what was synced and may lose what was not: a crash (`after_crash`) rolls back
+    It models a disk that keeps what was synced and may lose the rest. A crash (`after_crash`) rolls back the
     directory entries made since the last sync of their directory, or keeps them, or shows the file that was being
-    written cut off in the middle; recovery must cope with each.
+    written cut off in the middle. Recovery must cope with each.
 
     Args:
         fault: decides which effect fails, such as `CrashAt`, `ErrorAt`, `read_only`, or any pure function.
-        capacity_bytes: how much fits; None: what a process can address.
-        clock: what time it is, for `committed_at`; None: no commit's time is known.
+        capacity_bytes: how much fits; None for what a process can address.
+        clock: the time, for `committed_at`; None if the time of a commit is not known.
 
     Examples:
         >>> store = MemoryStore()
@@ -106,7 +106,7 @@ class MemoryStore:
         return None if data is None else len(data)
 
     def committed_at(self, name: str) -> float | None:
-        """See `Store.committed_at`: what the clock said; a disk after a crash knows no times."""
+        """See `Store.committed_at`: by the clock. After a crash no time is known."""
         return None if self.size(name) is None else self._committed.get(name)
 
     def list(self, prefix: str = "") -> list[str]:
@@ -193,13 +193,13 @@ class MemoryStore:
     def after_crash(
         self, prefix_length: int, *, keep_unsynced: bool = False, torn_write: bool = False
     ) -> "MemoryStore":
-        """The disk as a machine finds it that died after the first ``prefix_length`` effects.
+        """The disk that is found after the machine died after the first ``prefix_length`` effects.
 
         Args:
             prefix_length: how many effects happened.
-            keep_unsynced: whether directory entries made (or removed) since the last sync of their directory lasted.
-            torn_write: whether a file that was being written is there under its name, cut off, as on a store that
-                does not stage its writes.
+            keep_unsynced: whether directory entries made or removed since the last sync of their directory survive.
+            torn_write: whether a file that was being written has its name and is cut off, as on a store that does
+                not stage its writes.
 
         Returns:
             A new store with an empty log and no fault.
@@ -214,7 +214,7 @@ class MemoryStore:
         return survivor
 
     def crash_states(self) -> "Iterator[tuple[str, MemoryStore]]":
-        """Every disk that a crash during the logged effects can leave, each with a description; three for a prefix."""
+        """Every disk that a crash during the logged effects can leave, each with a description: three for each prefix."""
         for length in range(len(self.effects) + 1):
             for kwargs in ({}, {"keep_unsynced": True}, {"torn_write": True, "keep_unsynced": True}):
                 yield f"{length} effects, {', '.join(kwargs) or 'unsynced lost'}", self.after_crash(length, **kwargs)

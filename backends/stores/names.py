@@ -1,4 +1,4 @@
-"""Names in a store: what may be one (U04)."""
+"""Which names a store accepts."""
 
 import re
 from typing import Final
@@ -10,7 +10,7 @@ _DEPTH_LIMIT: Final = 2
 
 
 def is_component(text: str) -> bool:
-    """Whether a text can be one component of a name: nothing in it that a filesystem, a shell or a URL would read.
+    """Whether a text can be one component of a name: it has no character with a meaning to a filesystem, a shell or a URL.
 
     Examples:
         >>> is_component("step-00000120"), is_component(".."), is_component("a/b"), is_component(".tmp")
@@ -20,7 +20,7 @@ def is_component(text: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split a file's name into its directory ("" at the top) and its last component (U04).
+    """Split a file's name into its directory ("" at the top) and its last component.
 
     Raises:
         CheckpointHostile: for anything that is not one or two components.
@@ -52,10 +52,10 @@ def prefix_directory(prefix: str) -> str:
 
 
 def hostile_name(name: str) -> CheckpointHostile:
-    """The refusal of a name that no trainfold writes."""
+    """The error for a name that no trainfold writes."""
     return CheckpointHostile(
         repr(name[:200]),
         expected="one or two components of A-Z a-z 0-9 . _ -, not starting with a dot",
-        found=f"a name of {len(name)} characters that is none",
-        fix="do not trust this checkpoint; where the name is your own, rename it",
+        found=f"a name of {len(name)} characters that breaks this rule",
+        fix="do not trust this checkpoint; if you chose the name, rename it",
     )

@@ -1,4 +1,4 @@
-"""What an `OSError` means for a save: one place that turns the machine's errors into named ones (C15)."""
+"""What an `OSError` means for a save: the one place that turns errors of the machine into errors with a name and a fix."""
 
 import errno
 import os
@@ -27,9 +27,9 @@ def save_failure(error: OSError, where: str, *, needed: str = "the planned bytes
     """The named error for an `OSError` that stopped a write.
 
     Args:
-        error: what the operating system said.
+        error: the error of the operating system.
         where: the file or run.
-        needed: what was to be done.
+        needed: what the caller was trying to do.
 
     Examples:
         >>> print(save_failure(OSError(errno.ENOSPC, "No space left on device"), "runs/a"))
@@ -54,7 +54,7 @@ def save_failure(error: OSError, where: str, *, needed: str = "the planned bytes
 
 @contextmanager
 def named_failures(where: str) -> Iterator[None]:
-    """A block in which what the system says is a save that failed, be it in a write or in a look at what is there."""
+    """Turn each `OSError` and `MemoryError` of a block into a `SaveFailed`, whether a write or a look at the directory raised it."""
     try:
         yield
     except OSError as error:
@@ -64,7 +64,7 @@ def named_failures(where: str) -> Iterator[None]:
 
 
 def no_memory(where: str) -> SaveFailed:
-    """The failure of a save for which Python has no memory (W19).
+    """The error for a save that Python has no memory for.
 
     Examples:
         >>> print(no_memory("runs/a").found)
@@ -75,7 +75,7 @@ def no_memory(where: str) -> SaveFailed:
 
 @contextmanager
 def failures_elsewhere() -> Iterator[None]:
-    """A save, of which every rank's error is one of a save, also where it was another rank that failed (C07).
+    """Turn the failure of another rank into a `SaveFailed`, so that every rank's error is one of a save.
 
     Examples:
         >>> with failures_elsewhere():
@@ -93,7 +93,7 @@ def failures_elsewhere() -> Iterator[None]:
 
 
 def no_space(where: str, *, needed_bytes: int, free_bytes: int) -> NoSpace:
-    """The refusal of a save that cannot fit."""
+    """The error for a save that does not fit on the disk."""
     return NoSpace(
         where,
         expected=f"{needed_bytes} bytes free",
@@ -103,22 +103,22 @@ def no_space(where: str, *, needed_bytes: int, free_bytes: int) -> NoSpace:
 
 
 def not_a_directory(path: str) -> CheckpointForeign:
-    """The refusal of a run's path at which, or on the way to which, there is something else than a directory."""
+    """The error for a run's path if it, or a part of it, exists and is not a directory."""
     return CheckpointForeign(
         path,
         expected="a directory",
-        found="a file, or a link that leads to none",
-        fix="give the path of a run, or of a place where one can be made",
+        found="a file, or a link that leads nowhere",
+        fix="give the path of a run, or of a place where one can be created",
     )
 
 
 def missing(where: str) -> CheckpointMissing:
-    """The error of reading a file that is not there."""
-    return CheckpointMissing(where, expected="a file", found="none", fix="list the run to see which steps are whole")
+    """The error for reading a file that is not there."""
+    return CheckpointMissing(where, expected="a file", found="none", fix="list the run to see which steps are complete")
 
 
 def torn(where: str, *, expected_bytes: int, found_bytes: int) -> CheckpointTorn:
-    """The error of reading past the end of a file."""
+    """The error for reading past the end of a file."""
     return CheckpointTorn(
         where,
         expected=f"at least {expected_bytes} bytes",
@@ -128,10 +128,10 @@ def torn(where: str, *, expected_bytes: int, found_bytes: int) -> CheckpointTorn
 
 
 def wrong_size(where: str, *, planned_bytes: int, given: str) -> SaveFailed:
-    """The error of a write whose parts are not as many bytes as was said."""
+    """The error for a write whose parts have another number of bytes than the caller announced."""
     return SaveFailed(
         where,
         expected=f"parts of {planned_bytes} bytes in all",
         found=given,
-        fix="this is a fault of the writer: plan the save again from the state that is saved",
+        fix="plan the save again from the state that is saved: the writer passed wrong sizes",
     )

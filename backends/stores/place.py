@@ -1,4 +1,4 @@
-"""Where a run is, as a path of this machine: what a person typed is a path, a ``file://`` URL, or refused."""
+"""Where a run is: turns what a user typed, a path or a ``file://`` URL, into a path of this machine."""
 
 import re
 from typing import Final
@@ -11,7 +11,7 @@ _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
 
 
 def local_path(place: str) -> str:
-    """The path on this machine that a place means (W22).
+    """The path on this machine that a place stands for.
 
     Args:
         place: a path, or a ``file://`` URL of this machine.
@@ -20,7 +20,7 @@ def local_path(place: str) -> str:
         The path.
 
     Raises:
-        InvalidArgument: for any other URL, of which a folder of that name would be made otherwise.
+        InvalidArgument: for any other URL. Otherwise a folder named after the URL would be created.
 
     Examples:
         >>> local_path("runs/a"), local_path("file:///data/run%201")

@@ -1,4 +1,4 @@
-"""`Store`: the few verbs over string names that a place for checkpoints must have. See `contracts.check_store`."""
+"""`Store`: the few verbs over names that a place for checkpoints must have. `contracts.check_store` tests an implementation."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -9,18 +9,18 @@ __all__ = ["Buffer", "Place", "Placeable", "Store"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 Place: TypeAlias = Callable[[int], memoryview]
-"""Says where the next so many bytes are wanted, or fewer; waits until there is room."""
+"""Returns the memory for the next bytes, at most as many as asked for; waits until there is room."""
 
 
 @runtime_checkable
 class Placeable(Protocol):
-    """Parts that a `Store` iterates over, or tells where to put them, which saves a copy."""
+    """Parts that a `Store` may iterate over, or may have written to a place of its choice, which saves a copy."""
 
     def __iter__(self) -> Iterator[Buffer]:
         """The parts."""
 
     def placed(self, place: Place) -> Iterator[Buffer]:
-        """The same parts; those that are made only now are made where ``place`` says."""
+        """The same parts; those that are not in memory yet are made in the memory that ``place`` returns."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""`RecordFile`: entries in a file that survives the death of the process which writes them."""
+"""`RecordFile`: entries in a file that survives the death of the writing process."""
 
 import os
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from trainfold.core.rehearsal.entry import EntryKind, RecordedLine, decode_entry
 
 
 def read_entries(path: Path) -> list[RecordedLine]:
-    """All whole entries of a file, in the order in which they were written; torn lines are passed over."""
+    """All complete entries of a file, in the order of writing; torn lines are skipped."""
     return Tail(path).new()
 
 
@@ -27,7 +27,7 @@ class Tail:
         self._rest = b""
 
     def new(self) -> list[RecordedLine]:
-        """The whole entries that came since the last call."""
+        """The complete entries that arrived since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -41,13 +41,13 @@ class Tail:
 
 @final
 class RecordFile:
-    """Appends entries to a file, one ``write`` each, and repeats them on a pipe if there is one.
+    """Appends entries to a file with one ``write`` each, and repeats them on a pipe if there is one.
 
-    What the operating system has taken survives the death of the process. It is not synced, so the death of the machine
-    may lose it.
+    An entry that the operating system has accepted survives the death of the process. Entries are not synced, so a crash of the
+    machine may lose them.
 
     Args:
-        path: the file; it may hold entries, or half of one, of earlier processes.
+        path: the file; it may hold entries of earlier processes, and a torn one at its end.
         watcher: a file descriptor to repeat the entries on, or None.
         clock: seconds, from any start.
     """
@@ -59,13 +59,13 @@ class RecordFile:
         self._start = clock()
         end = os.lseek(self._file, 0, os.SEEK_END)
         if end and os.pread(self._file, 1, end - 1) != b"\n":
-            os.write(self._file, b"\n")  # else the first entry here would be glued to the torn one before
+            os.write(self._file, b"\n")  # else the first entry would continue the torn one before it
 
     def write(self, kind: EntryKind, step: int, **data: object) -> None:
         """Append an entry.
 
         Raises:
-            BrokenPipeError: if the watcher has gone; what is written to the file stays.
+            BrokenPipeError: if the watcher is gone; the entry in the file stays.
         """
         line = encode_entry(RecordedLine(kind, step, os.getpid(), round(self._clock() - self._start, 6), data))
         os.write(self._file, line)

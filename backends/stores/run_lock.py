@@ -1,4 +1,4 @@
-"""The lock of a run on a filesystem: one writer, freed by its death, and asked before each write whether it still holds."""
+"""The lock of a run on a filesystem: one writer. Its death frees the lock, and each write checks first that the lock still holds."""
 
 import fcntl
 import os
@@ -18,13 +18,13 @@ _HOLDER_BYTES: Final = 256
 @final
 @attrs.frozen
 class HeldLock:
-    """A lock that was taken: by whom, and of which file.
+    """A lock that a process took, and the file that it locked.
 
     Attributes:
         root: the directory.
         fd: the open file that the lock belongs to.
         pid: the process that took it.
-        file: device and inode of the file; while it is open, no other file can get them.
+        file: device and inode of the file. While it is open, no other file can have them.
     """
 
     root: str
@@ -39,18 +39,18 @@ _HELD: Final[set[HeldLock]] = set()
 def acquire(root: str) -> HeldLock:
     """Lock a run's directory.
 
-    The lock belongs to the open file, so a second store object of the same process is refused like another process.
+    The lock belongs to the open file, so a second store object of this process is refused like one of another process.
 
     Args:
         root: the directory, which exists.
 
     Returns:
-        The lock; give it to `release`.
+        The lock, for `release`.
 
     Raises:
         RunLocked: naming the holder.
-        CheckpointHostile: when the lock file is a link or anything else but a file.
-        OSError: when it cannot be made.
+        CheckpointHostile: if the lock file is a link, or not a file.
+        OSError: if it cannot be created.
     """
     path = os.path.join(root, LOCK_NAME)  # noqa: PTH118  # one string, no object, on a path used once a save
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -69,14 +69,14 @@ def acquire(root: str) -> HeldLock:
     except BlockingIOError:
         holder = os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "an unnamed process"
         os.close(fd)
-        fix = "wait for it or stop it (the lock goes with the process), or save into another run"
+        fix = "wait for it or stop it (the lock ends with the process), or save into another run"
         if holder == _myself():
             holder, fix = f"{holder}, which is this one", "close the manager that holds it, or leave its with block"
         raise RunLocked(root, expected="no other writer", found=holder, fix=fix) from None
     except BaseException:
         os.close(fd)
         raise
-    with suppress(OSError):  # a full disk: the lock holds all the same, by a process without a name
+    with suppress(OSError):  # a full disk: the lock holds, but no message can name the process
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{_myself()}\n".encode(), 0)
     held = HeldLock(root, fd, os.getpid(), (opened.st_dev, opened.st_ino))
@@ -85,34 +85,34 @@ def acquire(root: str) -> HeldLock:
 
 
 def check(held: HeldLock) -> None:
-    """Check that a lock is still this process's, and still that of the run's directory; a getpid and a stat.
+    """Check that this process still owns a lock, and that the run's directory is still the locked one. Costs a getpid and a stat.
 
     Raises:
-        RunLocked: in a forked child: the lock stays with the process that took it.
-        RunReplaced: if the directory was removed or moved, or there is another one at its path.
-        OSError: if the directory cannot be looked into.
+        RunLocked: in a forked child, because the lock stays with the process that took it.
+        RunReplaced: if the directory was removed or moved, or another one is at its path.
+        OSError: if the directory cannot be read.
     """
     if held.pid != os.getpid():
         raise RunLocked(
             held.root,
             expected=f"process {held.pid}, which took the lock",
             found=f"process {os.getpid()}, which was forked from it",
-            fix="save there, or make a manager in this process when the other one is closed",
+            fix="save in that process, or make a manager in this one after the other is closed",
         )
     path = os.path.join(held.root, LOCK_NAME)  # noqa: PTH118  # as above
     try:
         there = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
-        found = "none: it was removed or moved"
+        found = "no directory: it was removed or moved"
     else:
         if (there.st_dev, there.st_ino) == held.file:
             return
-        found = "another one, which another process may hold"
+        found = "another .lock, which another process may hold"
     raise RunReplaced(
         held.root,
         expected="the directory, and the .lock in it, that this process has locked",
         found=found,
-        fix="put the directory back, or, to go on at this path, make another manager and restore",
+        fix="put the directory back; or make another manager and restore, to go on at this path",
     )
 
 
@@ -125,26 +125,26 @@ def _planted(path: str) -> CheckpointHostile:
         path,
         expected="a regular file to lock",
         found="a link, a directory or a special file",
-        fix="see who put it there, and remove it",
+        fix="find out what put it there, and remove it",
     )
 
 
 def release(held: HeldLock) -> None:
-    """Give the lock up. The file stays: removing it would let two processes lock two files of one name.
+    """Release the lock. The file stays: if it were removed, two processes could lock two files of one name.
 
-    In a forked child nothing is done: it let go when it was made, and the descriptor may be another file's by now.
+    Does nothing in a forked child, which released its copy at the fork: the descriptor may belong to another file by now.
     """
     if held in _HELD:
-        with suppress(OSError):  # of a device that has gone: what was saved is saved
-            # for every copy: a child that was forked just now may not have let go yet
+        with suppress(OSError):  # the device is gone: what was saved is saved
+            # for all copies of the descriptor: a child that was just forked may still have one
             fcntl.flock(held.fd, fcntl.LOCK_UN)
-        _HELD.discard(held)  # here, so that who was interrupted can do it again, and nothing is closed twice
+        _HELD.discard(held)  # here, so that an interrupted caller can try again, and no descriptor is closed twice
         with suppress(OSError):
             os.close(held.fd)
 
 
 def _drop_in_child() -> None:
-    """A forked child (a loader's worker) shares the lock: unless it lets go, the lock outlives its owner."""
+    """A forked child, such as a loader's worker, shares the lock: unless it closes its copy, the lock outlives its owner."""
     for held in _HELD:
         os.close(held.fd)
     _HELD.clear()
@@ -154,7 +154,7 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def is_abandoned(fd: int) -> bool:
-    """Whether nobody writes this staging file any more; if so it is locked now, until ``fd`` is closed."""
+    """Whether no program writes this staging file any more. If so, it is locked from now on, until ``fd`` is closed."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
