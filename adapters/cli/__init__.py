@@ -1,6 +1,6 @@
-"""The command line: `main`. Nothing heavy is imported before a command needs it, so that ``--help`` is quick.
+"""The command line: `main`. A heavy package is imported only by the command that needs it, so that the others start quickly.
 
-May import every other room, inside of its functions.
+May import every other room, inside its functions.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: without the program's name; None for those of this process.
+        arguments: the command line without the program's name; None for that of this process.
 
     Returns:
-        The exit code: 0, 2 for a command line that cannot be read or an argument that can never work, or the
+        The exit code: 0; 2 for a command line that cannot be parsed, or an argument that can never work; otherwise the
         `exit_code` of the error (see `trainfold.core.errors`).
     """
     from trainfold.adapters.cli.app import run

@@ -1,4 +1,4 @@
-"""The commands and their arguments; the work is in one module for each, imported when it is called."""
+"""The commands and their arguments. Each command is in a module of its own, which is imported when it runs."""
 
 import sys
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from trainfold.adapters.cli.terminal.output import (
 
 
 def _whole(_type: object, tokens: Sequence[Token]) -> int:
-    """An int as it is typed; by itself cyclopts would take 7.5 for 8."""
+    """An int as typed: cyclopts alone would read 7.5 as 8."""
     typed = tokens[0].value
     try:
         return int(typed)
@@ -32,7 +32,7 @@ def _whole(_type: object, tokens: Sequence[Token]) -> int:
 
 
 def _seconds(_type: object, tokens: Sequence[Token]) -> float:
-    """A duration as it is typed."""
+    """A duration as typed."""
     return seconds_of(tokens[0].value)
 
 
@@ -52,7 +52,7 @@ _CHANGE = Group("Change a run", sort_key=4)
 _SHELL = Group("For shells and programs", sort_key=5)
 _KEEP = Group("What stays: what any rule wants", sort_key=9)
 _CADENCE = Group(
-    "How often to save", help="Three figures of yours, and the cadence that loses the least time.", sort_key=9
+    "How often to save", help="Give three durations to see the cadence that loses the least time.", sort_key=9
 )
 
 app = App(
@@ -60,12 +60,12 @@ app = App(
     version=__version__,
     version_flags=["--version", "-V"],
     help=(
-        "Training runs that can be killed at any moment and end with the same bits.\n\n"
+        "Training runs that can be killed at any time and end with the same bits.\n\n"
         "A run is a directory; each checkpoint in it is a directory `step-...` that is complete if, and only if, it has "
         "a `manifest.json`. Only `prune` changes a run.\n\n"
-        "Exit codes: 0 all is well; 2 the command line is wrong; 3 `diff` found differences; 4 the output cannot be written; "
-        "10 and above a checkpoint is missing, torn, damaged, foreign or refused, and the text says what to do. With --json one object is printed in "
-        "any case, and its field `error` says the same."
+        "Exit codes: 0 success; 2 the command line is wrong; 3 `diff` found differences; 4 the output cannot be written; "
+        "10 and above: a checkpoint is missing, torn, damaged, foreign or refused, and the message names the fix. With --json, one "
+        "object is printed in every case, and its field `error` holds the same message."
     ),
 )
 
@@ -75,16 +75,16 @@ def demo(
     *,
     steps: Annotated[int, Parameter(converter=_whole, help="Optimizer steps of each of the two runs.")] = 80,
     seed: Annotated[
-        int, Parameter(converter=_whole, help="Of weights, dropout, data order and the moments of the kills.")
+        int, Parameter(converter=_whole, help="Seed of weights, dropout, data order and the times of the kills.")
     ] = 0,
     run: Annotated[Path, Parameter(help="Directory for everything that the demo writes.")] = Path("runs/demo"),
     donate: Annotated[bool, Parameter(help="Let each step write into the storage of the state before it.")] = True,
     json: Json = False,
 ) -> int:
-    """Train a small GPT twice, kill the second run with SIGKILL at random moments, and compare the bits.
+    """Train a small GPT twice, kill the second run with SIGKILL at random times, and compare the bits.
 
-    About a minute on two cores. The text is the help of Python itself, so nothing is downloaded. Exit code 40 means that
-    the runs differ, 41 that the kills missed, 42 that a run failed by itself, 43 that an evaluation depended on its batch size.
+    Takes about a minute on two cores. The text is the help of Python itself, so nothing is downloaded. Exit code 40 means
+    that the runs differ, 41 that the kills missed, 42 that a run failed by itself, 43 that an evaluation depended on its batch size.
     """
     from trainfold.adapters.cli.demo.command import run_demo
     from trainfold.adapters.cli.demo.settings import make_settings
@@ -101,19 +101,19 @@ def rehearse(  # noqa: PLR0913 - one for each option
         str,
         Parameter(
             allow_leading_hyphen=True,
-            help="Your program and its arguments, after --; {run} in them stands for a directory that is new for each run.",
+            help="Your program and its arguments, after --; {run} in them stands for a new directory for each run.",
         ),
     ],
-    steps: Annotated[int, Parameter(converter=_whole, help="Optimizer steps after which the program is to end.")] = 40,
+    steps: Annotated[int, Parameter(converter=_whole, help="Optimizer steps after which the program ends.")] = 40,
     kills: Annotated[int, Parameter(converter=_whole, help="How often the last run is killed.")] = 3,
     every: Annotated[
-        int | None, Parameter(converter=_whole, help="Steps between two saves; an eighth of --steps otherwise.")
+        int | None, Parameter(converter=_whole, help="Steps between two saves; by default an eighth of --steps.")
     ] = None,
-    seed: Annotated[int, Parameter(converter=_whole, help="Of the moments of the kills.")] = 0,
+    seed: Annotated[int, Parameter(converter=_whole, help="Seed of the times of the kills.")] = 0,
     tolerance: Annotated[
         float | None,
         Parameter(
-            help="For a program that does not repeat itself: how far values may be apart after a resume, such as 1e-3."
+            help="For a program that does not repeat itself: how far apart values may be after a resume, such as 1e-3."
         ),
     ] = None,
     patience: Annotated[
@@ -124,13 +124,13 @@ def rehearse(  # noqa: PLR0913 - one for each option
     ] = Path("runs/rehearsal"),
     json: Json = False,
 ) -> int:
-    """Run your own program, kill it with SIGKILL at random moments, resume it, and compare every bit.
+    """Run your own program, kill it with SIGKILL at random times, resume it, and compare every bit.
 
-    It runs as it is: once whole, once more to see whether it repeats itself, and once killed and resumed. Cadence and place of its
-    managers are set for these runs only. Give it values to compare with live.record(loss=loss).
+    The program runs unchanged: once whole, once more to see whether it repeats itself, and once killed and resumed. Only for these runs,
+    its managers save at another cadence and into another directory. Call live.record(loss=loss) in it to compare values too.
 
-    Exit code 44 means that it resumes otherwise, 45 that it fails by itself, 46 that it does not repeat itself, 47 that it saved nothing, 48
-    that it was never resumed.
+    Exit code 44 means that it resumes differently, 45 that it fails by itself, 46 that it does not repeat itself, 47 that it saved nothing,
+    48 that it never resumed.
 
     Example: trainfold rehearse --steps 40 --kills 3 -- python train.py --out {run}
     """
@@ -169,9 +169,9 @@ def inspect(
 
 @app.command(group=_LOOK)
 def diff(a: CheckpointPath, b: CheckpointPath, *, json: Json = False) -> int:
-    """Compare two checkpoints: components, then each leaf that differs, then what their runs promised.
+    """Compare two checkpoints: components, then each leaf that differs, then the contracts of their runs.
 
-    Reads the manifests only: every leaf has a digest there.
+    Reads only the manifests, which have a digest of every leaf.
     """
     from trainfold.adapters.cli.diff import diff_checkpoints
 
@@ -192,30 +192,39 @@ def plan(  # noqa: PLR0913 - one for each option
     *,
     step: Annotated[
         int | None,
-        Parameter(converter=_whole, validator=Number(gte=0), help="A step to resume from; the newest one otherwise."),
+        Parameter(
+            converter=_whole, validator=Number(gte=0), help="The step to resume from; by default the newest one."
+        ),
     ] = None,
     mtbf: Annotated[
         float | None,
         Parameter(group=_CADENCE, converter=_seconds, help="Mean time between failures of the whole job, such as 12h."),
     ] = None,
     save: Annotated[
-        float | None, Parameter(group=_CADENCE, converter=_seconds, help="By how much one save delays the loop: 0.2s.")
+        float | None,
+        Parameter(group=_CADENCE, converter=_seconds, help="How long one save delays the loop, such as 0.2s."),
     ] = None,
     step_time: Annotated[
-        float | None, Parameter(group=_CADENCE, converter=_seconds, help="How long one optimizer step takes: 500ms.")
+        float | None,
+        Parameter(group=_CADENCE, converter=_seconds, help="How long one optimizer step takes, such as 500ms."),
     ] = None,
     write: Annotated[
         float | None,
-        Parameter(group=_CADENCE, converter=_seconds, help="Until a save is durable, if in the background."),
+        Parameter(
+            group=_CADENCE,
+            converter=_seconds,
+            help="How long a save takes until it is durable, if it runs in the background.",
+        ),
     ] = None,
     restart: Annotated[
-        float | None, Parameter(group=_CADENCE, converter=_seconds, help="From a failure to the first step after it.")
+        float | None,
+        Parameter(group=_CADENCE, converter=_seconds, help="Time from a failure to the first step after it."),
     ] = None,
     json: Json = False,
 ) -> int:
-    """Say what a resume of a run would load, and why newer checkpoints are passed over. Loads nothing.
+    """Show what a resume of a run would load, and why newer checkpoints are passed over. Loads nothing.
 
-    With --mtbf, --save and --step-time it says too after how many steps to save.
+    With --mtbf, --save and --step-time it also shows after how many steps to save.
     """
     from trainfold.adapters.cli.plan import plan_run
 
@@ -317,23 +326,23 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return deliver(lambda: answer, as_json="--json" in tokens)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except OutputFailed as failed:  # of the help and the version, which are not delivered
+    except OutputFailed as failed:  # from the help and the version, which `deliver` does not print
         return give_up(failed) or 0
     return code if isinstance(code, int) else 0
 
 
 def _no_command() -> UsageError:
-    """Why a rehearsal needs ``--``: without it, options of the program would be taken for its own."""
+    """The error for a rehearsal without ``--``: options of the program would be read as options of the rehearsal."""
     return UsageError(
         "trainfold rehearse",
         expected="your program and its arguments after --",
         found="no --",
-        fix="for example: trainfold rehearse --steps 40 -- python train.py --out {run}",
+        fix="put -- before it, as in: trainfold rehearse --steps 40 -- python train.py --out {run}",
     )
 
 
 def usage_error(error: CycloptsError) -> UsageError:
-    """What is wrong with a command line, as an error like all others."""
+    """The error for a command line that cyclopts refused."""
     command = " ".join(("trainfold", *(error.command_chain or ())))
     first, _, rest = str(error).strip().partition(". ")
     if isinstance(error, UnusedCliTokensError):

@@ -1,4 +1,4 @@
-"""`trainfold diff A B`: what differs between two checkpoints, from their manifests alone."""
+"""`trainfold diff A B`: the differences between two checkpoints, from their manifests alone."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,7 +52,7 @@ def diff_checkpoints(a: Path, b: Path) -> Answer:
         Components, leaves and contract keys; with `Different` if any of them differs.
 
     Raises:
-        CheckpointError: of the kind that fits, if one of them is not to be believed.
+        CheckpointError: the matching subclass, if one of them cannot be used.
     """
     one, other = open_checkpoint(a), open_checkpoint(b)
     components = _lines(fingerprints(one.manifest), fingerprints(other.manifest))
@@ -103,9 +103,9 @@ def fingerprints(manifest: Manifest) -> dict[str, str]:
 
 
 def leaf_texts(manifest: Manifest) -> dict[str, str]:
-    """Each leaf with what it is and holds: a digest for a tensor, the value for anything else.
+    """Each leaf with its kind and contents: a digest for a tensor, the value for anything else.
 
-    A tensor that is stored in several slices has a digest of the slices' digests, which says "the same" only for the
+    A tensor that is stored in several slices has a digest of the slices' digests, so it equals only a tensor in the
     same slices.
     """
     found: dict[str, str] = {}
@@ -134,7 +134,7 @@ def _circumstances(manifest: Manifest) -> dict[str, str]:
 
 
 def _promises(manifest: Manifest) -> dict[str, str]:
-    """The contract, less the environment, which is a circumstance: equal bits are equal wherever they were made."""
+    """The contract without the environment, which is a circumstance: equal bits are equal wherever they were made."""
     return _plain({key: value for key, value in manifest.contract.items() if not key.startswith(ENVIRONMENT)})
 
 

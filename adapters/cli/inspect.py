@@ -1,4 +1,4 @@
-"""`trainfold inspect CKPT`: what a checkpoint holds, from its manifest alone."""
+"""`trainfold inspect CKPT`: the contents of a checkpoint, from its manifest alone."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
         The description.
 
     Raises:
-        CheckpointError: of the kind that fits, if there is none to be believed.
+        CheckpointError: the matching subclass, if there is no checkpoint that can be used.
     """
     checkpoint = open_checkpoint(path)
     manifest = checkpoint.manifest

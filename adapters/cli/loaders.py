@@ -1,4 +1,4 @@
-"""`LoaderPlace`: what a manifest says of the loaders of a loop, for `trainfold plan`."""
+"""`LoaderPlace`: where each loader of a loop stands, from a manifest, for `trainfold plan`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, final
@@ -20,13 +20,13 @@ class LoaderPlace:
     """Where one loader stands.
 
     Attributes:
-        name: among several; empty where there is one.
-        kind: ``"map"``, or ``"stateful"`` for one with a state of its own.
+        name: its name among several; empty for a single loader.
+        kind: ``"map"``, or ``"stateful"`` for a loader with its own state.
         epoch: the epoch.
-        batches: those of it that were trained on.
-        num_workers: how many workers drew them; None where an older trainfold did not write it.
-        persistent_workers: whether they live on from epoch to epoch.
-        streams_moved: whether a random stream that the batches are drawn with has moved.
+        batches: how many batches of the epoch were trained on.
+        num_workers: how many workers produced them; None if an older trainfold did not record it.
+        persistent_workers: whether the workers live on from epoch to epoch.
+        streams_moved: whether a random stream that the batches depend on has moved.
     """
 
     name: str
@@ -39,9 +39,9 @@ class LoaderPlace:
 
     @property
     def advice(self) -> str:
-        """What a script has to say of its workers."""
+        """What a script that resumes has to set for its workers."""
         if self.num_workers is None:
-            return "an older trainfold has not written how many workers there were: resume at the end of an epoch"
+            return "an older trainfold did not record how many workers there were: resume at the end of an epoch"
         same = f"resume with num_workers={self.num_workers}"
         if self.persistent_workers:
             same += ", persistent_workers=True"
@@ -53,7 +53,7 @@ class LoaderPlace:
 
 
 def loader_places(manifest: Manifest) -> tuple[LoaderPlace, ...]:
-    """The loaders of a checkpoint; none where it has none, or has something else in their place.
+    """The loaders of a checkpoint; empty if it has none, or something else in their place.
 
     Args:
         manifest: of the checkpoint.
@@ -108,5 +108,5 @@ def _places(value: Any, name: str) -> Iterator[LoaderPlace]:
 
 
 def _int(value: Any) -> int:
-    """A count, whatever a file says: one that has thousands of digits cannot be printed."""
+    """A count from a file; 0 for one that cannot be, such as an int with thousands of digits, which cannot be printed."""
     return value if type(value) is int and 0 <= value < _MOST else 0

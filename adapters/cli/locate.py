@@ -1,4 +1,4 @@
-"""From what a person types to a run, and to one checkpoint of it."""
+"""Opens the run, or the checkpoint, that a user names by a path."""
 
 import errno
 from pathlib import Path
@@ -21,12 +21,12 @@ from trainfold.core.problem import Problem
 @final
 @attrs.frozen
 class Checkpoint:
-    """One checkpoint of a run, its manifest read and proved.
+    """One checkpoint of a run, with its proved manifest.
 
     Attributes:
         store: the run.
-        name: the directory in it.
-        manifest: what it says.
+        name: the directory in the run.
+        manifest: the manifest.
     """
 
     store: Store
@@ -44,7 +44,7 @@ def open_run(path: Path) -> tuple[Store, Inventory]:
 
     Raises:
         CheckpointMissing: if there is no such directory.
-        CheckpointError: of the kind that fits, if it is no run.
+        CheckpointError: the matching subclass, if it is not a run.
     """
     path = _local(path)
     if not path.is_dir():
@@ -62,12 +62,12 @@ def open_run(path: Path) -> tuple[Store, Inventory]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint by its own directory, or the newest of a run by the run's.
+    """Open a checkpoint by its directory, or the newest one of a run by the run's directory.
 
     Raises:
-        CheckpointMissing: if there is no such thing.
+        CheckpointMissing: if there is no such directory.
         RunEmpty: if the run has no checkpoint.
-        CheckpointError: of the kind that fits, if its manifest is not to be believed or files are missing.
+        CheckpointError: the matching subclass, if its manifest is not valid or files are missing.
     """
     path = _local(path)
     real = path.resolve() if path.is_symlink() else path  # `latest` is a link to a checkpoint
@@ -90,7 +90,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _local(path: Path) -> Path:
-    """The path that was meant, checked; a URL of another scheme than ``file`` is refused."""
+    """The checked path; a URL of another scheme than ``file`` is refused."""
     path = Path(local_path(str(path)))
     check_path(str(path))
     try:
@@ -103,7 +103,7 @@ def _local(path: Path) -> Path:
 
 
 def error_of(problem: Problem) -> errors.TrainfoldError:
-    """The error that a problem was made from.
+    """The error that a problem describes.
 
     Examples:
         >>> from trainfold.core.problem import problem_of

@@ -33,7 +33,7 @@ class Listed:
     Attributes:
         entry: what the inventory says.
         committed_at: when it was committed, in seconds since 1970; None if that is not known.
-        named: why a deletion passes over it: each pointer to it, and what ``best.json`` says of it.
+        named: each pointer to it, and its rank in ``best.json``: why a deletion passes over it.
         is_left_behind: whether the present lineage does not go through it, although it is complete.
     """
 
@@ -62,7 +62,7 @@ def list_run(run: Path, *, clock: float | None = None) -> Answer:
         The list; with `RunEmpty` if nothing in it is complete.
 
     Raises:
-        CheckpointError: of the matching kind, if the directory is not a run.
+        CheckpointError: the matching subclass, if the directory is not a run.
     """
     store, inventory = open_run(run)
     for entry in inventory.entries:
@@ -91,7 +91,7 @@ def _listed(store: Store, entry: Entry, named: tuple[str, ...], present: Collect
 
 
 def _names(store: Store) -> dict[str, tuple[str, ...]]:
-    """The pointers to each checkpoint, and what ``best.json`` says of it; one that cannot be read names nothing here."""
+    """The pointers to each checkpoint, and its rank in ``best.json``; a file that cannot be read names nothing here."""
     found: dict[str, tuple[str, ...]] = {}
     for pointer, target in sorted(store.pointers().items()):
         found[target] = (*found.get(target, ()), pointer)

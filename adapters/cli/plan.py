@@ -1,4 +1,4 @@
-"""`trainfold plan RUN`: what a resume would do, by the planner that a resume uses, without a model at hand; and how often to save."""
+"""`trainfold plan RUN`: what a resume would do, by the planner of a resume but without a model; and how often to save."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,23 +43,23 @@ _NEEDED = ("mtbf_secs", "save_secs", "step_secs")
 
 
 def plan_run(run: Path, *, step: int | None = None, costs: Mapping[str, float | None] | None = None) -> Answer:
-    """Plan a resume from the manifests alone (V18).
+    """Plan a resume from the manifests alone.
 
     Args:
         run: the directory.
         step: an explicit step, or None for the newest.
-        costs: what `advise_cadence` takes, as far as it was given.
+        costs: the arguments of `advise_cadence`, None for those that were not given.
 
     Returns:
-        The plan, or the refusal with every reason; with the advice how often to save, if it was asked for: also of a run that
-        is not there yet.
+        The plan, or the refusal with every reason; with the advice how often to save, if costs are given, also for a run that
+        does not exist yet.
 
     Raises:
-        CheckpointError: of the kind that fits, if it is no run and no advice was asked for.
+        CheckpointError: the matching subclass, if it is not a run and no costs are given.
         InvalidArgument: for a step below 0.
-        UsageError: if only a part is given of what the advice needs, or a duration that cannot be.
+        UsageError: if some of the costs that the advice needs are missing, or a duration is invalid.
     """
-    request = resume_request(step=step)  # first: a step that cannot be is wrong whatever the run holds
+    request = resume_request(step=step)  # first, because an invalid step is wrong whatever the run holds
     cadence = _advice(costs or {})
     if cadence is None:
         return _resume(run, request)
@@ -106,7 +106,7 @@ def _advised(answer: Answer, cadence: Cadence) -> Answer:
 
 
 def target_of(manifest: Manifest) -> Target:
-    """A run that wants exactly what a manifest has, under the libraries that are installed here."""
+    """The target of a run that wants exactly what a manifest has, with the libraries that are installed here."""
     components = {
         component.name: Described(component.nodes[0], {record.path: record.spec for record in component.tensors[0]})
         for component in manifest.components
@@ -120,9 +120,9 @@ def target_of(manifest: Manifest) -> Target:
 
 
 def _same_run(store: Store, inventory: Inventory, request: ResumeRequest) -> tuple[Inventory, Target]:
-    """The target that fits the chosen checkpoint; the planner decides, this asks it which one it chose.
+    """The target that fits the checkpoint that the planner chooses.
 
-    The newest may have a part of what the run saves (V06). What resumes the run wants all of it.
+    The newest one may have only some of the components that the run saves. A program that resumes the run wants all of them.
     """
     probe = plan_resume(inventory, Target({}), request)
     if not isinstance(probe, ResumePlan):

@@ -29,7 +29,7 @@ _TORN: Final = "a save or a deletion did not finish"
 @final
 @attrs.frozen(kw_only=True)
 class Keep:
-    """The options of `trainfold prune` that say what stays; each is the argument of a manager's rule, and None for no such rule.
+    """The options of `trainfold prune` for what stays. Each is the argument of a manager's rule; None for no such rule.
 
     Attributes:
         last: as `keep_last`; 0 for all.
@@ -66,7 +66,7 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
         UsageError: without a rule, or for a value that a rule cannot have.
         RunEmpty: if nothing in the run is complete.
         RunLocked: while another program may save into the run.
-        CheckpointError: of the matching kind, if the directory is not a run, or its ``best.json`` cannot be read.
+        CheckpointError: the matching subclass, if the directory is not a run, or its ``best.json`` cannot be read.
         SaveFailed: if something cannot be deleted.
     """
     store, inventory = open_run(run)

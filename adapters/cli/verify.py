@@ -1,4 +1,4 @@
-"""`trainfold verify CKPT`: every byte read, every digest compared, every fingerprint computed."""
+"""`trainfold verify CKPT`: reads every byte, compares every digest, and computes every fingerprint."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,27 +20,27 @@ from trainfold.core.format.manifest import ComponentRecord, FileRecord, ShardRec
 from trainfold.core.problem import Problem, problem_of
 
 _CHUNK_BYTES = 16 << 20
-_FIX = "use an older checkpoint of the run, and look at the disk; `trainfold plan` says which one a resume takes"
+_FIX = "use an older checkpoint of the run, and check the disk; `trainfold plan` shows which one a resume takes"
 
 
 class Advance(Protocol):
-    """Is told how many more bytes were read."""
+    """Counts the bytes that were read."""
 
     def __call__(self, size_bytes: int) -> None:
-        """Count them."""
+        """Add to the count."""
 
 
 def verify_checkpoint(path: Path) -> Answer:
-    """Read all files of a checkpoint once and compare them with the digests in its manifest; compute its fingerprints from these.
+    """Read all files of a checkpoint once, compare them with the digests in its manifest, and compute its fingerprints from these.
 
     Args:
         path: of the checkpoint, or of a run.
 
     Returns:
-        What was found, file by file and component by component; with the first problem as the error.
+        The result for each file and component, with the first problem as the error.
 
     Raises:
-        CheckpointError: of the kind that fits, if there is no manifest to compare with, or files are missing.
+        CheckpointError: the matching subclass, if there is no manifest to compare with, or files are missing.
     """
     checkpoint = open_checkpoint(path)
     problems: list[Problem] = []
@@ -74,7 +74,7 @@ def verify_checkpoint(path: Path) -> Answer:
 
 
 def _verify_file(checkpoint: Checkpoint, index: int, file: FileRecord, advance: Advance) -> list[Problem]:
-    """All that is wrong with one file: the leaves whose bytes differ, and the file itself."""
+    """The problems of one file: the leaves whose bytes differ, and the file itself."""
     shards = [
         (shard, record.path)
         for component in checkpoint.manifest.components
@@ -108,7 +108,7 @@ def _verify_file(checkpoint: Checkpoint, index: int, file: FileRecord, advance: 
 
 
 def _verify_fingerprint(checkpoint: Checkpoint, component: ComponentRecord) -> list[Problem]:
-    """Whether a component's fingerprint is that of its leaves, whose digests are compared with their bytes on the way."""
+    """The problem of a component's fingerprint, if it is not that of its leaves. Their digests are compared with the bytes elsewhere."""
     where = f"{checkpoint.url}/{MANIFEST}: fingerprint of {component.name}"
     try:
         computed = without_collecting(recorded_fingerprint)(component.name, component.nodes, component.tensors)
@@ -151,7 +151,7 @@ def _row(problem: Problem) -> tuple[str, ...]:
 
 @contextmanager
 def _progress(size_bytes: int) -> Iterator[Advance]:
-    """A bar on the standard error; nothing where that is no terminal."""
+    """A bar on the standard error; nothing if that is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -29,10 +29,10 @@ class Store(Protocol):
 
     Names are relative: ``file`` or ``directory/file``, each component one or more of ``A-Z a-z 0-9 . _ -`` and not
     starting with a dot. Any other name, and a link or special file anywhere on the way, raises `CheckpointHostile`.
-    Directories are not made or removed by anyone: one is there while a name below it is.
+    No caller creates or removes directories: a directory exists while a name below it does.
 
     Every method may be called from several threads at once; writers of different names do not disturb each other.
-    Only `commit` makes a promise about who wins. A method that raises has not changed what was there before.
+    Only `commit` decides between two writers of one name. A method that raises has changed nothing.
 
     Over an object store, `write` is a (multipart) put, `commit` is a put with ``If-None-Match: *`` or
     ``If-Match: <etag>``, and a lease object serves as the lock.
@@ -40,13 +40,13 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """What messages call this place, such as a path or ``s3://bucket/run``."""
+        """The name of this place in messages, such as a path or ``s3://bucket/run``."""
 
     def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
         """Write a file whose contents are durable on return; its directory entry is durable after the next `commit` in it.
 
         A file of that name is replaced at the end of the write, and not at all if the write fails. No reader may
-        rely on a written file: it belongs to a checkpoint only once a commit says so.
+        rely on a written file: only a commit makes it part of a checkpoint.
 
         Args:
             name: the file.
@@ -55,42 +55,42 @@ class Store(Protocol):
             size_bytes: how many bytes the parts have in all.
 
         Raises:
-            NoSpace: when the place is full; nothing of this write is left.
-            NotWritable: when it may not be written.
-            SaveFailed: when the device failed, or the parts have another size; nothing of this write is left.
+            NoSpace: if the place is full; nothing of this write is left.
+            NotWritable: if this process may not write there.
+            SaveFailed: if the device failed, or the parts have another size; nothing of this write is left.
         """
 
     def read(self, name: str, *, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes ``[start, stop)``, like a slice: fewer where the file ends before ``stop``.
+        """The bytes ``[start, stop)``, like a slice: fewer if the file ends before ``stop``.
 
         Raises:
-            CheckpointMissing: when there is no such file.
+            CheckpointMissing: if there is no such file.
         """
 
     def read_into(self, name: str, buffer: memoryview, *, start: int = 0) -> None:
         """Fill ``buffer`` with the bytes from ``start`` on.
 
         Raises:
-            CheckpointMissing: when there is no such file.
-            CheckpointTorn: when the file ends before the buffer is full.
+            CheckpointMissing: if there is no such file.
+            CheckpointTorn: if the file ends before the buffer is full.
         """
 
     def size(self, name: str) -> int | None:
-        """The size of a file in bytes; None where there is none, or where ``name`` is a directory."""
+        """The size of a file in bytes; None if there is no such file, or ``name`` is a directory."""
 
     def committed_at(self, name: str) -> float | None:
-        """When a committed name got its contents, in seconds since 1970; None where there is none, or the place does not know.
+        """When a committed name got its contents, in seconds since 1970; None if there is no such name, or the place does not know.
 
-        Committing the contents that are there once more is no new time.
+        A commit of the same contents again does not change the time.
 
-        A hint for rules such as "keep what is newer than a day", never for what is valid: clocks are set, and a copy of the
-        run may have the time of its copying.
+        A hint for rules such as "keep what is newer than a day", never proof that a checkpoint is valid: clocks are set, and a copy
+        of the run may have the time of its copying.
         """
 
     def list(self, prefix: str = "") -> list[str]:
         """The names one level below ``prefix`` (a directory, or "" for the top), sorted, without the prefix.
 
-        Temporary files, locks and the hints made by `point` are left out. An absent directory has no names.
+        Temporary files, locks and the hints that `point` makes are left out. An absent directory has no names.
         """
 
     def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
@@ -102,44 +102,44 @@ class Store(Protocol):
         Args:
             name: the commit record, such as ``step-00000120/manifest.json``.
             data: its contents.
-            replaces: None: the name must be absent. A digest (`trainfold.core.digest.digest_of`) of the contents that must be there now:
-                they are replaced, and a crash at any point leaves either the old or the new contents.
+            replaces: None if the name must be absent. Else the digest (`trainfold.core.digest.digest_of`) of the contents that must be
+                there now; they are replaced, and a crash at any point leaves either the old or the new contents.
 
         Raises:
-            CommitConflict: when the name is there (or, with ``replaces``, has other contents); nothing changed.
-            RunLocked: with ``replaces``, when another writer holds the lock.
+            CommitConflict: if the name is there (or, with ``replaces``, has other contents); nothing changed.
+            RunLocked: with ``replaces``, if another writer holds the lock.
             NoSpace, NotWritable, SaveFailed: as for `write`.
         """
 
     def delete(self, name: str) -> None:
-        """Remove a file, a hint, or ``directory/`` with all that is below, durably; what is absent is fine, and stays so after a crash.
+        """Remove a file, a hint, or ``directory/`` with all that is below, durably. An absent name is fine, and stays absent after a crash.
 
-        Of the files in a directory, ``manifest.json`` goes first and durably, so that no crash leaves a committed half. Where a store
-        has directories inside of a checkpoint's, such as a user's exports, they go before it: if one cannot be removed, the checkpoint
-        is still whole.
+        Of the files in a directory, ``manifest.json`` goes first and durably, so that no crash leaves a committed half. If a store
+        has directories inside a checkpoint's, such as a user's exports, they go before it: if one cannot be removed, the checkpoint
+        is still complete.
         """
 
     def point(self, name: str, target: str) -> None:
-        """Replace the hint ``name`` (such as ``latest``) by one to ``target``; best effort, for people, never authority."""
+        """Replace the hint ``name``, such as ``latest``, by one to ``target``: best effort, for people, never authority."""
 
     def pointers(self) -> dict[str, str]:
-        """The hints that there are, whoever made them: name -> target. What they lead to is kept by retention (E02)."""
+        """The hints of this place, from any program: name -> target. Retention keeps their targets."""
 
     def lock(self) -> AbstractContextManager[None]:
-        """Hold the right to commit into this run; freed by ``with`` and by the death of the process.
+        """Hold the right to commit into this run, until the ``with`` block or the process ends.
 
-        Entering collects what dead writers left behind.
+        Entering removes what dead writers left behind.
 
         Raises:
-            RunLocked: at once, naming the holder, when another writer (also another store object of this process) has it.
+            RunLocked: at once, naming the holder, if another writer has it; another store object of this process is one too.
         """
 
     def reserve(self, size_bytes: int) -> None:
-        """Check, before anything is written, that so many bytes can be; nothing is changed by it.
+        """Check, before anything is written, that so many bytes fit. Changes nothing.
 
-        A place without an end of its own, such as a bucket, has the one of all machines: it too refuses ``2**62`` bytes.
+        A place without a limit, such as a bucket, has the limit of all machines: it too refuses ``2**62`` bytes.
 
         Raises:
             NoSpace: with the bytes needed and free.
-            NotWritable: when the place may not be written.
+            NotWritable: if this process may not write there.
         """

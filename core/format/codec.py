@@ -1,8 +1,4 @@
-"""The codec between a tensor leaf and its bytes: dtype names, sizes, contiguous little-endian memory, digests.
-
-Every dtype that a safetensors reader for torch opens is stored under its own safetensors name. The few that such
-readers lack are stored as an equally sized view (``STORED``): the manifest keeps the real dtype.
-"""
+"""The codec between a tensor leaf and its bytes: the dense tensor behind a leaf, and its digest."""
 
 from typing import Any
 
@@ -34,8 +30,10 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-DENSE = frozenset({torch.Tensor, torch.nn.Parameter})  # the types of nearly all leaves, none of which is made of others
-_TENSOR_LEAVES = (torch.Tensor, Shard, np.ndarray)  # a union would be built at each of the 1e5 calls
+DENSE = frozenset(
+    {torch.Tensor, torch.nn.Parameter}
+)  # the types of nearly all leaves; a tensor of one of them is not made of other tensors
+_TENSOR_LEAVES = (torch.Tensor, Shard, np.ndarray)  # a tuple, because a union would be built at each of the 1e5 calls
 
 
 def is_tensor_leaf(leaf: Any) -> bool:
@@ -44,7 +42,7 @@ def is_tensor_leaf(leaf: Any) -> bool:
 
 
 def as_tensor(leaf: Any, path: str) -> torch.Tensor:
-    """The dense tensor behind a tensor leaf, detached; no copy where none is needed.
+    """The dense tensor behind a tensor leaf, detached; copied only if it has to be.
 
     Args:
         leaf: a tensor, a `Shard` (its local part) or a numpy array.
@@ -80,10 +78,10 @@ def as_tensor(leaf: Any, path: str) -> torch.Tensor:
 
 
 def check_type(leaf: Any, path: str) -> None:
-    """Refuse a leaf whose type would not come back: where no module keeps it, a load gives a plain tensor or array.
+    """Refuse a leaf whose type would be lost: outside of modules and optimizers, a load returns a plain tensor or array.
 
     Args:
-        leaf: a tensor, a `Shard` or a numpy array, anywhere but among the parameters, buffers and slots that objects keep.
+        leaf: a tensor, a `Shard` or a numpy array that is not a parameter, buffer or slot of an object.
         path: the leaf path, for the error.
 
     Raises:
@@ -98,9 +96,9 @@ save leaf.detach(), and copy what is loaded into your own object
     """
     kind = type(leaf)
     if kind is torch.Tensor:
-        names = getattr(leaf, "names", ())  # newer torch has none
+        names = getattr(leaf, "names", ())  # newer torch has no names
         if any(names):
-            raise UnsupportedLeaf(path, expected="a plain tensor", found=f"one with dimension names {names}",
+            raise UnsupportedLeaf(path, expected="a plain tensor", found=f"a tensor with dimension names {names}",
                                   fix="save leaf.rename(None), and name the dimensions again after the load")  # fmt: skip
         if not getattr(leaf, "_is_buffer", False):
             return

@@ -20,7 +20,7 @@ def directory_of(step: int) -> str:
 
 
 def step_of(directory: str) -> int | None:
-    """The step that a directory's name says, or None for a foreign name; the match is anchored (C12).
+    """The step in a directory's name, or None for a foreign name; the whole name has to match.
 
     Examples:
         >>> step_of("step-00000120"), step_of("step-00000120.bak"), step_of("step-7")
@@ -31,7 +31,7 @@ def step_of(directory: str) -> int | None:
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a save may have given a file this name.
+    """Whether a save may have written a file of this name.
 
     Examples:
         >>> is_data_file("model-00000-of-00001.r2.safetensors"), is_data_file("model.safetensors"), is_data_file("manifest.json")

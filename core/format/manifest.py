@@ -1,4 +1,4 @@
-"""The manifest: the commit record of a checkpoint, as a value and as bytes that prove themselves.
+"""The manifest: the commit record of a checkpoint, as a value and as bytes that carry their own digest.
 
 The file is one JSON object. Its first line holds the head (format, version, run, step, timeline), so that a reader that
 only orders checkpoints reads a few hundred bytes; its last member is the XXH3-128 digest of all bytes before it.
@@ -31,9 +31,9 @@ class Head:
     Attributes:
         run_id: the run that it belongs to.
         step: optimizer steps done.
-        timeline: 0 for a run that never rewound; each rewind that saves again starts the next one (E16).
+        timeline: 0 for a run that never rewound; each rewind that saves again starts the next one.
         forks: (timeline, step) pairs: where each earlier timeline of this one's lineage was left.
-        parent: the directory of the nearest checkpoint of its lineage that was there when it was saved, or None.
+        parent: the directory of the nearest checkpoint of its lineage that existed when it was saved, or None.
         revision: how often this step's checkpoint has been replaced.
         schema_version: of the document as it was written.
     """
@@ -109,15 +109,15 @@ class ComponentRecord:
 @final
 @attrs.frozen
 class Manifest:
-    """Everything that is known of a checkpoint without reading its tensors.
+    """Everything that can be known of a checkpoint without reading its tensors.
 
     Attributes:
         head: identity and order.
         world_size: ranks that saved it.
         components: the components present, in the state's order.
         omitted: components that the run has and that were left out on purpose; ``model`` among them means that the
-            weights are external (B03, C05).
-        contract: what must be equal for an exact resume (V08).
+            weights are external.
+        contract: what must be equal for an exact resume.
         versions: library -> version that wrote it.
         files: every data file.
     """
@@ -143,7 +143,7 @@ class Manifest:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The file's bytes: head on the first line, body on the second, digest on the third.
 
-    Law: ``decode_manifest(encode_manifest(m), "m") == m``; equal manifests give equal bytes (C10).
+    Law: ``decode_manifest(encode_manifest(m), "m") == m``; equal manifests give equal bytes.
 
     Examples:
         >>> from trainfold.core.format.manifest_reader import decode_manifest

@@ -1,4 +1,4 @@
-"""The strict reading of a parsed manifest: every field is checked before anything is believed (U04, U05)."""
+"""Reads a manifest strictly: every field is checked before any is used."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -56,7 +56,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         CheckpointForeign: if it does not begin as a trainfold manifest.
         CheckpointDamaged: if its digest does not fit its bytes.
         FutureVersion: if a newer trainfold wrote it.
-        CheckpointHostile: if the digest fits and the contents break the format all the same.
+        CheckpointHostile: if the digest fits and the contents break the format nevertheless.
     """
     if not data.startswith(b'{"format":"trainfold",'):
         raise CheckpointForeign(
@@ -98,7 +98,7 @@ def check_structures(manifest: Manifest, where: str) -> None:
 
 
 def _check_step(manifest: Manifest, where: str) -> None:
-    """The head orders checkpoints by its step, and the counters of the trainer are what a run goes on from: they are one."""
+    """The step of the head, which orders checkpoints, and that of the trainer, from which a run goes on, have to be equal."""
     trainer = manifest.component("trainer")
     for node in () if trainer is None else trainer.nodes:
         step = (
@@ -118,10 +118,10 @@ def _places(node: Json, name: str, where: str) -> list[Leaf]:
 
 
 def decode_head(data: bytes, where: str) -> Head:
-    """The head in the first bytes of a manifest. It orders checkpoints; only `decode_manifest` proves one.
+    """The head in the first bytes of a manifest. It orders checkpoints; only `decode_manifest` proves a checkpoint.
 
     Raises:
-        CheckpointForeign: if the first line is not a manifest's head.
+        CheckpointForeign: if the first line is not the head of a manifest.
         FutureVersion: if a newer trainfold wrote it.
     """
     line, newline, _ = data.partition(b",\n")
@@ -175,7 +175,7 @@ def read_manifest(document: Mapping[str, Any], where: str) -> Manifest:
 
 
 def _shallow(contract: dict[str, Json], where: str) -> dict[str, Json]:
-    """A contract that can be compared and printed, which Python does by recursion."""
+    """Check that a contract is shallow enough to be compared and printed, which Python does by recursion."""
     level = [value for value in contract.values() if isinstance(value, dict | list)]
     for _ in range(MAX_DEPTH):
         inside = (value.values() if isinstance(value, dict) else value for value in level)

@@ -1,4 +1,4 @@
-"""Sealed JSON: one object as the bytes of a small file of a run, with its format, its version, and the digest of all that is before it."""
+"""Sealed JSON: one object as a small file of a run, with its format, its version, and the digest of all bytes before the digest."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar, final
@@ -23,10 +23,10 @@ class SealedJson:
     """A kind of file.
 
     Attributes:
-        name: what its first field says.
-        version: the newest one that can be read.
-        limit_bytes: how large it can be.
-        fix: what to do about one that cannot be read.
+        name: the value of its first field.
+        version: the newest version that can be read.
+        limit_bytes: the largest size of a file.
+        fix: what to do about a file that cannot be read.
     """
 
     name: str
@@ -38,17 +38,17 @@ class SealedJson:
         """The file's bytes; equal documents give equal bytes.
 
         Args:
-            document: its own fields.
-            version: an older one, where that can hold all of them.
+            document: the fields beside format, version and digest.
+            version: an older version that can hold all of them; None for the newest.
         """
         covered = canonical_json({"format": self.name, "version": version or self.version, **document})[:-1]
         return covered + TAIL + digest_of(covered).encode() + END
 
     def decode(self, data: bytes, where: str, read: Callable[[dict[str, Any], int], T]) -> T:
-        """What a file's bytes say.
+        """The value in a file's bytes.
 
         Args:
-            data: all of them.
+            data: all bytes of the file.
             where: the file, for messages.
             read: makes a value of the object and its version.
 
@@ -56,7 +56,7 @@ class SealedJson:
             CheckpointDamaged: if the digest at the end does not fit the bytes before it.
             CheckpointForeign: if another program wrote it.
             FutureVersion: if a newer trainfold wrote it.
-            CheckpointHostile: if the digest fits and the contents cannot be all the same.
+            CheckpointHostile: if the digest fits and the contents are invalid nevertheless.
 
         Examples:
             >>> notes = SealedJson("notes", 1, 100, "remove it")

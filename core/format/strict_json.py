@@ -1,4 +1,4 @@
-"""Strict reading of JSON that may be hostile: one object, no duplicate keys, and checked fields (U04, U05)."""
+"""Reads JSON that may be hostile: one object, no duplicate keys, and checked fields."""
 
 import json
 import math
@@ -21,10 +21,10 @@ Table: TypeAlias = Mapping[str, Read]
 
 
 def strict_json(text: bytes, where: str) -> dict[str, Any]:
-    """Parse a JSON object; duplicate keys, NaN, foreign encodings and absurd depths are refused (U05).
+    """Parse a JSON object; duplicate keys, NaN, other encodings than ASCII and absurd depths are refused.
 
     Raises:
-        CheckpointHostile: for anything else than one plain object.
+        CheckpointHostile: for anything but one plain object.
 
     Examples:
         >>> strict_json(b'{"a": 1, "a": 2}', "manifest.json")
@@ -43,7 +43,7 @@ use this checkpoint; fall back to an older one
 
 
 def hostile(where: str, expected: object, found: object) -> CheckpointHostile:
-    """The error for contents that no trainfold writes; what they say makes no lines of its own in it (W23)."""
+    """The error for contents that no trainfold writes. Text from the file cannot add lines to it."""
     shown_where, shown_found = printable(where), printable(found) if isinstance(found, str) else found
     return CheckpointHostile(
         shown_where, expected=expected, found=shown_found, fix="do not use this checkpoint; fall back to an older one"
@@ -51,7 +51,7 @@ def hostile(where: str, expected: object, found: object) -> CheckpointHostile:
 
 
 def single_name(value: object, where: str) -> str:
-    """A checked single path component: no separator, no leading dot, plain ASCII (U04).
+    """A checked single path component: no separator, no leading dot, plain ASCII.
 
     Examples:
         >>> single_name("model-00000-of-00001.safetensors", "manifest.json")

@@ -1,4 +1,4 @@
-"""`Conclusion`: what three runs of a program say together: whole, whole again, and killed and resumed."""
+"""`Conclusion`: the result of comparing three runs of a program: whole, whole again, and killed and resumed."""
 
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, final
@@ -17,9 +17,9 @@ from trainfold.core.rehearsal.trajectory import (
 )
 
 Outcome: TypeAlias = Literal["identical", "differs", "within", "beyond", "unrepeatable", "nothing"]
-"""``identical``: every bit compared is the same. ``differs``: the program repeats itself, and went on otherwise after a resume.
-``within``, ``beyond``: it does not repeat itself; after each resume it computed again what it had before, within the tolerance or
-not. ``unrepeatable``: it does not repeat itself, and no tolerance was named, or there was no value to compare. ``nothing``: no
+"""``identical``: every bit compared is the same. ``differs``: the program repeats itself, and continued differently after a resume.
+``within``, ``beyond``: the program does not repeat itself; the values that it computed again after a resume are within the tolerance, or
+not. ``unrepeatable``: the program does not repeat itself, and no tolerance was given, or there was no value to compare. ``nothing``: no
 checkpoint of a resumed process could be compared."""
 
 
@@ -29,15 +29,15 @@ class Conclusion:
     """What a rehearsal has found.
 
     Attributes:
-        outcome: in a word.
+        outcome: the result in a word.
         noise: what differs between runs that were not killed; empty for a program that repeats itself.
-        found: what differs between the whole run and the one that was killed, where the program repeats itself.
-        again: values computed again after each resume, where it does not.
+        found: what differs between the whole run and the killed one, if the program repeats itself.
+        again: values computed again after each resume, if it does not.
         checkpoints: how many checkpoints of resumed processes were compared.
         values: how many recorded values of resumed processes were compared.
-        reasons: what probably makes it differ, the likeliest first.
-        unseeded: random streams that the program does not seed, and that were not compared.
-        restless: recorded values that do not repeat themselves and that no component follows, such as a time; not compared.
+        reasons: the probable reasons for the difference, the likeliest first.
+        unseeded: random streams that the program does not seed; they were not compared.
+        restless: recorded values that do not repeat and that no component depends on, such as a time; they were not compared.
     """
 
     outcome: Outcome
@@ -54,15 +54,15 @@ class Conclusion:
 def conclude(whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, tolerance: float | None) -> Conclusion:
     """Compare the runs.
 
-    Law: if the three runs have the same values and the same checkpoints, the outcome is ``identical``; if the two whole
-    runs are the same and any value or leaf of a resumed process is another one, it is ``differs``.
+    Law: if the three runs have the same values and the same checkpoints, the outcome is ``identical``. If the two whole
+    runs are the same and any value or leaf of a resumed process differs, it is ``differs``.
 
     Args:
         whole: a run that was not killed.
-        again: the same once more.
+        again: a second such run.
         killed: the processes of a run that was killed and resumed, in order.
-        tolerance: how far values may be apart after a resume of a program that does not repeat itself, relative to the
-            larger one; None: not named.
+        tolerance: how far apart values may be after a resume of a program that does not repeat itself, relative to the
+            larger one; None if none was given.
 
     Examples:
         >>> from trainfold.core.rehearsal.trajectory import SavedStep

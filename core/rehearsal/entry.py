@@ -6,8 +6,8 @@ from typing import Any, Literal, TypeAlias, final, get_args
 import attrs
 
 EntryKind: TypeAlias = Literal["start", "step", "values", "save", "saved", "done"]
-"""``start``: a process began, maybe from a checkpoint. ``step``: an optimizer step is done. ``values``: the program recorded
-values. ``save``: a save begins. ``saved``: it is durable. ``done``: the run is over."""
+"""``start``: a process started, maybe from a checkpoint. ``step``: an optimizer step is done. ``values``: the program recorded
+values. ``save``: a save started. ``saved``: it is durable. ``done``: the run has ended."""
 
 
 @final
@@ -16,11 +16,11 @@ class RecordedLine:
     """One thing that happened in a run.
 
     Attributes:
-        kind: what.
+        kind: what happened.
         step: optimizer steps done by then; for ``values``, the step that they belong to.
         pid: of the process.
         secs: since the process opened its record.
-        data: what else there is to say, as JSON can hold it.
+        data: details, as JSON can hold them.
     """
 
     kind: EntryKind

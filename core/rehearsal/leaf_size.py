@@ -1,4 +1,4 @@
-"""`LeafSize`: how large a difference between two tensors is, from their pieces: how far apart, how many elements, and which first."""
+"""`LeafSize`: the size of a difference between two tensors, piece by piece: how far apart, how many elements, and which first."""
 
 from collections.abc import Iterable
 from typing import Final, TypeAlias, final
@@ -19,12 +19,12 @@ class LeafSize:
     """How large the difference between two tensors of one dtype and shape is.
 
     Attributes:
-        largest: the largest absolute difference of two elements; None where that is no finite number.
-        differing: how many elements differ in a bit.
-        elements: of how many.
-        first: the index of the first one that differs.
-        expected: its value in the one tensor.
-        found: its value in the other.
+        largest: the largest absolute difference of two elements; None if it is not finite.
+        differing: how many elements differ in any bit.
+        elements: how many there are.
+        first: the index of the first element that differs.
+        expected: its value in the first tensor.
+        found: its value in the second.
     """
 
     largest: float | None
@@ -42,10 +42,10 @@ class LeafSize:
 def size_of(pieces: Iterable[Piece]) -> LeafSize | None:
     """Measure a difference piece by piece, so that no tensor has to fit into memory; None for equal bits.
 
-    Law: any cut into pieces gives the same answer.
+    Law: any cut into pieces gives the same result.
 
     Args:
-        pieces: of all boxes; in any order.
+        pieces: of all boxes, in any order.
 
     Examples:
         >>> one, other = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.5, 3.0, 3.0])
@@ -86,7 +86,7 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float | None:
 
 
 def _index(box: Box, flat: int) -> tuple[int, ...]:
-    """Where an element of a box is in the whole tensor."""
+    """The index of an element of a box in the whole tensor."""
     found: list[int] = []
     for low, high in reversed(box):
         flat, at = divmod(flat, high - low)

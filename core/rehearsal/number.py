@@ -20,7 +20,7 @@ def exact_text(number: complex) -> str:
 
 
 def float_of(text: str) -> float:
-    """The number of a text as a float, NaN where it has none: for pictures, tables and tolerances.
+    """The number of a text as a float, or NaN: for pictures, tables and tolerances.
 
     Examples:
         >>> float_of("0x1.8p+1"), float_of("7"), float_of("True"), math.isnan(float_of("0x0p+0 0x1p+0j"))
@@ -35,7 +35,7 @@ def float_of(text: str) -> float:
 
 
 def relative_difference(one: str, other: str) -> float:
-    """How far two numbers are apart, relative to the larger one; 0 for equal texts, infinite where that has no meaning.
+    """How far apart two numbers are, relative to the larger one; 0 for equal texts, infinite for what is not finite.
 
     Examples:
         >>> relative_difference(exact_text(2.0), exact_text(1.0)), relative_difference("nan", "nan")

@@ -23,12 +23,11 @@ class Orders:
     """What a rehearsal asks of each manager that the program makes.
 
     Attributes:
-        home: a directory. A manager whose place is in it stays there; any other is moved into it for this run.
-        notes: the directory for what this process tells of itself: its record, a copy of each manifest, and links to its files.
+        home: a directory. A manager whose run is in it stays there; any other manager saves into it during the rehearsal.
+        notes: the directory for the records of this process: what happened, a copy of each manifest, and links to its files.
         every: save at the first boundary at or after each multiple of so many optimizer steps.
         steps: the run ends at the first boundary at or after this step.
-        linger_after: wait a moment after each step that comes after this one, so that a quick program does not outrun the kill
-            that is on its way.
+        linger_after: wait briefly after each step that follows this one, so that a quick program does not outrun the kill.
     """
 
     home: str
@@ -49,10 +48,10 @@ def encode_orders(orders: Orders) -> str:
 
 
 def orders_of(environment: Mapping[str, str]) -> Orders | None:
-    """The orders in an environment; None where there is no rehearsal.
+    """The orders in an environment; None without a rehearsal.
 
     Raises:
-        InvalidArgument: if the variable is set and holds no orders; a run that only looks rehearsed must not start.
+        InvalidArgument: if the variable is set and does not hold orders: a run that only looks rehearsed must not start.
 
     Examples:
         >>> orders_of({}) is None

@@ -19,10 +19,10 @@ _NO_POSITION: Final = (
 
 
 def likely_reasons(found: Sequence[RunDifference], saved: Collection[str] = ("dataset",)) -> tuple[str, ...]:
-    """What probably makes a resumed process differ, the likeliest reason first.
+    """The probable reasons why a resumed process differs, the likeliest first.
 
     Args:
-        found: what differs, in the order in which it happened.
+        found: what differs, in the order of events.
         saved: the components that the program saves.
 
     Examples:
@@ -61,7 +61,7 @@ variable: record the plain value, or attach the average under extra=
 
 
 def _of_ends(found: Sequence[RunDifference]) -> tuple[str, ...]:
-    """Why a loop has ended elsewhere, where all that it did until then is the same."""
+    """Why a loop ended at another step although everything before is the same."""
     if found[0].kind != "end":
         return ()
     return (
@@ -74,7 +74,7 @@ def _of_ends(found: Sequence[RunDifference]) -> tuple[str, ...]:
 
 
 def _of_values(found: Sequence[RunDifference]) -> tuple[str, ...]:
-    """Why recorded values differ, where no component does."""
+    """Why recorded values differ although no component does."""
     values = [each for each in found if each.kind == "value"]
     names = " and ".join(dict.fromkeys(each.name for each in values))
     if all(ABSENT in (each.expected, each.found) for each in values):

@@ -1,4 +1,4 @@
-"""`Stretch`: what one process of a run did, from its start to its end; and where two of them differ first."""
+"""`Stretch`: what one process of a run did, from its start to its end; and the first difference between two of them."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ ABSENT: Final = "absent"
 _SEEDED: Final = (
     "python",
     "numpy",
-)  # streams that begin anywhere unless they are seeded; those of torch begin with a constant
+)  # streams that start anywhere unless they are seeded; those of torch start with a constant
 Texts = tuple[str, ...]
 
 
@@ -24,7 +24,7 @@ class SavedStep:
 
     Attributes:
         components: component -> fingerprint.
-        leaves: leaf path -> what it is and its digest, or its value.
+        leaves: leaf path -> its kind and digest, or its value.
     """
 
     components: Mapping[str, str]
@@ -38,9 +38,9 @@ class Stretch:
 
     Attributes:
         number: which start of the run it is, from 1.
-        resumed_at: the step of the checkpoint that it went on from; 0 for a fresh start.
-        is_resumed: whether there was one.
-        is_cut: whether it was killed, so that it may end in the middle of anything.
+        resumed_at: the step of the checkpoint that it resumed from; 0 for a fresh start.
+        is_resumed: whether it resumed from a checkpoint.
+        is_cut: whether it was killed, so that it may end anywhere.
         last_step: the last optimizer step that it counted.
         values: step -> name of a recorded value -> its texts, in the order in which they were recorded.
         saved: (manager, step) -> the checkpoint.
@@ -58,17 +58,17 @@ class Stretch:
 @final
 @attrs.frozen
 class RunDifference:
-    """One thing that a process has otherwise than the run that it is compared with.
+    """One thing in which a process differs from the run that it is compared with.
 
     Attributes:
-        step: the optimizer step that was under way, for a value; that was done, for a component.
+        step: for a value, the optimizer step that was under way; for a component, the last one done.
         kind: ``value``, ``component`` or ``end``.
         name: of the value or component.
         expected: what the other run has.
         found: what this process has.
         leaves: of a component: (leaf, expected, found) of each leaf that differs.
         number: which start the process is.
-        resumed_at: where it was resumed.
+        resumed_at: the step that it resumed from.
     """
 
     step: int
@@ -84,11 +84,11 @@ class RunDifference:
 @final
 @attrs.frozen
 class Restless:
-    """What two runs of a program have otherwise although each of them trains the same.
+    """What differs between two runs of a program although both train the same.
 
     Attributes:
-        streams: the beginning of the path of each stream's leaves -> the name of the stream, which the program does not seed.
-        values: names of recorded values that the training does not follow, such as a time.
+        streams: the prefix of the paths of a stream's leaves -> the name of the stream, which the program does not seed.
+        values: names of recorded values that the training does not depend on, such as a time.
     """
 
     streams: Mapping[str, str]
@@ -96,7 +96,7 @@ class Restless:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """What the paths of leaves begin with that are not compared."""
+        """The prefixes of the paths of leaves that are not compared."""
         return tuple(self.streams)
 
 
@@ -106,7 +106,7 @@ NOTHING: Final = Restless({}, frozenset())
 def stretch_of(
     entries: Iterable[RecordedLine], saved: Mapping[tuple[str, int], SavedStep], *, number: int, is_cut: bool
 ) -> Stretch:
-    """What the record of a process says.
+    """What a process did, from its record.
 
     Examples:
         >>> record = [RecordedLine("start", 5, 1, 0.0, {"resumed_from": "step-00000005"}),
@@ -126,17 +126,17 @@ def stretch_of(
                 of_step[name] = (*of_step.get(name, ()), text)
         elif entry.kind in ("step", "saved"):
             if entry.kind == "step" and not last and resumed is None and entry.step > 1:
-                resumed = entry.step - 1  # by other means than a manager's
+                resumed = entry.step - 1  # without a manager
             last = max(last, entry.step)
     at = resumed or 0
     return Stretch(number, at, resumed is not None, is_cut, max(last, at), values, saved)
 
 
 def differences(one: Stretch, other: Stretch, *, leaving_out: Restless = NOTHING) -> tuple[RunDifference, ...]:
-    """Everything that a process has otherwise than a whole run, in the order in which it happened.
+    """Every difference between a process and a whole run, in the order of events.
 
     Only what both can have is compared: steps that the process did itself, and checkpoints that both have. The first
-    step after a resume and the last one before a kill may hold a part of their values.
+    step after a resume and the last one before a kill may have only some of their values.
 
     Args:
         one: the whole run.
@@ -150,7 +150,7 @@ def differences(one: Stretch, other: Stretch, *, leaving_out: Restless = NOTHING
     if went_on or stopped:
         end = min(one.last_step, other.last_step)
         here = (other.number, other.resumed_at)
-        found = [each for each in found if each.step <= end]  # what only one of them has follows from its end
+        found = [each for each in found if each.step <= end]  # later ones only follow from the different end
         found.append(RunDifference(end, "end", "number of steps", f"{one.last_step}", f"{other.last_step}", *here))
     order = {"component": 0, "value": 1, "end": 2}
     # a component of step k is saved before the values of step k + 1 are recorded
@@ -158,15 +158,15 @@ def differences(one: Stretch, other: Stretch, *, leaving_out: Restless = NOTHING
 
 
 def restless_parts(noise: Sequence[RunDifference]) -> Restless | None:
-    """The parts of a program that do not repeat themselves, where everything that is trained does.
+    """The parts of a program that do not repeat themselves, if everything that is trained does.
 
-    A recorded value is one of these where no component differs: what made it has not reached the training.
+    A recorded value is one of them if no component differs: its cause has not reached the training.
 
     Args:
         noise: what differs between two runs that were not killed.
 
     Returns:
-        The parts; None where anything else differs, so that the program does not repeat itself.
+        The parts; None if anything else differs, because then the program does not repeat itself.
 
     Examples:
         >>> words = ("rng.value['python']['words']", "a", "b")
@@ -243,7 +243,7 @@ def _aligned(expected: Texts, found: Texts, *, is_first: bool, is_torn: bool) ->
     Args:
         expected: those of the whole run.
         found: those of the process.
-        is_first: whether it is the first step after a resume: what is recorded after the count of the step before it is
+        is_first: whether it is the first step after a resume: values recorded after the count of the step before it were
             recorded before the save.
         is_torn: whether one of the processes died in this step.
     """
@@ -268,9 +268,9 @@ class Again:
     Attributes:
         step: the step.
         name: of the value.
-        before: what the process that was killed had.
-        after: what the resumed process has.
-        apart: how far these are apart, relative to the larger one.
+        before: the value of the killed process.
+        after: the value of the resumed process.
+        apart: how far apart they are, relative to the larger one.
         number: which start the resumed process is.
     """
 
@@ -283,7 +283,7 @@ class Again:
 
 
 def computed_again(stretches: Sequence[Stretch]) -> tuple[Again, ...]:
-    """Every value that two processes of one killed run have, in order: the killed one went on past its checkpoint.
+    """Every value that two processes of one killed run have, in order: the killed one had trained past its checkpoint.
 
     Examples:
         >>> killed = Stretch(1, 0, False, True, 3, {3: {"loss": ("0x1p+0",)}}, {})

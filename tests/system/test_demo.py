@@ -8,6 +8,7 @@ import threading
 import attrs
 import pytest
 import torch
+from kit.cli_cases import fits_its_schema
 
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.demo.command import KILLED, PICTURE, REPORT, run_demo
@@ -91,7 +92,9 @@ def test_a_resume_that_is_off_by_one_bit_makes_the_demo_fail(tmp_path, quick_run
     assert answer.error.exit_code == 40
     assert "model" in answer.error.found
     assert "evaluation loss" in answer.error.found
-    assert not json.loads((tmp_path / "demo" / REPORT).read_text())["identical"]
+    report = json.loads((tmp_path / "demo" / REPORT).read_text())
+    fits_its_schema("demo", report)
+    assert not report["identical"]
 
 
 def test_a_run_that_fails_by_itself_is_not_mistaken_for_one_that_was_killed(tmp_path, quick_run, monkeypatch):

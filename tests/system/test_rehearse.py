@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from kit import rehearse_cases
+from kit.cli_cases import fits_its_schema
 from kit.rehearse_cases import HIDDEN, PROGRAM, program
 
 from trainfold.adapters.cli import main
@@ -39,7 +40,9 @@ def test_a_program_that_keeps_everything_is_identical_and_its_own_run_is_not_tou
     assert answer.data["values_compared"] > 0
     assert answer.data["unseeded_streams"] == []
     assert not (tmp_path / "runs").exists()
-    assert json.loads((tmp_path / "rehearsal" / REPORT).read_text())["identical"] is True
+    report = json.loads((tmp_path / "rehearsal" / REPORT).read_text())
+    fits_its_schema("rehearse", report)
+    assert report["identical"] is True
     assert (tmp_path / "rehearsal" / PICTURE).exists()
     (one,), (other,) = answer.data["places"].values()
     assert main(["diff", one, other]) == 0

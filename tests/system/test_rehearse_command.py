@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit import rehearse_cases
+from kit.cli_cases import fits_its_schema
 from kit.rehearse_cases import HIDDEN, program
 
 import trainfold
@@ -132,6 +133,7 @@ def test_the_command_runs_a_real_python_with_json_and_exit_code(tmp_path):
         [sys.executable, "-m", "trainfold", *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )  # fmt: skip
     found = json.loads(done.stdout)
+    fits_its_schema("rehearse", found)
     assert done.returncode == 44, done.stderr
     assert found["error"]["kind"] == "ResumeDiffers"
     assert found["outcome"] == "differs"

@@ -1,22 +1,22 @@
-"""What a rehearsal can end with, beside success: each has an exit code of its own."""
+"""The failures of a rehearsal, each with its own exit code."""
 
 from trainfold.core.errors import TrainfoldError
 
 
 class ResumeDiffers(TrainfoldError):
-    """The program that was killed and resumed went on otherwise than the one that was not."""
+    """The program that was killed and resumed continued differently from the one that was not."""
 
     exit_code = 44
 
 
 class ProgramFailed(TrainfoldError):
-    """The program ended with an error of its own, or hung."""
+    """The program failed by itself, or hung."""
 
     exit_code = 45
 
 
 class NotRepeatable(TrainfoldError):
-    """The program does not repeat itself even when it is not killed, and no tolerance was named."""
+    """The program does not repeat itself even when it is not killed, and no tolerance was given."""
 
     exit_code = 46
 
@@ -34,6 +34,6 @@ class NoRoom(TrainfoldError):
 
 
 class NeverResumed(TrainfoldError):
-    """The program was started again beside its checkpoints and did not resume, or was over before it could be killed."""
+    """The program did not resume when it was started again beside its checkpoints, or ended before it could be killed."""
 
     exit_code = 48

@@ -1,4 +1,4 @@
-"""What a rehearsal found, for people and as JSON; and the error that it is."""
+"""What a rehearsal found: as tables, and as an error."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,12 +31,12 @@ class Rehearsed:
     Attributes:
         settings: of the rehearsal.
         whole: the run that was not killed.
-        again: the same once more.
+        again: a second such run.
         killed: the processes of the run that was killed.
-        conclusion: what they say together; None where the program saved nothing.
-        measured: how large the first difference between components is; None where there is none, or it could not be measured.
-        room: bytes of a checkpoint, of all that are on the disk at once, and of what was free.
-        failed: how a program that does not repeat itself failed when it was started again.
+        conclusion: the result of comparing them; None if the program saved nothing.
+        measured: the size of the first difference between components; None without one, or if it could not be measured.
+        room: bytes of a checkpoint, of all that are on the disk at once, and of the free space.
+        failed: the failure of a program that does not repeat itself and was started again.
     """
 
     settings: RehearsalSettings
@@ -55,7 +55,7 @@ class Rehearsed:
 
 
 def error_of(rehearsed: Rehearsed) -> TrainfoldError | None:
-    """What the rehearsal fails by, or None."""
+    """Why the rehearsal failed, or None."""
     conclusion = rehearsed.conclusion
     if conclusion is None or not rehearsed.whole.stretch.saved:
         return _never_saved(rehearsed)
@@ -113,7 +113,7 @@ def _never_resumed(not_resumed: Sequence[Start]) -> TrainfoldError:
 
 
 def _was_over(rehearsed: Rehearsed) -> bool:
-    """Whether each kill came after the last save, so that nothing was left to be done."""
+    """Whether each kill came after the last save, so that no step was left to train."""
     return all(start.stretch.resumed_at >= rehearsed.whole.stretch.last_step for start in rehearsed.killed if start.stretch.is_resumed)  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def _named(difference: RunDifference) -> str:
 
 
 def tables(rehearsed: Rehearsed, facts: Sequence[tuple[str, str]]) -> tuple[Table, ...]:
-    """All of it for people."""
+    """The tables for people."""
     made = [_history(rehearsed)]
     conclusion = rehearsed.conclusion
     if conclusion is not None:
@@ -337,7 +337,7 @@ def curves(starts: Sequence[Start]) -> tuple[str, list[Mapping[int, float]]]:
 
 
 def not_rehearsed(rehearsed: Rehearsed) -> list[str]:
-    """What a run does sooner or later and did not do here; nobody would miss it in the table."""
+    """What a run does sooner or later and did not do here. The tables list it, because its absence is easy to overlook."""
     return [*_saves_not_hit(rehearsed), *_epochs_not_seen(rehearsed)]
 
 
@@ -373,7 +373,7 @@ def _epochs_not_seen(rehearsed: Rehearsed) -> list[str]:
 
 
 def further(rehearsed: Rehearsed) -> list[tuple[str, str]]:
-    """Pairs of places to compare, where the runs differ: the first checkpoints that do, or else the newest ones."""
+    """Pairs of places to compare if the runs differ: the first checkpoints that do, or else the newest ones."""
     if rehearsed.measured is not None:
         one, other = rehearsed.measured.places
         return [(str(one), str(other))]
@@ -383,5 +383,5 @@ def further(rehearsed: Rehearsed) -> list[tuple[str, str]]:
 
 
 def relative(path: str, to: Path) -> str:
-    """A path as it is typed from a directory, if it is below it."""
+    """A path relative to a directory, if it is below the directory."""
     return str(Path(path).relative_to(to)) if Path(path).is_relative_to(to) else path

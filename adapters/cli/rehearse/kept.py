@@ -1,4 +1,4 @@
-"""`KeptCheckpoints`: the data of checkpoints that may have to be compared, on a bounded part of the disk; and how large their differences are."""
+"""`KeptCheckpoints`: the data of checkpoints that may have to be compared, on a bounded part of the disk, and the size of their differences."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ _MEASURED: Final = 6  # leaves of each component
 
 
 def saved_of(manifest: Manifest) -> SavedStep:
-    """What a checkpoint says of itself, to be compared with another one."""
+    """What is compared of a checkpoint: its fingerprints and leaves."""
     return SavedStep(fingerprints(manifest), leaf_texts(manifest))
 
 
@@ -55,22 +55,22 @@ class KeptCheckpoints:
         """(manager, step) -> the directory.
 
         Args:
-            number: of the process; None for all, and of several ones that have a step the first one's.
+            number: of the process; None for all. If several processes have a step, that of the first one.
         """
         start = "start-*" if number is None else f"start-{number}"
         paths = sorted(self._home.glob(f"{start}/{KEPT_NAME}/*/step-*"), reverse=True)
         return {(path.parent.name, step): path for path in paths if (step := step_of(path.name)) is not None}
 
     def size_bytes(self) -> int:
-        """Bytes of the data files of the largest one."""
+        """Bytes of the data files of the largest checkpoint."""
         return max((_manifest(path).size_bytes for path in self.found().values()), default=0)
 
     def thin(self, whole: Saved, leaving_out: Restless | None) -> None:
-        """Let go of those that are as in the whole run, and of those after the first that is not.
+        """Delete the checkpoints that equal those of the whole run, and those after the first that does not.
 
         Args:
             whole: the checkpoints of the whole run.
-            leaving_out: what is not compared; None where that is not known yet.
+            leaving_out: what is not compared; None if that is not known yet.
         """
         unlike: list[int] = []
         for key, path in sorted(self.found().items(), key=lambda item: item[0][1]):
@@ -84,13 +84,13 @@ class KeptCheckpoints:
                 shutil.rmtree(path)
 
     def clear(self, *, except_step: int | None = None) -> None:
-        """Let go of all, but for those of one step."""
+        """Delete all checkpoints except those of one step."""
         for (_, step), path in self.found().items():
             if step != except_step:
                 shutil.rmtree(path)
 
     def clear_run(self) -> None:
-        """Remove what the program itself wrote into the run."""
+        """Delete what the program itself wrote into the run."""
         for name in ("run", "managers"):
             shutil.rmtree(self._home / name, ignore_errors=True)
 
@@ -103,7 +103,7 @@ class MeasuredDifference:
     Attributes:
         step: of both.
         places: the directories of both.
-        sizes: leaf -> how large; None where it is no tensor of one dtype and shape. The first few of each component.
+        sizes: leaf -> how large; None if it is not a tensor of one dtype and shape. The first few of each component.
     """
 
     step: int
@@ -114,12 +114,12 @@ class MeasuredDifference:
 def measure(
     one: KeptCheckpoints, other: KeptCheckpoints, found: tuple[RunDifference, ...]
 ) -> MeasuredDifference | None:
-    """How large the first difference between components of two runs is; None where the data of these checkpoints are not there.
+    """The size of the first difference between components of two runs; None if the data of these checkpoints are gone.
 
     Args:
-        one: of the whole run.
-        other: of the other run.
-        found: what differs, the first thing first.
+        one: the checkpoints of the whole run.
+        other: those of the other run.
+        found: what differs, in order.
     """
     components = [each for each in found if each.kind == "component"]
     if not components:
@@ -153,7 +153,7 @@ def _manifest(path: Path) -> Manifest:
 
 @final
 class _Opened:
-    """A kept checkpoint: where the tensor of each leaf is."""
+    """A kept checkpoint, and where the tensor of each leaf is in its files."""
 
     def __init__(self, path: Path) -> None:
         manifest = _manifest(path)

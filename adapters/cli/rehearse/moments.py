@@ -1,4 +1,4 @@
-"""`Trigger`: a moment to kill a run at, chosen ahead from a seed."""
+"""`Trigger`: when to kill a run, chosen ahead from a seed."""
 
 import random
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ _LATEST_HIT: Final = 0.7  # of the duration of a save: later, and the save may b
 @final
 @attrs.frozen
 class Trigger:
-    """A moment to kill a run at: when it is this far, and then after a part of a step, or of a save.
+    """When to kill a run: after a certain step, and then a part of a step or of a save later.
 
     Attributes:
         after_step: the first step that arms it, once the process has a checkpoint to go back to.
         in_save: wait for the next save to begin, and hit that.
-        fraction: of the usual duration of a step or save, to wait once armed; in [0, 1].
+        fraction: the part of the usual duration of a step or save to wait once armed, in [0, 1].
     """
 
     after_step: int
@@ -30,7 +30,7 @@ class Trigger:
 @final
 @attrs.frozen
 class StepTimes:
-    """How long a step and a save take here, about."""
+    """About how long a step and a save take here."""
 
     step_secs: float
     save_secs: float
@@ -43,18 +43,18 @@ class StepTimes:
 def plan_moments(  # noqa: PLR0913 - keywords
     *, steps: int, saved: Sequence[int], kills: int, seed: int, saves: bool = True, late: bool = False
 ) -> list[Trigger]:
-    """Choose the moments: one in each equal part of what follows the first save, the second one (or the only one) in a save.
+    """Choose the kills: one in each equal part of the steps after the first save; the second one (or the only one) hits a save.
 
-    `arms` keeps the first one from coming before that save is acknowledged. The last save is not chosen: a signal that comes late would
-    find a run that is over. Where there is no save between the first and the last, all moments are in steps.
+    `arms` holds the first kill back until that save is acknowledged. The last save is not chosen, because a signal that comes late
+    would find a run that has ended. Without a save between the first and the last, all kills hit steps.
 
     Args:
         steps: optimizer steps of the whole run.
         saved: the steps that are saved, in order.
-        kills: how many moments.
+        kills: how many kills.
         seed: of the choice.
-        saves: whether the run says when a save begins.
-        late: choose the last step before a save each time, so that as many steps as can be are trained again.
+        saves: whether the run records when a save starts.
+        late: always choose the last step before a save, so that as many steps as possible are trained again.
 
     Examples:
         >>> [trigger.in_save for trigger in plan_moments(steps=60, saved=range(10, 61, 10), kills=3, seed=1)]
@@ -81,7 +81,7 @@ def plan_moments(  # noqa: PLR0913 - keywords
 
 
 def saves_between(saved: Sequence[int]) -> Sequence[int]:
-    """The saves that a kill can hit, and leave both a checkpoint to go on from and one to be made later.
+    """The saves that a kill can hit while an earlier checkpoint is there to resume from and a later one is still to come.
 
     Examples:
         >>> saves_between([4, 8, 12]), saves_between([6, 12])
@@ -91,13 +91,13 @@ def saves_between(saved: Sequence[int]) -> Sequence[int]:
 
 
 def arms(seen: Sequence[RecordedLine], trigger: Trigger) -> bool:
-    """Whether the last thing that a process said is the moment of a trigger.
+    """Whether the last entry of a process arms a trigger.
 
-    Not before there is a checkpoint: the start after a kill would be a fresh one, which shows nothing.
+    Never before there is a checkpoint: the start after the kill would be a fresh one, which shows nothing.
 
     Args:
-        seen: what the process said so far.
-        trigger: the moment.
+        seen: the entries of the process so far.
+        trigger: the trigger.
 
     Examples:
         >>> seen = [RecordedLine("start", 0, 1, 0.0, {"resumed_from": None}), RecordedLine("step", 1, 1, 0.1), RecordedLine("save", 1, 1, 0.1)]

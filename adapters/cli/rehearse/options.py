@@ -1,4 +1,4 @@
-"""`RehearsalSettings`: what is rehearsed, and how; checked before anything is started."""
+"""`RehearsalSettings`: what is rehearsed and how, checked before anything is started."""
 
 import shutil
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class RehearsalSettings:
         kills: how often the last run is killed.
         every: steps between two saves.
         seed: of the moments of the kills.
-        tolerance: how far values may be apart after a resume, relative to the larger one, where the program does not
-            repeat itself; None: not named.
+        tolerance: how far apart values may be after a resume, relative to the larger one, if the program does not
+            repeat itself; None if none was given.
         patience_secs: how long a process may be silent before it counts as hanging.
     """
 
@@ -41,11 +41,11 @@ class RehearsalSettings:
 
     @property
     def names_run(self) -> bool:
-        """Whether the command says where the program's files go."""
+        """Whether the command names the directory for the program's files."""
         return any(PLACEHOLDER in word for word in self.command)
 
     def command_for(self, run: Path) -> list[str]:
-        """The command with a directory in the place of ``{run}``."""
+        """The command with a directory in place of ``{run}``."""
         return [word.replace(PLACEHOLDER, str(run)) for word in self.command]
 
 
@@ -71,7 +71,7 @@ def make_settings(  # noqa: PLR0913 - keywords
         patience_secs: > 0.
 
     Raises:
-        InvalidArgument: naming what cannot work; nothing was started.
+        InvalidArgument: naming the argument; nothing was started.
 
     Examples:
         >>> make_settings(["python", "train.py", "--out", "{run}"]).every

@@ -1,4 +1,4 @@
-"""`Program`: one process of the user's program, with all that it starts: watched by its record, and killed as a whole."""
+"""`Program`: one process of the user's program and all processes that it starts: watched through its record, killed as a whole."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ class Program:
         environment: of the process.
         record: the file that its managers write entries to.
         output: the file that its standard output and error are appended to.
-        scan: looks for checkpoints where the program has no manager; None for not at all.
+        scan: looks for checkpoints of a program without a manager; None to look for none.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Program:
         return self._process.wait()
 
     def kill(self) -> None:
-        """SIGKILL: no handler, no flush, no goodbye; as from the kernel when memory runs out."""
+        """Send SIGKILL: no handler runs and nothing is flushed, as when the kernel runs out of memory."""
         self.was_killed = True
         self._end()
 
     def entries(self, *, patience_secs: float) -> Iterator[RecordedLine | None]:
-        """What happens, as it happens, until the program has ended; None where it was silent for too long.
+        """Yield each entry as it is written, until the program ends; None each time that it was silent for too long.
 
         Args:
             patience_secs: how long it may be silent.
@@ -80,7 +80,7 @@ class Program:
         assert self._process is not None
         heard = time.monotonic()
         while True:
-            is_over = self._process.poll() is not None  # before the look, so that nothing is missed
+            is_over = self._process.poll() is not None  # asked before reading, so that no entry is missed
             found = self._tail.new()
             if self._scan is not None and not self._pids:
                 found += self._scan.new()
@@ -97,7 +97,7 @@ class Program:
             time.sleep(_LOOK_SECS)
 
     def rest(self) -> list[RecordedLine]:
-        """What it wrote before its death that `entries` has not yielded."""
+        """The entries that it wrote before its death and that `entries` has not yielded."""
         return self._rest
 
     def _end(self) -> None:

@@ -46,17 +46,17 @@ def run_rehearsal(directory: Path, settings: RehearsalSettings) -> Answer:
     """Run a program whole, whole again, and killed and resumed; compare everything that it saved and recorded.
 
     Args:
-        directory: for everything that the rehearsal writes; absent, empty, or with an earlier rehearsal, which is replaced.
+        directory: for everything that the rehearsal writes; absent, empty, or that of an earlier rehearsal, which is replaced.
         settings: what to rehearse.
 
     Returns:
         The tables, and an error unless the resumed program has the bits of the one that was never killed.
 
     Raises:
-        CheckpointForeign: if the directory has something else in it; nothing is touched.
+        CheckpointForeign: if the directory has other files in it; nothing is touched.
         NotWritable: if it cannot be written.
         RunLocked: if a rehearsal is running there.
-        ProgramFailed: if the program ends with an error of its own, or hangs.
+        ProgramFailed: if the program fails by itself, or hangs.
         NoRoom: if the disk has no room for the checkpoints.
     """
     started = time.monotonic()
@@ -117,7 +117,7 @@ def _run_all(directory: Path, settings: RehearsalSettings, shown: Display) -> Re
         except ProgramFailed as failure:
             if repeats:
                 raise
-            failed = failure  # that it does not repeat itself is why: other weights or data than the checkpoint was made with
+            failed = failure  # probably because it does not repeat itself: its weights or data are not those of the checkpoint
             break
         killed.append(start)
         if start.resumed_from is not None:
@@ -135,7 +135,7 @@ def _run_all(directory: Path, settings: RehearsalSettings, shown: Display) -> Re
 
 
 def _moments(settings: RehearsalSettings, whole: Start, *, late: bool) -> list[Trigger]:
-    """When to kill; a program without a manager shows nothing but its checkpoints, so one of these has to set each kill off."""
+    """When to kill. A program without a manager shows only its checkpoints, so one of them has to trigger each kill."""
     says_steps = any(entry.kind == "step" for entry in whole.entries)
     saved = sorted({step for _, step in whole.stretch.saved})
     found = plan_moments(

@@ -1,4 +1,4 @@
-"""`Room`: how much of the disk a rehearsal needs, known from the first checkpoint of the first run, and whether it is there."""
+"""`Room`: how much of the disk a rehearsal needs, by the first checkpoint of the first run, and whether that much is free."""
 
 import shutil
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from trainfold.adapters.cli.terminal.output import size_text
 
 
 def most_kept(settings: RehearsalSettings) -> int:
-    """How many checkpoints are on the disk at once, at most: all of the whole run, and four of the run beside it.
+    """The largest number of checkpoints on the disk at once: all of the whole run, and four of the run beside it.
 
     These four are the two that a manager keeps, one that is being written, and the first that differs. A program that saves without a
-    manager, or that tells its manager to keep more, has more.
+    manager, or whose manager keeps more, has more.
 
     Examples:
         >>> from trainfold.adapters.cli.rehearse.options import make_settings
@@ -30,7 +30,7 @@ class Room:
     """Looks at the disk once, after the first checkpoint.
 
     Args:
-        kept: of the first run.
+        kept: the checkpoints of the first run.
         settings: of the rehearsal.
         directory: of the rehearsal.
         say: shows a line.
@@ -46,7 +46,7 @@ class Room:
         self.facts: dict[str, int] = {}
 
     def look(self) -> None:
-        """Say what the rehearsal needs; later calls do nothing.
+        """Print what the rehearsal needs; later calls do nothing.
 
         Raises:
             NoRoom: if the disk has less.

@@ -1,4 +1,4 @@
-"""`Scan`: sees checkpoints appear in a directory, for programs that save without a manager."""
+"""`Scan`: finds new checkpoints in a directory, for programs that save without a manager."""
 
 import os
 import shutil
@@ -16,13 +16,13 @@ _DEPTH: Final = 3
 
 @final
 class Scan:
-    """Looks for checkpoints that a program makes, and keeps a copy of each manifest and links to the data.
+    """Looks for checkpoints that a program saves, and keeps a copy of each manifest and links to its data.
 
-    What was there when it is made counts as old.
+    Checkpoints that are there when it is created count as old.
 
     Args:
         home: the directory that the program was given.
-        notes: where these go, a directory for each run in ``home``.
+        notes: where the copies and links go, in a directory for each run in ``home``.
     """
 
     def __init__(self, home: Path, notes: Path) -> None:
@@ -32,7 +32,7 @@ class Scan:
         self.newest = max((_step(path) for path in self._seen), default=0)
 
     def new(self) -> list[RecordedLine]:
-        """The checkpoints that came since the last look, oldest first."""
+        """The checkpoints that appeared since the last call, oldest first."""
         found = []
         for path in self._manifests():
             try:
@@ -47,7 +47,7 @@ class Scan:
 
     def _manifests(self) -> list[Path]:
         found = []
-        for folder, below, files in os.walk(self._home):  # what is deleted meanwhile is passed over
+        for folder, below, files in os.walk(self._home):  # a directory that is deleted meanwhile is skipped
             path = Path(folder)
             depth = len(path.relative_to(self._home).parts)
             below[:] = [name for name in below if depth < _DEPTH and not name.startswith(".")]

@@ -1,4 +1,4 @@
-"""Runs of the user's program: each of its processes from its start to its end, and what is left of it."""
+"""Runs of the user's program: each process from its start to its end, and what it left."""
 
 import contextlib
 import itertools
@@ -36,7 +36,7 @@ class Hit:
 
     Attributes:
         step: steps done when the process died.
-        during: ``step``, or ``save`` if the last save had begun and was not acknowledged.
+        during: ``step``, or ``save`` if the last save had started and was not acknowledged.
     """
 
     step: int
@@ -50,9 +50,9 @@ class Start:
 
     Attributes:
         stretch: what it did.
-        resumed_from: the checkpoint that it went on from, or None.
+        resumed_from: the checkpoint that it resumed from, or None.
         hit: what the kill hit; None if it was not killed.
-        ended: how it ended otherwise, in words.
+        ended: how it ended without a kill, in words.
         entries: its record.
         places: where its managers saved.
     """
@@ -67,14 +67,14 @@ class Start:
 
 @final
 class Run:
-    """A run of the program in a directory of its own: one process, or several that go on from one another.
+    """A run of the program in its own directory: one process, or several of which each resumes from the one before.
 
     Args:
         home: the directory.
         settings: of the rehearsal.
         environment: of the program.
-        watch: is shown every entry.
-        tidy: is called after each save.
+        watch: called with every entry.
+        tidy: called after each save.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Run:
         (self._home / "run").mkdir(parents=True)
 
     def start(self, trigger: Trigger | None = None, pace: StepTimes | None = None) -> Start:
-        """Start the program, as often as there are calls; kill it at a trigger, or let it end.
+        """Start the program once more; kill it at a trigger, or let it end.
 
         Raises:
-            ProgramFailed: if it ends with an error of its own, or hangs.
+            ProgramFailed: if it fails by itself, or hangs.
         """
         self._number += 1
         notes = self._home / f"start-{self._number}"
@@ -119,7 +119,7 @@ class Run:
         with program:
             silent = self._follow(program, seen, trigger, pace)
         code = program.code
-        was_killed = program.was_killed and code == -signal.SIGKILL  # it may have ended by itself just before
+        was_killed = program.was_killed and code == -signal.SIGKILL  # otherwise it ended by itself just before
         was_hit = was_killed and not _is_over(seen, self._settings)
         is_meant = code == 0 or was_killed or _has_killed_itself(seen)
         if silent or not is_meant:
@@ -133,7 +133,7 @@ class Run:
     def _follow(
         self, program: Program, seen: list[RecordedLine], trigger: Trigger | None, pace: StepTimes | None
     ) -> bool:
-        """Watch until the end; whether it was silent for too long."""
+        """Watch until the end; returns whether the program was silent for too long."""
         over_at: float | None = None
         patience = self._settings.patience_secs
         entries = program.entries(patience_secs=patience)
@@ -159,7 +159,7 @@ class Run:
         return False
 
     def _wait_for_end(self, program: Program, entries: Iterator[RecordedLine | None], seen: list[RecordedLine]) -> bool:
-        """After the last step: let the program end, for as long as that may take."""
+        """After the last step, let the program end, but not for ever."""
         late = time.monotonic() + _GRACE_SECS
         for entry in entries:
             if entry is None or time.monotonic() > late:
@@ -172,7 +172,7 @@ class Run:
         starts = [entry for entry in seen if entry.kind == "start"]
         resumed = next((entry.data["resumed_from"] for entry in starts if entry.data["resumed_from"] is not None), None)
         stretch = stretch_of(seen, _saved(notes / MANIFESTS_NAME), number=self._number, is_cut=is_cut)
-        if not starts and newest:  # no manager says whether it resumed; the first checkpoint does
+        if not starts and newest:  # without a manager, the first checkpoint shows whether it resumed
             first = min((entry.step for entry in seen if entry.kind == "saved"), default=newest + 1)
             if first > newest:
                 resumed = f"step-{newest:08d}"
@@ -218,7 +218,7 @@ class Run:
 
 
 def pace_of(start: Start) -> StepTimes:
-    """How long a step and a save take, from the record of a run that was left alone."""
+    """How long a step and a save take, from the record of a run that was not killed."""
     kind = "step" if any(entry.kind == "step" for entry in start.entries) else "saved"
     moments = [entry.secs for entry in start.entries if entry.kind == kind]
     begun: dict[int, float] = {}
@@ -233,7 +233,7 @@ def pace_of(start: Start) -> StepTimes:
 
 
 def environment_of_programs() -> dict[str, str]:
-    """The environment for the user's program: this one, with output that is not held back."""
+    """The environment for the user's program: this one, with unbuffered output."""
     return {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
@@ -245,7 +245,7 @@ def _is_over(seen: list[RecordedLine], settings: RehearsalSettings) -> bool:
 
 
 def _has_killed_itself(seen: list[RecordedLine]) -> bool:
-    """Whether it went on past its end, which a manager ends; the exit code is then that of whatever started it."""
+    """Whether it trained past its end, so that its manager ended it; the exit code is then that of the program that started it."""
     return any(entry.kind == "done" and entry.data.get("is_killed") for entry in seen)
 
 

@@ -1,1 +1,1 @@
-"""What commands show, and how: tables, bars, pictures, durations. Imports nothing of the commands."""
+"""How commands show their results: tables, bars, pictures, durations. Imports nothing of the commands."""

@@ -1,4 +1,4 @@
-"""Durations as people type them: `12h`, `0.2s`, `1h30m`. Always with a unit, because a bare number has been read in minutes too."""
+"""Durations as users type them: `12h`, `0.2s`, `1h30m`. Always with a unit, because a bare number could be seconds or minutes."""
 
 import re
 from typing import Final
@@ -8,10 +8,10 @@ _PART: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|min|m|h|d)\s*", re.ASC
 
 
 def seconds_of(text: str) -> float:
-    """The seconds that a duration has.
+    """The seconds of a duration.
 
     Raises:
-        ValueError: for what is none.
+        ValueError: for a text that is not a duration with a unit.
 
     Examples:
         >>> seconds_of("12h"), seconds_of("0.25s"), seconds_of("1h30m"), seconds_of("500ms")
@@ -21,12 +21,12 @@ def seconds_of(text: str) -> float:
     while (part := _PART.match(text, place)) is not None:
         seconds, place = seconds + float(part[1]) * _UNITS[part[2]], part.end()
     if place == 0 or place < len(text):
-        raise ValueError(f'"{text}" is no duration with a unit, such as 12h, 90s, 500ms or 1h30m')
+        raise ValueError(f'"{text}" is not a duration with a unit, such as 12h, 90s, 500ms or 1h30m')
     return seconds
 
 
 def duration_text(seconds: float) -> str:
-    """A duration for people, of three figures or a few more.
+    """A duration as text, with about three digits.
 
     Examples:
         >>> duration_text(0.25), duration_text(131.7), duration_text(5400), duration_text(1e6)

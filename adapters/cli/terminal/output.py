@@ -1,4 +1,4 @@
-"""`Answer`: what a command found, and how it is shown: tables in a terminal, aligned text in a pipe, or JSON."""
+"""`Answer`: the result of a command, shown as tables in a terminal, as aligned text in a pipe, or as JSON."""
 
 import errno
 import json
@@ -21,13 +21,13 @@ _UNBOUNDED = 10_000  # columns: wider than any row
 
 
 class UsageError(TrainfoldError):
-    """A command line that cannot be read: an unknown command or option, a value missing, too many, or of a wrong kind."""
+    """A command line that cannot be parsed: an unknown command or option, or a value that is missing, superfluous or of a wrong kind."""
 
     exit_code = 2
 
 
 class OutputFailed(TrainfoldError):
-    """The standard output takes nothing, such as a file on a full disk; what the command found reached nobody."""
+    """The output could not be written, as with a file on a full disk."""
 
     exit_code = 4
 
@@ -41,8 +41,8 @@ class Table:
         title: the heading.
         columns: their names; all empty for a list of names and values.
         rows: as many cells each as there are columns.
-        spare: columns that a narrow terminal goes without, the first one first; a table that has such ones has one line
-            for each row there, and cuts its last column short. Elsewhere they make no difference.
+        spare: columns that a narrow terminal leaves out, the first one first. In a terminal, a table with spare columns has one
+            line for each row, and cuts its last column short.
     """
 
     title: str
@@ -54,12 +54,12 @@ class Table:
 @final
 @attrs.frozen
 class Answer:
-    """What a command found.
+    """The result of a command.
 
     Attributes:
-        data: all of it, as JSON can hold it.
+        data: the whole result, as JSON can hold it.
         tables: the same for people.
-        error: why the exit code is not 0, although there is something to show.
+        error: why the exit code is not 0, although there is a result to show.
     """
 
     data: Mapping[str, Any]
@@ -69,7 +69,7 @@ class Answer:
 
 @final
 class Screen(Console):
-    """A console that raises `OutputFailed`; by itself rich would end the program where a pipe is closed."""
+    """A console that raises `OutputFailed`, where rich would end the program if a pipe is closed."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print; see `rich.console.Console.print`."""
@@ -79,19 +79,19 @@ class Screen(Console):
             raise _output_failed(error) from error
 
     def on_broken_pipe(self) -> None:
-        """Raise what was raised."""
+        """Raise the error again."""
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def deliver(make: Callable[[], Answer], *, as_json: bool) -> int:
-    """Run a command and show what it found, or why it could not.
+    """Run a command and show its result, or why it failed.
 
     Args:
         make: the command.
-        as_json: one JSON object on the standard output, whatever happens; an error is its field ``error``.
+        as_json: print one JSON object on the standard output in every case; an error is its field ``error``.
 
     Returns:
-        The exit code: 0, or that of the error, which people read on the standard error.
+        The exit code: 0, or that of the error, which is also printed on the standard error.
     """
     try:
         answer = make()
@@ -99,7 +99,7 @@ def deliver(make: Callable[[], Answer], *, as_json: bool) -> int:
         answer = Answer({}, error=error)
     code = 0 if answer.error is None else exit_code(type(answer.error))
     failed_code = written(lambda: _show(answer, as_json=as_json))
-    if answer.error is not None and failed_code is None:  # after the flush: last where both go to one place
+    if answer.error is not None and failed_code is None:  # after the flush: the error is last if both go to one place
         with suppress(OSError):
             show_error(answer.error)
     return code if failed_code is None else failed_code
@@ -108,13 +108,13 @@ def deliver(make: Callable[[], Answer], *, as_json: bool) -> int:
 def written(show: Callable[[], None]) -> int | None:
     """Write to the standard output, to the end.
 
-    A reader that has seen enough (``| head -1``) is no failure: the rest goes nowhere, and nothing is said.
+    It is not a failure if the reader closes the pipe early (``| head -1``): the rest is dropped without a message.
 
     Args:
-        show: what writes.
+        show: writes the output.
 
     Returns:
-        None; or, if it could not be written, the exit code that says so, after a line on the standard error.
+        None; or, if it could not be written, the exit code for that, after a line on the standard error.
     """
     if sys.stdout is None:
         return give_up(_output_failed(OSError(errno.EBADF, "it is closed")))
@@ -129,10 +129,10 @@ def written(show: Callable[[], None]) -> int | None:
 
 
 def give_up(failed: OutputFailed) -> int | None:
-    """Say on the standard error why nothing more is written, unless it is that nobody reads.
+    """Print on the standard error why the output stops, unless its reader has closed the pipe.
 
     Returns:
-        The exit code; None where nobody reads any more.
+        The exit code; None if the reader has closed the pipe.
     """
     _send_nowhere(sys.stdout)
     if isinstance(failed.found, BrokenPipeError):
@@ -150,8 +150,8 @@ def _output_failed(error: OSError) -> OutputFailed:
 
 
 def _send_nowhere(stream: TextIO | None) -> None:
-    """What is left in a stream would be tried again, and raise again, when Python ends."""
-    with suppress(OSError, ValueError):  # it is closed, or no file
+    """Drop what is left in a stream: Python would try to write it again at its end, and raise again."""
+    with suppress(OSError, ValueError):  # it is closed, or not a file
         if stream is not None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
@@ -167,7 +167,7 @@ def _show(answer: Answer, *, as_json: bool) -> None:
 
 
 def exit_code(kind: type[TrainfoldError]) -> int:
-    """The exit code of a kind of error: its own; that of a usage error for arguments that can never work.
+    """The exit code of a class of errors; that of a usage error for arguments that can never work.
 
     Examples:
         >>> exit_code(InvalidArgument), exit_code(UsageError)
@@ -177,7 +177,7 @@ def exit_code(kind: type[TrainfoldError]) -> int:
 
 
 def show_tables(tables: tuple[Table, ...], stream: TextIO) -> None:
-    """Write tables: drawn in a terminal, else columns that two or more spaces keep apart and nothing truncates."""
+    """Write tables: with lines in a terminal; elsewhere as columns separated by two or more spaces, never truncated."""
     console = Screen(file=stream)
     for number, table in enumerate(map(_printable, tables)):
         if number:
@@ -193,7 +193,7 @@ def show_tables(tables: tuple[Table, ...], stream: TextIO) -> None:
 
 
 def _printable(table: Table) -> Table:
-    """The table as a terminal may have it, whatever the files say that it was made from (W23)."""
+    """The table without characters that a terminal would act on, which files may contain."""
     rows = tuple(tuple(map(printable, row)) for row in table.rows)
     return attrs.evolve(table, title=printable(table.title), columns=tuple(map(printable, table.columns)), rows=rows)
 
@@ -212,7 +212,7 @@ def aligned(table: Table) -> list[str]:
 
 
 def show_error(error: TrainfoldError) -> None:
-    """Write an error to the standard error: what it concerns, what was expected and found, and the next move."""
+    """Write an error to the standard error: what it concerns, what was expected and found, and the fix."""
     console = Console(stderr=True)
     console.print(Text(f"{type(error).__name__}: {printable(error.where)}", style="bold red"), soft_wrap=True)
     for name, value in (("expected", error.expected), ("found", error.found), ("fix", error.fix)):
@@ -233,7 +233,7 @@ def error_fields(error: TrainfoldError) -> dict[str, Any]:
 
 
 def size_text(size_bytes: int) -> str:
-    """A size for people.
+    """A size as text.
 
     Examples:
         >>> size_text(999), size_text(61_234_567)
@@ -259,7 +259,7 @@ def _drawn(table: Table, console: Console) -> RichTable:
 
 
 def _fitted(table: Table, console: Console) -> RichTable:
-    """A table with one line for each row; as many spare columns are left out as have no room."""
+    """A table with one line for each row, without the spare columns that do not fit."""
     for count in range(len(table.spare) + 1):
         hidden = table.spare[:count]
         caption = f"in a wider terminal, or with --json: {', '.join(hidden)}" if hidden else None

@@ -1,4 +1,4 @@
-"""The curves of two runs as a picture."""
+"""Draws the curves of two runs as a picture."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from trainfold.core.errors import TrainfoldError
 
 
 class PlotMissing(TrainfoldError):
-    """Nothing can be drawn here: matplotlib is not installed."""
+    """No picture can be drawn, because matplotlib is not installed."""
 
 
 def draw_losses(  # noqa: PLR0913 - keywords

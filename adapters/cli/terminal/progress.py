@@ -1,4 +1,4 @@
-"""What runs in other processes show while they train: bars in a terminal, a few plain lines in a pipe."""
+"""The progress of runs in other processes: bars in a terminal, a few plain lines in a pipe."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ _PLAIN_LINES = 4  # for each run
 
 
 class Display(Protocol):
-    """Shows the progress of the demo's runs."""
+    """Shows the progress of runs."""
 
     def watch(self, run: str, event: RecordedLine) -> None:
-        """Show that something happened in a run."""
+        """Show an event of a run."""
 
     def say(self, text: str) -> None:
         """Show a line that stays."""
@@ -27,7 +27,7 @@ def display(console: Console, *, steps: int) -> Iterator[Display]:
     """The display that suits the console.
 
     Args:
-        console: of rich; whether it is a terminal decides.
+        console: of rich; bars if it is a terminal.
         steps: of each run.
 
     Yields:

@@ -1,4 +1,4 @@
-"""`Workplace`: a directory that a command fills and replaces, and that nothing else may be in."""
+"""`Workplace`: a directory that a command fills and replaces, and that may hold nothing else."""
 
 import contextlib
 import fcntl
@@ -20,7 +20,7 @@ class Workplace:
     """What a command's directory looks like.
 
     Attributes:
-        made_by: the command, such as ``trainfold demo``; the marker says so.
+        made_by: the command, such as ``trainfold demo``, as recorded in the marker.
         noun: what the command makes, for messages: ``demo``.
         option: the option that names the directory.
         marker: the file that marks a directory as the command's own.
@@ -37,13 +37,13 @@ class Workplace:
 
     @contextlib.contextmanager
     def prepared(self, directory: Path) -> Iterator[None]:
-        """The directory, empty and for this process alone.
+        """Empty the directory and lock it for this process.
 
         Args:
-            directory: absent, empty, or with what the command left earlier, which is removed.
+            directory: absent, empty, or with the files of an earlier run of the command, which are removed.
 
         Raises:
-            CheckpointForeign: if the directory has something else in it; nothing is touched.
+            CheckpointForeign: if the directory has other files in it; nothing is touched.
             NotWritable: if it cannot be written.
             RunLocked: if another process of the command works there.
         """
@@ -76,7 +76,7 @@ class Workplace:
             os.close(lock)
 
     def mark(self, directory: Path, about: Mapping[str, Any]) -> None:
-        """Write the marker, with what else is to be known of the work."""
+        """Write the marker, with details of the work."""
         text = json.dumps({"made_by": self.made_by, **about}, indent=2)
         (directory / self.marker).write_text(text + "\n", encoding="utf-8")
 

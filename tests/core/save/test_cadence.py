@@ -199,9 +199,9 @@ def test_the_advice_is_given_also_where_there_is_nothing_to_resume(tmp_path, cap
         (["--mtbf", "12h"], "no --save, --step-time"),
         (["--write", "0s"], "no --mtbf, --save, --step-time"),
         ([*COSTS[:5], "0s"], "--step-time"),
-        ([*COSTS[:5], "2"], "no duration with a unit"),
+        ([*COSTS[:5], "2"], "not a duration with a unit"),
         ([*COSTS[:5], "-2s"], "--step-time"),
-        ([*COSTS[:5], "nans"], "no duration with a unit"),
+        ([*COSTS[:5], "nans"], "not a duration with a unit"),
     ],
 )
 def test_options_that_make_no_advice_are_a_usage_error_before_the_run_is_looked_at(options, words, tmp_path, capsys):
@@ -220,5 +220,5 @@ def test_a_duration_has_a_unit(text, secs):
 
 @pytest.mark.parametrize("text", ["", "s", "12", "12 parsecs", "1h30", "1e3s", "-1s", "h1", "\u0661s", "inf", "1..5s"])
 def test_what_is_no_duration_is_refused(text):
-    with pytest.raises(ValueError, match="no duration with a unit"):
+    with pytest.raises(ValueError, match="not a duration with a unit"):
         seconds_of(text)
