@@ -238,7 +238,7 @@ def test_plan_says_where_an_older_trainfold_has_not_written_the_workers(answered
     run = Path(__file__).parents[2] / "compat" / "positions" / "v1" / "map" / "run"
     found, _ = answered("plan", run)
     assert [each["num_workers"] for each in found["loaders"]] == [None]
-    assert "older trainfold has not written" in call("plan", run)[0]
+    assert "older trainfold did not record" in call("plan", run)[0]
 
 
 def noisy(samples):
