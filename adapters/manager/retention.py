@@ -9,11 +9,8 @@ from trainfold.backends.runs.best_lock import best_json_lock
 from trainfold.backends.runs.best_reader import (
     BEST_POINTER,
     best_bytes,
-    best_name,
-    named_by,
     parsed_best,
     read_best,
-    scores_in,
 )
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine, read_inventory
@@ -120,19 +117,19 @@ class Pruner:
 
         The file itself stays, because its readers compare timelines. A person who follows a pointer does not.
         """
-        if best is None or self._store.pointers().get(BEST_POINTER) != best_name(best):
+        if best is None or self._store.pointers().get(BEST_POINTER) != best.name:
             return
         found = best_still_there(inventory, best)
-        if found == best_name(best):
+        if found == best.name:
             return
         if found is None:
             self._store.delete(BEST_POINTER)
             _LOG.warning("%s: the rewind has left the best, %s, behind: the pointer `best` is removed until one is saved",
-                         self._store.url, best_name(best))  # fmt: skip
+                         self._store.url, best.name)  # fmt: skip
         else:
             self._store.point(BEST_POINTER, found)
             _LOG.warning("%s: the rewind has left the best, %s, behind: the pointer `best` leads to %s, the best of those that are kept",
-                         self._store.url, best_name(best), found)  # fmt: skip
+                         self._store.url, best.name, found)  # fmt: skip
 
     def _plan(self, written: Saved, inventory: Inventory, best: BestFile | None) -> Pruning:
         """Look at what the decision needs, and decide."""
@@ -143,11 +140,11 @@ class Pruner:
         return plan_pruning(
             inventory,
             written=written,
-            proved={one.name: one for one in self._saved(entries, scores_in(best))},
+            proved={one.name: one for one in self._saved(entries, best.scores if best is not None else {})},
             files={name: self._store.list(name) for name in may_be_torn(inventory, written)},
             policy=self._policy,
             left_behind=self._left_behind,
-            protected={**pointed, **named_by(best)},
+            protected={**pointed, **(best.names if best is not None else {})},
         )
 
     def _saved(self, entries: Iterable[Entry], scores: Mapping[tuple[str, int], float]) -> list[Saved]:

@@ -1,4 +1,4 @@
-"""``best.json`` of a run: `save_best`, `load_best` and `load_best_n`, so that a restart goes on from the best, not from nothing (E09)."""
+"""A run's ``best.json``: `save_best`, `load_best` and `load_best_n`, so that a restarted run still knows its best."""
 
 import os
 import warnings
@@ -25,7 +25,6 @@ from trainfold.backends.runs.best_reader import (
     parsed_best,
     present,
     read_best,
-    step_of_best,
 )
 from trainfold.backends.runs.scan import read_run_id
 from trainfold.backends.stores.protocol import Store
@@ -46,7 +45,7 @@ _T = TypeVar("_T")
 
 
 class BestIgnored(UserWarning):
-    """A run's ``best.json`` is about something else, or its checkpoint is gone: the best begins anew."""
+    """A run's ``best.json`` is about something else, or its checkpoint is gone: the best starts without a score."""
 
 
 def save_best(
@@ -56,28 +55,28 @@ def save_best(
     kept: Iterable[BestEntry] | None = None,
     collectives: Collectives | None = None,
 ) -> BestRecord:
-    """Write the best into its run, atomically and durably; after the checkpoint of its step was saved (E10).
+    """Write the best into its run, atomically and durably, after the checkpoint of its step was saved.
 
-    It names steps and no path, so that it stays true when the run is moved. A `CheckpointManager` of the run keeps the
-    checkpoints that it names, whatever ``keep_last`` says (E02). Saving an equal record again changes nothing. Then the pointer
-    ``best`` leads to the best one's checkpoint: a hint for people, relative and replaced atomically (E13, E14).
+    The file names steps and no path, so it stays valid when the run is moved. A `CheckpointManager` of the run keeps the
+    checkpoints that it names, whatever ``keep_last`` says. Saving an equal record again changes nothing. Afterwards the pointer
+    ``best`` leads to the checkpoint of the best: a hint for people, relative and replaced atomically.
 
     Args:
         run: a directory, or a store; the manager's own store while a manager has the run open.
         record: a best with a score; its ``run_id`` may be None.
-        kept: the N best, as `plan_best` keeps them, in any order; None for those that are in the file already.
+        kept: the N best, as `plan_best` keeps them, in any order; None for those already in the file.
         collectives: the ranks, all of which call: rank 0 writes, and a failure is raised on all. None for a single process.
 
     Returns:
         The record with the run's id.
 
     Raises:
-        InvalidArgument: if it has no score, or is of another run; or if ``kept`` cannot be what a plan keeps.
-        InvalidState: if the run has no checkpoint of a step that is named; or if an earlier best there is better, which a
-            restart that did not `load_best`, or `load_best_n`, would lose.
-        CheckpointDamaged: if there is a best that cannot be read: it is never replaced silently.
+        InvalidArgument: if it has no score, or is of another run; or if no plan could keep ``kept``.
+        InvalidState: if the run has no checkpoint of a named step; or if an earlier best there is better, so that a restart
+            without `load_best`, or `load_best_n`, would lose it.
+        CheckpointDamaged: if the existing best cannot be read: it is never replaced silently.
         RunLocked: if another process, or a manager with another store object, saves into the run.
-        SaveFailed: if it could not be written; what was there is untouched.
+        SaveFailed: if it could not be written; the existing file is untouched.
 
     Examples:
         >>> from trainfold.backends.stores.memory import MemoryStore
@@ -102,23 +101,24 @@ def save_best(
 
 
 def load_best(run: Run, wanted: BestRecord, *, collectives: Collectives | None = None) -> BestRecord:
-    """The best that a run goes on with: the saved one, or ``wanted`` as it is if there is none.
+    """The best that a run continues with: the saved one, or ``wanted`` itself without a saved one.
 
-    The saved one counts only if it is of the same run, metric, direction and ``min_delta``, and the checkpoint that it
-    names can still be loaded: deleted, damaged, or left behind by a rewind (E12), it is not. A `BestIgnored` warning says
-    each of these reasons. A file that cannot be read is an error and not a fresh start: a worse score would win.
+    The saved one counts only if it is of the same run, metric and direction, and if the checkpoint that it names can still be
+    loaded, and was not deleted, damaged, or left behind by a rewind. It gets the ``min_delta`` of ``wanted``. A `BestIgnored`
+    warning lists each reason against it. A file that cannot be read is an error and not a fresh start, because a worse score
+    would win then.
 
     Args:
         run: a directory, or a store.
         wanted: a record without a score; where its ``run_id`` is None, the run's own is meant.
-        collectives: the ranks, all of which call: rank 0 reads, and all get what it read. None for a single process.
+        collectives: the ranks, all of which call: rank 0 reads, and all get its result. None for a single process.
 
     Returns:
         The record to compare the next evaluation with.
 
     Raises:
-        InvalidArgument: if ``wanted`` is no record.
-        CheckpointDamaged: if the file is torn or altered; `CheckpointHostile` or `CheckpointForeign` if it is no such file.
+        InvalidArgument: if ``wanted`` is not a `BestRecord`.
+        CheckpointDamaged: if the file is torn or altered; `CheckpointHostile` or `CheckpointForeign` if it is another file.
         FutureVersion: if a newer trainfold wrote it.
 
     Examples:
@@ -131,21 +131,21 @@ def load_best(run: Run, wanted: BestRecord, *, collectives: Collectives | None =
 
 
 def load_best_n(run: Run, wanted: BestRecord, *, collectives: Collectives | None = None) -> tuple[BestEntry, ...]:
-    """The N best that a run goes on with, for `plan_best`: those saved, as far as their checkpoints can still be loaded.
+    """The N best that a run continues with, for `plan_best`: the saved ones whose checkpoints can still be loaded.
 
-    They count as `load_best` says of the one best; a `BestIgnored` warning names each that does not. Where only the one best
-    was saved, it is the only entry.
+    The rules of `load_best` apply to each; a `BestIgnored` warning names each that does not count. If only the one best was
+    saved, it is the only entry.
 
     Args:
         run: a directory, or a store.
         wanted: a record without a score; where its ``run_id`` is None, the run's own is meant.
-        collectives: the ranks, all of which call: rank 0 reads, and all get what it read. None for a single process.
+        collectives: the ranks, all of which call: rank 0 reads, and all get its result. None for a single process.
 
     Returns:
-        The entries, the best one first; empty if there are none.
+        The entries, the best one first.
 
     Raises:
-        InvalidArgument: if ``wanted`` is no record.
+        InvalidArgument: if ``wanted`` is not a `BestRecord`.
         CheckpointError: as `load_best`.
 
     Examples:
@@ -185,7 +185,7 @@ def _save(store: Store, record: BestRecord, places: tuple[BestEntry, ...] | None
 
 def _save_locked(store: Store, record: BestRecord, places: tuple[BestEntry, ...] | None) -> BestRecord:
     own = read_run_id(store)
-    named = {step_of_best(record), *(entry.step for entry in places or ())}
+    named = {_step(record), *(entry.step for entry in places or ())}
     heads = {} if own is None else heads_at(store, named)
     if own is None or (missing := sorted(named - heads.keys())):
         steps = ", ".join(map(str, missing if own is not None else sorted(named)))
@@ -194,7 +194,7 @@ def _save_locked(store: Store, record: BestRecord, places: tuple[BestEntry, ...]
                                 "one that is being saved in the background is there after manager.drain()")  # fmt: skip
     if record.run_id not in {None, own}:
         raise InvalidArgument("record.run_id", expected=f"{own!r}, the run's, or None", found=repr(record.run_id),
-                              fix="begin with load_best of this run")  # fmt: skip
+                              fix="start with load_best of this run")  # fmt: skip
     mine = attrs.evolve(record, run_id=own)
     old = best_bytes(store)
     was = None if old is None else parsed_best(store, old)
@@ -202,31 +202,36 @@ def _save_locked(store: Store, record: BestRecord, places: tuple[BestEntry, ...]
         kept = present(store, was, mine)[0] if was is not None and was.kept else ()
     else:
         kept = tuple((entry, heads[entry.step].timeline) for entry in places)
-    data = best_to_json(mine, timeline=heads[step_of_best(mine)].timeline, kept=kept)
+    data = best_to_json(mine, timeline=heads[_step(mine)].timeline, kept=kept)
     if old != data:
         _check_no_better(store, was, mine)
         _check_none_lost(store, was, mine, kept)
         _make_durable(store, named - {entry.step for entry, _ in (was.entries if was is not None else ())})
-    # equal bytes too, for they may not be durable
+    # also if the bytes are equal: they may not be durable yet
     store.commit(BEST_FILE, data, replaces=None if old is None else digest_of(old))
-    if BEST_POINTER not in store.list(""):  # a file of the user's own of that name is none of ours to replace
-        store.point(BEST_POINTER, directory_of(step_of_best(mine)))
+    if BEST_POINTER not in store.list(""):  # a file of the user's with that name is not replaced
+        store.point(BEST_POINTER, directory_of(_step(mine)))
     return mine
 
 
+def _step(record: BestRecord) -> int:
+    assert record.step is not None  # a record with a score has a step
+    return record.step
+
+
 def _make_durable(store: Store, steps: Iterable[int]) -> None:
-    """Commit their manifests again: that of a save whose last sync has failed can be read, and a crash takes it back."""
+    """Commit their manifests again: after a failed last sync a manifest can be read, but a crash would lose it."""
     for step in sorted(steps):
         name = f"{directory_of(step)}/{MANIFEST}"
         data = store.read(name)
-        with suppress(CommitConflict):  # it is being saved anew, durably
+        with suppress(CommitConflict):  # another save replaces it, durably
             store.commit(name, data, replaces=digest_of(data))
 
 
 def _check_no_better(store: Store, old: BestFile | None, mine: BestRecord) -> None:
-    """An earlier step with a better score, still there, means that nobody has loaded it (P24)."""
+    """Refuse to overwrite a better score of an earlier step that still exists: the caller has not loaded it."""
     found, _ = carried_one(store, old, mine)
-    if found.score is None or step_of_best(mine) <= step_of_best(found):
+    if found.score is None or _step(mine) <= _step(found):
         return
     assert mine.score is not None
     if beats(found.score, mine.score, direction=mine.direction):
@@ -234,14 +239,14 @@ def _check_no_better(store: Store, old: BestFile | None, mine: BestRecord) -> No
             f"{store.url}/{BEST_FILE}",
             expected=f"no better {mine.metric} than {mine.score!r}",
             found=f"{found.score!r} at step {found.step}",
-            fix="begin with load_best after a restart; remove the file, or name the metric anew, if the measure has changed",
+            fix="start with load_best after a restart; if the measure has changed, remove the file or rename the metric",
         )
 
 
 def _check_none_lost(
     store: Store, old: BestFile | None, mine: BestRecord, kept: tuple[tuple[BestEntry, int], ...]
 ) -> None:
-    """No plan drops an entry for a worse one; where a later step comes with one, nobody has loaded the better (P24)."""
+    """Refuse to drop an entry for a worse one of a later step: no plan does this, so the caller has not loaded the better one."""
     if old is None or not kept:
         return
     new, newest = [entry for entry, _ in kept], max(entry.step for entry, _ in kept)
@@ -252,7 +257,7 @@ def _check_none_lost(
                 f"{store.url}/{BEST_FILE}",
                 expected=f"the N best without one that is worse than a dropped one, such as {new[-1].score!r} at step {new[-1].step}",
                 found=f"{entry.score!r} at step {entry.step}, which would be dropped",
-                fix="begin with load_best_n after a restart, and give the kept of a plan_best that had it",
+                fix="start with load_best_n after a restart, and pass the kept of a plan_best that had it",
             )
 
 
@@ -262,6 +267,6 @@ def _locked(store: Store) -> Iterator[None]:
         try:
             held.enter_context(store.lock())
         except RunLocked as error:
-            fix = f"{error.fix}; or give save_best the store that the manager was made with"
+            fix = f"{error.fix}; or pass save_best the store that the manager was made with"
             raise RunLocked(error.where, expected=error.expected, found=error.found, fix=fix) from None
         yield

@@ -1,7 +1,7 @@
-"""`best_json_lock`: the lock between who names a checkpoint the best and who deletes what no best names (E02).
+"""`best_json_lock`: the lock between naming a checkpoint in ``best.json`` and deleting checkpoints that it does not name.
 
-A manager deletes old checkpoints in a thread of its own, from a look at the best to the last deletion; meanwhile nobody else in
-this process names one. Other processes' writers are kept out by the lock of the run.
+A manager deletes old checkpoints in its own thread. It holds this lock from reading ``best.json`` to the last deletion, so that no
+other thread of this process names one of them meanwhile. The lock of the run keeps other processes' writers out.
 """
 
 import os
@@ -13,7 +13,7 @@ _lock = threading.RLock()
 
 
 def best_json_lock() -> AbstractContextManager[Any]:
-    """The lock of this process; a forked child has one of its own.
+    """The lock of this process; a forked child has a lock of its own.
 
     Examples:
         >>> with best_json_lock(), best_json_lock():
@@ -23,7 +23,7 @@ def best_json_lock() -> AbstractContextManager[Any]:
 
 
 def _renew() -> None:
-    global _lock  # noqa: PLW0603  # whoever held it is not there any more
+    global _lock  # noqa: PLW0603  # the thread that held it does not exist in the child
     _lock = threading.RLock()
 
 

@@ -1,4 +1,4 @@
-"""Reading a run's ``best.json``: what it holds on to, and how much of it can still be loaded."""
+"""Reads a run's ``best.json``: the checkpoints that it names, and which of them can still be loaded."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -16,13 +16,8 @@ from trainfold.core.history.inventory import lineage
 BEST_POINTER: Final = "best"
 
 
-def best_name(file: BestFile) -> str:
-    """The checkpoint that is the best, as the file says."""
-    return directory_of(step_of_best(file.record))
-
-
 def best_checkpoint(store: Store) -> str | None:
-    """The name of the checkpoint that the run's best names, whether it is there or not; None without a best.
+    """The name of the checkpoint that the run's best names, whether it exists or not; None without a best.
 
     Raises:
         CheckpointError: if there is a best that cannot be read.
@@ -36,32 +31,31 @@ def best_checkpoint(store: Store) -> str | None:
 
 
 def measured_best(store: Store) -> str | None:
-    """As `best_checkpoint`, of a checkpoint that is the one that was measured; one that is not there, or damaged, counts as such.
+    """As `best_checkpoint`, if that checkpoint is the one that was measured; a missing or damaged one counts as such.
 
     Raises:
         CheckpointError: if there is a best that cannot be read.
-        InvalidState: if a rewind has left the best behind (E12), or its step was trained anew since.
+        InvalidState: if a rewind has left the best behind, or its step has been trained again since.
     """
     file = read_best(store)
     if file is None:
         return None
-    name = directory_of(step_of_best(file.record))
     inventory = read_inventory(store)
-    entry = inventory.entry(name)
+    entry = inventory.entry(file.name)
     head = None if entry is None else entry.head
     if head is not None and (head.timeline != file.timeline or entry not in lineage(inventory)):
         was = "one that a rewind has left behind" if head.timeline == file.timeline else f"timeline {head.timeline}"
         raise InvalidState(
             f"{store.url}/{BEST_FILE}",
-            expected=f"{name} of timeline {file.timeline}, as it was measured, in the run's lineage",
+            expected=f"{file.name} of timeline {file.timeline}, as it was measured, in the run's lineage",
             found=was,
             fix=f"evaluate again, and save_best what wins; or load what is there with step={head.step}",
         )
-    return name
+    return file.name
 
 
 def best_checkpoints(store: Store) -> dict[str, str]:
-    """The checkpoints that the run's ``best.json`` holds on to, whether they are there or not: name -> why, the best one first.
+    """The checkpoints that the run's ``best.json`` keeps, whether they exist or not: name -> why, the best one first.
 
     Raises:
         CheckpointError: if there is a best that cannot be read.
@@ -71,20 +65,12 @@ def best_checkpoints(store: Store) -> dict[str, str]:
         >>> best_checkpoints(MemoryStore())
         {}
     """
-    return named_by(read_best(store))
-
-
-def named_by(file: BestFile | None) -> dict[str, str]:
-    """What `best_checkpoints` says, of a file that was read."""
-    if file is None:
-        return {}
-    others = {directory_of(entry.step): f"one of the best {len(file.kept)}" for entry, _ in file.kept}
-    best = directory_of(step_of_best(file.record))
-    return {best: "the best", **{name: why for name, why in others.items() if name != best}}
+    file = read_best(store)
+    return {} if file is None else file.names
 
 
 def best_scores(store: Store) -> dict[tuple[str, int], float]:
-    """What ``best.json`` knows of scores: (checkpoint, timeline) -> score; a step that was trained anew has another timeline.
+    """The scores in ``best.json``: (checkpoint, timeline) -> score; a step that was trained again has another timeline.
 
     Raises:
         CheckpointError: if there is a best that cannot be read.
@@ -94,30 +80,21 @@ def best_scores(store: Store) -> dict[tuple[str, int], float]:
         >>> best_scores(MemoryStore())
         {}
     """
-    return scores_in(read_best(store))
-
-
-def scores_in(file: BestFile | None) -> dict[tuple[str, int], float]:
-    """What `best_scores` says, of a file that was read."""
-    entries = (
-        ()
-        if file is None
-        else (*file.entries, (BestEntry(file.record.score, step_of_best(file.record)), file.timeline))
-    )
-    return {(directory_of(entry.step), of): entry.score for entry, of in entries if entry.score is not None}
+    file = read_best(store)
+    return {} if file is None else file.scores
 
 
 def carried_one(store: Store, file: BestFile | None, wanted: BestRecord) -> tuple[BestRecord, tuple[str, ...]]:
-    """The record to go on with, and why the file's is not it; see `carried_best`."""
+    """The record that the run continues with, and why the file's is not used; see `carried_best`."""
     if file is None:
         return carried_best(None, wanted, steps_present=())
-    head = heads_at(store, [step_of_best(file.record)]).get(step_of_best(file.record))
-    present = () if head is None or head.timeline != file.timeline else (head.step,)
-    return carried_best(file.record, wanted, steps_present=present)
+    head = heads_at(store, [file.step]).get(file.step)
+    there = () if head is None or head.timeline != file.timeline else (head.step,)
+    return carried_best(file.record, wanted, steps_present=there)
 
 
 def carried_n(store: Store, file: BestFile | None, wanted: BestRecord) -> tuple[tuple[BestEntry, ...], tuple[str, ...]]:
-    """The N best to go on with, and why others of the file are not among them."""
+    """The N best that the run continues with, and why other entries of the file are not among them."""
     if file is None:
         return (), ()
     kept, reasons = present(store, file, wanted)
@@ -127,8 +104,8 @@ def carried_n(store: Store, file: BestFile | None, wanted: BestRecord) -> tuple[
 def present(
     store: Store, file: BestFile, wanted: BestRecord
 ) -> tuple[tuple[tuple[BestEntry, int], ...], tuple[str, ...]]:
-    """The N best whose checkpoints can be loaded, if they are of the run, metric and direction; and why others are not."""
-    _, reasons = carried_best(file.record, wanted, steps_present=[step_of_best(file.record)])
+    """The N best whose checkpoints can be loaded, if run, metric and direction are the wanted ones; and why others are not."""
+    _, reasons = carried_best(file.record, wanted, steps_present=[file.step])
     if reasons:
         return (), reasons
     heads = heads_at(store, [entry.step for entry, _ in file.entries])
@@ -139,7 +116,7 @@ def present(
 
 
 def heads_at(store: Store, steps: Iterable[int]) -> dict[int, Head]:
-    """Step -> head of its checkpoint, of those that are of the run's lineage and whole."""
+    """Step -> head of its checkpoint, for steps with a whole checkpoint in the run's lineage."""
     inventory = read_inventory(store)
     usable = {entry.name for entry in lineage(inventory)}
     found = {}
@@ -152,7 +129,7 @@ def heads_at(store: Store, steps: Iterable[int]) -> dict[int, Head]:
 
 
 def read_best(store: Store) -> BestFile | None:
-    """What the run's ``best.json`` says; None where there is none.
+    """The content of the run's ``best.json``; None without one.
 
     Raises:
         CheckpointError: if it cannot be read.
@@ -162,17 +139,11 @@ def read_best(store: Store) -> BestFile | None:
 
 
 def best_bytes(store: Store) -> bytes | None:
-    """The file's bytes, as many as it can have; None where there is none."""
+    """The file's bytes, up to one more than it may have; None without a file."""
     size = store.size(BEST_FILE)
     return None if size is None else store.read(BEST_FILE, start=0, stop=min(size, BEST_LIMIT_BYTES + 1))
 
 
 def parsed_best(store: Store, data: bytes) -> BestFile:
-    """What they say; see `best_file_from_json`."""
+    """The content of these bytes; see `best_file_from_json`."""
     return best_file_from_json(data, f"{store.url}/{BEST_FILE}")
-
-
-def step_of_best(record: BestRecord) -> int:
-    """The step of a record that has a score: it goes with it."""
-    assert record.step is not None
-    return record.step

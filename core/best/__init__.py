@@ -1,1 +1,1 @@
-"""Which checkpoint is the best, decided once. May import `format` and what lies below it."""
+"""The decision which checkpoint is the best. May import `format` and what lies below it."""

@@ -1,4 +1,4 @@
-"""A `BestFile` as the bytes of a run's ``best.json``: strict, versioned, and ended by the digest of what is before it."""
+"""A `BestFile` as the bytes of a run's ``best.json``: strict, versioned, and ending with the digest of what precedes it."""
 
 import math
 from collections.abc import Iterable
@@ -8,12 +8,10 @@ import attrs
 
 from trainfold.core.best.record import BestRecord, make_best_record
 from trainfold.core.best.top_n import BestEntry, ranked
-from trainfold.core.errors import (
-    CheckpointError,
-    InvalidArgument,
-)
-from trainfold.core.format.sealed_json import SealedJson
-from trainfold.core.format.strict_json import count, fields, hostile, list_of, single_name, sized
+from trainfold.core.errors import CheckpointError, InvalidArgument
+from trainfold.core.format.file_names import directory_of
+from trainfold.core.format.sealed_json import SEAL, SealedJson
+from trainfold.core.format.strict_json import count, finite, hostile, items, read_fields, row, single_name, text_of
 from trainfold.core.json_values import shown
 
 BEST_FILE = "best.json"
@@ -21,18 +19,28 @@ BEST_FORMAT = "trainfold-best"
 BEST_VERSION = 2
 BEST_LIMIT_BYTES = 2**16  # 200 characters of a metric's name, each escaped, 200 of a run id, and the N best
 MOST_KEPT = 500
-_FIELDS = {"format", "version", "run_id", "metric", "direction", "min_delta", "score", "step", "timeline", "digest"}
+_FIELDS = {
+    **SEAL,
+    "run_id": single_name,
+    "metric": text_of,
+    "direction": text_of,
+    "min_delta": finite,
+    "score": finite,
+    "step": count,
+    "timeline": count,
+}
+_KEPT = items(row(finite, count, count), least=1, most=MOST_KEPT)
 
 
 @final
 @attrs.frozen
 class BestFile:
-    """What a ``best.json`` says.
+    """The content of a ``best.json``.
 
     Attributes:
         record: the best.
         timeline: the timeline of the run that its checkpoint belongs to.
-        kept: the N best, the best one first, each with its timeline; empty where only the one is kept.
+        kept: the N best, the best one first, each with its timeline; empty if only the one is kept.
     """
 
     record: BestRecord
@@ -40,13 +48,36 @@ class BestFile:
     kept: tuple[tuple[BestEntry, int], ...] = ()
 
     @property
+    def name(self) -> str:
+        """The checkpoint of the best."""
+        return directory_of(self.step)
+
+    @property
+    def step(self) -> int:
+        """The step of the best."""
+        assert self.record.step is not None  # a record with a score has a step
+        return self.record.step
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The checkpoints that stay -> why, the best one first."""
+        others = {directory_of(entry.step): f"one of the best {len(self.kept)}" for entry, _ in self.kept}
+        return {self.name: "the best", **{name: why for name, why in others.items() if name != self.name}}
+
+    @property
+    def scores(self) -> dict[tuple[str, int], float]:
+        """(checkpoint, timeline) -> score, of every entry; a step that was trained again has another timeline."""
+        entries = (*self.entries, (BestEntry(self.record.score, self.step), self.timeline))
+        return {(directory_of(entry.step), of): entry.score for entry, of in entries if entry.score is not None}
+
+    @property
     def entries(self) -> tuple[tuple[BestEntry, int], ...]:
         """The N best, or the only one."""
-        return self.kept or ((BestEntry(self.record.score, _step(self.record)), self.timeline),)
+        return self.kept or ((BestEntry(self.record.score, self.step), self.timeline),)
 
 
 def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[tuple[BestEntry, int]] = ()) -> bytes:
-    """The file's bytes: of version 1 where only one is kept, so that an older trainfold reads it too.
+    """The file's bytes, in version 1 if only one is kept, so that an older trainfold reads it too.
 
     Law: ``best_file_from_json(best_to_json(record, timeline=t, kept=k)) == BestFile(record, t, k)`` for a ranked ``k``; equal
     arguments give equal bytes, and the order of ``kept`` makes no difference.
@@ -57,7 +88,7 @@ def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[tuple[
         kept: the N best, each with its timeline.
 
     Raises:
-        InvalidArgument: if it has none of them; or for more than `MOST_KEPT`, or a second entry of one step.
+        InvalidArgument: if it lacks one of them; for more than `MOST_KEPT` entries, or two entries of one step.
 
     Examples:
         >>> from trainfold.core.best.record import updated
@@ -82,7 +113,9 @@ def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[tuple[
     try:
         best_file_from_json(data)
     except CheckpointError as error:  # a record that was not made by make_best_record
-        raise InvalidArgument("record", expected=error.expected, found=error.found, fix="make it anew") from None
+        raise InvalidArgument(
+            "record", expected=error.expected, found=error.found, fix="make it with make_best_record and updated"
+        ) from None
     return data
 
 
@@ -93,62 +126,36 @@ def best_from_json(data: bytes, where: str = BEST_FILE) -> tuple[BestRecord, int
 
 
 def best_file_from_json(data: bytes, where: str = BEST_FILE) -> BestFile:
-    """What a file's bytes say.
+    """Read a file's bytes.
 
     Raises:
         CheckpointDamaged: if the digest at the end does not fit the bytes before it.
         CheckpointForeign: if another program wrote it.
         FutureVersion: if a newer trainfold wrote it.
-        CheckpointHostile: if the digest fits and the contents cannot be all the same.
+        CheckpointHostile: if the digest fits and the contents are still invalid.
 
     Examples:
         >>> best_file_from_json(b"{}")
         Traceback (most recent call last):
             ...
         trainfold.core.errors.CheckpointDamaged: best.json: expected the digest of its own bytes at its end, found 2 bytes \
-that have another digest; restore best.json from a copy of the run, or remove it: the best then begins anew
+that have another digest; restore best.json from a copy of the run, or remove it: the best then starts without a score
     """
     return _FILE.decode(data, where, lambda document, version: _read(document, version, where))
 
 
-BEST_FIX = f"restore {BEST_FILE} from a copy of the run, or remove it: the best then begins anew"
+BEST_FIX = f"restore {BEST_FILE} from a copy of the run, or remove it: the best then starts without a score"
 _FILE = SealedJson(BEST_FORMAT, BEST_VERSION, BEST_LIMIT_BYTES, BEST_FIX)
 
 
 def _read(document: dict[str, Any], version: int, where: str) -> BestFile:
-    fields(document, _FIELDS if version == 1 else {*_FIELDS, "kept"}, where, exact=True)
+    found = read_fields(document, _FIELDS if version == 1 else {**_FIELDS, "kept": _KEPT}, where)
+    kept = tuple((BestEntry(score, step), timeline) for score, step, timeline in found.get("kept", ()))
     try:
-        record = make_best_record(
-            run_id=single_name(document["run_id"], where),
-            metric=document["metric"],
-            direction=document["direction"],
-            min_delta=_float(document["min_delta"], where),
-        )
-    except InvalidArgument as error:
-        raise hostile(f"{where}: {error.where}", error.expected, error.found) from None
-    score, step = _float(document["score"], where), count(document["step"], where)
-    kept = () if version == 1 else _kept(document["kept"], record, where)
-    return BestFile(attrs.evolve(record, score=score, step=step), count(document["timeline"], where), kept)
-
-
-def _kept(value: Any, record: BestRecord, where: str) -> tuple[tuple[BestEntry, int], ...]:
-    places = [sized(place, 3, where) for place in list_of(value, where)]
-    kept = tuple((BestEntry(_float(p[0], where), count(p[1], where)), count(p[2], where)) for p in places)
-    try:
+        record = make_best_record(**{name: found[name] for name in ("run_id", "metric", "direction", "min_delta")})
         in_order = ranked((entry for entry, _ in kept), direction=record.direction)
     except InvalidArgument as error:
         raise hostile(f"{where}: {error.where}", error.expected, error.found) from None
-    if not 0 < len(kept) <= MOST_KEPT or tuple(entry for entry, _ in kept) != in_order:
-        raise hostile(where, f"1 to {MOST_KEPT} entries, the best one first", shown(value))
-    return kept
-
-
-def _step(record: BestRecord) -> int:
-    assert record.step is not None  # it goes with the score
-    return record.step
-
-
-def _float(value: Any, where: str) -> float:
-    if type(value) is not float or not math.isfinite(value):
-        raise hostile(where, "a finite float", shown(value))
-    return value
+    if tuple(entry for entry, _ in kept) != in_order:
+        raise hostile(f"{where}: kept", "the best entry first", shown(document["kept"]))
+    return BestFile(attrs.evolve(record, score=found["score"], step=found["step"]), found["timeline"], kept)

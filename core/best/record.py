@@ -1,6 +1,7 @@
 """`BestRecord`: the best result of a run so far, and the decision whether a new one beats it.
 
-The direction is said and never guessed from the name, no score that is missing or not finite wins, and ranks take one verdict.
+The direction is explicit and never guessed from the name, a score that is missing or not finite never wins, and all ranks take rank
+0's decision.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -20,15 +21,15 @@ _T = TypeVar("_T")
 @final
 @attrs.frozen
 class BestRecord:
-    """The best result of a run so far. Made by `make_best_record`, replaced by `updated`, kept by ``save_best``.
+    """The best result of a run so far; make it with `make_best_record`, replace it with `updated`, keep it with ``save_best``.
 
     Attributes:
         run_id: the run that it belongs to; None until ``save_best`` or ``load_best`` has read it from the run.
         metric: the name of the metric in an evaluation's result.
         direction: ``"min"`` if less is better, ``"max"`` if more is.
-        min_delta: by more than this must a score improve.
-        score: the best score, finite; None while there is none.
-        step: the optimizer step that it was measured at; None while there is none.
+        min_delta: a score must improve by more than this.
+        score: the best score, finite; None before the first.
+        step: the optimizer step that it was measured at; None before the first.
     """
 
     run_id: str | None
@@ -46,12 +47,12 @@ def make_best_record(
 
     Args:
         metric: the name of the metric in an evaluation's result.
-        direction: ``"min"`` or ``"max"``; there is no default, and the name says nothing.
+        direction: ``"min"`` or ``"max"``; there is no default.
         min_delta: a score wins only if it is better by more than this; 0.0 for any strict improvement.
         run_id: the run; None for the one that the record is saved into.
 
     Raises:
-        InvalidArgument: naming the argument that cannot be.
+        InvalidArgument: naming the invalid argument.
 
     Examples:
         >>> make_best_record(metric="loss", direction="min", run_id="a1")
@@ -68,16 +69,16 @@ def make_best_record(
 
 
 def is_better(record: BestRecord, result: Mapping[str, Any]) -> bool:
-    """Say whether a result beats the best so far.
+    """Whether a result beats the best so far.
 
-    It does if its score is a finite number that improves on the record's by more than ``min_delta`` (the comparison is
-    exact: no rounding of ``best - min_delta`` decides), or if the record has no score yet. What never wins: a metric that is
-    absent or None (its denominator was 0), NaN, an infinity, and any result of an evaluation that was cut short.
+    It does if its score is a finite number that improves on the record's by more than ``min_delta``, or if the record has no
+    score yet. The comparison is exact: no rounding of ``best - min_delta`` decides. These never win: a metric that is absent or
+    None (its denominator was 0), NaN, an infinity, and any result of an evaluation that was cut short.
 
     Args:
         record: the best so far.
-        result: what ``evaluate`` returned, or a dict. An `Evaluation` knows its suite, so that a mistyped metric is an
-            error at the first one; a dict does not, and a name that it lacks is a metric without a value.
+        result: what ``evaluate`` returned, or a dict. An `Evaluation` knows its suite, so a mistyped metric is an error at
+            once; a dict does not, so a name that it lacks is a metric without a value.
 
     Raises:
         InvalidArgument: if the metric's result is not one number, or no metric of the suite has the record's name.
@@ -120,7 +121,7 @@ def updated(record: BestRecord, result: Mapping[str, Any], *, step: int) -> Best
 def decide_best(
     record: BestRecord, result: Mapping[str, Any], *, step: int, collectives: Collectives | None = None
 ) -> tuple[BestRecord, bool]:
-    """Decide on rank 0, and tell every rank: one broadcast, so that all act alike whatever they hold (E08).
+    """Decide on rank 0 and broadcast the decision once, so that all ranks act alike whatever they hold.
 
     Args:
         record: the best so far; rank 0's counts.
@@ -133,7 +134,7 @@ def decide_best(
 
     Raises:
         InvalidArgument: as `updated`; on rank 0.
-        RankFailed: on the other ranks, where rank 0 raised.
+        RankFailed: on the other ranks, if rank 0 raised.
 
     Examples:
         >>> record, won = decide_best(make_best_record(metric="loss", direction="min"), {"loss": 0.0}, step=5)
@@ -149,7 +150,7 @@ def decide_best(
 
 
 def told_by_rank_zero(decide: Callable[[], _T], collectives: Collectives | None) -> _T:
-    """What rank 0 decides, on every rank: one broadcast, also where rank 0 fails. See `decide_best`."""
+    """Rank 0's decision on every rank, in one broadcast, also if rank 0 fails."""
     if collectives is None:
         return decide()
     verdict: tuple[_T | None, str] = (None, "")
@@ -157,29 +158,29 @@ def told_by_rank_zero(decide: Callable[[], _T], collectives: Collectives | None)
     if collectives.rank == 0:
         try:
             verdict = (decide(), "")
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the broadcast
             failure, verdict = error, (None, error_text(error))
     decided, problem = collectives.broadcast(verdict)
     if failure is not None:
         raise failure
     if decided is None:
-        raise RankFailed("rank 0", expected="a verdict on the best", found=problem, fix="fix it there")
+        raise RankFailed("rank 0", expected="a decision on the best", found=problem, fix="fix it there")
     return decided
 
 
 def carried_best(
     found: BestRecord | None, wanted: BestRecord, *, steps_present: Collection[int]
 ) -> tuple[BestRecord, tuple[str, ...]]:
-    """Say which record a run goes on with: the persisted one if it is this run's, about the same thing, and still there (E09).
+    """Choose the record that a run continues with: the persisted one if run, metric and direction agree and its checkpoint exists.
 
     Args:
-        found: what was persisted; None for nothing.
-        wanted: the record that the run would begin with.
+        found: the persisted record; None without one.
+        wanted: the record that the run would start with.
         steps_present: the steps whose checkpoints can be loaded, of the timeline that the persisted one belongs to.
 
     Returns:
-        The record, with the ``min_delta`` that is wanted now, and why the persisted one is not used: one sentence each, none if
-        it is used or there was none.
+        The record, with the ``min_delta`` of ``wanted``, and why the persisted one is not used: one clause for each reason, empty
+        if it is used or there was no score.
 
     Examples:
         >>> wanted = make_best_record(run_id="a1", metric="loss", direction="min")
@@ -204,7 +205,7 @@ def carried_best(
 
 
 def score_of(record: BestRecord, result: Mapping[str, Any]) -> float | None:
-    """The score that a result has for a record: a finite float; None for what can never win.
+    """The score of a result for a record: a finite float; None for a result that can never win.
 
     Raises:
         InvalidArgument: as `is_better`.
@@ -218,9 +219,9 @@ def score_of(record: BestRecord, result: Mapping[str, Any]) -> float | None:
                               fix="make it with make_best_record(metric=..., direction=...)")  # fmt: skip
     if not isinstance(result, Mapping):
         raise InvalidArgument("result", expected="a mapping from metric names", found=shown(result),
-                              fix="give what evaluate returned")  # fmt: skip
+                              fix="pass what evaluate returned")  # fmt: skip
     name = record.metric
-    names = getattr(getattr(result, "tally", None), "accumulators", None)  # of an Evaluation; a dict may be given too
+    names = getattr(getattr(result, "tally", None), "accumulators", None)  # of an Evaluation; a plain dict has none
     if names is not None and name not in names:
         raise InvalidArgument("metric", expected=f"one of {sorted(names)}", found=repr(name),
                               fix="make the record with the name that the metric has in the suite")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Scores: one finite number each, a direction that is said, and an exact comparison."""
+"""Scores: one finite number each, an explicit direction, and an exact comparison."""
 
 import math
 from fractions import Fraction
@@ -12,7 +12,7 @@ Direction: TypeAlias = Literal["min", "max"]
 
 
 def finite_given(value: object) -> float | None:
-    """The float that a number is; None if it is not finite, or beyond every float.
+    """A number as a float; None if it is not finite, or too large for a float.
 
     Raises:
         TypeError: if it is not one number.
@@ -44,7 +44,7 @@ def beats(score: float, best: float, *, direction: Direction, min_delta: float =
 
 
 def checked_direction(direction: object) -> Direction:
-    """The direction, if it is one.
+    """Check a direction.
 
     Raises:
         InvalidArgument: for anything else.
@@ -52,13 +52,13 @@ def checked_direction(direction: object) -> Direction:
     if direction == "min" or direction == "max":  # noqa: PLR1714 - the form that narrows the type
         return direction
     raise InvalidArgument("direction", expected="'min' or 'max'", found=shown(direction),
-                          fix="say 'min' if less is better, as of a loss, and 'max' if more is")  # fmt: skip
+                          fix="pass 'min' if less is better, as for a loss, or 'max' if more is")  # fmt: skip
 
 
 def checked_step(step: object) -> int:
-    """The step, if it is one.
+    """Check an optimizer step.
 
     Raises:
         InvalidArgument: for anything else than an int >= 0.
     """
-    return count("step", step, least=0, fix="give state.trainer.step")
+    return count("step", step, least=0, fix="pass state.trainer.step")

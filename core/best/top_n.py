@@ -1,4 +1,4 @@
-"""`plan_best`: which of the N best stay when a new one comes, decided before anything is deleted; and `rewound`."""
+"""`plan_best`: which of the N best stay when a new result comes, decided before anything is deleted; and `rewound`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, final
@@ -18,7 +18,7 @@ _Kept = TypeVar("_Kept", BestRecord, "tuple[BestEntry, ...]")
 @final
 @attrs.frozen
 class BestEntry:
-    """One of the N best: its score (None if there is none to speak of) and the optimizer step that it was measured at."""
+    """One of the N best: its score, None if it is absent, and the optimizer step that it was measured at."""
 
     score: float | None
     step: int
@@ -27,11 +27,11 @@ class BestEntry:
 @final
 @attrs.frozen
 class BestPlan:
-    """What happens to the N best. Prints as a table.
+    """The decision about the N best; prints as a table.
 
     Attributes:
         kept: the best from now on, the best one first.
-        dropped: those that were kept until now; their checkpoints may go, if no other rule keeps them.
+        dropped: entries kept until now; their checkpoints may be deleted if no other rule keeps them.
         accepted: whether the newcomer is among the kept.
     """
 
@@ -47,22 +47,22 @@ class BestPlan:
 
 
 def plan_best(kept: Iterable[BestEntry], newcomer: BestEntry, *, n: int, direction: Direction) -> BestPlan:
-    """Say which of the N best stay: the newcomer is compared with the worst kept (E11).
+    """Decide which of the N best stay: the newcomer is compared with the worst one kept.
 
-    Laws: what is kept after a history is the first ``n`` of it, sorted by score and then by step, whatever the order it came
-    in; so nothing is dropped for something worse, and of equal scores the earlier step stays. With ``n=1`` and rising
-    steps it is `is_better` with a ``min_delta`` of 0.0. A newcomer without a score, or with one that is not finite, is not
-    kept; nor is a second one of a step that is kept already, because a step has one checkpoint: call `rewound` first where
-    the run went back and trained the step anew.
+    Laws: after any history the kept entries are its first ``n``, sorted by score and then by step, whatever order they came in.
+    So no entry is dropped for a worse one, and of equal scores the earlier step stays. With ``n=1`` and rising steps it equals
+    `is_better` with a ``min_delta`` of 0.0. A newcomer without a finite score is not kept. Neither is a second one of a step
+    that is already kept, because a step has one checkpoint: call `rewound` first if the run went back and trained the step
+    again.
 
     Args:
         kept: the best until now; more than ``n`` if the number was lowered since.
-        newcomer: what was evaluated just now.
+        newcomer: the new result.
         n: how many to keep, >= 1.
         direction: ``"min"`` if less is better, ``"max"`` if more is.
 
     Raises:
-        InvalidArgument: naming the argument that cannot be.
+        InvalidArgument: naming the invalid argument.
 
     Examples:
         >>> best = (BestEntry(0.3, 10), BestEntry(0.5, 20))
@@ -93,9 +93,9 @@ def decide_best_n(  # noqa: PLR0913 - keywords
     n: int,
     collectives: Collectives | None = None,
 ) -> tuple[BestRecord, BestPlan]:
-    """Decide of the best and of the N best at once, on rank 0, and tell every rank: one broadcast (E08).
+    """Decide on the best and on the N best at once, on rank 0, and broadcast the decision once.
 
-    Law: what `updated` and `plan_best` say on rank 0; and whatever wins is among the N best, unless its step was already.
+    Law: the decision is that of `updated` and `plan_best` on rank 0; a winner is among the N best, unless its step was already.
 
     Args:
         record: the best so far; rank 0's counts, as of all the others.
@@ -106,11 +106,11 @@ def decide_best_n(  # noqa: PLR0913 - keywords
         collectives: the ranks, all of which call; None for a single process.
 
     Returns:
-        The record from now on, and what becomes of the N best: ``save_best(run, record, kept=plan.kept)`` if ``plan.accepted``.
+        The record from now on, and the plan for the N best: ``save_best(run, record, kept=plan.kept)`` if ``plan.accepted``.
 
     Raises:
         InvalidArgument: as `updated` and `plan_best`; on rank 0.
-        RankFailed: on the other ranks, where rank 0 raised.
+        RankFailed: on the other ranks, if rank 0 raised.
 
     Examples:
         >>> from trainfold.core.best.record import make_best_record
@@ -131,11 +131,11 @@ def decide_best_n(  # noqa: PLR0913 - keywords
 
 
 def rewound(best: _Kept, step: int) -> _Kept:
-    """What is left of the best when the run goes back to a step: nothing that was measured after it (E12).
+    """The best without what was measured after a step, for a run that goes back to it.
 
     Args:
         best: a `BestRecord`, or the tuple of entries that `plan_best` keeps.
-        step: the step to go on from; a best measured at it or before stays.
+        step: the step to continue from; a best measured at it or before stays.
 
     Returns:
         The record, without score and step if they are later; or the entries that are not later.
@@ -152,7 +152,7 @@ def rewound(best: _Kept, step: int) -> _Kept:
         return best if best.step is None or best.step <= step else attrs.evolve(best, score=None, step=None)
     if not isinstance(best, tuple):
         raise InvalidArgument("best", expected="a BestRecord, or a tuple of BestEntry", found=shown(best),
-                              fix="give what updated returned, or the kept of a BestPlan")  # fmt: skip
+                              fix="pass what updated returned, or the kept of a BestPlan")  # fmt: skip
     return tuple(entry for entry in best if entry.step <= step)
 
 
@@ -164,7 +164,7 @@ def ranked(entries: Iterable[BestEntry], *, direction: Direction) -> tuple[BestE
         direction: ``"min"`` or ``"max"``.
 
     Raises:
-        InvalidArgument: for what is no entry, has no finite score, or has another one's step.
+        InvalidArgument: unless they are entries with a finite score each, one entry for each step.
 
     Examples:
         >>> ranked([BestEntry(0.5, 10), BestEntry(0.3, 30), BestEntry(0.5, 5)], direction="min")
@@ -172,11 +172,11 @@ def ranked(entries: Iterable[BestEntry], *, direction: Direction) -> tuple[BestE
     """
     checked_direction(direction)
     if isinstance(entries, str) or not isinstance(entries, Iterable):
-        raise InvalidArgument("kept", expected="entries", found=shown(entries), fix="give the kept of a BestPlan")
+        raise InvalidArgument("kept", expected="entries", found=shown(entries), fix="pass the kept of a BestPlan")
     checked = [_checked(entry, f"kept[{place}]") for place, entry in enumerate(entries)]
     if len({entry.step for entry in checked}) < len(checked):
         raise InvalidArgument("kept", expected="one entry for each step", found=shown([entry.step for entry in checked]),
-                              fix="give the kept of a BestPlan")  # fmt: skip
+                              fix="pass the kept of a BestPlan")  # fmt: skip
     return tuple(sorted(checked, key=lambda entry: _place(entry, direction)))
 
 
@@ -186,7 +186,7 @@ def _place(entry: BestEntry, direction: Direction) -> tuple[float, int]:
 
 
 def _checked(entry: object, where: str, *, is_new: bool = False) -> BestEntry:
-    """The entry with a float for its score; None only where it is new, for one that is absent or not finite."""
+    """The entry with its score as a float; only a new entry may have None, for a score that is absent or not finite."""
     if not isinstance(entry, BestEntry):
         raise InvalidArgument(where, expected="a BestEntry", found=shown(entry), fix="make BestEntry(score, step)")
     step, score = checked_step(entry.step), None if entry.score is None else finite_given(entry.score)

@@ -274,7 +274,7 @@ def test_n_best_that_nobody_loaded_are_not_lost_to_worse_ones(store):
     """P24: a restart that forgot load_best_n is told so."""
     save_at(store, 10, 20, 30)
     best = save_best(store, won(0.3, 10), kept=[BestEntry(0.3, 10), BestEntry(0.5, 20)])
-    with pytest.raises(InvalidState, match=r"found 0\.5 at step 20, which would be dropped; begin with load_best_n"):
+    with pytest.raises(InvalidState, match=r"found 0\.5 at step 20, which would be dropped; start with load_best_n"):
         save_best(store, best, kept=[BestEntry(0.3, 10), BestEntry(0.6, 30)])
     save_best(store, best, kept=[BestEntry(0.3, 10), BestEntry(0.4, 30)])
     save_best(store, best, kept=[BestEntry(0.3, 10)])  # a lower n

@@ -132,7 +132,7 @@ def test_a_best_that_nobody_loaded_is_not_lost_to_a_worse_one(store):
     """P24: a restart that forgot load_best is told so, instead of calling its first score the best."""
     save_at(store, 10, 20)
     before = save_best(store, won(0.5, 10))
-    with pytest.raises(InvalidState, match=r"found 0\.5 at step 10; begin with load_best"):
+    with pytest.raises(InvalidState, match=r"found 0\.5 at step 10; start with load_best"):
         save_best(store, won(0.6, 20))
     assert load_best(store, WANTED) == before
     assert save_best(store, won(0.5, 20)).step == 20  # as good: the caller's own decision
@@ -181,7 +181,7 @@ def test_a_best_that_cannot_be_read_is_an_error_and_never_a_fresh_start(tmp_path
     save_at(tmp_path, 10)
     (tmp_path / "best.json").write_text(contents)
     for action in (lambda: load_best(tmp_path, WANTED), lambda: save_best(tmp_path, won(0.5, 10))):
-        with pytest.raises(CheckpointDamaged, match="or remove it: the best then begins anew"):
+        with pytest.raises(CheckpointDamaged, match="or remove it: the best then starts without a score"):
             action()
     assert (tmp_path / "best.json").read_text() == contents
     (tmp_path / "best.json").unlink()
@@ -267,7 +267,7 @@ def test_while_a_manager_has_the_run_open_its_store_is_needed(tmp_path):
     store = LocalStore(tmp_path / "run")
     with CheckpointManager(store) as manager:
         manager.save(TrainState(trainer=Progress(step=1)))
-        with pytest.raises(RunLocked, match="give save_best the store that the manager was made with"):
+        with pytest.raises(RunLocked, match="pass save_best the store that the manager was made with"):
             save_best(tmp_path / "run", won(0.5, 1))
         save_best(store, won(0.5, 1))
         save_best(store, won(0.4, 1))
