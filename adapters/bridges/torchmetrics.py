@@ -1,4 +1,4 @@
-"""`TorchMetric`: a ``torchmetrics.Metric`` as one of our metrics; its states become accumulators of int64 tensors."""
+"""`TorchMetric`: a ``torchmetrics.Metric`` as a metric of trainfold; its states become accumulators of int64 tensors."""
 
 import threading
 from collections.abc import Callable
@@ -25,30 +25,29 @@ _COMMON = {"training", "compute_on_cpu", "compute_with_cache", "dist_sync_fn", "
 @final
 @attrs.frozen(repr=False)
 class TorchMetric:
-    """A metric of torchmetrics in a suite: ranks are merged through our collectives, in rank order.
+    """A metric of torchmetrics in a suite: its states are merged over ranks through trainfold's collectives, in rank order.
 
-    ``observe`` sets the states of a template, calls its ``update(*outputs)`` and takes the states out again; ``merge`` joins
-    each state by its own ``dist_reduce_fx`` ("sum", "min", "max", "cat", or None for a list); ``result`` is ``compute()`` as
-    plain numbers, lists and dicts, and None if nothing was seen. torchmetrics' own synchronisation is turned off.
+    ``observe`` writes the states into a template, calls its ``update(*outputs)`` and reads the states back; ``merge`` joins each
+    state by its own ``dist_reduce_fx`` ("sum", "min", "max", "cat", or None for a list); ``result`` is ``compute()`` as plain
+    numbers, lists and dicts, and None if nothing was seen. torchmetrics' own synchronisation is turned off.
 
-    What this gives: every rank has the same bits, the number of collective calls is fixed, ranks without data take part,
-    and the accumulator can be saved in a checkpoint in the middle of an evaluation. What it **cannot** give is exactness: a
-    state that is a float32 sum still depends on the batch size, on the order of samples and on the number of ranks, and
-    stops to grow where it is large; a "cat" state has its samples in the order of the ranks, and needs the memory and the
-    traffic of all of them. Only what is counted in integers is exact here too. Take a metric of `trainfold.metrics` where
-    there is one.
+    Every rank gets the same bits, the number of collective calls is fixed, ranks without data take part, and the accumulator can
+    be saved in a checkpoint in the middle of an evaluation. The result is **not** exact: a float32 sum still depends on the
+    batch size, on the order of samples and on the number of ranks, and stops growing when it is large; a "cat" state has its
+    samples in the order of the ranks, and needs the memory and the traffic of all of them. Only integer counts are exact here
+    too. Use a metric of `trainfold.metrics` if there is one.
 
-    What is refused when it is made: a "mean" (a mean of ranks' means weighs a rank with one batch like one with a
-    thousand), a function of one's own and None for a tensor (both join all ranks at once, and say nothing of two), and
-    metrics that hold other metrics (wrappers, collections, sums of metrics): give the suite each of these by itself.
-    State that ``update`` keeps in anything else than ``add_state`` is not seen.
+    These are refused at construction: a "mean", because a mean of ranks' means gives a rank with one batch the weight of one
+    with a thousand; your own function, and None for a tensor, because both join all ranks at once and cannot join two; and
+    metrics that contain other metrics (wrappers, collections, sums of metrics): pass each of these to the suite by itself.
+    State that ``update`` keeps outside of ``add_state`` is not seen.
 
     Args:
-        make: returns a new metric of torchmetrics, the same each time, such as ``torchmetrics.MeanSquaredError`` or
-            ``lambda: BinaryAUROC(thresholds=100)``. It is moved to the device of what is observed.
+        make: returns a new, equal metric of torchmetrics at each call, such as ``torchmetrics.MeanSquaredError`` or
+            ``lambda: BinaryAUROC(thresholds=100)``. It is moved to the device of the outputs.
 
     Raises:
-        InvalidArgument: if it makes something else, or a metric whose states cannot be merged.
+        InvalidArgument: if ``make`` returns something else, or a metric whose states cannot be merged.
 
     Examples:
         >>> import torchmetrics
@@ -66,7 +65,7 @@ class TorchMetric:
         self._template()
 
     def __repr__(self) -> str:
-        """What it makes, without addresses: ranks compare it."""
+        """The metric and its settings, without addresses, so that ranks can compare it."""
         metric = self._template()
         settings = {name: value for name, value in vars(metric).items() if name[0] != "_" and name not in _COMMON}
         shown_settings = [f"{name}={value!r}" for name, value in sorted(settings.items()) if isinstance(value, _PLAIN)]
@@ -76,11 +75,11 @@ class TorchMetric:
         return (type(self), (self.make,))
 
     def zero(self) -> Any:
-        """The metric's default states, which have seen nothing."""
+        """The metric's default states."""
         return _taken(self._emptied())
 
     def observe(self, acc: Any, /, *outputs: Any, **named: Any) -> Any:
-        """The states after ``update(*outputs, **named)``, or ``acc`` for tensors without elements; nothing given is changed."""
+        """The states after ``update(*outputs, **named)``, or ``acc`` if the tensors have no elements; no argument is changed."""
         tensors = [each for each in (*outputs, *named.values()) if isinstance(each, torch.Tensor)]
         if tensors and not any(each.numel() for each in tensors):
             return acc
@@ -91,7 +90,7 @@ class TorchMetric:
         return taken
 
     def merge(self, one: Any, other: Any, /) -> Any:
-        """Each state joined by its ``dist_reduce_fx``, ``one`` first; an accumulator that has seen nothing changes nothing."""
+        """Each state joined by its ``dist_reduce_fx``, ``one`` first; an empty accumulator changes nothing."""
         if not one["seen"]:
             return other
         if not other["seen"]:
@@ -118,17 +117,17 @@ class TorchMetric:
         return value
 
     def _template(self) -> Any:
-        """One metric a thread, so that ranks that are threads can share a suite."""
+        """One metric for each thread, so that ranks that are threads can share a suite."""
         found = getattr(self._templates, "metric", None)
         if found is None:
-            found = _checked(self.make()).clone()  # what was made may be somebody's own
-            found.sync_on_compute = found._to_sync = False  # noqa: SLF001 - read once, when it is made
+            found = _checked(self.make()).clone()  # the caller may use the metric itself
+            found.sync_on_compute = found._to_sync = False  # noqa: SLF001 - read once, at construction
             self._templates.metric = found
         return found
 
     def _emptied(self) -> Any:
         template = self._template()
-        for name, default in template._defaults.items():  # noqa: SLF001 - an update that failed may have left anything there
+        for name, default in template._defaults.items():  # noqa: SLF001 - a failed update may have left anything in it
             if isinstance(default, list):
                 setattr(template, name, [])
         template.reset()
@@ -143,7 +142,7 @@ class TorchMetric:
         for name, how in _reductions(template).items():
             tensors = [tensor.to(device) for tensor in found[name]]
             setattr(template, name, tensors if how in {"cat", _ITEMS} else tensors[0])
-        template._update_count = int(acc["seen"])  # noqa: SLF001 - compute warns where it is 0
+        template._update_count = int(acc["seen"])  # noqa: SLF001 - compute warns if it is 0
         return template
 
 
@@ -156,7 +155,7 @@ def _taken(template: Any) -> Any:
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise InvalidArgument(f"TorchMetric.{name}", expected="a state of tensors", found=shown(tensor),
-                                      fix="this metric keeps what no accumulator can hold; leave it out")  # fmt: skip
+                                      fix="leave this metric out: no accumulator can hold its state")  # fmt: skip
         states[name] = pack(_joined(tensors) if how == "cat" else tensors, name)
     return {"seen": torch.tensor(int(template.update_called)), "states": states}
 
@@ -164,12 +163,12 @@ def _taken(template: Any) -> Any:
 def _combined(name: str, how: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if one.shape != other.shape:
         raise InvalidArgument(f"TorchMetric: the state {name!r}", expected=f"the shape {list(one.shape)} on every rank",
-                              found=list(other.shape), fix="tell the metric its number of classes or outputs")  # fmt: skip
+                              found=list(other.shape), fix="pass the metric its number of classes or outputs")  # fmt: skip
     return _MERGES[how](one, other)
 
 
 def _joined(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A "cat" state's tensors as one, as torchmetrics does before it sends them."""
+    """The tensors of a "cat" state as one, as torchmetrics joins them before sending."""
     return [torch.cat([each.reshape(1) if each.ndim == 0 else each for each in tensors])] if tensors else []
 
 
@@ -180,7 +179,7 @@ def _reductions(template: Any) -> dict[str, str]:
 
 
 def _reduction(name: str, how: Any, default: Any) -> str:
-    """What torchmetrics made of ``dist_reduce_fx``, a function, by its name; so that nothing of it is imported here."""
+    """The kind of a ``dist_reduce_fx``, found by the name of the function, so that torchmetrics is not imported here."""
     if how is None and isinstance(default, list):
         return _ITEMS
     found = _REDUCTIONS.get(getattr(how, "__name__", ""))
@@ -195,7 +194,7 @@ def _reduction(name: str, how: Any, default: Any) -> str:
         f"TorchMetric: the state {name!r}",
         expected="a dist_reduce_fx of 'sum', 'min' or 'max' for a tensor, 'cat' or None for a list",
         found=f"{called} for a {type(default).__name__}",
-        fix="keep a sum and a count instead, and divide in compute(); or take a metric of trainfold.metrics",
+        fix="keep a sum and a count instead, and divide in compute(); or use a metric of trainfold.metrics",
     )
 
 

@@ -1,4 +1,4 @@
-"""`Source`: what an evaluation draws batches from, and what can be seen behind it."""
+"""`Source`: the batches of an evaluation, and the cursors, time limits and generators behind them."""
 
 from typing import Any, final
 
@@ -20,13 +20,13 @@ _FIX = "keep samples in arrays, or in lists of more than 5,000, which are not se
 @final
 @attrs.frozen(eq=False)
 class Source:
-    """The batches that an evaluation was given, and what can be seen behind them.
+    """The batches passed to an evaluation, and what was found behind them.
 
     Attributes:
-        batches: as they were given.
-        parts: those of cursors, through wrappers such as a map or a progress bar.
-        limits: of time.
-        generators: that they draw random numbers from.
+        batches: the batches as passed.
+        parts: the batches of cursors, also behind wrappers such as a map or a progress bar.
+        limits: the time limits.
+        generators: the generators that they draw random numbers from.
     """
 
     batches: Any
@@ -36,7 +36,7 @@ class Source:
 
 
 def source_of(batches: Any) -> Source:
-    """Look behind batches; nothing is drawn from them."""
+    """Search behind batches, without drawing one."""
     parts: list[EvalBatches[Any]] = []
     limits: list[TimeLimit[Any]] = []
     generators: list[torch.Generator] = []
@@ -56,7 +56,7 @@ def source_of(batches: Any) -> Source:
 
 
 def begin_of(source: Source, start: Tally | None, ranks: Collectives) -> str:
-    """Where the batches of cursors begin, as text: the same on every rank.
+    """Where the batches of cursors begin, as text, which must be the same on every rank.
 
     Raises:
         InvalidArgument: for batches of another rank, and for those that do not begin where the start ended.
@@ -67,7 +67,7 @@ def begin_of(source: Source, start: Tally | None, ranks: Collectives) -> str:
                 "batches",
                 expected=f"those of rank {ranks.rank} of {ranks.world_size}",
                 found=f"those of rank {part.rank} of {part.world_size}",
-                fix="give the same collectives to eval_batches and to evaluate",
+                fix="pass the same collectives to eval_batches and to evaluate",
             )
         if start is not None and start.batches and part.cursor.next_index != start.next_index:
             known = start.next_index >= 0
@@ -75,9 +75,9 @@ def begin_of(source: Source, start: Tally | None, ranks: Collectives) -> str:
                 "start",
                 expected=f"a tally that reached sample {part.cursor.next_index}, where the batches begin",
                 found=f"one that reached {f'sample {start.next_index}' if known else 'no known position'}",
-                fix="begin where it ended: make_eval_cursor(..., next_index=start.next_index)"
+                fix="start where it ended: make_eval_cursor(..., next_index=start.next_index)"
                 if known
-                else "evaluate from the first sample on: it is of samples with a gap, or was cut where nobody knows",
+                else "evaluate from the first sample on: the tally has samples with a gap, or ended at an unknown sample",
             )
     return "; ".join(f"{part.cursor}, {part.steps} steps, shares of {part.chunk}" for part in source.parts)
 

@@ -1,4 +1,4 @@
-"""`Chunks`: the batches of an evaluation, cut anew at multiples of the sample's index, whatever they were and whoever has them."""
+"""`Chunks`: the batches of an evaluation, cut again at multiples of the sample's index, whatever the batches and the ranks."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -18,23 +18,23 @@ def check_chunk(chunk: object, source: Source, start: Tally | None, *, world_siz
     """Refuse chunks that cannot be cut, before anything is evaluated.
 
     Args:
-        chunk: samples of a chunk; None: the forward sees the batches as they are.
-        source: what is drawn from.
-        start: what the evaluation goes on from.
+        chunk: samples of a chunk; None if the forward sees the batches as they are.
+        source: the source of the batches.
+        start: the tally that the evaluation continues.
         world_size: how many ranks evaluate.
 
     Raises:
-        InvalidArgument: where no index of a sample is known, where a share or a beginning would cut a chunk in two, and where
-            ``start`` is of other chunks.
+        InvalidArgument: if the index of a sample is not known, if a share or the first sample would split a chunk, or if
+            ``start`` has other chunks.
     """
     if chunk is not None:
-        count("chunk", chunk, expected="a number of samples, >= 1", fix="such as chunk=32, or leave it out")
+        count("chunk", chunk, expected="a number of samples, >= 1", fix="pass one such as chunk=32, or leave it out")
     if start is not None and start.batches and start.chunk != (chunk or 0):
         raise InvalidArgument(
             "start",
             expected=f"a tally in {f'chunks of {chunk}' if chunk else 'batches as they were given, because chunk= is left out'}",
             found=f"one in chunks of {start.chunk}" if start.chunk else "one in batches as they were given",
-            fix="give the same chunk= to every part of an evaluation",
+            fix="pass the same chunk= to every part of an evaluation",
         )
     if not isinstance(chunk, int):
         return
@@ -47,35 +47,35 @@ def check_chunk(chunk: object, source: Source, start: Tally | None, *, world_siz
             expected=f"the batches of one cursor: for chunk={chunk} with {why}, the index of each sample has to be known",
             found=f"those of {len(source.parts)} cursors"
             if source.parts
-            else "batches of which nobody knows the samples",
-            fix=f"give {cursors}",
+            else "batches whose samples have no known index",
+            fix=f"pass {cursors}",
         )
     for part in source.parts:
         if world_size > 1 and part.chunk % chunk:
             raise InvalidArgument(
                 "batches",
                 expected=f"shares that begin and end at multiples of chunk={chunk}",
-                found="shares that may begin inside of a chunk",
-                fix=f"give {cursors}, with a global_batch_size that is a multiple of {chunk}",
+                found="shares that may begin inside a chunk",
+                fix=f"pass {cursors}, with a global_batch_size that is a multiple of {chunk}",
             )
         if part.cursor.next_index % chunk and not part.cursor.is_done:
             raise InvalidArgument(
                 "batches",
                 expected=f"a cursor that begins at a multiple of chunk={chunk}",
                 found=f"next_index={part.cursor.next_index}",
-                fix="go on from the tally of an evaluation in such chunks, at next_index=tally.next_index; or from the first sample",
+                fix="continue from the tally of an evaluation in such chunks, at next_index=tally.next_index, or from the first sample",
             )
 
 
 @final
 class Chunks:
-    """An iterator over chunks: each is the samples ``[k * chunk, (k + 1) * chunk)``, and the last one has what is left.
+    """An iterator over chunks: each has the samples ``[k * chunk, (k + 1) * chunk)``, and the last one has the rest.
 
-    What ends inside of a chunk and not at the last sample, as a part does that was limited, gives nothing of this chunk: whoever
-    goes on begins with it.
+    If the batches end inside a chunk and not at the last sample, as those of a limited part may, that chunk is not yielded: the
+    evaluation that continues starts with it.
 
     Args:
-        source: what is drawn from; `check_chunk` has seen it.
+        source: the source of the batches, which `check_chunk` has accepted.
         batches: the iterator.
         chunk: samples of a chunk.
     """
@@ -119,14 +119,14 @@ class Chunks:
         return joined(parts)
 
     def is_known(self) -> bool:
-        """Whether each batch was the one that its cursor gave, as far as their number and their sizes show."""
+        """Whether each batch was the next one of its cursor, as far as the number and sizes of the batches show."""
         return self._part is None or self._part.given == self._drawn
 
     def cut(self, seen: int) -> Cut:
-        """How far the samples of this rank were seen.
+        """Which samples of this rank were seen.
 
         Args:
-            seen: how many chunks were evaluated: all that were given, or all but the last.
+            seen: how many chunks were evaluated: all that were yielded, or all but the last.
         """
         if self._part is None:
             return Cut(is_in_order=True, first=-1, last=-1)
@@ -137,10 +137,10 @@ class Chunks:
         return Cut(self.is_known(), self._last[-1].stop, rest)
 
     def check_order(self) -> None:
-        """Refuse what was drawn where batches turn out to be missing in it: their samples then had other indices.
+        """Refuse the batches if some turn out to be missing: the samples after them had other indices.
 
         Raises:
-            InvalidArgument: naming how many there are.
+            InvalidArgument: with the number of batches.
         """
         if not self._in_step and not self.is_known():
             assert self._part is not None  # else it is known
@@ -148,7 +148,7 @@ class Chunks:
                 "batches",
                 expected="every batch of eval_batches, in order, from the first on",
                 found=f"{self._drawn} of the {self._part.given} that it gave",
-                fix="give what eval_batches returns, and do in fetch what a wrapper does",
+                fix="pass what eval_batches returns, and do in fetch what a wrapper does",
             )
 
     def _draw(self) -> None:
@@ -178,5 +178,5 @@ class Chunks:
             self._waiting += columns.samples
 
     def _is_last(self) -> bool:
-        """Whether a chunk that is not full ends with the last sample, as far as is known."""
+        """Whether a chunk that is not full ends with the last sample, as far as it is known."""
         return self._part is None or (self._part.complete and self.is_known() and self._part.given == len(self._part))

@@ -1,4 +1,4 @@
-"""`undisturbed`: a block in which modules are in evaluation mode and after which nothing has moved (Q06)."""
+"""`undisturbed`: a block in which modules are in evaluation mode, and after which everything is put back."""
 
 import copy
 import threading
@@ -24,16 +24,16 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 def undisturbed(
     modules: Sequence[torch.nn.Module], data: object, generators: Iterable[torch.Generator]
 ) -> Iterator[None]:
-    """Run a block without gradients, with modules in evaluation mode; then put everything back, also when it raises.
+    """Run a block without gradients, with modules in evaluation mode; then put everything back, also if the block raises.
 
-    Put back are the mode of each submodule (when the last thread that evaluates it is done), whether gradients are recorded,
-    parameters that FSDP2 gathered, the global random streams of Python, NumPy, torch and the modules' device, the generators, and the
-    position of ``data`` where it has itself ``state_dict`` and ``load_state_dict``.
+    This puts back the mode of each submodule, when the last thread that evaluates it is done; the grad mode; parameters that FSDP2
+    gathered; the global random streams of Python, NumPy, torch and the modules' device; the generators; and the position of
+    ``data`` if it has ``state_dict`` and ``load_state_dict`` itself.
 
     Args:
-        modules: to be evaluated.
-        data: what will be iterated: a loader, or anything else.
-        generators: that it draws from.
+        modules: the modules to evaluate.
+        data: the iterable of batches: a loader, or anything else.
+        generators: the generators that it draws from.
     """
     parts = [part for module in modules for part in module.modules()]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
@@ -80,7 +80,7 @@ def modules_of(function: object, given: Sequence[torch.nn.Module] = ()) -> list[
 
 
 def communicate(modules: Sequence[torch.nn.Module]) -> bool:
-    """Whether a forward call of one of them is seen to wait for other ranks: FSDP, DDP that sends buffers, DTensors."""
+    """Whether a forward call of a module is known to wait for other ranks: FSDP, DDP that sends buffers, DTensors."""
     for module in modules:
         for part in module.modules():
             if any(_is_a(part, name) for name in _SHARDED):
@@ -93,7 +93,7 @@ def communicate(modules: Sequence[torch.nn.Module]) -> bool:
 
 
 def _held(parts: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Remember the modes of modules, once for all threads that evaluate them now."""
+    """Record the modes of modules, once for all threads that are evaluating them."""
     for part in dict.fromkeys(parts):
         count, training = _MODES.get(part, (0, part.training))
         _MODES[part] = (count + 1, training)
@@ -101,7 +101,7 @@ def _held(parts: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 def _restore_modes(parts: Sequence[torch.nn.Module]) -> None:
-    """From the outside in, with ``train``, which a module may have of its own; then to the letter."""
+    """Restore modes from the outside in, with each module's own ``train``; then set exactly the recorded flags."""
     with _LOCK:
         last = []
         for part in parts:
@@ -121,7 +121,7 @@ def _restore_modes(parts: Sequence[torch.nn.Module]) -> None:
 
 
 def _reshard(part: Any) -> None:
-    """What FSDP2 leaves gathered after a forward in evaluation mode would stay in memory, and out of the optimizer's sight."""
+    """Shard the parameters again that FSDP2 leaves gathered after a forward in evaluation mode, where the optimizer does not see them."""
     part.reshard()
 
 

@@ -1,4 +1,4 @@
-"""`evaluate`: metrics over batches and ranks, the same bits for any batch size, order and number of ranks (Q01-Q12)."""
+"""`evaluate`: metrics over batches and ranks, the same bits for any batch size, order and number of ranks."""
 
 import functools
 import os
@@ -44,7 +44,7 @@ T = TypeVar("T")
 @final
 @attrs.frozen
 class _Given:
-    """What was said beside forward, batches and suite."""
+    """The arguments beside forward, batches and suite."""
 
     steps: int | None
     start: Tally | None
@@ -55,7 +55,7 @@ class _Given:
 @final
 @attrs.frozen
 class _Opening:
-    """What a rank tells the others before it begins."""
+    """What a rank sends to the others before it starts."""
 
     steps: int | None
     chunk: int | None
@@ -69,7 +69,7 @@ class _Opening:
 @final
 @attrs.frozen
 class _Report:
-    """What a rank tells the others before the numbers."""
+    """What a rank sends to the others before the numbers."""
 
     layout: Layout
     batches: int
@@ -89,42 +89,46 @@ def evaluate(  # noqa: PLR0913 what is rare is named
 ) -> Evaluation:
     """Measure a model over all batches of all ranks.
 
-    Law: where what ``forward`` returns for a sample does not depend on the other samples of its batch, no batch size, order,
-    number of ranks or interruption changes a bit of the result. Most models' kernels do round a sample otherwise in a batch of another
-    size: say ``chunk``, and then the law holds for every forward that repeats itself.
+    Law: if what ``forward`` returns for a sample does not depend on the other samples of its batch, no batch size, order, number of
+    ranks or interruption changes a bit of the result. The kernels of most models round a sample differently in a batch of another
+    size: pass ``chunk``, and the law holds for every forward that repeats itself.
 
-    Modules that ``forward`` is, is bound to, has closed over or names are put into evaluation mode; their modes, the grad mode,
-    the random streams and the position of a stateful loader (of ``batches`` itself, not of one inside of a generator or a map) are put
-    back in every case. A generator that is left before its end, by ``steps`` or an error, is closed.
+    Modules that ``forward`` is, is bound to, closes over or names, directly or through helpers, are put into evaluation mode. Their
+    modes, the grad mode, the random streams and the position of a stateful loader are always put back; the loader has to be
+    ``batches`` itself, not one inside a generator or a map. A generator that is left before its end, by ``steps`` or an error, is
+    closed.
 
     Args:
-        forward: takes a batch and returns, for each metric that the batch says something of, the arguments of its ``observe``:
+        forward: takes a batch and returns the arguments of ``observe`` for each metric that the batch has values for:
             ``{"loss": (numerator, denominator)}``, tensors of any shape or numbers. It runs without gradients.
-        batches: this rank's; may be empty, or of another length on each rank. If it has an attribute ``complete`` that is
-            False afterwards, as a `time_limit` has, the evaluation is partial; so it is if batches of `eval_batches`, also behind
-            a wrapper, were not all drawn and evaluated, each once.
+        batches: the batches of this rank; may be empty, or of another length on each rank. The evaluation is partial if they have
+            an attribute ``complete`` that is False afterwards, as a `time_limit` has, or if batches of `eval_batches`, also
+            behind a wrapper, were not all drawn and evaluated, each once.
         suite: the metrics by name, the same on every rank.
-        collectives: the ranks; None: this process is all there is, which is refused where torch.distributed or a launcher has
-            several: say ``SingleProcess()`` if this rank evaluates alone on purpose.
-        steps: for a forward that itself communicates (a pipeline, tensor parallelism): how many times every rank calls it, the same
-            number on every rank. A rank with fewer batches repeats its last one, or has one from another rank; what that returns
-            is not counted. A rank with more leaves the rest (one is taken to know), and the evaluation is partial. Models under FSDP,
-            DDP with buffers, and with DTensors are seen to communicate: without ``steps``, ranks ask each other before each call.
-        start: go on from the tally of an evaluation that was interrupted, the same on every rank.
-        chunk: the forward sees the samples ``[k * chunk, (k + 1) * chunk)`` together, and the last ones as they are left, whatever the
-            batches and the ranks. The index of a sample is its place in the batches, or that of an eval cursor; several ranks need
-            ``eval_batches(..., chunk=...)``. ``steps`` counts chunks then. None: the forward sees the batches as they are.
-        modules: further ones to put into evaluation mode, which ``forward`` reaches in a way that cannot be seen.
+        collectives: the ranks; None for a single process, which is refused if torch.distributed or a launcher has several ranks:
+            pass ``SingleProcess()`` if this rank evaluates alone on purpose.
+        steps: for a forward that itself communicates (a pipeline, tensor parallelism): how often every rank calls it, the same on
+            every rank. A rank with fewer batches repeats its last one, or one from another rank, and does not count the result.
+            A rank with more leaves the rest, after drawing one more to find out, and the evaluation is partial. Models under
+            FSDP, DDP with buffers, and models with DTensors are known to communicate: without ``steps``, ranks ask each other
+            before each call.
+        start: the tally of an interrupted evaluation to continue, the same on every rank.
+        chunk: the forward sees the samples ``[k * chunk, (k + 1) * chunk)`` together, and the last ones as a shorter chunk,
+            whatever the batches and the ranks. The index of a sample is its place in the batches, or that of an eval cursor;
+            several ranks need ``eval_batches(..., chunk=...)``. ``steps`` counts chunks then. None to pass the batches as they are.
+        modules: further modules to put into evaluation mode, which `evaluate` does not find behind ``forward``. If it finds none
+            with parameters, a warning names what it did not look into.
 
     Returns:
         The results, the same on every rank; ``{}`` when no rank saw a batch.
 
     Raises:
-        RankFailed: on the ranks that did not fail, when one did: the failed rank raises its own error.
-        RanksDisagree: on every rank, when suites, ``steps`` or ``start`` differ.
-        InvalidArgument: for ranks that were not named, for a suite that is none, for what ``forward`` returned under a name that is not in the suite, for tensors
-            that are not plain memory (DTensors), for batches that do not begin where ``start`` ended, and for a ``chunk`` that cannot be cut.
-        InvalidBatch: for batches that are not made of tensors, arrays and lists with a value for each sample, where ``chunk`` is said.
+        RankFailed: on the ranks that did not fail, if one did; the failed rank raises its own error.
+        RanksDisagree: on every rank, if suites, ``steps``, ``chunk``, positions or ``start`` differ.
+        InvalidArgument: for several ranks without ``collectives``, an invalid suite, an output under a name that is not in the
+            suite, tensors that are not plain memory (DTensors), batches that do not begin where ``start`` ended, and a ``chunk``
+            that cannot be cut.
+        InvalidBatch: with ``chunk``, for batches that are not made of tensors, arrays and lists with a value for each sample.
 
     Examples:
         >>> from trainfold import metrics as M
@@ -216,17 +220,17 @@ def _evaluate(forward: Forward, batches: Any, suite: object, ranks: Collectives,
 
 def _check_openings(openings: Sequence[_Opening]) -> None:
     _agreeing(lambda: check_layouts([opening.layout for opening in openings]))
-    for what, told, fix in (
+    for what, values, fix in (
         ("steps", [opening.steps for opening in openings], "DistributedEvalCursor.steps is the same on each"),
-        ("chunk", [opening.chunk for opening in openings], "give the same chunk= on each"),
-        ("the position", [opening.position for opening in openings], "make one cursor, alike on each rank"),
-        ("start", [opening.start for opening in openings], "give the .tally of an evaluation by all ranks"),
+        ("chunk", [opening.chunk for opening in openings], "pass the same chunk= on each"),
+        ("the position", [opening.position for opening in openings], "make the same cursor on each rank"),
+        ("start", [opening.start for opening in openings], "pass the .tally of an evaluation by all ranks"),
     ):
-        _agreeing(functools.partial(_check_same, what, told, fix))
+        _agreeing(functools.partial(_check_same, what, values, fix))
 
 
 def _agreeing(work: Callable[[], T]) -> T:
-    """Work on what all ranks were told: every rank comes to the same end, also where that is an error."""
+    """Do work whose input is the same on all ranks, so that they all get the same result or the same error."""
     try:
         return work()
     except Exception as error:
@@ -238,7 +242,7 @@ def _iterator(batches: Any) -> Iterator[Any]:
         return iter(batches)
     except TypeError as error:
         raise InvalidArgument(
-            "batches", expected="batches", found=shown(batches), fix="give a loader, or a list"
+            "batches", expected="batches", found=shown(batches), fix="pass a loader, or a list"
         ) from error
 
 
@@ -251,7 +255,7 @@ def _check_arguments(forward: object, steps: object) -> None:
             fix="return {'loss': (numerator, denominator)} from it",
         )
     if steps is not None:
-        count("steps", steps, expected="a number of calls, >= 1", fix="or leave it out")
+        count("steps", steps, expected="a number of calls, >= 1", fix="pass a number, or leave it out")
 
 
 def _modules_given(modules: object) -> list[torch.nn.Module]:
@@ -272,12 +276,12 @@ def _digest(suite: Suite, start: Tally | None) -> str:
     return digest_of("\n".join([*texts, f"{start.batches} {start.complete} {start.next_index} {start.chunk}"]).encode())
 
 
-def _check_same(what: str, told: Sequence[object], fix: str) -> None:
-    for rank, each in enumerate(told):
-        if each != told[0]:
+def _check_same(what: str, values: Sequence[object], fix: str) -> None:
+    for rank, each in enumerate(values):
+        if each != values[0]:
             raise RanksDisagree(
                 what,
-                expected=f"the same on every rank; rank 0 has {told[0] or 'none'}",
+                expected=f"the same on every rank; rank 0 has {values[0] or 'none'}",
                 found=f"rank {rank}: {each or 'none'}",
                 fix=fix,
             )

@@ -1,20 +1,20 @@
-"""`close_generators`: end generators now, where what they put back is put back again, and not when they happen to be collected."""
+"""`close_generators`: closes generators inside an evaluation, so that what they restore is restored now and not at a collection."""
 
 import gc
 import itertools
 from collections.abc import Generator, Iterator
 from typing import Any, Final
 
-LAZY: Final[tuple[type, ...]] = (  # what Python has of iterators over others
+LAZY: Final[tuple[type, ...]] = (  # Python's iterators over other iterators
     *(map, filter, zip, enumerate),
     *(kind for kind in vars(itertools).values() if isinstance(kind, type)),
 )
 
 
 def close_generators(iterator: Iterator[Any]) -> None:
-    """Close a generator, or those that a map, a slice or the like draws from; any other iterator is left as it is.
+    """Close a generator, or those that a map, a slice or the like draws from; leave any other iterator as it is.
 
-    A generator that holds a ``with`` block, such as one without gradients, leaves the block when it is closed.
+    A generator inside a ``with`` block, such as ``torch.no_grad()``, leaves the block when it is closed.
 
     Examples:
         >>> def some():
@@ -32,6 +32,6 @@ def close_generators(iterator: Iterator[Any]) -> None:
         iterator.close()
     elif isinstance(iterator, LAZY):
         for inner in gc.get_referents(iterator):
-            for each in inner if type(inner) is tuple else (inner,):  # a map and a zip have theirs in a tuple
+            for each in inner if type(inner) is tuple else (inner,):  # a map and a zip keep theirs in a tuple
                 if isinstance(each, Iterator):
                     close_generators(each)

@@ -1,4 +1,4 @@
-"""Ranks that evaluate in step: as many forward calls on each, for a forward that itself communicates (Q05)."""
+"""Ranks in lockstep: the same number of forward calls on every rank, for a forward that itself communicates."""
 
 import copy
 import itertools
@@ -17,16 +17,16 @@ from trainfold.core.layout.world import Collectives
 
 Forward = Callable[[Any], Mapping[str, Any]]
 L = TypeVar("L")  # what a rank keeps
-T = TypeVar("T")  # what it tells
+T = TypeVar("T")  # what it sends to the others
 NOTHING: Any = object()
 
 
 @final
 class Ahead:
-    """An iterator whose next batch is known, and no other one is kept.
+    """An iterator that looks one batch ahead, and keeps no other batch.
 
     Attributes:
-        batch: the next one, or NOTHING.
+        batch: the next batch, or NOTHING.
     """
 
     def __init__(self, batches: Iterator[Any]) -> None:
@@ -34,7 +34,7 @@ class Ahead:
         self.move()
 
     def move(self) -> None:
-        """Go on to the next one."""
+        """Advance to the next batch."""
         self.batch = NOTHING
         self.batch = next(self._batches, NOTHING)
 
@@ -45,9 +45,9 @@ class Share:
     """What one rank evaluates.
 
     Attributes:
-        forward: a batch to the arguments of metrics.
+        forward: maps a batch to the arguments of metrics.
         suite: the metrics.
-        batches: this rank's.
+        batches: the batches of this rank.
     """
 
     forward: Forward
@@ -58,12 +58,12 @@ class Share:
 @final
 @attrs.frozen
 class Seen:
-    """What a rank has seen in step.
+    """What a rank has seen.
 
     Attributes:
-        tally: of its own batches.
-        has_more: whether it has batches that were not asked for.
-        failure: what its loader or a metric raised; it went on calling, so that no other rank waited in vain.
+        tally: the tally of its own batches.
+        has_more: whether it has batches left.
+        failure: the error of its loader or of a metric; the rank kept calling forward, so that no other rank waited in vain.
     """
 
     tally: Tally
@@ -73,7 +73,7 @@ class Seen:
 
 @final
 class Agreed(Exception):
-    """An error that every rank knows of; each raises its own, and the collectives are as good as before."""
+    """An error that every rank knows of; each raises its own, and the collectives remain usable."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -81,7 +81,7 @@ class Agreed(Exception):
 
 
 def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, list[T]]:
-    """Work that each rank does alone: what it keeps, and what every rank told; if one failed, every rank raises.
+    """Run work that each rank does alone; return what this rank keeps and what every rank sent. If one failed, every rank raises.
 
     Raises:
         Agreed: with a `RankFailed` on the ranks that did not fail, and with its own error on the one that did.
@@ -91,14 +91,14 @@ def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, 
     try:
         try:
             mine = work()
-        except Exception as error:  # noqa: BLE001 raised below, when the other ranks know
+        except Exception as error:  # noqa: BLE001 raised below, after the other ranks know
             failure = error
-        told = ranks.gather((mine and mine[1], failure and error_text(failure)))
+        sent = ranks.gather((mine and mine[1], failure and error_text(failure)))
         if failure is not None:
             raise Agreed(failure)
     finally:
-        del failure  # it knows this frame: each would keep the other, and all that was evaluated
-    failed = {rank: error for rank, (_, error) in enumerate(told) if error is not None}
+        del failure  # it references this frame, which references it: together they would keep all batches alive
+    failed = {rank: error for rank, (_, error) in enumerate(sent) if error is not None}
     if failed or mine is None:
         found = "; ".join(f"rank {rank}: {error}" for rank, error in failed.items())
         raise Agreed(
@@ -109,21 +109,21 @@ def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, 
                 fix="fix that rank; no rank has a result",
             )
         )
-    return mine[0], [report for report, _ in told if report is not None]
+    return mine[0], [report for report, _ in sent if report is not None]
 
 
 def raise_again(error: Exception) -> NoReturn:
-    """Raise what was caught before, with what it says that it came from. Who calls this has to let go of it too."""
+    """Raise an error that was caught before, with its own context. The caller has to release its reference as well."""
     context = error.__context__
     try:
         raise error
     finally:
-        error.__context__ = context  # and not what is being handled here
-        del error, context  # it knows this frame
+        error.__context__ = context  # and not the error that is being handled here
+        del error, context  # it references this frame
 
 
 def see_alone(share: Share) -> Seen:
-    """What a rank sees that need not wait for others."""
+    """Evaluate the batches of a rank that need not wait for others."""
     tally, ahead = no_tally(share.suite), share.batches
     while ahead.batch is not NOTHING:
         tally = observe(share.suite, tally, share.forward(ahead.batch))
@@ -132,16 +132,16 @@ def see_alone(share: Share) -> Seen:
 
 
 def see_in_step(share: Share, ranks: Collectives, *, steps: int | None, having: list[bool]) -> Seen:
-    """What a rank sees in as many forward calls as every rank makes; those that it has no batch for repeat one and do not count.
+    """Evaluate with the same number of forward calls on every rank; a call without a batch of its own repeats one and is not counted.
 
     Args:
-        share: this rank's.
+        share: what this rank evaluates.
         ranks: the ranks, each of which calls this.
-        steps: how many calls, the same on every rank; None: before each, ranks ask each other whether any has a batch.
+        steps: the number of calls, the same on every rank; None to ask all ranks before each call whether any has a batch.
         having: which ranks have a first batch.
 
     Raises:
-        BaseException: what the forward raised; the other ranks have to be told at once, since they may wait inside of the model.
+        BaseException: from the forward, at once, because the other ranks may be waiting inside the model.
     """
     tally, failure, ahead = no_tally(share.suite), None, share.batches
     dummy = _dummy(ahead.batch, having, ranks)
@@ -153,7 +153,7 @@ def see_in_step(share: Share, ranks: Collectives, *, steps: int | None, having: 
             if steps is None and not any(ranks.gather(has_batch)):
                 break
             dummy = ahead.batch if has_batch else dummy
-            outputs = share.forward(_shallow_copy(dummy))  # a forward may take things out of a batch: `batch.pop("y")`
+            outputs = share.forward(_shallow_copy(dummy))  # a forward may remove items from a batch: `batch.pop("y")`
             if not has_batch:
                 continue
             try:
@@ -167,7 +167,7 @@ def see_in_step(share: Share, ranks: Collectives, *, steps: int | None, having: 
 
 
 def _shallow_copy(batch: Any) -> Any:
-    """The batch in containers of its own: its tensors and arrays are shared."""
+    """The batch in new containers that share its tensors and arrays."""
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor | np.ndarray):
@@ -177,12 +177,12 @@ def _shallow_copy(batch: Any) -> Any:
 
     try:
         return tree.map(copied, batch)
-    except Exception:  # noqa: BLE001 a container that cannot be built from its parts
+    except Exception:  # noqa: BLE001 a container that cannot be rebuilt from its parts
         return batch
 
 
 def _dummy(first: Any, having: list[bool], ranks: Collectives) -> Any:
-    """A batch to repeat for a rank that has none; from the first rank that has one."""
+    """A batch to repeat for a rank without one, from the first rank that has one."""
     if not any(having) or all(having):
         return first
     source = having.index(True)
@@ -197,7 +197,7 @@ def _dummy(first: Any, having: list[bool], ranks: Collectives) -> Any:
             "batches",
             expected=f"a first batch that can travel to the ranks without one ({having.count(False)} of {len(having)})",
             found=error.found,
-            fix="give every rank at least one batch; or batches made of dicts, lists, tuples, tensors and arrays",
+            fix="give every rank at least one batch, or use batches made of dicts, lists, tuples, tensors and arrays",
         ) from error
     if first is not NOTHING or given is None:
         return first

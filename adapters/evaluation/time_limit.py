@@ -1,4 +1,4 @@
-"""`time_limit`: batches for so many seconds, and whether that was all of them (Q12)."""
+"""`time_limit`: batches until a time limit, and whether these were all of them."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 @final
 class TimeLimit(Generic[T]):
-    """Batches that end when the time is up; made by `time_limit`. Whatever else the batches have is there as well.
+    """Batches that end when the time is up; made by `time_limit`. All other attributes are those of the batches.
 
-    A limit of time falls where it falls, on each rank elsewhere, so that nobody knows which samples were seen: to go on later, cut
-    an evaluation into parts by steps, as ``eval_batches(..., limit=...)`` does.
+    A time limit falls at another batch on each rank, so it is not known which samples were seen. To continue an evaluation later,
+    cut it into parts by steps, as ``eval_batches(..., limit=...)`` does.
 
     Attributes:
-        batches: what is limited.
+        batches: the batches that are limited.
     """
 
     def __init__(self, batches: Iterable[T], secs: float, clock: Callable[[], float]) -> None:
@@ -50,23 +50,23 @@ class TimeLimit(Generic[T]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or (name == "after" and not self._gave_all):
             raise AttributeError(
-                f"{name}: time was up before the batches were; to go on later, limit the steps of a part"
+                f"{name}: the time was up before the batches ended; to continue later, limit the steps of a part"
             )
         return getattr(self.batches, name)  # such as state_dict of a loader, whose position is put back
 
 
 def time_limit(batches: Iterable[T], *, secs: float, clock: Callable[[], float] = time.monotonic) -> TimeLimit[T]:
-    """Stop giving batches when the time is up, and know whether there were more.
+    """Stop yielding batches when the time is up, and record whether there were more.
 
-    Time counts from the first batch asked for, and includes what is done with the batches. It is looked at between batches: none
-    is cut, and the first one is always given, so that there is a result however small the limit is. To know whether there were more,
-    one batch is taken that is not given; from an iterator it is lost. A generator that is left before its end is closed.
+    The time counts from the first batch asked for, and includes the work done with the batches. It is checked between batches, so
+    no batch is cut, and the first one is always yielded, so there is a result however small the limit is. To find out whether there
+    were more, one more batch is drawn and not yielded; from an iterator it is lost. A generator that did not end is closed.
 
-    With several ranks, each has its own time, and evaluations are partial on all if they are on one.
+    With several ranks each has its own time, and the evaluation is partial on all ranks if it is on one.
 
     Args:
         batches: a loader, a list, an iterator; it can be iterated over again if they can.
-        secs: how long, > 0.
+        secs: the limit, > 0.
         clock: seconds, from any origin.
 
     Raises:

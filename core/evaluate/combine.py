@@ -1,9 +1,9 @@
-"""A tally as one vector of integers: what ranks add up, with one collective call, to know what all of them have seen (Q03).
+"""A tally as one vector of integers, which the ranks add up with one collective call to combine what they have seen.
 
-Each rank first tells the lengths of what it has; the vector's layout follows from what all ranks told, so that ranks with no
-data, or with data of other lengths, take part in the same call. Accumulators that add up are added where they lie; of any
-other, each rank has a place of its own in the vector, zeros elsewhere, and every rank merges them in rank order. So it is with
-accumulators whose structure depends on the data, such as dicts by a source's name, whether they add up or not.
+Each rank first sends the lengths of its leaves. The vector's layout follows from those of all ranks, so a rank without data, or with
+data of other lengths, takes part in the same call. Additive accumulators are added in place. For any other accumulator each rank has
+its own part of the vector, with zeros elsewhere, and every rank merges the parts in rank order. The same holds for accumulators
+whose structure depends on the data, such as dicts by the name of a source, additive or not.
 """
 
 import functools
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 @final
 @attrs.frozen
 class Extent:
-    """One leaf of an accumulator: its shape, and the part of its last dimension outside of which it is 0 everywhere."""
+    """One leaf of an accumulator: its shape, and the part ``[start, stop)`` of its last dimension that holds all its nonzeros."""
 
     shape: Shape
     start: int
@@ -39,11 +39,11 @@ class MetricLayout:
     """One metric's part of a rank's tally.
 
     Attributes:
-        name: in the suite.
-        metric: what it is, as text: the same on every rank.
+        name: its name in the suite.
+        metric: the metric as text, the same on every rank.
         adds: whether accumulators of several ranks are added, or merged one by one.
         extents: of the leaves of its accumulator.
-        skeleton: the accumulator with 0 for each leaf, or None: its structure is that of ``zero()``.
+        skeleton: the accumulator with 0 for each leaf; None if its structure is that of ``zero()``.
     """
 
     name: str
@@ -57,10 +57,10 @@ Layout = tuple[MetricLayout, ...]
 
 
 def layout_of(suite: Suite, tally: Tally, *, world_size: int) -> Layout:
-    """What this rank tells the others before the vector.
+    """What this rank sends to the others before the vector.
 
     Raises:
-        InvalidState: if an accumulator has leaves that are no int64 tensors, or integers so large that a sum over the ranks
+        InvalidState: if an accumulator has leaves other than int64 tensors, or integers so large that a sum over the ranks
             could overflow.
     """
     return tuple(
@@ -88,12 +88,12 @@ def check_layouts(layouts: Sequence[Layout]) -> None:
                 "suite",
                 expected=f"the same metrics on every rank; rank 0 has {_listed(here - there) or 'no more'}",
                 found=f"rank {rank} has {_listed(there - here) or 'fewer'}",
-                fix="give the same suite on every rank; what a rank did not observe may be missing from what forward returns",
+                fix="pass the same suite on every rank; forward may leave out what a rank did not observe",
             )
 
 
 def pack(tally: Tally, layouts: Sequence[Layout], rank: int) -> torch.Tensor:
-    """This rank's vector, int64; as long on every rank. The sum over the ranks is what `unpack` takes."""
+    """This rank's vector, int64, of the same length on every rank; `unpack` takes the sum over the ranks."""
     parts: list[torch.Tensor] = []
     for ranks in zip(*layouts, strict=True):
         leaves = [leaf.cpu() for leaf in tree.leaves(tally.accumulators[ranks[0].name])]
@@ -113,7 +113,7 @@ def unpack(suite: Suite, tally: Tally, layouts: Sequence[Layout], summed: torch.
     Args:
         suite: the metrics.
         tally: this rank's.
-        layouts: of all ranks.
+        layouts: those of all ranks.
         summed: the sum of the vectors of all ranks.
         batches: how many batches all ranks observed.
     """
@@ -151,7 +151,7 @@ def _skeleton(metric: Metric, accumulator: Any) -> Any:
 
 
 def _are_added(ranks: Sequence[MetricLayout]) -> bool:
-    """Whether leaves of a metric's accumulators stand for the same thing on all ranks."""
+    """Whether the leaves of a metric's accumulators mean the same on all ranks, so that they can be added."""
     dims = {tuple(len(extent.shape) for extent in part.extents) for part in ranks}
     return len(dims) == 1 and all(part.adds and part.skeleton is None for part in ranks)
 
@@ -199,7 +199,7 @@ def _size(part: MetricLayout) -> int:
 
 
 def _widest_of(ranks: Sequence[MetricLayout]) -> list[Extent]:
-    """For each leaf of an accumulator, what all ranks have of it."""
+    """For each leaf of an accumulator, the extent that covers those of all ranks."""
     return [_widest(extents) for extents in zip(*(part.extents for part in ranks), strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""`Evaluation`: the results of an evaluation by name, and what must be known to trust them (Q04, Q12)."""
+"""`Evaluation`: the results of an evaluation by name, with what is needed to judge them."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -9,15 +9,15 @@ from trainfold.core.html_table import html_table
 
 @final
 class Evaluation(dict[str, Any]):
-    """Results by the names of the suite, the same on every rank; empty when nothing was seen anywhere.
+    """Results by the names of the suite, the same on every rank; empty if no rank saw a batch.
 
     A metric without a result, such as a ratio whose denominator is 0, is absent.
 
     Attributes:
-        complete: False when a limit cut the evaluation short on some rank: such results are no candidates for "best".
+        complete: False if a limit cut the evaluation short on some rank; such a result never becomes the best.
         batches: how many batches all ranks observed.
-        nonfinite: for each metric that saw any, how many of its terms were NaN or infinite, as {"loss": {"nan": 3}}.
-        tally: what the results come from. Save it, and give it to ``evaluate(..., start=...)`` to go on from here.
+        nonfinite: how many terms of each metric were NaN or infinite, if any were, as {"loss": {"nan": 3}}.
+        tally: the accumulators behind the results. Save it, and pass it to ``evaluate(..., start=...)`` to continue from here.
 
     Examples:
         >>> from trainfold import metrics as M
@@ -36,7 +36,7 @@ class Evaluation(dict[str, Any]):
 
     @property
     def complete(self) -> bool:
-        """Whether everything was seen."""
+        """Whether all batches were seen."""
         return self.tally.complete
 
     @property
@@ -45,11 +45,11 @@ class Evaluation(dict[str, Any]):
         return self.tally.batches
 
     def copy(self) -> "Evaluation":
-        """Another one, that is as complete."""
+        """A copy with the same tally."""
         return Evaluation(self, tally=self.tally, nonfinite=self.nonfinite)
 
     def __or__(self, other: Mapping[str, Any]) -> "Evaluation":  # type: ignore[override]
-        """With more results, and as complete."""
+        """A copy with more results and the same tally."""
         return Evaluation({**self, **other}, tally=self.tally, nonfinite=self.nonfinite)
 
     def __repr__(self) -> str:
@@ -66,11 +66,11 @@ class Evaluation(dict[str, Any]):
 
 
 def evaluation_of(suite: Suite, tally: Tally) -> Evaluation:
-    """The evaluation that a tally stands for; as complete as the tally is.
+    """The evaluation of a tally; it is complete if the tally is.
 
     Args:
         suite: the metrics.
-        tally: what all ranks have seen.
+        tally: the tally of all ranks.
 
     Raises:
         InvalidArgument: if the tally is of other metrics.

@@ -1,4 +1,4 @@
-"""A suite of metrics by name, and `Tally`: what they have seen so far, as one value (Q01, Q02)."""
+"""A suite of metrics by name, and `Tally`: all of their accumulators as one value."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -21,16 +21,16 @@ _KINDS = ("nan", "inf", "-inf")
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen(eq=False)
 class Tally:
-    """What a suite of metrics has seen: integers, so that it can be saved, and merged with others in any order.
+    """The accumulators of a suite: integers, so a tally can be saved, and merged with others in any order.
 
     Attributes:
         accumulators: one for each metric; pytrees of int64 tensors.
         batches: how many batches were observed.
-        metrics: what the metrics are, as text, by name: another one cannot go on with these accumulators.
-        complete: whether nothing remained to be seen when the evaluation ended that this is of.
-        next_index: the sample at which its `DistributedEvalCursor` stood then: it is of all samples before that, each once. -1
-            where there was none, or nobody knows: what begins late, or was cut in the middle of a step, is never completed.
-        chunk: in chunks of how many samples the forward saw them; 0: in the batches that were given.
+        metrics: the metrics as text, by name; a different metric cannot continue with these accumulators.
+        complete: whether nothing remained to be seen when its evaluation ended.
+        next_index: the position of the `DistributedEvalCursor` then: the tally has every sample before it, each once. -1 without
+            a cursor, or if the samples are not known: an evaluation that started late, or was cut inside a step, is never complete.
+        chunk: the number of samples in the chunks that the forward saw; 0 if it saw the batches as they were.
     """
 
     accumulators: Mapping[str, Any]
@@ -42,10 +42,10 @@ class Tally:
 
 
 def check_suite(suite: object) -> dict[str, Metric]:
-    """A suite as a dict, in the order of its names, which is the same on every rank.
+    """A suite as a dict sorted by name, so that the order is the same on every rank.
 
     Raises:
-        InvalidArgument: if it is no mapping from names to metrics, or an empty one.
+        InvalidArgument: unless it is a mapping from names to metrics that is not empty.
     """
     if not isinstance(suite, Mapping) or not suite or not all(isinstance(name, str) for name in suite):
         raise InvalidArgument(
@@ -67,7 +67,7 @@ def check_suite(suite: object) -> dict[str, Metric]:
 
 
 def no_tally(suite: Suite) -> Tally:
-    """The tally of nothing.
+    """The empty tally.
 
     Examples:
         >>> from trainfold import metrics as M
@@ -80,12 +80,12 @@ def no_tally(suite: Suite) -> Tally:
 
 
 def texts_of(suite: Suite) -> dict[str, str]:
-    """What each metric is, as text."""
+    """Each metric as text."""
     return {name: text_of(metric) for name, metric in suite.items()}
 
 
 def check_tally(where: str, suite: Suite, tally: object) -> None:
-    """Refuse a tally that is not of these metrics, fields and all.
+    """Refuse a tally of other metrics, or of metrics with other fields.
 
     Raises:
         InvalidArgument: naming the metrics that differ.
@@ -101,12 +101,12 @@ def check_tally(where: str, suite: Suite, tally: object) -> None:
         where,
         expected="; ".join(f"{name}: {wanted.get(name, 'absent')}" for name in differs) or "a tally of this suite",
         found="; ".join(f"{name}: {found.get(name, 'absent')}" for name in differs) if found else shown(tally),
-        fix="give the same suite as to the evaluation that was interrupted, and its .tally",
+        fix="pass the suite of the evaluation that was interrupted, and its .tally",
     )
 
 
 def arguments_of(outputs: Any) -> tuple[Any, ...]:
-    """What a metric's ``observe`` gets after the accumulator: a tuple or list of arguments, or one."""
+    """The arguments of a metric's ``observe`` after the accumulator: those of a tuple or list, or the one value."""
     return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
 
 
@@ -115,13 +115,12 @@ def observe(suite: Suite, tally: Tally, outputs: object) -> Tally:
 
     Args:
         suite: the metrics.
-        tally: what they have seen; it is not changed.
-        outputs: for each metric that this batch says something of, the arguments of its ``observe`` as a tuple, or the one
-            argument.
+        tally: their accumulators; it is not changed.
+        outputs: for each metric that the batch has values for, the arguments of its ``observe`` as a tuple, or the one argument.
 
     Raises:
-        InvalidArgument: for outputs that are no mapping, names that the suite has not, and tensors that are not plain memory, such
-            as DTensors.
+        InvalidArgument: for outputs that are not a mapping, names that are not in the suite, and tensors that are not plain
+            memory, such as DTensors.
 
     Examples:
         >>> from trainfold import metrics as M
@@ -175,7 +174,7 @@ def merge_tallies(suite: Suite, one: Tally, other: Tally) -> Tally:
 
 
 def results_of(suite: Suite, tally: Tally) -> dict[str, Any]:
-    """Return what each metric says; those that have nothing to say, such as a ratio without a denominator, are absent."""
+    """The result of each metric; one without a result, such as a ratio whose denominator is 0, is absent."""
     if tally.batches == 0:
         return {}
     found = {name: metric.result(tally.accumulators[name]) for name, metric in suite.items()}
@@ -183,7 +182,7 @@ def results_of(suite: Suite, tally: Tally) -> dict[str, Any]:
 
 
 def nonfinite_of(tally: Tally) -> dict[str, dict[str, int]]:
-    """How many terms of each metric were NaN or infinite, where any were: what accumulators count as ``special``.
+    """How many terms of each metric were NaN or infinite, if any were: the counts in leaves named ``special``.
 
     Examples:
         >>> from trainfold import metrics as M

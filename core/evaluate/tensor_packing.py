@@ -1,4 +1,4 @@
-"""Tensors of any dtype and shape as two int64 vectors, losslessly: accumulators have int64 leaves and nothing else."""
+"""Tensors of any dtype and shape as two int64 vectors, losslessly, because accumulators may only have int64 leaves."""
 
 import torch
 
@@ -19,7 +19,7 @@ _DTYPES = (
     torch.float64,
     torch.complex64,
     torch.complex128,
-)  # a dtype's place is its code in saved accumulators: only ever append
+)  # the index of a dtype is its code in saved accumulators: append only
 _WORD_BYTES = 8
 
 
@@ -30,7 +30,7 @@ def pack(tensors: list[torch.Tensor], where: str = "tensor") -> tuple[torch.Tens
 
     Args:
         tensors: dense tensors on one device; they are copied.
-        where: what they are, for the error.
+        where: the name of the tensors, for the error.
 
     Raises:
         UnsupportedLeaf: for a dtype that is not a usual one, or a tensor that is not dense.
@@ -57,7 +57,7 @@ def unpack(header: torch.Tensor, words: torch.Tensor, where: str = "tensor") -> 
     """The tensors that `pack` was given, as copies on the device of the words.
 
     Raises:
-        UnsupportedLeaf: if the vectors are none that `pack` makes.
+        UnsupportedLeaf: if `pack` cannot have made the vectors.
 
     Examples:
         >>> unpack(*pack([torch.tensor([True, False]), torch.tensor(0.5, dtype=torch.bfloat16)]))
@@ -86,4 +86,4 @@ def unpack(header: torch.Tensor, words: torch.Tensor, where: str = "tensor") -> 
 
 def _malformed(where: str, numbers: list[int]) -> UnsupportedLeaf:
     return UnsupportedLeaf(where, expected="a header and the words that it describes", found=f"the header {numbers[:8]}",
-                           fix="give an accumulator that this metric made")  # fmt: skip
+                           fix="pass an accumulator that this metric made")  # fmt: skip

@@ -1,4 +1,4 @@
-"""`sum_on_cpu`: the exact sum of a tensor of any size on the CPU, block by block, each in the fastest way that holds it."""
+"""`sum_on_cpu`: the exact sum of a tensor of any size on the CPU, block by block, each by the fastest method that is exact."""
 
 from typing import TypeAlias
 
@@ -12,12 +12,12 @@ Special: TypeAlias = tuple[int, int, int]
 
 NO_SPECIAL: Special = (0, 0, 0)
 BLOCK_OF_BINS = 1 << 16  # bins need a dozen integers for each term
-_FEW = 32  # elements that Python adds sooner than torch
+_FEW = 32  # up to this many elements, Python adds faster than torch
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def sum_on_cpu(terms: torch.Tensor) -> tuple[int, Special]:
-    """The sum of what is finite, in units of 2**-1074, and how many terms are NaN, infinity, minus infinity.
+    """The sum of the finite terms, in units of 2**-1074, and how many terms are NaN, infinity, minus infinity.
 
     Args:
         terms: on the CPU, of any shape; integers, booleans, or floats of a dtype in `FORMATS`.
@@ -44,7 +44,7 @@ def _sum_of_few(terms: torch.Tensor) -> tuple[int, Special]:
 
 
 def _sum_of_block(block: torch.Tensor) -> tuple[int, Special]:
-    """All but the terms whose exponents float64 cannot have goes the fast way; those, and a spread too wide, into bins."""
+    """Add terms with plain exponents the fast way, and the others in bins; also all of them if they spread too far."""
     if not block.is_floating_point():
         return sum_of_ints(block) << UNIT, NO_SPECIAL
     terms = block.contiguous() if block.dtype == torch.float64 else block.float().contiguous()

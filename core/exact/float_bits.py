@@ -1,7 +1,7 @@
-"""`FloatBits`: how a float is written down, so that it can be read as integers, which nothing rounds and nothing flushes.
+"""`FloatBits`: the bit layout of a float dtype, so that floats can be read as integers, without rounding or flushing.
 
-With `torch.set_flush_denormal`, or a library built with -ffast-math, a CPU takes subnormal numbers for 0 wherever it computes
-with them, conversions between dtypes included. Bits stay what they are.
+With `torch.set_flush_denormal`, or a library built with -ffast-math, a CPU flushes subnormal numbers to 0 whenever it computes with
+them, conversions between dtypes included. Reading the bits is not affected.
 
 Source: IEEE 754-2019, 3.4.
 """
@@ -19,12 +19,12 @@ from trainfold.core.exact.limbs import UNIT
 @final
 @attrs.frozen
 class FloatBits:
-    """How one dtype is written down.
+    """The bit layout of one dtype.
 
     Attributes:
         bits: the integer dtype of the same size.
         fraction_bits: how many bits of the fraction are stored.
-        exponents: the field of the exponent with all bits set: NaN and infinities have it.
+        exponents: the exponent field with all bits set, which NaN and infinities have.
         place: the smallest number above 0 is 2**(place - 1074).
     """
 

@@ -1,4 +1,4 @@
-"""Limbs: an integer of 2,176 bits as int64 tensors, 32 bits in each, which add up like vectors until carries are due.
+"""Limbs: an integer of 2,176 bits as int64 tensors with 32 bits in each, which add up like vectors until carries are due.
 
 Limb i counts multiples of 2**(32 * i - 1074): 2**-1074 is the smallest float64, of which every float is a multiple.
 
@@ -21,10 +21,10 @@ _LIMIT = 1 << (8 * _BYTES - 1)
 
 
 def carried(limbs: torch.Tensor) -> torch.Tensor:
-    """Limbs of the same sum, each having passed what is above its 32 bits to the next; the last keeps what it has.
+    """Limbs of the same sum, after each passed the bits above its 32 to the next; the last keeps its own.
 
-    What comes out lies within 2**31 of a limb without anything to carry, so that 2**28 more terms have room. Nobody
-    waits for a device.
+    The result lies within 2**31 of a limb without a carry, so there is room for 2**28 more terms. The call does not wait for a
+    device.
 
     Args:
         limbs: int64[..., LIMBS].
@@ -49,8 +49,8 @@ def settled(limbs: torch.Tensor) -> torch.Tensor:
 
 
 def units_of(limbs: torch.Tensor) -> int:
-    """The integer that limbs are, carried or not."""
-    shifted = limbs.numpy() ^ _SIGN  # adds 2**63 to each, so that none has a sign
+    """The integer that limbs represent, carried or not."""
+    shifted = limbs.numpy() ^ _SIGN  # adds 2**63 to each limb, so that no limb is negative
     even, odd = (int.from_bytes(shifted[first::2].tobytes(), "little") for first in (0, 1))
     return even + (odd << LIMB_BITS) - _SHIFT
 
@@ -62,7 +62,7 @@ def limbs_of(units: int) -> torch.Tensor:
             "exact sum",
             expected=f"less than 2**{8 * _BYTES - 1 - UNIT}",
             found="more",
-            fix="no float reaches this far",
+            fix="pass fewer terms: no float is this large",
         )
     words = np.frombuffer(units.to_bytes(_BYTES, "little", signed=True), dtype="<u4").astype(np.int64)
     if units < 0:

@@ -1,6 +1,6 @@
-"""`ExactSum`: a sum that is exact, so that no order, batch size or number of ranks can change a bit of it (Q01, Q02).
+"""`ExactSum`: an exact sum of floats, so that no order, batch size or number of ranks can change a bit of it.
 
-Adding is adding integers: associative and commutative. Rounding happens once, when the number is asked for.
+Terms are added as integers, which is associative and commutative. The sum is rounded once, when its value is read.
 """
 
 import math
@@ -29,7 +29,7 @@ _INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits i
 _NARROW = {
     dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and str(dtype).startswith("torch.float8_")
 }
-_MANY = 256  # rows of a column that are sooner added alone than with the others
+_MANY = 256  # from this many rows on, adding each column alone is faster
 _BLOCK_ON_DEVICE = 1 << 22
 _SMALLEST_NORMAL = Fraction(1, 1 << 1022)
 
@@ -38,15 +38,15 @@ _SMALLEST_NORMAL = Fraction(1, 1 << 1022)
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen(eq=False)
 class ExactSum:
-    """An exact sum, or one for each position, as tensors: it can be saved, and added up over ranks as integers.
+    """An exact sum, or one for each position, as tensors that can be saved, and added up over ranks as integers.
 
     Make it with `exact_zero`.
 
     Attributes:
-        limbs: int64[..., 68]; the sum is that of ``limbs[i] * 2**(32 * i - 1074)``. On a CPU the limbs of every sum that is
-            returned lie from 0 to 2**32 - 1, the last one with a sign, so that equal sums have equal bits, and 2**30 of them
-            can be added up limb by limb before one overflows. On another device they may be 2**32 larger until they are
-            merged: nothing waits for the device while terms are added.
+        limbs: int64[..., 68]; the sum is the sum of ``limbs[i] * 2**(32 * i - 1074)``. On a CPU the limbs of every returned sum
+            lie in 0 to 2**32 - 1, the last one with a sign, so equal sums have equal bits, and 2**30 of them can be added up
+            limb by limb before one overflows. On another device they may be 2**32 larger until they are merged, because
+            adding terms does not wait for the device.
         special: int64[..., 3]; how many terms were NaN, infinity, minus infinity.
     """
 
@@ -55,7 +55,7 @@ class ExactSum:
 
 
 def exact_zero(length: int | None = None) -> ExactSum:
-    """The sum of nothing; with a length, so many of them.
+    """An empty sum; with a length, an empty sum for each position.
 
     Examples:
         >>> exact_value(exact_zero()), exact_values(exact_zero(2))
@@ -73,8 +73,8 @@ def exact_add(total: ExactSum, terms: Number) -> ExactSum:
 
     Args:
         total: the sum so far.
-        terms: a real tensor of any shape and dtype, also empty; each element is a term. Or a float or an integer, of Python or
-            numpy.
+        terms: a real tensor of any shape and dtype, which may be empty, and each element of which is a term; or a float or an
+            integer of Python or numpy.
 
     Raises:
         InvalidArgument: for complex and quantized terms, fractions and decimals, tensors that are not plain memory (DTensors),
@@ -100,7 +100,7 @@ def exact_add_columns(total: ExactSum, terms: torch.Tensor) -> ExactSum:
     """Sums with more terms, one sum for each position of the last dimension.
 
     Args:
-        total: sums of as many positions as it has seen, shape (K,).
+        total: the sums so far, of shape (K,).
         terms: a real tensor of shape [..., L].
 
     Returns:
@@ -153,7 +153,7 @@ def exact_merge(one: ExactSum, other: ExactSum) -> ExactSum:
 
 
 def exact_value(total: ExactSum) -> Exact:
-    """The sum itself, or what IEEE 754 says of terms that are not finite: NaN if one was, or if both infinities were.
+    """The sum as a fraction; or, if terms were not finite, what IEEE 754 defines: NaN for a NaN or for infinities of both signs.
 
     Examples:
         >>> exact_value(exact_add(exact_zero(), torch.tensor([0.1], dtype=torch.float64))) == Fraction(0.1)
@@ -166,17 +166,17 @@ def exact_value(total: ExactSum) -> Exact:
 
 
 def exact_values(total: ExactSum) -> list[Exact]:
-    """The sum at each position, as `exact_value` says it."""
+    """The sum at each position, as from `exact_value`."""
     _check_dim(total, 2, fix="see exact_value")
     return [_value(limbs, special) for limbs, special in zip(total.limbs.cpu(), total.special.tolist(), strict=True)]
 
 
 def ratio_of(numerator: Exact, denominator: Exact) -> Exact | None:
-    """An exact quotient; None where there is nothing to divide by, which is not 0.
+    """An exact quotient; None if the denominator is 0, which is not the same as a quotient of 0.
 
     Returns:
-        A fraction. NaN for a numerator that is NaN, and for a denominator that is not finite: it would make a good score of
-        a broken weight. An infinity for an infinite numerator.
+        A fraction. NaN for a numerator that is NaN, and for a denominator that is not finite, which would turn a broken weight
+        into a good score. An infinity for an infinite numerator.
 
     Examples:
         >>> ratio_of(Fraction(1), Fraction(3)), ratio_of(Fraction(0), Fraction(0)), ratio_of(math.nan, Fraction(0))
@@ -190,13 +190,13 @@ def ratio_of(numerator: Exact, denominator: Exact) -> Exact | None:
 
 
 def rounded(value: Exact) -> float:
-    """The float64 nearest to an exact number, ties to even; an infinity beyond the largest.
+    """The float64 nearest to an exact number, ties to even; an infinity beyond the largest float.
 
     Examples:
         >>> rounded(Fraction(1, 3)), rounded(-Fraction(10) ** 400)
         (0.3333333333333333, -inf)
     """
-    if isinstance(value, Fraction) and abs(value) < _SMALLEST_NORMAL:  # a CPU may be told to take such floats for 0
+    if isinstance(value, Fraction) and abs(value) < _SMALLEST_NORMAL:  # a CPU may be set to flush such floats to 0
         bits = round(abs(value) * (1 << UNIT))
         smallest: float = struct.unpack("<d", struct.pack("<q", bits))[0]
         return -smallest if value < 0 else smallest
@@ -212,7 +212,7 @@ def _units_of_number(number: object) -> tuple[int, Special]:
     if isinstance(number, float):
         return units_of_bits([bits_of(number)], FORMATS[torch.float64])
     raise InvalidArgument(
-        "terms", expected="a tensor, or a float or integer", found=shown(number), fix="terms are floats and integers"
+        "terms", expected="a tensor, or a float or integer", found=shown(number), fix="pass floats and integers"
     )
 
 
@@ -221,7 +221,7 @@ def _of_numpy(number: np.generic) -> torch.Tensor:
         return torch.from_numpy(np.asarray(number))
     except TypeError as error:
         raise InvalidArgument(
-            "terms", expected="a number that torch has", found=shown(number), fix="terms are floats and integers"
+            "terms", expected="a number that torch has", found=shown(number), fix="pass floats and integers"
         ) from error
 
 
@@ -235,7 +235,7 @@ def _added(total: ExactSum, units: int, special: Special = NO_SPECIAL) -> ExactS
 
 
 def _add_bins(total: ExactSum, terms: torch.Tensor, columns: int) -> ExactSum:
-    """Add rows of terms; on a device without waiting for it, on a CPU with all carries done."""
+    """Add rows of terms: on a device without waiting for it, on a CPU with all carries done."""
     device = total.limbs.device if _is_on_cpu(terms) else terms.device
     limbs, special = total.limbs.to(device, non_blocking=True), total.special.to(device, non_blocking=True)
     block = BLOCK_OF_BINS if _is_on_cpu(terms) else _BLOCK_ON_DEVICE
@@ -251,7 +251,7 @@ def _add_bins(total: ExactSum, terms: torch.Tensor, columns: int) -> ExactSum:
 
 
 def _real(terms: torch.Tensor) -> torch.Tensor:
-    """The terms as a tensor of integers, or of floats that `FORMATS` has; conversions from 8 bits are exact."""
+    """The terms as a tensor of integers, or of a float dtype in `FORMATS`; conversions from 8 bits are exact."""
     check_plain("terms", terms)
     if terms.dtype in _NARROW:
         terms = terms.float()

@@ -1,8 +1,8 @@
-"""The exact sum of one tensor, as an integer in units of 2**-1074, the smallest float64; every float is such a multiple.
+"""The exact sum of one tensor, as an integer in units of 2**-1074, the smallest float64, of which every float is a multiple.
 
-On a CPU, sums of rows in float64 are exact where the exponents of the terms lie close enough together, which is seen before
-they are taken; what lies farther apart goes through bins of 32 bits, which hold any float. Subnormal terms are read as bits
-and never by arithmetic: a CPU may be told to take them for 0 (`torch.set_flush_denormal`).
+On a CPU, sums of rows in float64 are exact if the exponents of the terms lie close enough together, which is checked first. Terms
+that lie farther apart go through bins of 32 bits, which hold any float. Subnormal terms are read as bits and never by arithmetic,
+because a CPU may be set to flush them to 0 (`torch.set_flush_denormal`).
 
 Source: bins after Kulisch's long accumulator ("Computer Arithmetic and Validity", 2008); the bound for the rows is that of an
 error-free sum: multiples of 2**g below 2**(g + 53) add up in float64 without rounding.
@@ -14,19 +14,19 @@ from trainfold.core.exact.float_bits import FORMATS
 from trainfold.core.exact.limbs import LIMB_BITS, LIMBS, MASK, UNIT
 
 KINDS = 3  # NaN, infinity, minus infinity
-BLOCK = 1 << 19  # terms that a CPU adds at a time: what it needs beside them stays small, and in its cache
+BLOCK = 1 << 19  # terms that a CPU adds at a time, so that its buffers stay small and in its cache
 _PLAIN = {
     torch.float32: (1, 254),
     torch.float64: (100, 2000),
-}  # exponents, as fields, that arithmetic in float64 can have
+}  # the range of exponent fields for which arithmetic in float64 is safe
 _SMALLEST_ROW = 4
-_SHORT_ROW = 64  # below it, sums of columns take less time; which terms are in one does not matter
+_SHORT_ROW = 64  # below it, sums of columns are faster; which terms share a sum does not matter
 _LARGEST_ROW = 1024
 _GLANCE = 1024
-_BUFFER = 1 << 17  # fresh pages for a copy of all would cost more than all the rest
+_BUFFER = 1 << 17  # fresh pages for a copy of all terms would cost more than everything else
 _WINDOW = 53 - 10
 _MOST_WINDOWS = 12
-_NO_OVERFLOW = 1 << 9  # integers of 53 bits and a sign whose sum fits into int64
+_NO_OVERFLOW = 1 << 9  # this many integers of 53 bits and a sign have a sum that fits into int64
 
 
 def sum_of_ints(terms: torch.Tensor) -> int:
@@ -41,7 +41,7 @@ def sum_of_ints(terms: torch.Tensor) -> int:
 
 
 def halves_of_ints(terms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers or booleans taken apart: ``upper * 2**32 + lower``, as int64; only ``upper`` has a sign.
+    """Integers or booleans split into ``upper * 2**32 + lower``, as int64; only ``upper`` has a sign.
 
     Examples:
         >>> halves_of_ints(torch.tensor([2**32 + 7, -1]))
@@ -54,11 +54,11 @@ def halves_of_ints(terms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sum_of_floats(terms: torch.Tensor, *, digits: int) -> int | None:
-    """The sum of a tensor on the CPU in units of 2**-1074, or None if it has terms that are not plain, or too far apart.
+    """The sum of a tensor on the CPU in units of 2**-1074, or None if terms are not plain or lie too far apart.
 
     Args:
         terms: float32 or float64, one dimension, contiguous, not empty, at most ``BLOCK`` elements.
-        digits: significant bits of a term: 53, 24, or fewer where they come from a narrower dtype.
+        digits: significant bits of a term: 53, 24, or fewer for terms from a narrower dtype.
 
     Examples:
         >>> sum_of_floats(torch.tensor([0.5, 0.25]), digits=24) == 3 << (UNIT - 2)
@@ -85,7 +85,7 @@ def sum_of_floats(terms: torch.Tensor, *, digits: int) -> int | None:
 
 
 def is_plain(terms: torch.Tensor) -> torch.Tensor:
-    """Which terms of a float32 or float64 tensor have exponents that `sum_of_floats` takes; zeros are among them.
+    """Which terms of a float32 or float64 tensor have exponents that `sum_of_floats` accepts; zeros do.
 
     Examples:
         >>> is_plain(torch.tensor([1.0, 0.0, 1e-40, float("nan")]))
@@ -101,8 +101,8 @@ def is_plain(terms: torch.Tensor) -> torch.Tensor:
 def _windows(terms: torch.Tensor, grid: int, top: int) -> int | None:
     """The sum, in units of 2**-1074, of multiples of 2**grid below 2**top, or None if that takes too many passes.
 
-    Terms are taken apart at fixed places: adding and taking away 1.5 * 2**(k + 52) leaves the multiple of 2**k that is nearest,
-    and the rest is exact. Rows of 1024 such parts of 43 bits add up in float64 without rounding.
+    Terms are split at fixed places: adding and subtracting 1.5 * 2**(k + 52) leaves the nearest multiple of 2**k, and the
+    remainder is exact. Rows of 1024 such parts of 43 bits add up in float64 without rounding.
 
     Source: the extraction of Rump, Ogita and Oishi, "Accurate floating-point summation" (2008).
     """
@@ -132,7 +132,7 @@ def _sums_of_rows(terms: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _rows(terms: torch.Tensor, longest: int, grid: int) -> int:
-    """The sum, in units of 2**grid, of multiples of it; rows of as many of them as ``longest`` do not round in float64."""
+    """The sum, in units of 2**grid, of multiples of it; rows of up to ``longest`` terms do not round in float64."""
     row, count = min(longest, _LARGEST_ROW), len(terms)
     if count <= longest:
         return int(float(terms.sum(dtype=torch.float64)) * 2.0**-grid)
@@ -147,7 +147,7 @@ def _rows(terms: torch.Tensor, longest: int, grid: int) -> int:
 
 
 def _magnitudes(terms: torch.Tensor) -> tuple[int, int]:
-    """The bits of the smallest magnitude that is not 0, and of the largest: magnitudes are ordered as their bits are."""
+    """The bits of the smallest magnitude that is not 0, and of the largest: magnitudes order as their bits do."""
     form = FORMATS[terms.dtype]
     bits, largest = terms.view(form.bits), form.without_sign
     if len(bits) > _GLANCE and not bool((bits[:_GLANCE] <= 0).any()):
@@ -157,7 +157,7 @@ def _magnitudes(terms: torch.Tensor) -> tuple[int, int]:
     magnitudes = bits & largest
     low, high = _ends(magnitudes)
     if low == 0:
-        wrapped, _ = _ends(magnitudes.add_(largest))  # zeros become the largest of all, and the others keep their order
+        wrapped, _ = _ends(magnitudes.add_(largest))  # zeros become the largest, and the others keep their order
         low = (wrapped - largest) & (2 * largest + 1)
     return low, high
 
@@ -174,12 +174,12 @@ def _sum_of_multiples(values: torch.Tensor, grid: int) -> int:
 
 
 def bins_of(terms: torch.Tensor, columns: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """What terms add to each limb, and how many are NaN, infinity, minus infinity; nobody waits for a device.
+    """What terms add to each limb, and how many are NaN, infinity, minus infinity; the call does not wait for a device.
 
     Args:
         terms: integers, booleans, or floats of a dtype in `FORMATS`, of any shape and on any device. At most 2**28: each adds
-            less than 2**34 to a limb, so that none leaves 63 bits.
-        columns: terms go to so many sums in turn, as those of the last dimension do.
+            less than 2**34 to a limb, so no limb exceeds 63 bits.
+        columns: the number of sums; terms go to them in turn, like the elements of a last dimension.
 
     Returns:
         int64[columns, LIMBS], where limb i counts 2**(32 * i - 1074), and int64[columns, 3].

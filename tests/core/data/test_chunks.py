@@ -252,8 +252,8 @@ class Other:
 @pytest.mark.parametrize(
     ("world_size", "changes", "named"),
     [
-        (2, {}, r"shares that may begin inside of a chunk.*eval_batches\(cursor, fetch, collectives=..., chunk=4\)"),
-        (2, {"wrap": list}, "nobody knows the samples.*eval_batches"),
+        (2, {}, r"shares that may begin inside a chunk.*eval_batches\(cursor, fetch, collectives=..., chunk=4\)"),
+        (2, {"wrap": list}, "samples have no known index.*eval_batches"),
         (2, {"shares": 4, "size": 10}, "multiple of chunk=4.*global_batch_size=12"),
         (2, {"shares": 4, "index": 6}, "begins at a multiple of chunk=4.*next_index=4"),
         (1, {"index": 6}, "begins at a multiple of chunk=4"),
