@@ -1,4 +1,4 @@
-"""A run on a store: `save`, `plan` and `load` a state. The loop of reading, deciding and acting; each is elsewhere."""
+"""`save`, `plan` and `load` a state on a store: the public calls, which check their arguments and delegate."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -46,32 +46,31 @@ def save(  # noqa: PLR0913 - keywords
     collectives: Collectives | None = None,
     lock: bool = True,
 ) -> SaveResult:
-    """Save a state as the checkpoint of its step; durable and checked when it returns.
+    """Save a state as the checkpoint of its step; it is durable and checked on return.
 
-    The run is made if it is not there. Saving a step again replaces it without a moment in which neither is there.
-    Saving a step below the newest one starts a new timeline (E16). A state does not say which checkpoint it was loaded from: a
-    rewind that next saves above the newest step needs a `CheckpointManager`, which remembers it. Nothing of the state is
-    changed (C14).
+    The run is created if it does not exist. Saving a step again replaces its checkpoint, and at every instant one of the two is whole. Saving a
+    step below the newest one starts a new timeline. A state does not know the checkpoint from which it was loaded: after a rewind, use a
+    `CheckpointManager`, which does, if the next save may lie above the newest step. The state is not changed.
 
     Args:
         state: any state with a trainer component; its tensors may be on any device.
         run: a directory, or a store.
         components: what to save; None for all. Leaving out ``model`` is recorded: the weights are then external.
-        contract: what must be equal at resume, beside what the state itself says (`contract_of`).
-        collectives: the world; every rank calls with its state. None for a single process, which is refused where
-            torch.distributed or a launcher has several: say ``SingleProcess()`` if this rank saves alone on purpose.
-        lock: False where the caller holds the run's lock already, as a manager does.
+        contract: what must be equal at a resume, in addition to the contract of the state (`contract_of`).
+        collectives: the world; every rank calls with its state. None for a single process, which is refused if torch.distributed or a launcher
+            has several ranks. Pass ``SingleProcess()`` if this rank saves alone on purpose.
+        lock: False if the caller holds the run's lock already, as a manager does.
 
     Returns:
         What was saved.
 
     Raises:
         InvalidState: if the state has no trainer component, and so no step.
-        InvalidArgument: if the state or the run is none; or there are several ranks, and ``collectives`` does not say which.
+        InvalidArgument: if ``state`` is not a state or ``run`` is not a run; or if there are several ranks and no ``collectives``.
         UnknownComponent: for an unknown name.
         StateDonated: if a donating step has consumed the state.
-        SaveFailed: or the subclass that fits (NoSpace, NotWritable, RunLocked, CommitConflict); on the ranks where another one
-            failed, SaveFailedElsewhere.
+        SaveFailed: or its matching subclass (NoSpace, NotWritable, RunLocked, CommitConflict); SaveFailedElsewhere on the ranks that did not
+            fail themselves.
 
     Examples:
         >>> from trainfold.backends.stores.memory import MemoryStore
@@ -98,16 +97,16 @@ def plan(  # noqa: PLR0913 - keywords
     reset: Mapping[str, str] | None = None,
     contract: Mapping[str, Any] | None = None,
 ) -> ResumePlan | Refusal:
-    """Say what a resume would do; reads manifests, loads nothing (V18).
+    """Say what a resume would do. It reads manifests and loads nothing.
 
     Args:
         run: a directory, or a store.
-        like: a state of the run that wants to resume: its structure counts, its values do not.
+        like: a state of the run that resumes. Its structure counts, its values do not.
         step: an explicit step; None for the newest of the current timeline.
         components: the components to load; None for all.
         policy: drift kind -> ``refuse``, ``warn`` or ``adapt``.
-        reset: component -> why it starts anew on purpose.
-        contract: what this run says of itself beside what ``like`` says; compared with what was saved.
+        reset: component -> why it starts from scratch on purpose.
+        contract: the contract of this run, in addition to that of ``like``; it is compared with the saved one.
 
     Returns:
         A `ResumePlan`, or a `Refusal` with every reason; both print.
@@ -139,30 +138,30 @@ def load(  # noqa: PLR0913 - keywords
 ) -> S:
     """Load the newest whole checkpoint of the current timeline, or the step asked for, into a new state.
 
-    Every byte that is used is checked against its digest. Where the newest checkpoint turns out to be damaged and no step
-    was asked for, the next older one is taken, with a `CheckpointPassedOver` warning each time (V03).
+    Every byte that is used is checked against its digest. If the newest checkpoint is damaged and no step was asked for, the next older one is
+    loaded, with a `CheckpointPassedOver` warning each time.
 
     Args:
         run: a directory, or a store.
-        like: a state of the run that wants to resume; it is left as it is, whatever happens (V12).
+        like: a state of the run that resumes. It is never changed.
         step: an explicit step; None for the newest.
         components: the components to load; the others are those of ``like``.
         policy: drift kind -> ``refuse``, ``warn`` or ``adapt``.
-        reset: component -> why it starts anew on purpose.
-        contract: what this run says of itself beside what ``like`` says.
-        collectives: the world; every rank calls. None for a single process, which is refused where there are several
-            ranks: alone, each could find another newest checkpoint, or take streams and a data position that are one rank's.
-            Say ``SingleProcess()`` if this rank loads alone on purpose.
+        reset: component -> why it starts from scratch on purpose.
+        contract: the contract of this run, in addition to that of ``like``.
+        collectives: the world; every rank calls. None for a single process, which is refused if there are several ranks: alone, each rank could
+            find another newest checkpoint, or load the streams and the data position of another rank. Pass ``SingleProcess()`` if this rank
+            loads alone on purpose.
 
     Returns:
         The state; its tensors are fresh memory on the devices of ``like``.
 
     Raises:
-        InvalidArgument: if there are several ranks, and ``collectives`` does not say which.
-        ResumeRefused: with every reason, when there is nothing to resume or it would not be exact.
-        CheckpointDamaged: if the step asked for has bytes with another digest.
-        CheckpointHostile: if what the step asked for holds does not fit into memory.
-        RanksDisagree: if ranks see different checkpoints (V05).
+        InvalidArgument: if there are several ranks and no ``collectives``.
+        ResumeRefused: with every reason, if there is nothing to resume or the resume would not be exact.
+        CheckpointDamaged: if the step that was asked for has bytes with another digest.
+        CheckpointHostile: if the step that was asked for does not fit into memory.
+        RanksDisagree: if ranks see different checkpoints.
         RankFailed: if another rank could not load its part.
 
     Examples:
@@ -177,4 +176,4 @@ def load(  # noqa: PLR0913 - keywords
     request = resume_request(step=step, components=components, policy=policy, reset=reset)
     world = world_given(collectives, os.environ, where="load.collectives")
     loaded = load_run(open_store(run), like=like, request=request, contract=contract, collectives=world).state
-    return cast("S", loaded)  # it has the components of ``like``
+    return cast("S", loaded)  # it has the type of ``like``

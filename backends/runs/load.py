@@ -1,4 +1,4 @@
-"""`load_run`: reads a run, plans the resume, and loads what was planned; what turns out to be bad is passed over for an older one."""
+"""`load_run`: reads a run, plans the resume and carries out the plan. A checkpoint that turns out to be bad is passed over for an older one."""
 
 import logging
 import warnings
@@ -42,21 +42,21 @@ from trainfold.core.state.state import TrainState
 
 _LOG: Final = logging.getLogger("trainfold")
 _RELISTINGS: Final = 5
-_Told: TypeAlias = tuple[Problem, bool, Outcome]
+_Failed: TypeAlias = tuple[Problem, bool, Outcome]
 
 
 class CheckpointPassedOver(UserWarning):
-    """A checkpoint that should have been resumed cannot be used, and an older one is taken."""
+    """The checkpoint to resume cannot be used, and an older one is loaded."""
 
 
 class ResumeDrift(UserWarning):
-    """Something differs between the checkpoint and the run, and the policy lets it pass."""
+    """The checkpoint and the run differ, and the policy lets the difference pass."""
 
 
 @final
 @attrs.frozen(eq=False)
 class Loaded:
-    """A state that was loaded, and what it descends from: the checkpoint; the same on every rank."""
+    """A loaded state, and the checkpoint from which it descends; the same on every rank."""
 
     state: TrainState
     descent: Descent
@@ -64,21 +64,21 @@ class Loaded:
 
 @final
 class Quarantine:
-    """Counts the attempts to load each checkpoint, so that one that kills its loader is not tried for ever (P07).
+    """Counts the attempts to load each checkpoint, so that a checkpoint that kills its loader is not tried for ever.
 
-    Rank 0 keeps the count in the run, which it has locked.
+    Rank 0 writes the count into the run, whose lock it holds.
     """
 
     def begin(self, store: Store, world: Collectives, name: str) -> None:
-        """Note an attempt, before it."""
+        """Record an attempt before it starts."""
         on_rank_zero(world, lambda: begin_attempt(store, name))
 
     def end(self, store: Store, world: Collectives, name: str, outcome: Outcome) -> None:
-        """Take it back, or note what was wrong."""
+        """Remove the record of an attempt, or record what failed."""
         on_rank_zero(world, lambda: end_attempt(store, name, outcome))
 
     def leave(self, store: Store, world: Collectives, name: str, error: BaseException) -> None:
-        """Note that the attempt ended with something that no rank waits to hear of, such as Ctrl-C."""
+        """Record an attempt that ended with an error for which no rank waits, such as Ctrl-C."""
         if world.rank == 0:
             end_attempt(store, name, outcome_of(error))
 
@@ -91,7 +91,7 @@ def plan_run(
     contract: Mapping[str, Any] | None,
     collectives: Collectives,
 ) -> ResumePlan | Refusal:
-    """Say what `load_run` would do; see `trainfold.plan`. The arguments are those of `load_run`."""
+    """The plan that `load_run` would carry out; see `trainfold.plan`. It takes the arguments of `load_run`."""
     known = passed_over(store, request, collectives)
     target = resume_target(like, contract, collectives)
     return _planned(store, with_quarantined(read_inventory(store), known), target, request)[1]
@@ -110,12 +110,12 @@ def load_run(  # noqa: PLR0913 - keywords
 
     Args:
         store: the run.
-        like: a state of the run that wants to resume.
+        like: a state of the run that resumes.
         request: the step, the components, the policy.
-        contract: what this run says of itself beside what ``like`` says.
+        contract: the contract of this run, in addition to that of ``like``.
         collectives: the world; every rank calls.
-        quarantine: what counts the attempts; None for a reader that may not write into the run. What is in quarantine is passed
-            over by all, unless its step is asked for.
+        quarantine: counts the attempts; None for a reader that may not write into the run. Every reader passes over checkpoints in quarantine,
+            unless their step is asked for.
     """
     world, target = collectives, resume_target(like, contract, collectives)
     known = passed_over(store, request, world)
@@ -128,13 +128,13 @@ def load_run(  # noqa: PLR0913 - keywords
             relisted = read_inventory(store)
             if relistings < _RELISTINGS and any(world.gather(relisted != listed)):
                 inventory, listed, relistings = relisted, relisted, relistings + 1
-                continue  # somebody saved or deleted meanwhile: what was refused may be gone, and a newer one there
+                continue  # another process saved or deleted: there may be a newer checkpoint now
             raise ResumeRefused(store.url, outcome)
         if quarantine is not None:
             quarantine.begin(store, world, outcome.checkpoint)
         try:
             state, failure = _attempt(outcome, like, store)
-            failed = [each for each in world.gather(None if failure is None else _told(failure)) if each is not None]
+            failed = [each for each in world.gather(None if failure is None else _failed(failure)) if each is not None]
         except BaseException as error:
             if quarantine is not None:
                 quarantine.leave(store, world, outcome.checkpoint, error)
@@ -146,14 +146,14 @@ def load_run(  # noqa: PLR0913 - keywords
             head = outcome.manifest.head
             return Loaded(state, Descent(head.timeline, head.step, head.forks))
         if request.step is not None or not all(may_fall_back for _, may_fall_back, _ in failed):
-            told = failure or _elsewhere(store, failed[0][0])
-            place(told, step=outcome.step, rank=world.rank if failure is not None and world.world_size > 1 else None)
-            raise told
+            reason = failure or _elsewhere(store, failed[0][0])
+            place(reason, step=outcome.step, rank=world.rank if failure is not None and world.world_size > 1 else None)
+            raise reason
         inventory = _without(inventory, outcome.checkpoint, failed[0][0])
 
 
 def passed_over(store: Store, request: ResumeRequest, world: Collectives) -> Mapping[str, Problem]:
-    """What is in quarantine, for `with_quarantined`; nothing where a step is asked for, which takes it out."""
+    """The checkpoints in quarantine, for `with_quarantined`. A request for a step takes its checkpoint out, so that there are none then."""
     return {} if request.step is not None else on_rank_zero(world, lambda: quarantined(store))
 
 
@@ -161,12 +161,12 @@ def passed_over(store: Store, request: ResumeRequest, world: Collectives) -> Map
 def resume_target(
     like: TrainState, contract: Mapping[str, Any] | None = None, world: Collectives | None = None
 ) -> Target:
-    """Say what a run that looks like this wants to resume.
+    """The `Target` of a run with this state.
 
     Args:
-        like: a state with its components, shapes and dtypes; no value is looked at.
-        contract: what must be equal beside what ``like`` says.
-        world: which ranks there are; None for one process.
+        like: a state with its components, shapes and dtypes; values are not read.
+        contract: what must be equal, in addition to the contract of ``like``.
+        world: the ranks; None for one process.
 
     Examples:
         >>> from trainfold.core.state.state import Progress
@@ -182,19 +182,19 @@ def resume_target(
 def _planned(
     store: Store, inventory: Inventory, target: Target, request: ResumeRequest
 ) -> tuple[Inventory, ResumePlan | Refusal]:
-    """Read the manifests that matter, and plan; the inventory with what is known of them now, and the plan."""
+    """Read the manifests that are needed, and plan. Returns the inventory with these manifests, and the plan."""
     inventory = examined(store, inventory, request, target.components)
     return inventory, plan_resume(inventory, target, request)
 
 
 def examined(store: Store, inventory: Inventory, request: ResumeRequest, wanted: Collection[str] = ()) -> Inventory:
-    """Read the manifests that a request needs, newest first, until one can do what it asks for.
+    """Read the manifests that a request needs, newest first, until one of them has what it asks for.
 
     Args:
         store: the run.
         inventory: from `read_inventory`.
         request: from `resume_request`.
-        wanted: the components of the run that wants to resume.
+        wanted: the components of the run that resumes.
     """
     while (name := next_to_examine(inventory, request, wanted)) is not None:
         inventory = examine(store, inventory, name)
@@ -202,17 +202,17 @@ def examined(store: Store, inventory: Inventory, request: ResumeRequest, wanted:
 
 
 def _agree(outcome: ResumePlan | Refusal, store: Store, world: Collectives) -> None:
-    """Raise unless all ranks decide alike; a rank that alone has reasons against a checkpoint says them, and the others who it is."""
+    """Raise unless all ranks made the same decision. If one rank refuses, it raises its reasons, and the others name that rank."""
     if isinstance(outcome, Refusal):
         decided, reasons = f"refused:\n{outcome}", "; ".join(map(str, outcome.reasons)) if outcome.checkpoint else ""
     else:
         decided, reasons = outcome.digest(), ""
-    told = world.gather((decided, outcome.checkpoint, reasons))
-    odd = [rank for rank, (each, _, _) in enumerate(told) if each != told[0][0]]
+    decisions = world.gather((decided, outcome.checkpoint, reasons))
+    odd = [rank for rank, (each, _, _) in enumerate(decisions) if each != decisions[0][0]]
     if not odd:
         return
-    refusing = next((rank for rank, (_, _, each) in enumerate(told) if each), None)
-    if refusing is None or len({checkpoint for _, checkpoint, _ in told}) > 1:
+    refusing = next((rank for rank, (_, _, each) in enumerate(decisions) if each), None)
+    if refusing is None or len({checkpoint for _, checkpoint, _ in decisions}) > 1:
         raise RanksDisagree(
             store.url,
             expected="the same plan on every rank",
@@ -224,25 +224,25 @@ def _agree(outcome: ResumePlan | Refusal, store: Store, world: Collectives) -> N
     raise RankFailed(
         f"rank {refusing}",
         expected="every rank to resume",
-        found=f"reasons against {outcome.checkpoint} on it: {told[refusing][2]}",
-        fix="do what that rank's own error says, on every rank",
+        found=f"reasons against {outcome.checkpoint} on it: {decisions[refusing][2]}",
+        fix="do what the error of that rank says, on every rank",
     )
 
 
 def _attempt(outcome: ResumePlan, like: TrainState, store: Store) -> tuple[TrainState | None, TrainfoldError | None]:
-    """The state, or what was in the way; it is not raised yet, since the other ranks wait to hear of it."""
+    """The state, or the error. It is not raised here, because the other ranks wait for the result."""
     try:
         return run_resume(outcome, like, store=store), None
     except TrainfoldError as error:
         return None, error
     except OSError as error:
         where = f"{store.url}/{outcome.checkpoint}"
-        fix = "look at the device and its log, or load another checkpoint"
+        fix = "check the device and its log, or load another checkpoint"
         return None, CheckpointUnreadable(where, expected="files that can be read", found=error, fix=fix)
 
 
-def _told(failure: TrainfoldError) -> _Told:
-    """What the other ranks hear: the problem, whether an older checkpoint may be free of it, and what it says of this one."""
+def _failed(failure: TrainfoldError) -> _Failed:
+    """What the other ranks get: the problem, whether an older checkpoint may not have it, and the outcome of the attempt."""
     return problem_of(failure), isinstance(failure, CheckpointError), outcome_of(failure)
 
 

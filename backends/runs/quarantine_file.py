@@ -1,6 +1,6 @@
-"""``quarantine.json`` of a run: which checkpoints did not load, across the deaths of the processes that tried (P07).
+"""``quarantine.json`` of a run: which checkpoints did not load, recorded across the deaths of the loading processes.
 
-Nothing here can stand in a load's way: where the file cannot be read or written, a warning says so and the load goes on.
+Nothing here can stop a load. If the file cannot be read or written, a warning is logged and the load continues.
 """
 
 import logging
@@ -42,21 +42,21 @@ _TRIES = 5
 
 
 class QuarantineIgnored(UserWarning):
-    """A run's ``quarantine.json`` cannot be read, and no checkpoint is passed over for what it says."""
+    """The ``quarantine.json`` of a run cannot be read, and no checkpoint is passed over for it."""
 
 
 def quarantined(store: Store, *, limit: int = LIMIT) -> dict[str, Problem]:
-    """The checkpoints of a run that are to be passed over, and why; for `with_quarantined`.
+    """The checkpoints of a run that must be passed over, and why; for `with_quarantined`.
 
-    A checkpoint whose step was saved again since has another manifest, and is not among them. A file that cannot be read says
-    nothing (a `QuarantineIgnored` warning): it never holds up a run that is whole.
+    A checkpoint whose step was saved again has another manifest and is not among them. A file that cannot be read is ignored with a
+    `QuarantineIgnored` warning, so that it never stops a run that is whole.
 
     Args:
         store: the run.
-        limit: how many deaths in loading are enough; one proof of wrong bytes always is.
+        limit: how many deaths while loading are enough; one proof of wrong bytes always is.
 
     Raises:
-        InvalidArgument: for a limit that is none.
+        InvalidArgument: for an invalid limit.
 
     Examples:
         >>> from trainfold.backends.stores.memory import MemoryStore
@@ -64,7 +64,7 @@ def quarantined(store: Store, *, limit: int = LIMIT) -> dict[str, Problem]:
         >>> from trainfold.core.state.state import Progress, TrainState
         >>> store = MemoryStore()
         >>> name = save(TrainState(trainer=Progress(step=3)), store).checkpoint
-        >>> for _ in range(3):  # processes that died in loading
+        >>> for _ in range(3):  # processes that died while loading
         ...     begin_attempt(store, name)
         >>> list(quarantined(store))
         ['step-00000003']
@@ -83,7 +83,7 @@ def quarantined(store: Store, *, limit: int = LIMIT) -> dict[str, Problem]:
 
 
 def begin_attempt(store: Store, name: str) -> None:
-    """Note, durably, that a checkpoint is about to be loaded; rank 0 alone, under the run's lock.
+    """Record, durably, that a load of a checkpoint starts. Only rank 0 calls this, under the run's lock.
 
     Args:
         store: the run.
@@ -95,15 +95,15 @@ def begin_attempt(store: Store, name: str) -> None:
 
 
 def end_attempt(store: Store, name: str, outcome: Outcome = Outcome("loaded")) -> None:  # noqa: B008 (a frozen value)
-    """Take an attempt back, or note what was wrong.
+    """Remove the record of an attempt, or record what failed.
 
     Args:
         store: the run.
         name: the checkpoint.
-        outcome: how it ended: `outcome_of` what was raised, and `worst_outcome` of several ranks.
+        outcome: how it ended: the `outcome_of` an error, or the `worst_outcome` of several ranks.
     """
     digest = _manifest_digest(store, name)
-    if digest is None:  # somebody deleted it
+    if digest is None:  # another process deleted it
         return
     if outcome.ending == "damaged":
         _LOG.warning("%s/%s is quarantined until it is saved again: %s", store.url, name, outcome.reason)
@@ -112,7 +112,7 @@ def end_attempt(store: Store, name: str, outcome: Outcome = Outcome("loaded")) -
 
 @contextmanager
 def attempting(store: Store, name: str) -> Iterator[None]:
-    """An attempt as a block, for a single process: what is raised in it is noted, and raised.
+    """An attempt as a block, for a single process. An error in it is recorded and raised.
 
     Examples:
         >>> from trainfold.backends.stores.memory import MemoryStore
@@ -131,7 +131,7 @@ def attempting(store: Store, name: str) -> Iterator[None]:
 @final
 @attrs.frozen
 class _Found:
-    """What a run's file says, the bytes that say it, and why they say nothing."""
+    """What the file of a run holds, its bytes, and the error if they cannot be read."""
 
     attempts: Attempts = attrs.field(factory=Attempts)
     data: bytes | None = None
@@ -139,18 +139,20 @@ class _Found:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it may be replaced: not what a newer trainfold wrote, and not what cannot be set aside."""
+        """Whether it may be replaced: not if a newer trainfold wrote it, or if it cannot be set aside."""
         return self.error is None or (self.data is not None and not isinstance(self.error, FutureVersion))
 
 
 def _change(store: Store, change: Callable[[Attempts], Attempts]) -> None:
-    """Read, change and write; a file that cannot be read is set aside under another name, never lost."""
+    """Read, change and write the record. A file that cannot be read is set aside under another name and never lost."""
     try:
         for _ in range(_TRIES):
-            with suppress(CommitConflict):  # somebody else was faster: theirs counts too
+            with suppress(CommitConflict):  # another process was faster, and its record counts too
                 _changed(store, _read(store), change)
                 return
-        _LOG.warning("%s/%s: others write it all the time, and an attempt is not recorded", store.url, QUARANTINE_FILE)
+        _LOG.warning(
+            "%s/%s: other processes keep writing it, and an attempt is not recorded", store.url, QUARANTINE_FILE
+        )
     except (CheckpointError, OSError) as error:
         _LOG.warning("%s: an attempt to load is not recorded: %s", store.url, error)
 
@@ -172,9 +174,11 @@ def _changed(store: Store, found: _Found, change: Callable[[Attempts], Attempts]
 
 def _set_aside(store: Store, data: bytes) -> None:
     name = f"quarantine-damaged-{digest_of(data)[-16:]}.json"
-    with suppress(CommitConflict):  # it has been already
+    with suppress(CommitConflict):  # it was set aside already
         store.commit(name, data)
-        _LOG.warning("%s/%s cannot be read and begins anew; what it held is in %s", store.url, QUARANTINE_FILE, name)
+        _LOG.warning(
+            "%s/%s cannot be read and restarts empty; its old contents are in %s", store.url, QUARANTINE_FILE, name
+        )
 
 
 def _read(store: Store) -> _Found:
@@ -195,7 +199,7 @@ def _read(store: Store) -> _Found:
 
 
 def _manifest_digest(store: Store, name: str) -> str | None:
-    """The digest of the manifest that is there now, or None."""
+    """The digest of the manifest of a checkpoint now, or None."""
     with suppress(CheckpointError, OSError):
         size = store.size(f"{name}/{MANIFEST}")
         if size is not None and size <= MANIFEST_LIMIT_BYTES:

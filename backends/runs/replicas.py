@@ -1,4 +1,4 @@
-"""What all ranks have is written by one of them: digests show before a save that it is the same on each (W24, B06)."""
+"""One rank writes what all ranks have; digests prove before a save that it is equal on all of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,16 +31,16 @@ def copies_of(
     proof: Proof,
     sent: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, str]]:
-    """The digest of every tensor that all ranks are to have alike; scalars are in the descriptions, which are compared anyway.
+    """The digest of every tensor that must be equal on all ranks. Scalars are in the descriptions, which are compared anyway.
 
     Args:
         described: component -> its structure.
         tensors: component -> leaf path -> tensor; none is changed.
         proof: how much of each tensor is compared.
-        sent: leaf path -> who sends it to the other ranks before it is used: that is compared then, and not the value.
+        sent: leaf path -> what sends it to the other ranks before it is used. This is compared instead of the value.
 
     Returns:
-        Component -> leaf path -> digest, without shards, which are each rank's own.
+        Component -> leaf path -> digest. Shards, which belong to each rank, are not in it.
     """
     known = sent or {}
     return (
@@ -59,12 +59,12 @@ def copies_of(
 
 
 def _digest(leaf: Any, path: str, proof: Proof) -> str:
-    """The digest of the piece of a leaf that a turn compares; of all of it where it is small or no step keeps it alike."""
+    """The digest of the piece of a leaf that a turn compares; of the whole leaf if it is small or if steps do not keep it equal."""
     if proof.turn is None or not isinstance(leaf, torch.Tensor) or leaf.nbytes <= SMALL_BYTES:
         return leaf_digest(leaf, path)
     if not is_trained(path) or not leaf.is_contiguous():
         return leaf_digest(leaf, path)
-    if leaf.is_cpu:  # a look at its memory costs less than a view of it
+    if leaf.is_cpu:  # reading its memory costs less than a view of it
         start, stop = (leaf.nbytes * (proof.turn + side) // TURNS for side in (0, 1))
         return digest_of(tensor_bytes(leaf)[start:stop])
     start, stop = (leaf.numel() * (proof.turn + side) // TURNS for side in (0, 1))
@@ -74,12 +74,12 @@ def _digest(leaf: Any, path: str, proof: Proof) -> str:
 def check_copies(
     leaves: Leaves, contract: Mapping[str, Json], summaries: Sequence[Mapping[str, str]], world: Collectives
 ) -> None:
-    """Raise on every rank if not all have told the same; they say then which leaf it is.
+    """Raise on every rank if the summaries differ, after the ranks have found the first leaf that does.
 
     Args:
-        leaves: this rank's digests.
-        contract: this rank's.
-        summaries: what each rank told.
+        leaves: the digests of this rank.
+        contract: the contract of this rank.
+        summaries: the summary of each rank.
         world: the ranks; all of them call.
 
     Raises:
@@ -92,6 +92,6 @@ def check_copies(
     first = world.broadcast(dict(mine) if world.rank == 0 else {})
     names = differing(mine, first)
     path = names[0] if names else ""
-    told = world.gather((len(names), path, repr(mine.get(path, "nothing"))[:80]))
-    odd = next(each[1] for each in told if each[0])
-    raise disagreement(name, told, repr(first.get(odd, "nothing"))[:80])
+    found = world.gather((len(names), path, repr(mine.get(path, "nothing"))[:80]))
+    odd = next(each[1] for each in found if each[0])
+    raise disagreement(name, found, repr(first.get(odd, "nothing"))[:80])

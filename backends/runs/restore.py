@@ -1,4 +1,4 @@
-"""The interpreter of a `ResumePlan`: it reads what the plan says into fresh memory, and decides nothing."""
+"""`run_resume`: carries out a `ResumePlan`. It loads into fresh memory and decides nothing."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,11 +31,11 @@ from trainfold.core.state.state import ModelState, OptimizerState, Origin, OwnOp
 
 
 def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainState:
-    """Read what a plan says into fresh memory and return the new state; ``like`` is not touched (V12).
+    """Load what a plan says into fresh memory and return the new state; ``like`` is not changed.
 
     Args:
         plan: the decisions.
-        like: the state that the plan was made for: its structure, its devices, and the values that are kept.
+        like: the state for which the plan was made. It gives the structure, the devices, and the values that are kept.
         store: the run.
 
     Returns:
@@ -88,7 +88,7 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
 
 
 def _listed(plan: ResumePlan) -> dict[str, Any]:
-    """What the checkpoint lists for the run that goes on from it, and that is no condition of a resume."""
+    """The keys that the checkpoint lists for the run that continues it, and that are not conditions of a resume."""
     return {key: value for key, value in plan.manifest.contract.items() if key == RATES}
 
 
@@ -156,7 +156,7 @@ def _box_of(leaf: Any) -> Box | None:
 def _of_this_run(
     saved: Any, wanted: Any, params: Mapping[str, torch.Tensor] | None, kept: tuple[str, ...], prefix: str = "optimizer"
 ) -> Any:
-    """An optimizer's state, and those of the optimizers that it holds, beside this run's parameters; all else as it is."""
+    """The state of an optimizer, and of the optimizers inside of it, placed beside the parameters of this run; anything else unchanged."""
     if isinstance(saved, OwnOptimizerState):
         theirs = wanted.held if isinstance(wanted, OwnOptimizerState) else {}
         return attrs.evolve(
@@ -176,7 +176,7 @@ def _of_this_run(
 
 
 def _with_kept_hyper(saved: OptimizerState, wanted: Any, kept: tuple[str, ...], prefix: str) -> OptimizerState:
-    """Take from the target's groups the hyperparameters that a policy let drift; the keys are the contract's."""
+    """The saved state with the target's value for each hyperparameter that the policy keeps; ``kept`` has keys of the contract."""
     if not kept or not isinstance(wanted, OptimizerState):
         return saved
     by_fqn = {fqn: group for group in wanted.groups for fqn in group.params}
@@ -187,7 +187,7 @@ def _with_kept_hyper(saved: OptimizerState, wanted: Any, kept: tuple[str, ...], 
         if ours is None:
             return group
         changed = {name: value for name, value in ours.hyper.items() if f"{prefix}.groups[{label!r}].{name}" in kept}
-        mine = {  # what the script has no more is dropped, as the base rates of a scheduler that is gone
+        mine = {  # a hyperparameter that the script has removed is dropped, such as the base rate of a removed scheduler
             name: value
             for name, value in group.hyper.items()
             if name in ours.hyper or f"{prefix}.groups[{label!r}].{name}" not in kept

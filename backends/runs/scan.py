@@ -1,4 +1,4 @@
-"""Reading what a run holds: names and heads first, one manifest whole only when a plan asks for it."""
+"""Reading what a run holds: names and heads first, and a whole manifest only if a plan needs it."""
 
 import itertools
 
@@ -32,18 +32,18 @@ _OLDER = f"{OLDER} of the run"
 
 
 def read_inventory(store: Store) -> Inventory:
-    """List a run's checkpoints with the heads of their manifests; foreign names are ignored (C12).
+    """List the checkpoints of a run with the heads of their manifests; foreign names are ignored.
 
-    Reads ``run.json`` and a few KiB of each manifest; proves nothing yet.
+    Reads ``run.json`` and a few KiB of each manifest, and proves nothing yet.
 
     Args:
         store: the run.
 
     Returns:
-        The inventory; a run that is missing, foreign or of a newer version is a `Problem` in it, not an exception.
+        The inventory. A run that is missing, foreign or of a newer version is a `Problem` in it, not an exception.
 
     Raises:
-        InvalidArgument: if the filesystem cannot have a run of that name.
+        InvalidArgument: if no filesystem can have a run of that name.
 
     Examples:
         >>> from trainfold.backends.stores.memory import MemoryStore
@@ -53,7 +53,7 @@ def read_inventory(store: Store) -> Inventory:
     try:
         run_id = read_run_id(store)
         names = store.list("")
-    except InvalidArgument:  # there can be no run of that name, today or ever
+    except InvalidArgument:  # a run of that name can never exist
         raise
     except TrainfoldError as error:
         return Inventory(store.url, None, (), problem_of(error))
@@ -64,7 +64,7 @@ def read_inventory(store: Store) -> Inventory:
 
 
 def _lost(store: Store, names: list[str]) -> str | None:
-    """What says that there was a committed checkpoint; a first save that was killed has left nothing of this kind."""
+    """Evidence that there was a committed checkpoint. A first save that was killed leaves none."""
     for name, target in sorted(store.pointers().items(), reverse=True):  # latest before best
         if name in ("latest", "best") and step_of(target) is not None:
             return f"{name} names {target}"
@@ -72,12 +72,12 @@ def _lost(store: Store, names: list[str]) -> str | None:
 
 
 def read_run_id(store: Store) -> str | None:
-    """The id in ``run.json``, or None where there is none.
+    """The id in ``run.json``; None without such a file.
 
     Raises:
         FutureVersion: if a newer trainfold made the run.
-        CheckpointForeign: if it is another program's.
-        CheckpointHostile: if the file is not what trainfold writes; the fix says what it has to hold.
+        CheckpointForeign: if another program wrote the file.
+        CheckpointHostile: if the file is not what trainfold writes; the fix says what it must hold.
     """
     where = f"{store.url}/{RUN_FILE}"
     size = store.size(RUN_FILE)
@@ -85,7 +85,7 @@ def read_run_id(store: Store) -> str | None:
         return None
     try:
         return _run_id(store, where, size)
-    except (CheckpointHostile, CheckpointForeign) as error:  # an older checkpoint is no help against either
+    except (CheckpointHostile, CheckpointForeign) as error:  # an older checkpoint does not help here
         names = store.list("")
         entries = tuple(_entry(store, name, None) for name in names if step_of(name) is not None)
         fix = _run_file_fix(entries)
@@ -103,13 +103,13 @@ def run_document(run_id: str) -> bytes:
 
 
 def check_place(store: Store) -> None:
-    """Check that a run is here, or that one may begin here; reads names alone and writes nothing.
+    """Check that a run is here, or may start here. Reads only names and writes nothing.
 
-    A folder with a user's logs and configs may become a run. A checkpoint, a folder of runs, checkpoints whose run file is
-    lost, and another format's weights may not (V04, V15).
+    A folder with a user's logs and configs may become a run. A checkpoint, a folder of runs, checkpoints whose run file is lost, and weights of
+    another format may not.
 
     Raises:
-        CheckpointForeign: saying which of these it is.
+        CheckpointForeign: naming which of these it is.
         FutureVersion: if a newer trainfold made the run.
         CheckpointHostile: if its run file is not what trainfold writes.
     """
@@ -121,10 +121,10 @@ def check_place(store: Store) -> None:
 
 
 def examine(store: Store, inventory: Inventory, name: str) -> Inventory:
-    """Read one manifest whole, prove it, and check that its files are there with the sizes that it says.
+    """Read one whole manifest, prove it, and check that its files exist with the sizes that it lists.
 
     Returns:
-        The inventory in which that entry has its manifest, or its problem.
+        The inventory with the manifest, or the problem, of that entry.
     """
     entry = inventory.entry(name)
     if entry is None:
@@ -144,8 +144,8 @@ def read_manifest(store: Store, name: str) -> Manifest:
     """The proved manifest of one checkpoint.
 
     Raises:
-        CheckpointTorn: if there is none.
-        CheckpointError: of the kind that fits, if it is damaged, foreign, too new or hostile.
+        CheckpointTorn: if the checkpoint has no manifest.
+        CheckpointError: the matching subclass if the manifest is damaged, foreign, too new or hostile.
     """
     where = f"{store.url}/{name}/{MANIFEST}"
     size = store.size(f"{name}/{MANIFEST}")
@@ -167,7 +167,7 @@ def _entry(store: Store, name: str, run_id: str | None) -> Entry:
     where = f"{store.url}/{name}/{MANIFEST}"
     try:
         data = store.read(f"{name}/{MANIFEST}", start=0, stop=HEAD_BYTES)
-        if len(data) == HEAD_BYTES and b",\n" not in data:  # a run that was rewound some hundred times
+        if len(data) == HEAD_BYTES and b",\n" not in data:  # of a run with hundreds of rewinds
             data = store.read(f"{name}/{MANIFEST}", start=0, stop=HEAD_LIMIT_BYTES)
         head = decode_head(data, where)
     except CheckpointMissing:
@@ -194,7 +194,7 @@ def _run_problem(store: Store, run_id: str | None, names: list[str], entries: tu
 
 
 def _check_new(store: Store, names: list[str], entries: tuple[Entry, ...]) -> None:
-    """Check that a place without a run file is nothing that a person could have meant as a run."""
+    """Check that a place without a run file is not something that a user may have meant as a run."""
     if any(entry.head is not None for entry in entries):
         raise CheckpointForeign(store.url, expected=RUN_FILE, found="checkpoints without it",
                                 fix=_run_file_fix(entries))  # fmt: skip
@@ -208,7 +208,7 @@ def _check_new(store: Store, names: list[str], entries: tuple[Entry, ...]) -> No
     others = [name for name in names if name.endswith(_OTHER_FORMATS) or _is_torch_weights(name)]
     if others:
         raise CheckpointForeign(store.url, expected="a trainfold run", found=f"another format: {others[:4]}",
-                                fix="use a folder of its own for the run; load these weights into the model yourself")  # fmt: skip
+                                fix="use another folder for the run; load these weights into the model yourself")  # fmt: skip
 
 
 def _run_id(store: Store, where: str, size: int) -> str:
@@ -226,7 +226,7 @@ def _run_id(store: Store, where: str, size: int) -> str:
 
 
 def _run_file_fix(entries: tuple[Entry, ...]) -> str:
-    """What helps where the run file is lost or damaged: a copy, or the one that the manifests agree on."""
+    """The fix for a lost or damaged run file: a copy of it, or the file that the manifests imply."""
     ids = {entry.head.run_id for entry in entries if entry.head is not None}
     if len(ids) != 1:
         return f"restore {RUN_FILE} from a copy of the run, or save into another folder"
@@ -237,7 +237,7 @@ def _run_file_fix(entries: tuple[Entry, ...]) -> str:
 def _is_run(store: Store, name: str) -> bool:
     try:
         return store.size(f"{name}/{RUN_FILE}") is not None
-    except (TrainfoldError, OSError):  # a file, a link, or a folder that is closed to us
+    except (TrainfoldError, OSError):  # a file, a link, or a folder without permission
         return False
 
 
@@ -254,7 +254,7 @@ def _belongs(store: Store, manifest: Manifest, name: str, run_id: str | None) ->
 
 
 def _files_are_there(store: Store, manifest: Manifest, name: str) -> None:
-    """Check sizes, and of each file the 8 bytes on which other readers of it rely to find the tensors."""
+    """Check the size of each file, and its first 8 bytes, from which other readers find the tensors."""
     first: dict[int, int] = {}
     for component in manifest.components:
         for record in itertools.chain.from_iterable(component.tensors):

@@ -1,9 +1,8 @@
 """`Snapshot`: a state as it is to be saved; all of it but the values of its tensors is copied."""
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import repeat
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -26,26 +25,22 @@ from trainfold.core.state.components import components_of, in_order, select
 from trainfold.core.state.contract import checked_contract, contract_of, is_of_live_run
 from trainfold.core.state.state import OptimizerState, TrainState
 
-T = TypeVar("T")
-_LOG = logging.getLogger("trainfold")
-_MANIFEST_ROOM_BYTES = 2**20
-
 
 @final
 @attrs.frozen(eq=False)
 class Snapshot:
-    """A state as it is to be saved: all but the values of its tensors is copied, so only those can still change.
+    """A state to save. Everything but the values of its tensors is copied, so that only these can still change.
 
     Attributes:
-        step: the step that it is at.
+        step: the step of the state.
         described: component -> its structure, scalars included.
         tensors: component -> leaf path -> the tensor leaf itself.
         omitted: components that the state has and that are not saved.
         contract: what must be equal at a resume.
-        own: components whose tensors nobody else has a hand on.
-        copies: component -> leaf path -> the digest of a tensor that all ranks are to have alike; None where it was not read yet.
-        optional: components that are left out where not all ranks have them.
-        sent: leaf path -> who sends it to the other ranks before it is used; rank 0's value is saved.
+        own: components whose tensors belong to the snapshot alone.
+        copies: component -> leaf path -> the digest of a tensor that must be equal on all ranks; None before the tensors were read.
+        optional: components that are left out if not all ranks have them.
+        sent: leaf path -> what sends it to the other ranks before it is used, so that the value of rank 0 is saved.
     """
 
     step: int
@@ -70,12 +65,12 @@ class Snapshot:
         return found
 
     def with_own(self, name: str, component: Any, *, is_saved: bool) -> "Snapshot":
-        """With a component that was made for it, and that nobody else has a hand on.
+        """The snapshot with another component, which was made for it and belongs to it alone.
 
         Args:
-            name: one that it does not have yet.
+            name: a name that the snapshot does not have yet.
             component: the tree.
-            is_saved: False if it is only to be counted among those that are omitted.
+            is_saved: False to list the component as omitted only.
 
         Raises:
             UnsupportedLeaf: for a leaf that the format cannot hold.
@@ -92,24 +87,24 @@ class Snapshot:
         )
 
     def with_copies(self, proof: Proof, *, sent: Mapping[str, str] | None = None) -> "Snapshot":
-        """With the digests of what all ranks are to have alike, or of a part of it; the tensors are read.
+        """The snapshot with digests of what must be equal on all ranks. This reads the tensors.
 
         Args:
             proof: how much is compared.
-            sent: leaf path -> who sends it to the other ranks before it is used.
+            sent: leaf path -> what sends it to the other ranks before it is used.
         """
         copies = copies_of(self.described, self.tensors, proof=proof, sent=sent)
         return attrs.evolve(self, copies=copies, sent=sent or {})
 
     def without(self, names: Collection[str]) -> "Snapshot":
-        """Without these components."""
+        """The snapshot without these components."""
         described = {name: each for name, each in self.described.items() if name not in names}
         tensors = {name: each for name, each in self.tensors.items() if name not in names}
         copies = {name: each for name, each in (self.copies or {}).items() if name not in names}
         return attrs.evolve(self, described=described, tensors=tensors, copies=None if self.copies is None else copies)
 
     def arrays(self) -> set[LeafName]:
-        """The names of those that are numpy's: nothing tells of a write to them."""
+        """The names of NumPy arrays, whose writes cannot be noticed."""
         return {
             (component, path)
             for component, leaves in self.tensors.items()
@@ -127,19 +122,19 @@ def describe_state(
     contract: Mapping[str, Any] | None = None,
     describe: Describe = describe,
 ) -> Snapshot:
-    """Describe a state, without looking at the values of its tensors.
+    """Describe a state without reading the values of its tensors.
 
     Args:
         state: any state with a trainer component.
         components: what to save; None for all.
-        contract: what must be equal at resume, beside what the state itself says.
-        describe: that of a `Describer`, where one run is described again and again.
+        contract: what must be equal at a resume, in addition to the contract of the state.
+        describe: the method of a `Describer`, if one run is described repeatedly.
 
     Raises:
         InvalidState: if the state has no trainer component, and so no step.
-        InvalidArgument: if it is no state.
+        InvalidArgument: if it is not a state.
         UnknownComponent: for an unknown name.
-        UnsupportedLeaf: for a leaf that the format cannot hold, or a slot that would come back in another memory layout.
+        UnsupportedLeaf: for a leaf that the format cannot hold, or a slot that would be loaded in another memory layout.
         StateDonated: if a donating step has consumed the state.
 
     Examples:
@@ -164,13 +159,13 @@ def describe_state(
 
 
 def full_contract(state: TrainState, contract: Mapping[str, Any] | None) -> dict[str, Json]:
-    """All that must be equal at a resume: what the environment says, the state, and the caller, each before the one before it."""
+    """Everything that must be equal at a resume: the environment, the contract of the state, and that of the caller. Later ones win."""
     given = {**environment_of(state), **contract_of(state), **mapping_given("contract", contract)}
     return checked_contract(given)
 
 
 def prove_alike(take: Callable[[], Snapshot], collectives: Collectives) -> None:
-    """Compare everything that all ranks are to have alike; every rank calls (B06).
+    """Compare everything that must be equal on all ranks; every rank calls.
 
     Raises:
         RanksDisagree: on every rank, naming the first leaf that differs.
@@ -186,7 +181,7 @@ def prove_alike(take: Callable[[], Snapshot], collectives: Collectives) -> None:
 
 
 def step_of_state(state: TrainState) -> int:
-    """The step that a state is at.
+    """The step of a state.
 
     Raises:
         InvalidState: if it has no trainer component.
@@ -202,12 +197,12 @@ def check_state(state: object, argument: str) -> None:
     """Check that an argument is a state.
 
     Raises:
-        InvalidArgument: if it is none.
+        InvalidArgument: if it is not.
     """
     if not isinstance(state, TrainState):
         raise InvalidArgument(
             argument,
             expected="a TrainState",
             found=shown(state),
-            fix="give the state of the run, such as init_state(...) makes or live.capture() returns",
+            fix="pass the state of the run, as returned by init_state(...) or live.capture()",
         )
