@@ -1,1 +1,1 @@
-"""Ranks: threads, processes, and what they tell one another. May import the ground floor of `backends`, and nothing of `stores`."""
+"""Ranks, as threads or processes, and how they communicate. May import the ground floor of `backends`, and not `stores`."""

@@ -1,4 +1,4 @@
-"""Doing a thing on every rank so that a failure on one is raised on all, and nobody waits for it (C07)."""
+"""Run an action on every rank, so that a failure on one rank raises on all of them and no rank hangs."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,15 +11,15 @@ T = TypeVar("T")
 
 
 def on_all_ranks(world: Collectives, action: Callable[[], T]) -> list[T]:
-    """Run an action on every rank, and return what each got, in rank order, on every rank.
+    """Run an action on every rank, and return the results of all ranks, in rank order, on every rank.
 
     Args:
         world: the ranks; all of them call.
-        action: what to do here.
+        action: what this rank does.
 
     Raises:
-        Exception: the rank's own, where its action failed.
-        RankFailed: on the other ranks, naming the lowest rank that failed and saying what it said.
+        Exception: on a rank whose action failed, the error of that action.
+        RankFailed: on the other ranks, with the lowest rank that failed and its error.
 
     Examples:
         >>> from trainfold.backends.ranks.in_process import run_threads
@@ -30,26 +30,28 @@ def on_all_ranks(world: Collectives, action: Callable[[], T]) -> list[T]:
     failure: Exception | None = None
     try:
         value = action()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is raised here and told to the others
+    except Exception as error:  # noqa: BLE001 - it is raised below, and reported to the other ranks
         failure = error
-    told: list[tuple[T | None, Problem | None]] = world.gather((value, None if failure is None else _told(failure)))
+    found: list[tuple[T | None, Problem | None]] = world.gather((value, None if failure is None else _problem(failure)))
     if failure is not None:
         if world.world_size > 1:
             place(failure, rank=world.rank)
         raise failure
-    for rank, (_, problem) in enumerate(told):
+    for rank, (_, problem) in enumerate(found):
         if problem is not None:
-            told_of = RankFailed(f"rank {rank}", expected="every rank to succeed", found=str(problem), fix=problem.fix)
-            told_of.rank = rank
-            raise told_of
-    return [value for value, _ in told]  # type: ignore[misc] # no rank failed, so each has its T
+            elsewhere = RankFailed(
+                f"rank {rank}", expected="every rank to succeed", found=str(problem), fix=problem.fix
+            )
+            elsewhere.rank = rank
+            raise elsewhere
+    return [value for value, _ in found]  # type: ignore[misc] # no rank failed, so each has its T
 
 
 def on_rank_zero(world: Collectives, action: Callable[[], T]) -> T:
-    """Run an action on rank 0 alone, and return what it got on every rank.
+    """Run an action on rank 0 only, and return its result on every rank.
 
     Raises:
-        Exception: on rank 0, where the action failed.
+        Exception: on rank 0, if the action failed.
         RankFailed: on the other ranks.
 
     Examples:
@@ -60,7 +62,7 @@ def on_rank_zero(world: Collectives, action: Callable[[], T]) -> T:
     return on_all_ranks(world, lambda: action() if world.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
-def _told(error: Exception) -> Problem:
+def _problem(error: Exception) -> Problem:
     if isinstance(error, TrainfoldError):
         return problem_of(error)
     return Problem(type(error).__name__, "this rank", "no error", str(error), "see the rank's own traceback")

@@ -1,7 +1,7 @@
-"""The notice board of a world: who failed and why, and who is still there, told through a key-value store.
+"""The notice board of a world: which rank failed and why, and which ranks are still alive, in a key-value store.
 
-A transport says that a peer is gone, not which one nor why. The board is where a failing rank leaves its error before it goes, and
-where the others call the roll when nobody left one.
+A transport reports that a peer is gone, but not which one or why. A failing rank posts its error on the board before it ends. If no rank has
+posted one, the ranks call the roll there.
 """
 
 import json
@@ -20,19 +20,19 @@ _ROLL_SECS = 0.02
 
 
 class KeyValues(Protocol):
-    """What is used of a `torch.distributed.Store`."""
+    """The used part of `torch.distributed.Store`."""
 
     def set(self, key: str, value: str, /) -> None:
         """Set a value."""
 
     def get(self, key: str, /) -> bytes:
-        """A value that is there."""
+        """The value of an existing key."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all these keys are there."""
+        """Whether all these keys exist."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a value that is not there yet, if ``expected`` is empty; return the one that is there afterwards."""
+        """With an empty ``expected``, set the value unless the key exists; return the value that the key has then."""
 
 
 @final
@@ -41,15 +41,15 @@ class Fault:
     """Why a world ended: the same on every rank.
 
     Attributes:
-        ranks: who failed, or gave no sign; empty where the transport failed between ranks that are all there.
-        found: what is known of it.
+        ranks: the ranks that failed, or gave no sign; empty if the transport failed although all ranks are alive.
+        found: what is known about it.
     """
 
     ranks: tuple[int, ...]
     found: str
 
     def error(self) -> RankFailed:
-        """What a rank raises that hears of it."""
+        """The error that every other rank raises."""
         some = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         return RankFailed(
             some if self.ranks else "the ranks",
@@ -68,13 +68,13 @@ class Fault:
 
 @final
 class NoticeBoard:
-    """The board as one rank sees it; the first fault that is posted stands.
+    """The board as one rank sees it. The first fault that is posted counts.
 
     Args:
         store: shared by the ranks, and empty.
-        rank: this one.
-        world_size: how many there are.
-        grace_secs: how long a roll is called.
+        rank: this rank.
+        world_size: the number of ranks.
+        grace_secs: how long a roll call takes at most.
     """
 
     def __init__(self, store: KeyValues, rank: int, world_size: int, *, grace_secs: float) -> None:
@@ -84,25 +84,25 @@ class NoticeBoard:
         self._grace_secs = grace_secs
 
     def has_trouble(self) -> bool:
-        """Whether a fault was posted or a roll is being called: one question to the store."""
+        """Whether a fault was posted or a roll call has started; one request to the store."""
         return self._store.check([_TROUBLE])
 
     def fault(self) -> Fault | None:
-        """The fault that was posted, if there is one."""
+        """The fault that was posted, or None."""
         return _fault_of(self._store.get(_FAULT)) if self._store.check([_FAULT]) else None
 
     def post(self, ranks: Sequence[int], found: str) -> Fault:
-        """Post a fault, unless there is one already; return the one that stands."""
+        """Post a fault unless there is one already; return the fault that counts."""
         note = json.dumps([list(ranks), found])
         stands = _fault_of(self._store.compare_set(_FAULT, "", note))
         self._store.set(_TROUBLE, "1")
         return stands
 
     def call_roll(self, occasion: str) -> Fault:
-        """Find out who is missing; every rank that sees trouble takes part, and all get the same answer.
+        """Find the ranks that are missing. Every rank that sees trouble takes part, and all get the same answer.
 
         Args:
-            occasion: what went wrong here, for the text of the fault.
+            occasion: what went wrong on this rank, for the text of the fault.
         """
         self._store.set(f"here/{self._rank}", "1")
         self._store.set(_TROUBLE, "1")
@@ -115,7 +115,7 @@ class NoticeBoard:
         return fault
 
     def linger(self, fault: Fault) -> None:
-        """Acknowledge a fault; rank 0, which may be the host of the store, waits for those who can still read it."""
+        """Acknowledge a fault. Rank 0, which may host the store, waits for the ranks that can still read it."""
         self._store.set(f"heard/{self._rank}", "1")
         if self._rank == 0:
             self._wait_for("heard", without=fault.ranks)

@@ -20,7 +20,7 @@ TIMEOUT_SECS = 60.0
 @final
 @attrs.frozen
 class SingleProcess:
-    """The collectives of a world of one: every call returns at once.
+    """The collectives of a world of one rank. Every call returns at once.
 
     Examples:
         >>> SingleProcess().gather("a")
@@ -31,7 +31,7 @@ class SingleProcess:
     world_size: int = 1
 
     def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors themselves, copied."""
+        """Copies of the tensors."""
         return [tensor.clone() for tensor in tensors]
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
@@ -47,17 +47,17 @@ class SingleProcess:
         """Return at once."""
 
     def fail(self, error: BaseException) -> None:
-        """There is nobody to tell."""
+        """Does nothing: there is no other rank."""
 
     def duplicate(self) -> "SingleProcess":
-        """Itself: no call waits for anything."""
+        """Itself, because no call waits."""
         return self
 
 
 @final
 @attrs.frozen
 class Call:
-    """One collective call as its rank made it; all ranks must make equal ones in the same order.
+    """One collective call of a rank. All ranks must make equal calls in the same order.
 
     Attributes:
         kind: the method.
@@ -74,12 +74,12 @@ class Call:
 @final
 @attrs.frozen
 class RankFault:
-    """A fault to inject: a rank fails when it makes its call number ``call_index`` (from 0).
+    """A fault to inject: a rank fails in its call number ``call_index`` (from 0).
 
     Attributes:
-        rank: which rank fails.
-        call_index: at which of its calls.
-        silent: whether it goes without telling, as a machine does that lost its power: the others wait for a deadline.
+        rank: the rank that fails.
+        call_index: the call in which it fails.
+        silent: whether it fails without a report, like a machine that loses power, so that the others wait for a deadline.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class RankFault:
 
 
 class InjectedFailure(TrainfoldError):
-    """What a rank with a `RankFault` raises."""
+    """The error of a rank with a `RankFault`."""
 
 
 @final
@@ -97,10 +97,10 @@ class Outcome(Generic[T]):
     """How one rank ended.
 
     Attributes:
-        rank: which one.
-        value: what its function returned; None when it raised.
+        rank: the rank.
+        value: what its function returned; None if it raised.
         error: what it raised, or None.
-        schedule: the collective calls that it made, the last one perhaps in vain.
+        schedule: its collective calls; the last one may not have completed.
     """
 
     rank: int
@@ -111,7 +111,7 @@ class Outcome(Generic[T]):
 
 @final
 class ThreadCollectives:
-    """The collectives of one rank among threads; made by `run_threads`."""
+    """The collectives of a rank that is a thread. `run_threads` makes them."""
 
     def __init__(self, rank: int, room: "_Room", fault: RankFault | None) -> None:
         self.rank = rank
@@ -139,10 +139,10 @@ class ThreadCollectives:
         return copy.deepcopy(self._meet(Call("gather"), copy.deepcopy(value)))
 
     def barrier(self, *, timeout_secs: float) -> None:
-        """Return when every rank is here.
+        """Return when every rank has called.
 
         Raises:
-            RankFailed: naming who is missing after ``timeout_secs``, or who failed.
+            RankFailed: naming the rank that is missing after ``timeout_secs``, or that failed.
         """
         self._meet(Call("barrier"), None, timeout_secs=timeout_secs)
 
@@ -151,7 +151,7 @@ class ThreadCollectives:
         self._room.fail(self.rank, error)
 
     def duplicate(self) -> "ThreadCollectives":
-        """The same ranks in another room, which fails when this one does."""
+        """The same ranks in another room, which fails if this one does."""
         numbers = self._meet(Call("duplicate"), self._copies)
         self._copies += 1
         return ThreadCollectives(self.rank, self._room.copy(numbers[0]), None)
@@ -176,16 +176,16 @@ def run_threads(
     """Run a function on every rank of a world of threads.
 
     Args:
-        world_size: number of ranks, >= 1.
-        function: called once a rank, with that rank's collectives.
+        world_size: the number of ranks, >= 1.
+        function: called once for each rank, with the collectives of that rank.
         timeout_secs: how long a rank waits for the others in one call.
-        fail_at: a rank to fail, and when.
+        fail_at: which rank fails, and when.
 
     Returns:
         What the function returned, in rank order.
 
     Raises:
-        BaseException: the error of the lowest rank that failed by itself; the ranks that only heard of it do not count.
+        BaseException: the error of the lowest rank that failed by itself; a `RankFailed` counts only if no rank has another error.
 
     Examples:
         >>> run_threads(3, lambda collectives: collectives.gather(collectives.rank ** 2))
@@ -205,7 +205,7 @@ def thread_outcomes(
     timeout_secs: float = TIMEOUT_SECS,
     fail_at: RankFault | None = None,
 ) -> list[Outcome[T]]:
-    """Like `run_threads`, but return how each rank ended, also where ranks failed.
+    """Like `run_threads`, but return how each rank ended, even if ranks failed.
 
     Examples:
         >>> def work(collectives):
@@ -247,7 +247,7 @@ def thread_outcomes(
 
 @final
 class _Room:
-    """Where threads meet: one round of payloads at a time, under one condition."""
+    """Where the threads meet: one round of payloads at a time, under one condition variable."""
 
     def __init__(self, world_size: int, timeout_secs: float) -> None:
         self.world_size = world_size
@@ -258,11 +258,11 @@ class _Room:
         self._arrived: dict[int, tuple[Call, Any]] = {}
         self._left: set[int] = set()
         self._round = 0
-        self._payloads: list[Any] = []  # of the last round; safe, since no round ends without every rank
+        self._payloads: list[Any] = []  # of the last round; safe, because a round ends only with every rank
         self._copies: dict[int, _Room] = {}
 
     def copy(self, number: int) -> "_Room":
-        """The copy of a number; all ranks get the same one."""
+        """The copy with a number, which is the same for all ranks."""
         with self._changed:
             room = self._copies.setdefault(number, _Room(self.world_size, self._timeout_secs))
             room.failure = room.failure or self.failure
@@ -308,7 +308,7 @@ class _Room:
             return rank in self._arrived
 
     def _settle(self) -> None:
-        """End the round when all are here; end the world when that can no more happen."""
+        """End the round when all ranks have arrived; fail the world if they no longer can."""
         calls = {rank: call for rank, (call, _) in sorted(self._arrived.items())}
         if len(set(calls.values())) > 1 or (calls and self._left):
             shown = [f"rank {rank} calls {call}" for rank, call in calls.items()]

@@ -1,4 +1,4 @@
-"""Whether this process is one of several: by torch.distributed, and by what a launcher such as torchrun says."""
+"""Whether this process is one of several ranks, according to torch.distributed or to a launcher such as torchrun."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from trainfold.core.layout.world import Collectives
 
 
 def ranks_around(environment: Mapping[str, str]) -> str | None:
-    """Who says that there are other ranks, and how many; None where nobody does.
+    """The evidence that there are other ranks, and how many; None without evidence.
 
     Examples:
         >>> ranks_around({"RANK": "0", "WORLD_SIZE": "4"}), ranks_around({"WORLD_SIZE": "1", "RANK": "0"}), ranks_around({})
@@ -19,21 +19,21 @@ def ranks_around(environment: Mapping[str, str]) -> str | None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         ranks: int = torch.distributed.get_world_size()
         return f"torch.distributed with {ranks} ranks" if ranks > 1 else None
-    said = environment.get("WORLD_SIZE", "")
-    is_one_of_several = "RANK" in environment and said.isdecimal() and int(said) > 1
-    return f"WORLD_SIZE={said} in the environment" if is_one_of_several else None
+    size = environment.get("WORLD_SIZE", "")
+    is_one_of_several = "RANK" in environment and size.isdecimal() and int(size) > 1
+    return f"WORLD_SIZE={size} in the environment" if is_one_of_several else None
 
 
 def world_given(collectives: Collectives | None, environment: Mapping[str, str], *, where: str) -> Collectives:
-    """The ranks that were named; one process where nobody says that there are others.
+    """The ranks that the caller passed; one process without evidence of others.
 
     Args:
-        collectives: what the user gave.
-        environment: of this process.
-        where: the argument, for the message.
+        collectives: the argument of the caller.
+        environment: the environment of this process.
+        where: the name of the argument, for the message.
 
     Raises:
-        InvalidArgument: if none were named, and there are several: each would act alone, in one place or on its own share.
+        InvalidArgument: if the caller passed none and there are several ranks. Each would act alone, in the same place or on its own share.
     """
     if collectives is not None:
         return collectives

@@ -1,8 +1,8 @@
-"""The arithmetic of a sum over ranks: each rank adds one part of everything, in rank order, and the parts go round.
+"""The arithmetic of a sum over ranks: each rank adds one part of all tensors, in rank order, and sends its sums to the others.
 
-Two exchanges of bytes, as many as a ring's all-reduce moves. Since each element is added by one rank only, in rank order, every
-rank gets the same bits, whatever its processor does with the last bit or with a NaN. (A ring adds each part in an order that begins
-at another rank, so that its sums of floats differ from those in rank order.)
+It takes two exchanges, with as many bytes as a ring all-reduce. Only one rank adds each element, in rank order, so every rank gets the same
+bits, whatever its processor does with the last bit or with a NaN. (A ring adds each part in an order that starts at another rank, so that its
+sums of floats differ from those in rank order.)
 
 Source: reduce-scatter and all-gather, R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
 Operations in MPICH" (2005), with the parts exchanged directly, so that the order can be chosen.
@@ -18,19 +18,19 @@ _SIGNED = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
-}  # torch adds these; the bits are the same
+}  # torch can add these, with the same bits
 
 
 @final
 @attrs.frozen
 class SumPlan:
-    """How a list of tensors is cut into one part a rank. The same on every rank: it depends on dtypes and shapes only.
+    """How a list of tensors is cut into one part for each rank. It depends on dtypes and shapes only, so it is the same on every rank.
 
     Attributes:
-        world_size: number of parts.
-        shapes: of the tensors.
-        blocks: dtype -> indices of the tensors that have it, in order.
-        widths: dtype -> elements that one part has of it.
+        world_size: the number of parts.
+        shapes: the shapes of the tensors.
+        blocks: dtype -> indices of the tensors of that dtype, in order.
+        widths: dtype -> how many elements of that dtype one part has.
     """
 
     world_size: int
@@ -40,7 +40,7 @@ class SumPlan:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of one part."""
+        """The size of one part."""
         return sum(width * dtype.itemsize for dtype, width in self.widths.items())
 
     def cut(self, tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -60,14 +60,14 @@ class SumPlan:
         return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
 
     def add(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum of one part, from what each rank has of it: uint8[world_size, part_bytes] -> uint8[part_bytes]."""
+        """The sum of one part over the ranks: uint8[world_size, part_bytes] -> uint8[part_bytes]."""
         sums = []
         for _, each in self._columns(parts):
             sums.append(added(each).view(torch.uint8))
         return torch.cat(sums) if sums else parts[0]
 
     def join(self, sums: torch.Tensor) -> list[torch.Tensor]:
-        """The sums, as tensors again, from all summed parts: uint8[world_size, part_bytes]."""
+        """The sums as tensors, from all summed parts: uint8[world_size, part_bytes]."""
         results: dict[int, torch.Tensor] = {}
         for dtype, columns in self._columns(sums):
             flat = columns.reshape(-1)
@@ -91,9 +91,9 @@ class SumPlan:
 
 
 def added(terms: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    """The sum of equally shaped tensors of one dtype, in their order, as a tensor of its own.
+    """The sum of equally shaped tensors of one dtype, in their order, as a new tensor.
 
-    Unsigned integers wrap around as signed ones do.
+    Unsigned integers wrap around as signed integers do.
 
     Examples:
         >>> added([torch.tensor([65535], dtype=torch.uint16), torch.tensor([2], dtype=torch.uint16)])
@@ -107,13 +107,13 @@ def added(terms: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
 
 
 def sum_plan(tensors: list[torch.Tensor], world_size: int) -> SumPlan:
-    """Plan the sum of tensors over so many ranks.
+    """Plan the sum of tensors over the ranks.
 
-    Law: cut on every rank, exchanged, added, exchanged again and joined, they are ``((t0 + t1) + t2) + ...`` to the bit.
+    Law: cut on every rank, exchanged, added, exchanged again and joined, the result is bitwise ``((t0 + t1) + t2) + ...``.
 
     Args:
-        tensors: of any shapes and dtypes; the same ones on every rank.
-        world_size: number of ranks.
+        tensors: of any shapes and dtypes, which must be the same on every rank.
+        world_size: the number of ranks.
 
     Examples:
         >>> plan = sum_plan([torch.ones(3), torch.tensor(7)], world_size=2)

@@ -1,4 +1,4 @@
-"""`TorchCollectives`: ranks that are processes, over torch.distributed on the CPU, which fail together and say who failed."""
+"""`TorchCollectives`: ranks that are processes, over torch.distributed on the CPU. They fail together and name the rank that failed."""
 
 import ctypes
 import hashlib
@@ -23,41 +23,39 @@ T = TypeVar("T")
 
 _HEAD: Final = struct.Struct("<qqq")  # number of the call, digest of the call, bytes of the value
 _HEAD_BYTES: Final = 512
-_INLINE_BYTES: Final = _HEAD_BYTES - _HEAD.size  # a value up to here costs no second exchange
+_INLINE_BYTES: Final = _HEAD_BYTES - _HEAD.size  # larger values need a second exchange
 _TOKEN_BYTES: Final = 8
 _PAUSE_SECS: Final = 5e-5
 _LEAST_SECS: Final = 1e-3
 _ADVICE: Final = ". This is typically"  # what gloo adds
-_LOOK_SECS: Final = 0.2  # how often a rank that waits looks at the notice board
+_LOOK_SECS: Final = 0.2  # how often a waiting rank checks the notice board
 
 
 @final
 class TorchCollectives:
-    """The collectives of this process's rank. Making one is a collective act: every rank of the group does it, at the same point.
+    """The collectives of the rank of this process. The constructor is a collective call: every rank of the group makes it at the same point.
 
-    Each call begins with one small all-gather, in which the ranks see that all make the same call; values of more than half a
-    KiB follow in a second one. A rank that waits also watches for trouble. If a rank raises (and says so with `fail`), dies, or does
-    not come in time, every other rank raises `RankFailed`, with the same text everywhere. A rank that left no word is
-    named after a roll call of ``grace_secs``; one that is merely busy elsewhere is then named as well, since nobody can tell.
-    Afterwards every call raises that error again: start the job anew.
+    Each call starts with one small all-gather, in which the ranks check that all make the same call; values of more than half a KiB follow in a
+    second one. A waiting rank also watches for trouble. If a rank raises (and reports it with `fail`), dies, or is late, every other rank raises
+    `RankFailed`, with the same text everywhere. A rank that posted no error is named after a roll call of ``grace_secs``; a rank that is only
+    busy elsewhere cannot be distinguished from it and is named too. Afterwards every call raises that error again: restart the job.
 
-    Integers of 64 bits are summed by one all-reduce. Other sums are added in rank order. (gloo's own all-reduce does not: with 1e8, 1 and -1e8 on three ranks, parts
-    of one float32 vector came out as 0 and others as 1.) Two exchanges of bytes move as much as an all-reduce would, and with the
-    copies around them take about twice as long for a million floats, four times for ten million; tensors of another device go
-    through the CPU and come back. It is the path for evaluations and saves, and for gradients where the same bits matter more
-    than speed.
+    Integers of 64 bits are summed by one all-reduce. Other sums are added in rank order, which the all-reduce of gloo does not do: with 1e8, 1
+    and -1e8 on three ranks, it returned 0 in some parts of one float32 vector and 1 in others. The two exchanges move as many bytes as an
+    all-reduce. With the copies around them they take about twice as long for a million floats, and four times as long for ten million. Tensors
+    of another device go through the CPU and back. Use it for evaluations and saves, and for gradients if equal bits matter more than speed.
 
     Values travel as JSON (``trainfold.backends.ranks.wire``), not as pickle.
 
     Args:
-        group: a process group with a CPU backend, which also says who is which rank; by default a gloo group of all ranks, so
-            that nothing of the training comes between; it ends with these collectives.
+        group: a process group with a CPU backend, which also gives the ranks; by default a gloo group of all ranks, which no training uses and
+            which ends with these collectives.
         timeout_secs: how long a rank waits for the others in one call.
-        grace_secs: how long the roll is called.
+        grace_secs: how long a roll call takes at most.
 
     Raises:
         InvalidArgument: if torch.distributed is not initialised, or the group has no CPU backend, or this process is not in it.
-        RankFailed: if not all ranks make theirs.
+        RankFailed: if not all ranks call it.
     """
 
     def __init__(self, group: Any = None, *, timeout_secs: float = 600.0, grace_secs: float = 3.0) -> None:
@@ -89,26 +87,26 @@ class TorchCollectives:
         self._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=grace_secs)
 
     def __del__(self) -> None:
-        """Give the sockets of a group of our own back; one with an exchange under way, or at Python's end, is left alone.
+        """Release the sockets of a group that we made, unless an exchange is running or Python is shutting down.
 
-        No `weakref.finalize`: its registry would keep the group until torch has gone, and end the process with an abort.
+        Not `weakref.finalize`: its registry would keep the group until torch is unloaded, and abort the process.
         """
         own = getattr(self, "_own", None)
         if own is not None and not self._faults and not sys.is_finalizing() and self._dist.is_initialized():
-            with suppress(ValueError, RuntimeError):  # destroyed with the world already
+            with suppress(ValueError, RuntimeError):  # already destroyed with the world
                 self._dist.destroy_process_group(own)
 
     def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The sums of equally shaped tensors over the ranks, added in rank order; the same bits on every rank.
 
         Args:
-            tensors: of any dtypes and devices; they are left alone.
+            tensors: of any dtypes and devices; they are not changed.
 
         Returns:
-            New tensors, each on the device of the one that it was made from.
+            New tensors, each on the device of its summand.
 
         Raises:
-            RankFailed: if a rank failed or did not come.
+            RankFailed: if a rank failed or was late.
             RanksDisagree: if a rank calls something else, or has other shapes or dtypes.
         """
         detail = ", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
@@ -131,9 +129,9 @@ class TorchCollectives:
         """A copy of the value that rank ``source`` has.
 
         Raises:
-            RankFailed: if a rank failed or did not come.
+            RankFailed: if a rank failed or was late.
             RanksDisagree: if a rank calls something else.
-            InvalidArgument: if there is no such rank, or the value cannot travel.
+            InvalidArgument: if there is no such rank, or the value cannot be encoded.
         """
         check_source(source, self.world_size)
         call = Call("broadcast", f"source={source}")
@@ -145,41 +143,41 @@ class TorchCollectives:
         """Copies of the values of all ranks, in rank order.
 
         Raises:
-            RankFailed: if a rank failed or did not come.
+            RankFailed: if a rank failed or was late.
             RanksDisagree: if a rank calls something else.
-            InvalidArgument: if the value cannot travel.
+            InvalidArgument: if the value cannot be encoded.
         """
         return [from_wire(each) for each in self._meet(Call("gather"), self._bytes_of(value), self._deadline(None))]
 
     def barrier(self, *, timeout_secs: float) -> None:
-        """Return when every rank is here.
+        """Return when every rank has called.
 
         Raises:
-            RankFailed: naming who is missing after ``timeout_secs``, or who failed.
+            RankFailed: naming the rank that is missing after ``timeout_secs``, or that failed.
         """
         self._meet(Call("barrier"), b"", self._deadline(timeout_secs))
 
     def fail(self, error: BaseException) -> None:
-        """Leave word of an error, so that every other rank raises `RankFailed` from its current or next call.
+        """Report an error, so that every other rank raises `RankFailed` from its current or next call.
 
-        Where another rank has failed before, or an error of gloo only says that one has, the error gets a note that names it.
+        If another rank failed first, or the error comes from gloo because another rank failed, a note that names that rank is added to it.
         """
         if not self._faults:
-            told = error_text(error).partition(_ADVICE)[0]
+            text = error_text(error).partition(_ADVICE)[0]
             if _is_of_transport(error):
-                self._give_up(lambda: self._board.fault() or self._board.call_roll(told))
+                self._give_up(lambda: self._board.fault() or self._board.call_roll(text))
             else:
-                self._give_up(lambda: self._board.post([self.rank], told))
+                self._give_up(lambda: self._board.post([self.rank], text))
         if self._faults and self.rank not in self._faults[0].ranks and not isinstance(error, RankFailed):
             error.add_note(str(self._faults[0].error()))
 
     def duplicate(self) -> "TorchCollectives":
-        """The same ranks with a gloo group of their own and the same patience; every rank of the group calls this.
+        """The same ranks with another gloo group and the same timeouts; every rank of the group calls this.
 
-        A failure of one of the two is no failure of the other.
+        A failure of one of the two does not fail the other.
         """
-        # not `new_group`: torch names a group that is made by its ranks alone after how many groups this process has, which differs
-        # between ranks when one of them has let go of a group, and comes again
+        # Not `new_group`: torch names a group made by its own ranks after the number of groups in this process. The number differs between
+        # ranks after one of them has released a group, and it repeats.
         name = self.broadcast(secrets.token_hex(_TOKEN_BYTES))
         copy = object.__new__(TorchCollectives)
         copy._dist, copy._timeout_secs, copy._grace_secs = self._dist, self._timeout_secs, self._grace_secs
@@ -197,7 +195,7 @@ class TorchCollectives:
         return copy
 
     def _all_reduce(self, tensors: list[torch.Tensor], call: Call, until: float) -> list[torch.Tensor]:
-        """The sums of integers, which no order can change."""
+        """The sums of integers, which do not depend on the order."""
         total = torch.cat([tensor.detach().cpu().reshape(-1) for tensor in tensors])
         options = self._dist.distributed_c10d.AllreduceOptions()
         options.timeout = timedelta(seconds=max(until - time.monotonic(), _LEAST_SECS))
@@ -210,7 +208,7 @@ class TorchCollectives:
     # --- exchanges ---------------------------------------------------------------------------------------------------
 
     def _meet(self, call: Call, payload: bytes, until: float) -> list[bytes]:
-        """Make sure that all ranks make this call, and give each rank's payload to all of them."""
+        """Check that all ranks make this call, and exchange their payloads."""
         if self._faults:
             raise self._faults[0].error()
         head = _HEAD.pack(self._calls, _digest(call), len(payload)) + payload[:_INLINE_BYTES]
@@ -232,15 +230,17 @@ class TorchCollectives:
         if call is None or until is None:
             self._group.allgather([list(rows)], [tensor], options).wait()
         else:
-            options.timeout = timedelta(seconds=max(until - time.monotonic(), _LEAST_SECS))  # else it would outlive us
+            options.timeout = timedelta(
+                seconds=max(until - time.monotonic(), _LEAST_SECS)
+            )  # or it would outlive this call
             self._wait(self._group.allgather([list(rows)], [tensor], options), call, until)
         return rows
 
     def _wait(self, work: Any, call: Call, until: float) -> None:
         """Wait for an exchange.
 
-        A thread of gloo must not be the one that frees its tensors: for that it would need Python, and abort the process
-        while Python ends. So an exchange is kept until the next one, and for ever if it was given up.
+        A thread of gloo must not free the tensors of an exchange: it would need Python for that, and abort the process while Python shuts down.
+        So an exchange is kept until the next one, and for ever if it was abandoned.
         """
         self._latest = work
         try:
@@ -254,9 +254,9 @@ class TorchCollectives:
             self._call_roll(f"{call} failed: {_first_sentence(error)}", error)
 
     def _look_until_done(self, work: Any, call: Call, until: float) -> None:
-        """Look at the notice board now and then."""
+        """Poll the exchange, and check the notice board from time to time."""
         pause_secs, look_at = 0.0, time.monotonic() + _LOOK_SECS
-        while not work.is_completed():  # no callback: one that comes while Python ends would abort the process
+        while not work.is_completed():  # no callback: it would abort the process if it came while Python shuts down
             time.sleep(pause_secs)
             pause_secs = min(pause_secs * 2 or _PAUSE_SECS, _PAUSE_SECS * 100)
             now = time.monotonic()
@@ -276,7 +276,7 @@ class TorchCollectives:
         try:
             return self._board.has_trouble()
         except RuntimeError:
-            return True  # the roll call will say that the board is gone
+            return True  # the roll call will report that the board is gone
 
     def _call_roll(self, occasion: str, cause: RuntimeError | None) -> NoReturn:
         raise self._give_up(lambda: self._board.fault() or self._board.call_roll(occasion)).error() from cause
@@ -287,12 +287,12 @@ class TorchCollectives:
             self._faults[:] = [fault]
             self._board.linger(fault)
         except RuntimeError as error:  # of the store
-            told = f"its host has ended, which is rank 0 unless a launcher has it ({str(error).splitlines()[0]})"
-            self._faults[:] = self._faults or [Fault((), f"the store of the process group cannot be asked: {told}")]
+            text = f"its host has ended, which is rank 0 unless a launcher has it ({str(error).splitlines()[0]})"
+            self._faults[:] = self._faults or [Fault((), f"the store of the process group cannot be asked: {text}")]
         return self._faults[0]
 
     def _disagree(self, call: Call, until: float) -> NoReturn:
-        """Every rank has seen that the calls differ, so that every rank comes here."""
+        """Raise with the calls of all ranks. Every rank has seen that they differ, so every rank gets here."""
         rows = self._all_gather(_padded(str(call).encode()[:_HEAD_BYTES], _HEAD_BYTES), call, until)
         calls = [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
         raise RanksDisagree(
@@ -360,7 +360,7 @@ def _digest(call: Call) -> int:
 
 
 def _is_of_transport(error: BaseException) -> bool:
-    """Whether an error, of a model that communicates perhaps, comes from the end of another rank."""
+    """Whether an error, perhaps of a model that communicates, comes from the transport because another rank ended."""
     import torch.distributed as dist
 
     kinds = (dist.DistBackendError, dist.DistNetworkError)
@@ -368,7 +368,7 @@ def _is_of_transport(error: BaseException) -> bool:
 
 
 def _first_sentence(error: BaseException) -> str:
-    """What an error says, without the advice that gloo adds."""
+    """The text of an error without the advice that gloo adds."""
     return str(error).partition(_ADVICE)[0]
 
 

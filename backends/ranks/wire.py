@@ -1,8 +1,7 @@
-"""The wire: a small value as bytes of JSON for another rank of the same program, and back, without pickle.
+"""The wire: a small value as JSON bytes for another rank of the same program, and back, without pickle.
 
-What JSON or attrs can hold, as `Collectives` says, and batches: tensors and arrays. Types come back exactly: a tuple is no list,
-and an object of attrs or a dataclass is of its class, rebuilt field by field as a copy is, without ``__init__``. No other class
-is found by its name.
+It carries what JSON or attrs can hold, and batches of tensors and arrays. Types are exact: a tuple comes back as a tuple, and an object of
+attrs or a dataclass as its class, rebuilt field by field like a copy, without ``__init__``. No other class is looked up by its name.
 """
 
 import base64
@@ -24,7 +23,7 @@ from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
 
 _PLAIN: Final = frozenset({int, float, str, bool, type(None)})
-_PACKED: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {  # type -> its tag, and how it becomes what has one
+_PACKED: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {  # type -> its tag, and how it is packed
     tuple: ("tuple", list),
     dict: ("dict", lambda value: [[key, item] for key, item in value.items()]),
     bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
@@ -53,12 +52,12 @@ _UNPACKED: Final[dict[str, Callable[[Any], Any]]] = {
 
 
 def to_wire(value: Any) -> bytes:
-    """The bytes of a value.
+    """Encode a value as bytes.
 
     Args:
         value: None, bool, int, float, str, bytes, list, tuple, dict, set, frozenset, range, `fractions.Fraction`,
             `torch.Size`, `torch.dtype`, tensors on the CPU, arrays without objects, named tuples, and objects of attrs and
-            dataclasses, nested at will.
+            dataclasses, nested to any depth.
 
     Raises:
         InvalidArgument: naming the type, for anything else.
@@ -73,7 +72,7 @@ def to_wire(value: Any) -> bytes:
 
 
 def from_wire(data: bytes) -> Any:
-    """The value that another rank's `to_wire` was given: equal, of the same types, and a copy."""
+    """Decode the bytes of `to_wire`: a copy of the value, equal and of the same types."""
     return _decode(json.loads(data.decode("utf-8", "surrogatepass")))
 
 
@@ -128,7 +127,7 @@ def _fields(kind: Any) -> tuple[str, ...] | None:
 
 
 def _class_of(name: str) -> type | None:
-    """The class with fields of that name; its module is imported only if it is of a package that is in use already."""
+    """The class of that name if it has fields. Its module is imported only if its package is loaded already."""
     module, _, path = name.partition(":")
     if module not in sys.modules and module.partition(".")[0] in sys.modules:
         import_module(module)
@@ -139,14 +138,14 @@ def _class_of(name: str) -> type | None:
 
 
 def _is_here(value: Any) -> bool:
-    """Whether the bytes of a tensor or an array are at hand, and all that it is."""
+    """Whether a tensor or an array is in CPU memory and fully described by dtype, shape and bytes."""
     if isinstance(value, torch.Tensor):
         return value.device.type == "cpu" and value.layout == torch.strided and not value.is_quantized
     return not (isinstance(value, np.ndarray) and value.dtype.hasobject)
 
 
 def _tensor(dtype: str, shape: list[int], data: bytes) -> torch.Tensor:
-    """As the tensor was, but for its strides and whether it requires a gradient."""
+    """The tensor, except for its strides and whether it requires a gradient."""
     empty = torch.empty(shape, dtype=getattr(torch, dtype))
     if data:
         empty.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

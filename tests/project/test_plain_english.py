@@ -56,8 +56,6 @@ PENDING: Final = (
     "adapters/bridges",
     "adapters/cli/demo",
     "adapters/evaluation",
-    "backends/formats/native",
-    "backends/ranks",
     "backends/runs",
     "core",
     "core/best",

@@ -27,7 +27,7 @@ class HeaderEntry:
 
     Attributes:
         dtype: the safetensors dtype.
-        shape: as the file says it.
+        shape: the shape in the file.
         start: first byte in the file.
         stop: one past its last byte.
     """
@@ -46,7 +46,7 @@ class FileHeader:
     Attributes:
         tensors: name -> entry, in the order of their bytes; without overlaps and holes.
         metadata: the free text of the file.
-        size_bytes: of the whole file.
+        size_bytes: the size of the whole file.
     """
 
     tensors: Mapping[str, HeaderEntry]
@@ -55,11 +55,11 @@ class FileHeader:
 
 
 def read_header(store: Store, name: str) -> FileHeader:
-    """Read and check the header of a file; memory is bounded by the size of the file (U05).
+    """Read and check the header of a file. Memory is bounded by the size of the file.
 
     Raises:
-        CheckpointMissing: when there is no such file.
-        CheckpointTorn: when the file ends before its header or its tensors do.
+        CheckpointMissing: if the file does not exist.
+        CheckpointTorn: if the file ends before its header or its tensors do.
         CheckpointHostile: for duplicate keys, unknown dtypes, and ranges that overlap, leave holes, leave the file or
             have another size than dtype and shape.
 

@@ -1,4 +1,4 @@
-"""`HeaderCheck`: whether the headers of the files that a load reads are those that were written, byte by byte."""
+"""`HeaderCheck`: whether the headers of the files that a load reads are, byte by byte, those that were written."""
 
 from collections.abc import Iterable
 from typing import Final, final
@@ -18,14 +18,14 @@ _LENGTH_BYTES: Final = 8
 
 @final
 class HeaderCheck:
-    """Compares each header once with the one that the manifest implies; a load itself goes by the manifest and believes no header.
+    """Compares each header once with the one that the manifest implies. A load itself uses the manifest and never trusts a header.
 
-    A header that says the same in other bytes may come from another writer of the format, which is free in its spaces and the order of its
-    keys. Then the whole file is read and compared with its digest, which decides. One that says something else is refused unread.
+    A header with the same contents in other bytes may come from another writer of the format, which is free in its spaces and the order of its
+    keys. Then the whole file is read, and its digest decides. A header with other contents is refused without reading the file.
 
     Args:
         store: the run.
-        directory: the checkpoint's.
+        directory: the directory of the checkpoint.
         manifest: its proved manifest.
     """
 

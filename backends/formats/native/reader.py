@@ -1,4 +1,4 @@
-"""Reading tensors by byte range straight into their memory; every size is checked first, every byte used is verified."""
+"""Reading tensors by byte range straight into their memory. Every size is checked first, and every byte that is used is verified."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +33,10 @@ ReadInto = Callable[[memoryview, int], None]
 
 @runtime_checkable
 class OpensFiles(Protocol):
-    """A `Store` that can keep a file open over many reads; used where it is there, never needed."""
+    """A `Store` that can keep a file open over many reads. It is an optimization that a store need not have."""
 
     def opened(self, name: str) -> AbstractContextManager[ReadInto]:
-        """Gives a function ``(buffer, start)`` that does what `Store.read_into` does."""
+        """Yields a function ``(buffer, start)`` that does what `Store.read_into` does."""
 
 
 @final
@@ -51,7 +51,7 @@ class ReadRequest:
         dtype: torch's name of the dtype.
         stored: the safetensors dtype.
         shape: the shape, in torch's dtype.
-        digest: what its bytes must have.
+        digest: the digest that its bytes must have.
         path: the leaf path, for messages.
         out: a tensor to read into, or None for a fresh one.
     """
@@ -80,7 +80,7 @@ def read_tensor(  # noqa: PLR0913 - keywords, one for each column of a manifest
     path: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Read and verify one tensor; see `ReadRequest` for the arguments and `read_tensors` for what is raised."""
+    """Read and verify one tensor; see `ReadRequest` for the arguments and `read_tensors` for the errors."""
     return read_tensors(store, [ReadRequest(name, start, stop, dtype, stored, shape, digest, path, out)])[0]
 
 
@@ -94,20 +94,19 @@ def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Te
         requests: what to read; an ``out`` has undefined bytes after an error.
 
     Returns:
-        The tensors, in order; on the CPU, except where ``out`` says otherwise.
+        The tensors, in order; on the CPU, unless ``out`` is elsewhere.
 
     Raises:
-        CheckpointTorn: when a file is missing or too short.
-        CheckpointHostile: when a request contradicts itself: a range of another size than dtype and shape have; or when
-            what is asked for does not fit into memory.
-        CheckpointDamaged: when the bytes that were read have another digest.
-        InvalidArgument: when an ``out`` has another dtype or shape.
+        CheckpointTorn: if a file is missing or too short.
+        CheckpointHostile: if a range has another size than its dtype and shape, or if the tensors do not fit into memory.
+        CheckpointDamaged: if the bytes that were read have another digest.
+        InvalidArgument: if an ``out`` has another dtype or shape.
     """
     sizes: dict[str, int | None] = {}
     for request in requests:
         _check(store, request, sizes)
     _check_memory(store, requests)
-    # here and not in the threads, each of which would make the allocator keep another heap
+    # not in the threads: each of them would make the allocator keep another heap
     targets = [_target(store, request) for request in requests]
     runs = [list(run) for run in _by_file(requests)]
     total_bytes = sum(request.stop - request.start for request in requests)
@@ -124,10 +123,10 @@ def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Te
 
 
 def fresh_tensor(shape: tuple[int, ...], dtype: str, where: str) -> torch.Tensor:
-    """New CPU memory for a tensor of a checkpoint; a file with holes can claim terabytes and be small on disk (U05).
+    """New CPU memory for a tensor of a checkpoint. A file with holes can claim terabytes and be small on disk.
 
     Raises:
-        CheckpointHostile: when the memory cannot be had.
+        CheckpointHostile: if the memory cannot be allocated.
 
     Examples:
         >>> fresh_tensor((2, 3), "float32", "w").shape
@@ -140,7 +139,7 @@ def fresh_tensor(shape: tuple[int, ...], dtype: str, where: str) -> torch.Tensor
 
 
 def _check_memory(store: Store, requests: Sequence[ReadRequest]) -> None:
-    """Refuse what cannot fit before touching any of it: where memory is overcommitted the allocator would not refuse."""
+    """Refuse what cannot fit before any memory is touched. With overcommitted memory the allocator would not refuse it."""
     fresh = [request for request in requests if request.out is None]
     wanted = sum(request.stop - request.start for request in fresh)
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -188,7 +187,7 @@ def _by_file(requests: Sequence[ReadRequest]) -> Iterator[list[int]]:
 
 
 def _split(requests: Sequence[ReadRequest], run: list[int], limit_bytes: int) -> Iterator[list[int]]:
-    """Cut the reads of one file into shares of about equal bytes."""
+    """Cut the reads of one file into shares of about the same size."""
     share: list[int] = []
     held = 0
     for index in run:
@@ -202,7 +201,7 @@ def _split(requests: Sequence[ReadRequest], run: list[int], limit_bytes: int) ->
 
 
 def _target(store: Store, request: ReadRequest) -> torch.Tensor:
-    """The tensor to read into: ``out`` itself where its memory lies as a file does, else a fresh one."""
+    """The tensor to read into: ``out`` itself if its memory has the order of the file, else a fresh one."""
     if request.out is not None and _lies_plainly(request.out):
         return request.out.detach()
     return fresh_tensor(request.shape, request.dtype, f"{store.url}/{request.name} {request.path}".rstrip())
@@ -250,7 +249,7 @@ def _read(store: Store, request: ReadRequest, target: torch.Tensor, read_into: R
 
 
 def _lies_plainly(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory holds its values as a file does, so that bytes can be read straight into it."""
+    """Whether the memory of a tensor has the order of the file, so that bytes can be read straight into it."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -1,4 +1,4 @@
-"""Writing one safetensors file of a plan: bytes streamed in plan order, hashed while they are hot in cache."""
+"""Writing one safetensors file of a plan: bytes are streamed in the order of the plan and hashed while they are in the cache."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final, Protocol, final, runtime_checkable
@@ -19,7 +19,7 @@ PIECE_BYTES: Final = 1 << 20  # small enough to stay in cache between the copy a
 
 @runtime_checkable
 class Source(Protocol):
-    """A tensor whose bytes come piece by piece, because somebody else has it too."""
+    """A tensor whose bytes are read piece by piece, because the training uses it too."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -30,25 +30,25 @@ class Source(Protocol):
         """Its shape."""
 
     def pieces(self, piece_bytes: int, place: Place | None = None) -> Iterator[memoryview]:
-        """Its bytes in order; each piece is used before the next one is asked for. They lie where ``place`` says, if it is given."""
+        """Its bytes in order. Each piece is used before the next one is requested. With ``place``, the bytes lie in the memory that it gives."""
 
 
 def write_file(
     plan: FilePlan, tensors: Mapping[str, torch.Tensor | Source], *, store: Store, directory: str
 ) -> WrittenFile:
-    """Write one file of a save; its contents are durable on return.
+    """Write one file of a save. Its contents are durable on return.
 
     Args:
         plan: the file: its header and where each tensor lies.
-        tensors: leaf path -> tensor, on any device, or a source; it must have the bytes that were planned for it.
+        tensors: leaf path -> tensor, on any device, or a source, with the dtype and shape of the plan.
         store: the run.
-        directory: the checkpoint's directory.
+        directory: the directory of the checkpoint.
 
     Returns:
         The size and the digests, for the manifest.
 
     Raises:
-        SaveFailed: when a tensor is not as planned, or the store fails; nothing of the file is left.
+        SaveFailed: if a tensor is not as planned, or the store fails; nothing of the file is left.
 
     Examples:
         >>> from trainfold.backends.stores.memory import MemoryStore
@@ -65,7 +65,7 @@ def write_file(
 
 @final
 class _Stream:
-    """The parts of a file, and the digests of what has been asked for so far."""
+    """The parts of a file, and the digests of the parts that were requested so far."""
 
     def __init__(self, plan: FilePlan, tensors: Mapping[str, torch.Tensor | Source], where: str) -> None:
         self.whole = xxhash.xxh3_128()
@@ -132,7 +132,7 @@ class _Stream:
 
 
 def _check_bools(piece: memoryview, where: str) -> None:
-    """Refuse what torch would change as soon as it copies it: a bool whose byte is neither 0 nor 1 (W17)."""
+    """Refuse a bool whose byte is neither 0 nor 1: torch changes it as soon as it copies it."""
     largest = int(np.frombuffer(piece, dtype=np.uint8).max(initial=0))
     if largest > 1:
         raise SaveFailed(where, expected="bools whose bytes are 0 or 1", found=f"a byte of {largest}",
