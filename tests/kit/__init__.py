@@ -1,1 +1,1 @@
-"""What several test files of one subject share: programs, loaders, models. Imported as `kit.<subject>_cases`."""
+"""What several test files share: programs, loaders, models. One package for each folder of tests, such as `kit.core.step_cases`."""

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kit.manager_machine_cases import (
+from kit.laws.manager_machine_cases import (
     COMPONENTS,
     PAUSE,
     SAVING,

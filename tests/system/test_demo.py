@@ -8,7 +8,7 @@ import threading
 import attrs
 import pytest
 import torch
-from kit.cli_cases import fits_its_schema
+from kit.adapters.cli_cases import fits_its_schema
 
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.demo.command import KILLED, PICTURE, REPORT, run_demo

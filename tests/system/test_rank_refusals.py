@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.rank_refusals_cases import PATIENT, disagreements, refusal
+from kit.system.rank_refusals_cases import PATIENT, disagreements, refusal
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from kit.rank_refusals_cases import PATIENT, disagreements, refusal
+from kit.system.rank_refusals_cases import PATIENT, disagreements, refusal
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler

@@ -6,9 +6,9 @@ import shutil
 import threading
 
 import pytest
-from kit import rehearse_cases
-from kit.cli_cases import fits_its_schema
-from kit.rehearse_cases import HIDDEN, PROGRAM, program
+from kit.adapters.cli_cases import fits_its_schema
+from kit.system import rehearse_cases
+from kit.system.rehearse_cases import HIDDEN, PROGRAM, program
 
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.diff import Different

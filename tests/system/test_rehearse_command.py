@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import rehearse_cases
-from kit.cli_cases import fits_its_schema
-from kit.rehearse_cases import HIDDEN, program
+from kit.adapters.cli_cases import fits_its_schema
+from kit.system import rehearse_cases
+from kit.system.rehearse_cases import HIDDEN, program
 
 import trainfold
 from trainfold.adapters.cli import main

@@ -6,8 +6,8 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from kit import cli_cases
-from kit.cli_cases import EXPLAINED, flip, state_at
+from kit.adapters import cli_cases
+from kit.adapters.cli_cases import EXPLAINED, flip, state_at
 
 import trainfold
 from trainfold.backends.runs.api import save

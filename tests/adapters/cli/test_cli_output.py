@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kit import cli_cases
-from kit.cli_cases import EXPLAINED, flip, state_at
+from kit.adapters import cli_cases
+from kit.adapters.cli_cases import EXPLAINED, flip, state_at
 from rich.console import Console
 
 import trainfold

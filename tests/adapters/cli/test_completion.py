@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from kit import cli_cases
+from kit.adapters import cli_cases
 
 from trainfold import __version__
 from trainfold.adapters.cli.app import app

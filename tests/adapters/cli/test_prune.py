@@ -4,8 +4,8 @@ import os
 import shutil
 
 import pytest
-from kit import cli_cases
-from kit.cli_cases import flip, state_at
+from kit.adapters import cli_cases
+from kit.adapters.cli_cases import flip, state_at
 
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import save

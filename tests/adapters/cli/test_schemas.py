@@ -6,8 +6,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from kit import cli_cases
-from kit.cli_cases import fits_its_schema
+from kit.adapters import cli_cases
+from kit.adapters.cli_cases import fits_its_schema
 
 from trainfold.adapters.cli.app import app
 from trainfold.adapters.cli.schema import names, schema_of

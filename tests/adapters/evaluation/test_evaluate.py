@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.evaluate_cases import MANY, SUITE, batches_of, bits, floats, forward
+from kit.adapters.evaluate_cases import MANY, SUITE, batches_of, bits, floats, forward
 
 import trainfold
 from trainfold import metrics as M

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit.evaluate_cases import (
+from kit.adapters.evaluate_cases import (
     GLOBAL_MODEL,
     SUM,
     Chain,

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from kit.evaluate_cases import GLOBAL_MODEL, SUM, Chain, Counting, Fielded, batches_of, deep, numbers, summed
+from kit.adapters.evaluate_cases import GLOBAL_MODEL, SUM, Chain, Counting, Fielded, batches_of, deep, numbers, summed
 
 import trainfold
 from trainfold import metrics as M

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.evaluate_cases import GLOBAL_MODEL, MANY, SUITE, Counting, batches_of, bits, floats, forward
+from kit.adapters.evaluate_cases import GLOBAL_MODEL, MANY, SUITE, Counting, batches_of, bits, floats, forward
 
 import trainfold
 from trainfold import metrics as M

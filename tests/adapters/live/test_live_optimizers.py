@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit.live_cases import Job, differing
+from kit.adapters.live_cases import Job, differing
 from torch import nn
 
 from trainfold.adapters.components.component import copied

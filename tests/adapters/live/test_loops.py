@@ -5,7 +5,7 @@ import random
 from functools import partial
 
 import pytest
-from kit.loops_cases import N, Noisy, Run, check, die, event, loader
+from kit.adapters.loops_cases import N, Noisy, Run, check, die, event, loader
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 

@@ -4,7 +4,17 @@ from itertools import chain
 
 import pytest
 import torch
-from kit.positions_cases import LOADERS, Bookmark, Counting, Forgetful, N, Numbers, PythonShuffle, Reader, Shards
+from kit.adapters.positions_cases import (
+    LOADERS,
+    Bookmark,
+    Counting,
+    Forgetful,
+    N,
+    Numbers,
+    PythonShuffle,
+    Reader,
+    Shards,
+)
 from torch.utils.data import (
     BatchSampler,
     DataLoader,

@@ -7,7 +7,7 @@ import sys
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kit.manager_cases import Job, steps_of
+from kit.adapters.manager_cases import Job, steps_of
 
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import load, save

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.hold_cases import PIECE, W, bytes_of, name_of
+from kit.backends.hold_cases import PIECE, W, bytes_of, name_of
 
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.hold.write_watch import wait_until_it_moves

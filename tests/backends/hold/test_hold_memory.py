@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from kit.hold_cases import PIECE, W, bytes_of, name_of
+from kit.backends.hold_cases import PIECE, W, bytes_of, name_of
 
 from trainfold.backends.hold.copy_arena import Arena
 from trainfold.backends.hold.hold import Hold

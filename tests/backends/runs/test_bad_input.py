@@ -10,8 +10,8 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from kit import bad_input_cases
-from kit.bad_input_cases import names_of, refused, says_all, state_at
+from kit.backends import bad_input_cases
+from kit.backends.bad_input_cases import names_of, refused, says_all, state_at
 
 import trainfold
 from trainfold.backends.formats.native.reader import read_header

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import best_file_cases
-from kit.best_file_cases import LIKE, WANTED, save_at, won
+from kit.backends import best_file_cases
+from kit.backends.best_file_cases import LIKE, WANTED, save_at, won
 
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.runs.best_file import (

@@ -7,8 +7,8 @@ import threading
 import attrs
 import pytest
 import torch
-from kit import best_file_cases
-from kit.best_file_cases import LIKE, WANTED, save_at, won
+from kit.backends import best_file_cases
+from kit.backends.best_file_cases import LIKE, WANTED, save_at, won
 
 from trainfold.adapters.cli import main
 from trainfold.adapters.live.attach import attach

@@ -6,8 +6,8 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import quarantine_cases
-from kit.quarantine_cases import DAMAGED, EIGHT, SEVEN, SOME, die, document, save_at, sealed, usable
+from kit.backends import quarantine_cases
+from kit.backends.quarantine_cases import DAMAGED, EIGHT, SEVEN, SOME, die, document, save_at, sealed, usable
 
 from trainfold.backends.runs.quarantine_file import (
     QuarantineIgnored,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kit.runs_cases import damage, saved_run, state_at
+from kit.backends.runs_cases import damage, saved_run, state_at
 
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load, plan, save

@@ -5,7 +5,7 @@ import errno
 import attrs
 import pytest
 import torch
-from kit.runs_cases import damage, saved_run, state_at
+from kit.backends.runs_cases import damage, saved_run, state_at
 
 from trainfold.backends.ranks.in_process import RankFault, run_threads, thread_outcomes
 from trainfold.backends.runs.api import load, save

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.metrics_cases import EDGES, QS, MostElements, examples, result_of
+from kit.core.metrics_cases import EDGES, QS, MostElements, examples, result_of
 
 from trainfold import metrics as M
 from trainfold.core.errors import InvalidArgument

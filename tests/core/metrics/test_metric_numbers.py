@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kit.metrics_cases import MostElements, each_metric, examples, exp_model, result_of, rows_of, variance_model
+from kit.core.metrics_cases import MostElements, each_metric, examples, exp_model, result_of, rows_of, variance_model
 
 from trainfold import metrics as M
 from trainfold.core import tree

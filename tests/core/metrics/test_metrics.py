@@ -7,7 +7,7 @@ from fractions import Fraction
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from kit.metrics_cases import (
+from kit.core.metrics_cases import (
     each_metric,
     examples,
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.step_cases import adamw, assert_same_bits, make_batch, make_net, net_loss
+from kit.core.step_cases import adamw, assert_same_bits, make_batch, make_net, net_loss
 
 from trainfold.core import tree
 from trainfold.core.optim import schedule as schedules

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.step_cases import adamw, assert_same_bits, make_batch, make_net, net_loss
+from kit.core.step_cases import adamw, assert_same_bits, make_batch, make_net, net_loss
 
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load, save

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.step_cases import adamw, assert_same_bits, make_batch, make_net, net_loss
+from kit.core.step_cases import adamw, assert_same_bits, make_batch, make_net, net_loss
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -1,0 +1,1 @@
+"""What several test files of whole programs share."""
