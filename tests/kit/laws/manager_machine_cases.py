@@ -330,10 +330,14 @@ class DiskModel:
             self.last_saved = self.before
 
     def goes(self, written):
-        """What retention deletes, oldest first: the rules, as a person would say them."""
-        best = None if self.best is None else self.best[0]
-        free = [step for step in self.path if step == written or step not in {best, *self.quarantined}]
-        kept = {written, best, *self.quarantined}
+        """The checkpoints that retention deletes, oldest first: its rules in a few lines.
+
+        A pointer keeps its target (E02): after a `save_best` that failed, it may still lead to the former best.
+        """
+        best, pointed = None if self.best is None else self.best[0], self.store.point_target("best")
+        stays = {best, *self.quarantined, *(step for step in self.path if directory_of(step) == pointed)}
+        free = [step for step in self.path if step == written or step not in stays]
+        kept = {written, *stays}
         if self.keep_last:
             kept |= set(free[-self.keep_last :])
         if self.long_term:
