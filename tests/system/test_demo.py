@@ -11,12 +11,13 @@ import torch
 from kit.adapters.cli_cases import fits_its_schema
 
 from trainfold.adapters.cli import main
-from trainfold.adapters.cli.demo.command import KILLED, PICTURE, REPORT, run_demo
+from trainfold.adapters.cli.demo.command import KILLED, REPORT, run_demo
 from trainfold.adapters.cli.demo.corpus import help_text, make_corpus
 from trainfold.adapters.cli.demo.kill import Attempt, DemoFailed, Kill, plan_kills
 from trainfold.adapters.cli.demo.losses import Losses, losses_of
 from trainfold.adapters.cli.demo.report import EvaluationDiffers, KillsMissing, NotIdentical, RunRecord, compare, tables
 from trainfold.adapters.cli.demo.settings import make_settings
+from trainfold.adapters.cli.demo.timeline import window_of
 from trainfold.adapters.cli.rehearse.moments import arms
 from trainfold.adapters.cli.terminal import plot
 from trainfold.backends.stores.record_file import RecordFile, read_entries
@@ -309,7 +310,8 @@ def test_without_matplotlib_the_demo_says_so_and_is_otherwise_the_same(tmp_path,
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     answer = run_demo(tmp_path / "demo", make_settings(steps=20, tiny=True), command=quick_run)
     assert answer.data["loss_curves"] == "not drawn: no such package matplotlib; pip install 'trainfold[plot]'"
-    assert not (tmp_path / "demo" / PICTURE).exists()
+    assert answer.data["timelines"] == answer.data["loss_curves"]
+    assert not list((tmp_path / "demo").glob("*.png"))
     assert answer.data["identical"]
 
 
@@ -326,6 +328,53 @@ def test_the_picture_is_a_png(tmp_path):
     )
     assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "l.png").stat().st_size > 5_000
+
+
+def a_timeline(*, in_background, saves=3):
+    """Steps of 1 s; each third one is saved, in 0.5 s in the loop or in 1.5 s beside it."""
+    log, now = [RecordedLine("start", 0, 7, 0.0)], 0.0
+    ends = None
+    for step in range(1, 3 * saves + 4):
+        now += 1.0
+        log.append(RecordedLine("step", step, 7, now))
+        if ends is not None and ends[0] <= now:
+            log.append(RecordedLine("saved", ends[1], 7, now, {"secs_ago": now - ends[0]}))
+            ends = None
+        if step % 3 == 0 and step <= 3 * saves:
+            log.append(RecordedLine("save", step, 7, now))
+            if in_background:
+                ends = (now + 1.5, step)
+            else:
+                now += 0.5
+                log.append(RecordedLine("saved", step, 7, now))
+    return log
+
+
+def test_a_save_in_the_loop_stops_the_steps_and_one_in_the_background_does_not():
+    """The window is cut from the record alone; a background save is recorded late and says by how much."""
+    waits, goes_on = (window_of(a_timeline(in_background=in_background)) for in_background in (False, True))
+    assert (waits.save.start, waits.save.stop) == (0.0, 0.5)
+    assert [(step.start, step.stop) for step in waits.steps] == [
+        (-3.0, -2.0), (-2.0, -1.0), (-1.0, 0.0), (0.5, 1.5), (1.5, 2.5), (2.5, 3.5)
+    ]  # fmt: skip
+    assert (goes_on.save.start, goes_on.save.stop) == (0.0, 1.5)
+    assert [step.start for step in goes_on.steps] == [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_save_without_enough_steps_around_it_has_no_window():
+    assert window_of(a_timeline(in_background=False, saves=1)[:-1]) is None
+    assert window_of([]) is None
+    torn = [event for event in a_timeline(in_background=False) if event.kind != "saved"]
+    assert window_of(torn) is None
+
+
+def test_the_timelines_are_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    window = window_of(a_timeline(in_background=True))
+    lane = ("title", attrs.astuple(window.save), [attrs.astuple(step) for step in window.steps])
+    plot.draw_timelines(tmp_path / "t.png", [lane, lane])
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "t.png").stat().st_size > 5_000
 
 
 SABOTAGED_RUN = """
@@ -359,6 +408,7 @@ def test_the_real_thing_ends_with_the_same_bits(tmp_path):
     assert all(attempt["resumed_from"] for attempt in answer.data["attempts"][1:])
     assert main(["diff", str(tmp_path / "demo" / "uninterrupted"), str(tmp_path / "demo" / KILLED)]) == 0
     assert main(["verify", str(tmp_path / "demo" / KILLED)]) == 0
+    assert all((tmp_path / "demo" / name).exists() for name in ("losses.png", "timeline.png"))
     sizes = answer.data["evaluation"]["sizes"]
     assert list(sizes) == ["1", "7", "64"]
     assert len({size["kept"] for size in sizes.values()}) == 1
@@ -378,8 +428,8 @@ def test_an_evaluation_that_depends_on_its_batch_size_makes_the_demo_fail():
     assert isinstance(comparison.error, EvaluationDiffers)
     assert comparison.error.exit_code == 43
     rows = {row[0].strip(): row for row in tables(comparison, [])[1].rows}
-    assert rows["loss, of values kept"][-1] == "no"
-    assert rows["loss, computed anew"][-1] == "yes"
+    assert rows["loss, from stored values"][-1] == "no"
+    assert rows["loss, recomputed"][-1] == "yes"
 
 
 @pytest.mark.slow

@@ -1,15 +1,19 @@
-"""The demo from its directory to its verdict: two runs, one table, one picture."""
+"""The demo from its directory to its verdict: two runs, their comparison, two pictures."""
 
 import itertools
 import json
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import attrs
 from rich.console import Console
 
 from trainfold.adapters.cli.demo import report
 from trainfold.adapters.cli.demo.kill import (
+    KILLED,
+    UNINTERRUPTED,
     Attempt,
     Command,
     plan_kills,
@@ -18,6 +22,7 @@ from trainfold.adapters.cli.demo.kill import (
     train_command,
 )
 from trainfold.adapters.cli.demo.settings import MADE_BY, SETTINGS_FILE, DemoSettings, write_settings
+from trainfold.adapters.cli.demo.timeline import Window, durable_secs, window_of
 from trainfold.adapters.cli.rehearse.moments import StepTimes
 from trainfold.adapters.cli.terminal import plot
 from trainfold.adapters.cli.terminal.output import Answer
@@ -27,8 +32,7 @@ from trainfold.backends.stores.place import local_path
 from trainfold.backends.stores.record_file import read_entries
 from trainfold.core.rehearsal.entry import RecordedLine
 
-UNINTERRUPTED, KILLED = "uninterrupted", "killed"
-PICTURE, REPORT, LOCK = "losses.png", "report.json", "demo.lock"
+PICTURE, TIMELINE, REPORT, LOCK = "losses.png", "timeline.png", "report.json", "demo.lock"
 _PLACE = Workplace(
     made_by=MADE_BY,
     noun="demo",
@@ -36,26 +40,26 @@ _PLACE = Workplace(
     marker=SETTINGS_FILE,
     lock=LOCK,
     names=frozenset({
-        SETTINGS_FILE, PICTURE, REPORT, LOCK,
+        SETTINGS_FILE, PICTURE, TIMELINE, REPORT, LOCK,
         *(f"{run}{suffix}" for run in (UNINTERRUPTED, KILLED) for suffix in ("", ".jsonl", ".stderr")),
     }),
 )  # fmt: skip
 
 
 def run_demo(directory: Path, settings: DemoSettings, *, command: Command = train_command) -> Answer:
-    """Train twice, kill the second run again and again, and compare.
+    """Train twice, kill the second run several times, and compare.
 
     Args:
-        directory: for everything that the demo writes; absent, empty, or with an earlier demo, which is replaced.
+        directory: for everything that the demo writes; absent, empty, or from an earlier demo, which is replaced.
         settings: what to train.
-        command: from a run's directory to the command that starts it.
+        command: maps the directory of a run to the command that starts the run.
 
     Returns:
         The tables, and an error if the runs differ or the kills missed.
 
     Raises:
-        CheckpointForeign: if the directory has something else in it; nothing is touched.
-        NotWritable: if it cannot be written.
+        CheckpointForeign: if the directory contains anything else; nothing is touched.
+        NotWritable: if the directory cannot be written.
         RunLocked: if a demo is running there.
         DemoFailed: if a run ends with an error.
     """
@@ -94,43 +98,70 @@ def _run_both(directory: Path, settings: DemoSettings, *, command: Command, show
 
 
 def _conclude(directory: Path, settings: DemoSettings, attempts: list[Attempt], started: float) -> Answer:
-    one, other = (report.record_of(read_entries(directory / f"{run}.jsonl")) for run in (UNINTERRUPTED, KILLED))
+    events = {run: read_entries(directory / f"{run}.jsonl") for run in (UNINTERRUPTED, KILLED)}
+    one, other = (report.record_of(each) for each in events.values())
     comparison = report.compare(one, other, attempts, wanted_kills=settings.kills)
-    picture = _draw(directory / PICTURE, one, other, comparison)
+    picture = _draw_losses(directory / PICTURE, one, other, comparison)
+    timeline = _draw_timelines(directory / TIMELINE, {run: window_of(each) for run, each in events.items()})
     facts = [
         ("loss curves", picture),
+        ("saves and steps", timeline),
         ("this table", str(directory / REPORT)),
         ("look further", f"trainfold ls {directory / KILLED}"),
         ("", f"trainfold diff {directory / UNINTERRUPTED} {directory / KILLED}"),
         ("seconds in all", f"{time.monotonic() - started:.1f}"),
     ]
-    data = {**report.as_json(comparison, other), "loss_curves": picture, "secs": time.monotonic() - started}
+    pictures = {"loss_curves": picture, "timelines": timeline}
+    data = {**report.as_json(comparison, other), **pictures, "secs": time.monotonic() - started}
     (directory / REPORT).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     return Answer(data, report.tables(comparison, facts), comparison.error)
 
 
-def _draw(path: Path, one: report.RunRecord, other: report.RunRecord, comparison: report.Comparison) -> str:
+def _draw_losses(path: Path, one: report.RunRecord, other: report.RunRecord, comparison: report.Comparison) -> str:
     kills = [(attempt.kill.step, attempt.kill.during) for attempt in comparison.attempts if attempt.kill is not None]
-    try:
-        plot.draw_losses(
+    return _drawn(
+        path,
+        lambda: plot.draw_losses(
             path,
             uninterrupted=one.losses.by_step,
             killed=[other.losses.by_step],
             kills=kills,
             verdict="the same bits" if comparison.identical else "NOT the same",
             label="training loss, nats per byte",
-        )
+        ),
+    )
+
+
+def _draw_timelines(path: Path, windows: Mapping[str, Window | None]) -> str:
+    titles = {
+        KILLED: "trainfold.save(state, run), in the loop: the loop waits until the checkpoint is durable",
+        UNINTERRUPTED: 'CheckpointManager(run, mode="async"): the loop continues',
+    }
+    lanes = [
+        (title, attrs.astuple(window.save), [attrs.astuple(step) for step in window.steps])
+        for run, title in titles.items()
+        if (window := windows[run]) is not None
+    ]
+    if not lanes:
+        return "not drawn: no save had three steps before it and three after it; use more --steps"
+    return _drawn(path, lambda: plot.draw_timelines(path, lanes))
+
+
+def _drawn(path: Path, draw: Callable[[], None]) -> str:
+    """The path of a picture, or why it was not drawn."""
+    try:
+        draw()
     except plot.PlotMissing as missing:
         return f"not drawn: {missing.found} {missing.expected}; {missing.fix}"
     return str(path)
 
 
 def _pace(events: list[RecordedLine]) -> StepTimes:
-    """How long a step and a save take, from the record of the run that was left alone."""
-    steps, saves = [0.0], [0.0]
-    for before, after in itertools.pairwise(events):
-        if after.kind == "step" and before.kind == "step":
-            steps.append(after.secs - before.secs)
-        if after.kind == "saved":
-            saves.append(after.secs - before.secs)
-    return StepTimes(step_secs=statistics.median(steps), save_secs=statistics.median(saves))
+    """How long a step and a save take, from the record of the uninterrupted run.
+
+    A step is the median of the steps, and a save is the shortest of the saves: the last one, which nothing runs beside.
+    """
+    steps = [after.secs - before.secs for before, after in itertools.pairwise(events) if after.kind == "step"]
+    begun = {event.step: event.secs for event in events if event.kind == "save"}
+    saves = [durable_secs(event) - begun[event.step] for event in events if event.kind == "saved"]
+    return StepTimes(step_secs=statistics.median(steps or [0.0]), save_secs=min(saves, default=0.0))

@@ -1,4 +1,4 @@
-"""The held-out loss at three batch sizes: what the aggregation decides, and what the model's own kernels do."""
+"""The held-out loss at three batch sizes: the effect of the aggregation, and that of the model's own kernels."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,13 @@ SUITE: Suite = {"loss": Ratio(), "perplexity": Perplexity(), "top-5 accuracy": T
 @final
 @attrs.frozen
 class HeldOutLoss:
-    """What one batch size gives, as the bits of float64 in hex.
+    """The results with one batch size, as the bits of float64 in hex.
 
     Attributes:
-        results: of the suite, by name, the model called with batches of this size.
-        kept: the loss from values for each byte that were computed once, put into batches of this size.
-        means: the mean of the means of batches, from the same values.
-        float32: their sum in float32, over their number.
+        results: the results of the suite by name, if the model is called with batches of this size.
+        kept: the loss, if stored values for each byte are aggregated in batches of this size.
+        means: the mean of the batch means of the same values.
+        float32: the sum of the same values in float32, divided by their number.
     """
 
     results: Mapping[str, str]
@@ -42,13 +42,13 @@ class HeldOutLoss:
 @final
 @attrs.frozen
 class Measurement:
-    """The held-out text, measured.
+    """The model, measured on the held-out text.
 
     Attributes:
-        loss: nats for each byte, the model called with the largest batches.
-        sizes: what each batch size gives, as text for JSON's sake.
-        moved: values for single bytes that the model's kernels round differently in the smallest batches.
-        values: how many there are.
+        loss: nats per byte, with the largest batches.
+        sizes: the results with each batch size; the keys are text, as in JSON.
+        moved: the number of values, one per byte, that the model's kernels round differently in the smallest batches.
+        values: the number of all values.
     """
 
     loss: float
@@ -58,11 +58,11 @@ class Measurement:
 
 
 def measure(state: TrainState, model: GPT, corpus: Corpus) -> Measurement:
-    """Evaluate a state on the held-out text, without dropout, at each of the batch sizes.
+    """Evaluate a state on the held-out text, without dropout, with each of the batch sizes.
 
     Args:
-        state: its parameters are used.
-        model: their structure.
+        state: the parameters to use.
+        model: the module to bind them to.
         corpus: the text.
     """
     bound = bind_model(model, state)

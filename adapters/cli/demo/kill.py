@@ -1,4 +1,4 @@
-"""Runs that are killed: when to pull the trigger, the pulling of it, and the record of what it hit."""
+"""Runs that are killed: when to kill them, the kill, and the record of what it hit."""
 
 import contextlib
 import signal
@@ -16,9 +16,11 @@ from trainfold.adapters.cli.rehearse.moments import StepTimes, Trigger, arms, pl
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.rehearsal.entry import RecordedLine, decode_entry
 
+UNINTERRUPTED, KILLED = "uninterrupted", "killed"
+
 
 class DemoFailed(TrainfoldError):
-    """A run of the demo ended by itself, before its time."""
+    """A run of the demo ended with an error."""
 
     exit_code = 42
 
@@ -30,9 +32,9 @@ class Kill:
 
     Attributes:
         step: steps done when the process died.
-        during: ``"step"``, or ``"save"`` if the last thing that the process said is that a save begins.
-        committed: whether the save that was hit had become a checkpoint already; None if no save was hit.
-        leftovers: files of that save that lie in the run without a manifest, with their sizes in bytes.
+        during: ``"save"`` if the last entry of the record is the beginning of a save, else ``"step"``.
+        committed: whether the interrupted save had become a checkpoint already; None if no save was hit.
+        leftovers: files that the save left in the run without a manifest, with their sizes in bytes.
     """
 
     step: int
@@ -47,9 +49,9 @@ class Attempt:
     """One process of a run, from its start to its end.
 
     Attributes:
-        resumed_from: the checkpoint's directory, or None for a fresh start.
+        resumed_from: the directory of the checkpoint, or None for a fresh start.
         first_step: steps done when it started.
-        kill: how it ended, or None if it ended by itself.
+        kill: what killed it, or None if it ended by itself.
     """
 
     resumed_from: str | None
@@ -62,14 +64,15 @@ Watch = Callable[[RecordedLine], None]
 
 
 def train_command(run: Path) -> list[str]:
-    """The command that starts a run, and the same one resumes it."""
-    return [sys.executable, "-m", "trainfold.adapters.cli.demo.train", str(run)]
+    """The command that starts a run and resumes it. Only the uninterrupted run saves in the background: a kill must be able to hit a save."""
+    options = ["--async"] if run.name == UNINTERRUPTED else []
+    return [sys.executable, "-m", "trainfold.adapters.cli.demo.train", str(run), *options]
 
 
 def plan_kills(settings: DemoSettings) -> list[Trigger]:
-    """Choose the moments: one in each equal part of what follows the first save, the second one during a save.
+    """Choose the moments: one in each equal part of the steps after the first save, the second one during a save.
 
-    `arms` keeps the first one from coming before that save is acknowledged.
+    `arms` makes sure that the first kill does not come before the first save is acknowledged.
 
     Examples:
         >>> from trainfold.adapters.cli.demo.settings import make_settings
@@ -81,7 +84,7 @@ def plan_kills(settings: DemoSettings) -> list[Trigger]:
 
 
 def run_unharmed(run: Path, *, command: Command, watch: Watch) -> None:
-    """Start a run and let it end by itself.
+    """Start a run and wait until it is complete.
 
     Raises:
         DemoFailed: if it ends with an error.
@@ -95,22 +98,22 @@ def run_unharmed(run: Path, *, command: Command, watch: Watch) -> None:
 def run_and_kill(
     run: Path, triggers: list[Trigger], pace: StepTimes, *, command: Command, watch: Watch
 ) -> Iterator[Attempt]:
-    """Start a run again and again, kill it at each trigger, and let the last start end by itself.
+    """Start a run, kill it at each trigger and start it again; the last process runs to the end.
 
-    A trigger that was to hit a save and came too late is armed once more, earlier.
+    A kill that came too late for its save is tried again at the next save, with a shorter delay.
 
     Args:
-        run: the directory.
-        triggers: in the order of their steps.
+        run: its directory.
+        triggers: when to kill, in the order of the steps.
         pace: how long steps and saves take.
-        command: from a run's directory to the command that starts it.
-        watch: is shown every event.
+        command: maps the directory of a run to the command that starts it.
+        watch: called with every entry of the record.
 
     Yields:
-        Each process, when it has ended.
+        Each process, after it has ended.
 
     Raises:
-        DemoFailed: if one ends with an error of its own.
+        DemoFailed: if a process ends with an error.
     """
     waiting = list(triggers)
     while True:
@@ -132,7 +135,7 @@ def _attempt(run: Path, trigger: Trigger | None, pace: StepTimes, *, command: Co
             seen.append(event)
             if killed_at is None and trigger is not None and arms(seen, trigger):
                 time.sleep(pace.delay_secs(trigger))
-                process.send_signal(signal.SIGKILL)  # no handler, no flush, no goodbye: as from the kernel's OOM killer
+                process.send_signal(signal.SIGKILL)  # no handler and no flush, as with the OOM killer of the kernel
                 killed_at = time.monotonic()
     start = next((event for event in seen if event.kind == "start"), None)
     if start is None or process.returncode != -signal.SIGKILL:
@@ -143,7 +146,7 @@ def _attempt(run: Path, trigger: Trigger | None, pace: StepTimes, *, command: Co
 
 
 def _examine(run: Path, seen: list[RecordedLine]) -> Kill:
-    """Tell from the record, and from the directory, what was hit; intentions do not count."""
+    """Find out from the record and the directory what the kill hit, whatever it was meant to hit."""
     last = seen[-1]
     if last.kind != "save":
         return Kill(step=last.step, during="step", committed=None, leftovers={})
@@ -169,7 +172,7 @@ def _process(run: Path, command: Command) -> "Iterator[subprocess.Popen[bytes]]"
         try:
             yield process
         except BaseException:
-            process.kill()  # whoever interrupts the demo does not want its run to go on
+            process.kill()  # an interrupted demo leaves no run behind
             raise
 
 
@@ -190,7 +193,7 @@ def _check_end(process: "subprocess.Popen[bytes]", run: Path) -> None:
         said = _stderr_of(run).read_text(encoding="utf-8", errors="replace").strip()
         raise DemoFailed(
             str(run),
-            expected="a run that ends by itself with exit code 0",
-            found=f"exit code {process.returncode}, saying:\n{said[-4000:]}\n",
-            fix="this is a defect of the demo or of this machine: see the text above",
+            expected="a run that ends with exit code 0",
+            found=f"exit code {process.returncode}, with this on its standard error:\n{said[-4000:]}\n",
+            fix="read the text above: the demo or this machine has a defect",
         )

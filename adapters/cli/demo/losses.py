@@ -1,4 +1,4 @@
-"""`Losses`: the loss of each step, from the record of a run that may have gone back to a checkpoint now and then."""
+"""`Losses`: the loss of each step, from the record of a run that may have resumed several times."""
 
 from collections.abc import Iterable, Iterator
 from typing import final
@@ -11,12 +11,12 @@ from trainfold.core.rehearsal.entry import RecordedLine
 @final
 @attrs.frozen
 class Losses:
-    """The loss of each step of a run that went back to a checkpoint now and then.
+    """The loss of each step of a run that may have resumed several times.
 
     Attributes:
-        by_step: step -> its loss, as it was computed last.
-        replayed: steps that were computed more than once.
-        contradictions: of those, the steps whose losses were not all the same bits.
+        by_step: step -> the loss that was computed last.
+        replayed: the number of steps that were computed more than once.
+        contradictions: the replayed steps whose losses differ in a bit.
     """
 
     by_step: dict[int, float]
@@ -25,7 +25,7 @@ class Losses:
 
 
 def losses_of(events: Iterable[RecordedLine]) -> Losses:
-    """Collect the losses of a log.
+    """Collect the losses of a record.
 
     Examples:
         >>> log = [RecordedLine("step", step, 1, 0.0, {"loss": loss}) for step, loss in ((1, 5.0), (2, 4.0), (2, 4.0), (3, 3.0))]

@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain torch: nothing in it knows of trainfold."""
+"""A byte-level GPT in plain torch, without any trainfold."""
 
 from typing import final
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 @final
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """A model from bytes to the logits of the next byte."""
 
     def __init__(self, *, layers: int, width: int, heads: int, context: int, dropout: float) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class GPT(nn.Module):
 
 
 def make_model(settings: DemoSettings) -> GPT:
-    """The model of these settings, with weights drawn from their seed; the global generator is left as it was.
+    """The model of these settings, with weights from their seed; the global generator is not changed.
 
     Examples:
         >>> from trainfold.adapters.cli.demo.settings import make_settings

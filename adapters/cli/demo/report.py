@@ -1,4 +1,4 @@
-"""The comparison of the two runs: decided from their records alone."""
+"""The comparison of the two runs, decided from their records alone."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -13,19 +13,19 @@ from trainfold.core.rehearsal.entry import RecordedLine
 
 
 class NotIdentical(TrainfoldError):
-    """The run that was killed did not end with the bits of the one that was not."""
+    """The killed run did not end with the bits of the uninterrupted one."""
 
     exit_code = 40
 
 
 class KillsMissing(TrainfoldError):
-    """The run was killed or resumed less often than promised, or never killed during a save: too little was shown."""
+    """The run was killed or resumed less often than promised, or never killed during a save."""
 
     exit_code = 41
 
 
 class EvaluationDiffers(TrainfoldError):
-    """The same values gave other bits in batches of another size."""
+    """The same values gave different bits in batches of another size."""
 
     exit_code = 43
 
@@ -33,14 +33,14 @@ class EvaluationDiffers(TrainfoldError):
 @final
 @attrs.frozen
 class RunRecord:
-    """What is left of a run: its end, its losses.
+    """What the record of a run says: its end and its losses.
 
     Attributes:
         steps: optimizer steps done.
         fingerprints: component -> digest of its final bits.
         evaluation: mean loss on the held-out text.
-        losses: of each step.
-        measured: the evaluation at several batch sizes, as `Measurement` has it; empty for a run that measures once.
+        losses: the loss of each step.
+        measured: the evaluation at several batch sizes, as in `Measurement`; empty for a run that measures once.
     """
 
     steps: int
@@ -53,7 +53,7 @@ class RunRecord:
 @final
 @attrs.frozen
 class Check:
-    """One thing that must be the same in both runs."""
+    """A value that must be the same in both runs."""
 
     name: str
     uninterrupted: str
@@ -61,7 +61,7 @@ class Check:
 
     @property
     def same(self) -> bool:
-        """Whether it is."""
+        """Whether it is the same."""
         return self.uninterrupted == self.killed
 
 
@@ -71,9 +71,9 @@ class Comparison:
     """Two runs side by side.
 
     Attributes:
-        checks: each thing compared.
+        checks: each value compared.
         attempts: the processes of the killed run.
-        wanted_kills: how many were promised.
+        wanted_kills: the number of kills that were promised.
         measured: the evaluation of the killed run at several batch sizes.
     """
 
@@ -89,14 +89,14 @@ class Comparison:
 
     @property
     def error(self) -> TrainfoldError | None:
-        """What the promise fails by, or None."""
+        """Why the promise is broken, or None."""
         if not self.identical:
             differs = [check.name for check in self.checks if not check.same]
             return NotIdentical(
                 "the killed run",
                 expected="the bits of the run that was never killed",
                 found=f"differences in {', '.join(differs)}",
-                fix="`trainfold diff` on the two runs names the leaves; please report this as a defect",
+                fix="run `trainfold diff` on both runs, which names the leaves, and report it as a defect",
             )
         kept = {size["kept"] for size in self.measured.get("sizes", {}).values()}
         if len(kept) > 1:
@@ -104,7 +104,7 @@ class Comparison:
                 "the evaluation",
                 expected="the same bits for the same values, whatever the batch size",
                 found=", ".join(sorted(kept)),
-                fix="please report this as a defect",
+                fix="report this as a defect",
             )
         kills = [attempt.kill for attempt in self.attempts if attempt.kill is not None]
         in_save = sum(kill.during == "save" for kill in kills)
@@ -114,13 +114,13 @@ class Comparison:
                 "the killed run",
                 expected=f"{self.wanted_kills} kills or more, one of them during a save, and as many resumes from a checkpoint",
                 found=f"{len(kills)} kills, {in_save} during a save, {resumes} resumes from a checkpoint",
-                fix="run it again with more --steps: this machine was too fast or too slow for the moments chosen",
+                fix="pass more --steps: this machine was too fast or too slow for the chosen moments",
             )
         return None
 
 
 def record_of(events: Sequence[RecordedLine]) -> RunRecord:
-    """Make the record of a run that has ended from its events."""
+    """The record of a completed run, from its events."""
     end = next(event for event in reversed(events) if event.kind == "done")
     return RunRecord(
         steps=end.step,
@@ -134,13 +134,13 @@ def record_of(events: Sequence[RecordedLine]) -> RunRecord:
 def compare(
     uninterrupted: RunRecord, killed: RunRecord, attempts: Sequence[Attempt], *, wanted_kills: int
 ) -> Comparison:
-    """Put the runs side by side.
+    """Compare the two runs.
 
     Args:
-        uninterrupted: the run that was left alone.
-        killed: the other.
-        attempts: the processes of the other.
-        wanted_kills: how many of them should have been killed.
+        uninterrupted: the run that was not killed.
+        killed: the run that was.
+        attempts: the processes of the killed run.
+        wanted_kills: how many of these processes should have been killed.
 
     Returns:
         The comparison; floats are compared by their bits.
@@ -161,13 +161,13 @@ def compare(
 
 
 def tables(comparison: Comparison, facts: Sequence[tuple[str, str]]) -> tuple[Table, ...]:
-    """The comparison for people: one table of what was done to the run and what came of it, and where things are."""
+    """The comparison as tables: what was done to the run and how it ended, its evaluation, and where the files are."""
     kills = [attempt.kill for attempt in comparison.attempts if attempt.kill is not None]
     in_save = sum(kill.during == "save" for kill in kills)
     history = [("kills", "0", f"{len(kills)}, {in_save} of them during a save", "")]
     for number, attempt in enumerate(comparison.attempts, start=1):
         history.append((f"start {number}", "fresh" if number == 1 else "", attempt.resumed_from or "fresh", ""))
-        history.append((f"end {number}", "by itself" if number == 1 else "", kill_text(attempt), ""))
+        history.append((f"end {number}", "completed" if number == 1 else "", kill_text(attempt), ""))
         if attempt.kill is not None and attempt.kill.during == "save":
             history.append((f"left {number}", "", _left_text(attempt.kill), ""))
     steps, *others = (
@@ -184,35 +184,35 @@ def tables(comparison: Comparison, facts: Sequence[tuple[str, str]]) -> tuple[Ta
 
 
 def _kernels(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What no aggregation can decide: whether the model gives a sample the same value in any batch."""
+    """Whether the model gives a sample the same value in any batch, which no aggregation can ensure."""
     if not measured:
         return []
     small, *_, large = measured["sizes"]
     return [
-        ("the model's kernels", f"round {measured['moved']} of {measured['values']} values otherwise"),
-        ("", f"in batches of {small} than in batches of {large}"),
+        ("the model's kernels", f"round {measured['moved']} of {measured['values']} values differently"),
+        ("", f"in batches of {small} and in batches of {large}"),
     ]
 
 
 def _evaluation_table(measured: Mapping[str, Any]) -> Table:
-    """The evaluation at each batch size: what is the same because it is exact, and what is not."""
+    """The evaluation at each batch size: the exact rows agree, the others do not."""
     sizes = list(measured["sizes"].values())
 
     def row(name: str, values: Sequence[str]) -> tuple[str, ...]:
         return (name, *values, "yes" if len(set(values)) == 1 else "no")
 
     rows = [
-        row("loss, of values kept", [size["kept"] for size in sizes]),
+        row("loss, from stored values", [size["kept"] for size in sizes]),
         row("  mean of batch means", [size["means"] for size in sizes]),
         row("  sums in float32", [size["float32"] for size in sizes]),
-        *(row(f"{name}, computed anew", [size["results"][name] for size in sizes]) for name in sizes[0]["results"]),
+        *(row(f"{name}, recomputed", [size["results"][name] for size in sizes]) for name in sizes[0]["results"]),
     ]
     columns = ("", *(f"batches of {size}" for size in measured["sizes"]), "same")
     return Table("Its evaluation, at three batch sizes", columns, tuple(rows))
 
 
 def as_json(comparison: Comparison, killed: RunRecord) -> dict[str, Any]:
-    """The comparison as JSON can hold it."""
+    """The comparison as JSON."""
     return {
         "identical": comparison.identical,
         "kills": sum(attempt.kill is not None for attempt in comparison.attempts),
@@ -228,16 +228,16 @@ def kill_text(attempt: Attempt) -> str:
     """How a process ended, in words."""
     kill = attempt.kill
     if kill is None:
-        return "by itself"
+        return "completed"
     if kill.during == "step":
         return f"SIGKILL in step {kill.step + 1}"
     return f"SIGKILL during the save of step {kill.step}"
 
 
 def _left_text(kill: Kill) -> str:
-    """What a kill during a save left in the run."""
+    """What a kill during a save left on the disk."""
     if kill.committed:
-        return "a whole checkpoint, not yet acknowledged"
+        return "a complete checkpoint, not yet acknowledged"
     files = "1 file" if len(kill.leftovers) == 1 else f"{len(kill.leftovers)} files"
     return f"torn: {size_text(sum(kill.leftovers.values()))} in {files}, no manifest"
 

@@ -1,4 +1,4 @@
-"""`DemoSettings`: all that the demo's two runs have in common. No torch here: the parent process never needs it."""
+"""`DemoSettings`: what the two runs of the demo have in common. This module does not import torch, which the parent process never needs."""
 
 import json
 from pathlib import Path
@@ -15,29 +15,29 @@ _MIN_STEPS = 6
 _SAVES = 6
 _BATCH_SIZE = 8
 _MICROBATCH_SIZE = 4
-_THREADS = 1  # two that wait for each other crawl as soon as the machine has something else to do
+_THREADS = 1  # two threads that wait for each other are slow on a busy machine
 
 
 @final
 @attrs.frozen
 class DemoSettings:
-    """What is trained, and how. Make it with `make_settings`.
+    """What to train, and how. Make it with `make_settings`.
 
     Attributes:
         steps: optimizer steps of the whole run.
-        seed: of the initial weights, the dropout, the order of the data and the moments of the kills.
-        donate: whether a step may write the new state into the old one's storage.
+        seed: determines the initial weights, the dropout, the order of the data and the moments of the kills.
+        donate: whether a step may write the new state into the storage of the old one.
         save_every: steps between two checkpoints.
-        kills: how often the second run is killed, at least; one of them during a save.
-        threads: of torch, the same in every process: another number may round sums differently.
+        kills: the smallest number of kills of the second run; one of them is during a save.
+        threads: torch threads, the same in every process: another number may round sums differently.
         layers: transformer blocks.
-        width: of the residual stream.
-        heads: of the attention.
+        width: width of the residual stream.
+        heads: attention heads.
         context: bytes that the model sees.
-        batch_size: windows in a step.
-        accumulate: microbatches in a step.
-        dropout: probability.
-        heldout_bytes: of the text's tail, for the evaluation.
+        batch_size: windows per step.
+        accumulate: microbatches per step.
+        dropout: probability of dropout.
+        heldout_bytes: length of the tail of the text that is used for the evaluation.
     """
 
     steps: int
@@ -62,7 +62,7 @@ def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: 
     Args:
         steps: optimizer steps of the whole run.
         seed: of everything that is random, >= 0.
-        donate: whether a step may consume its input's storage.
+        donate: whether a step may consume the storage of its input.
         tiny: a model of 30 thousand parameters instead of 5 million, for tests.
 
     Returns:
@@ -78,14 +78,14 @@ def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: 
     if steps < _MIN_STEPS:
         raise InvalidArgument(
             "--steps",
-            expected=f"{_MIN_STEPS} or more, so that there are moments to kill the run at",
+            expected=f"{_MIN_STEPS} or more, so that the run can be killed three times",
             found=steps,
-            fix="ask for more steps",
+            fix="pass more steps",
         )
     if not 0 <= seed < 2**63:
-        raise InvalidArgument("--seed", expected="an int in [0, 2**63)", found=seed, fix="choose another seed")
+        raise InvalidArgument("--seed", expected="an int in [0, 2**63)", found=seed, fix="pass another seed")
     accumulate = accumulation_steps(per_step=_BATCH_SIZE, per_microbatch=_MICROBATCH_SIZE)
-    check_plan(microbatches=None, accumulate=accumulate, max_steps=steps)  # the text has no end: it is read again
+    check_plan(microbatches=None, accumulate=accumulate, max_steps=steps)  # the text is read again at its end
     size = (
         {"layers": 2, "width": 32, "heads": 2, "context": 16, "heldout_bytes": 1 << 10}
         if tiny
@@ -106,12 +106,12 @@ def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: 
 
 
 def write_settings(settings: DemoSettings, directory: Path) -> None:
-    """Put the settings where both runs read them; the file also marks the directory as the demo's own."""
+    """Write the settings where both runs read them; the file also marks the directory as one of the demo."""
     text = json.dumps({"made_by": MADE_BY, **attrs.asdict(settings)}, indent=2)
     (directory / SETTINGS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_settings(directory: Path) -> DemoSettings:
-    """The settings that `write_settings` put there."""
+    """Read the settings that `write_settings` wrote."""
     found = json.loads((directory / SETTINGS_FILE).read_text(encoding="utf-8"))
     return DemoSettings(**{name: value for name, value in found.items() if name != "made_by"})

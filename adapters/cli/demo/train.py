@@ -1,12 +1,14 @@
-"""The run itself, as a process of its own: the same command starts it and resumes it.
+"""The training run of the demo, in its own process: the same command starts it and resumes it.
 
-``python -m trainfold.adapters.cli.demo.train RUN`` reads the settings beside RUN, saves into RUN, appends what happens to
-``RUN.jsonl`` and repeats it on its standard output. It does not know whether somebody means to kill it.
+``python -m trainfold.adapters.cli.demo.train RUN [--async]`` reads the settings next to RUN, saves into RUN, appends its record to
+``RUN.jsonl`` and repeats the record on its standard output. With ``--async`` it saves in the background. It does not know whether it
+will be killed.
 """
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
@@ -17,13 +19,16 @@ from trainfold.adapters.cli.demo.corpus import as_batch, help_text, make_corpus
 from trainfold.adapters.cli.demo.evaluation import measure
 from trainfold.adapters.cli.demo.model import make_model
 from trainfold.adapters.cli.demo.settings import DemoSettings, read_settings
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import load, plan, save
 from trainfold.backends.stores.record_file import RecordFile
 from trainfold.core.data.cursor import make_cursor
+from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.optim.schedule import horizon, wsd
 from trainfold.core.resume.resume_plan import Refusal
+from trainfold.core.save.events import Event
 from trainfold.core.state.state import TrainState
 from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss
@@ -31,21 +36,25 @@ from trainfold.core.step.step import make_step
 
 _LEARNING_RATE = 1e-3
 
+Boundary = Callable[[TrainState, int], object]
+"""Called after each step, with the state and the number of steps done: saves when a save is due."""
+
 
 def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: dict[str, torch.Tensor]) -> Loss:
-    """The sum of the losses of all bytes, and how many they are."""
+    """The sum of the losses of all bytes, and the number of bytes."""
     logits = model(batch["x"])
     nats = functional.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="sum")
     return Loss(sum=nats, weight=batch["y"].numel())
 
 
-def train(run: Path, settings: DemoSettings, log: RecordFile) -> None:
+def train(run: Path, settings: DemoSettings, log: RecordFile, *, in_background: bool = False) -> None:
     """Train from the newest checkpoint of the run, or from the start, to the end; then evaluate.
 
     Args:
         run: the run's directory.
         settings: what to train.
-        log: is told of everything.
+        log: records each step and each save.
+        in_background: save while the loop continues. The bits of the run do not depend on it.
     """
     corpus = make_corpus(help_text(), context=settings.context, heldout_bytes=settings.heldout_bytes)
     model = make_model(settings)
@@ -66,25 +75,54 @@ def train(run: Path, settings: DemoSettings, log: RecordFile) -> None:
     state, resumed_from = resume(run, fresh)
     first = 0 if state.trainer is None else state.trainer.step
     log.write("start", first, resumed_from=resumed_from)
-    for done in range(first + 1, steps + 1):
-        cursor = state.dataset
-        chosen = torch.from_numpy(cursor.batch_across(settings.batch_size))
-        state, metrics = step(state, as_batch(corpus.train[chosen]))
-        state = state.evolve(dataset=cursor.advance(settings.batch_size))
-        log.write("step", done, loss=float(metrics["loss"]))
-        if done % settings.save_every == 0 or done == steps:
-            log.write("save", done)
-            save(state, run)
-            log.write("saved", done)
+    with (_saves_in_background if in_background else _saves_in_the_loop)(run, settings, log) as boundary:
+        for done in range(first + 1, steps + 1):
+            cursor = state.dataset
+            chosen = torch.from_numpy(cursor.batch_across(settings.batch_size))
+            state, metrics = step(state, as_batch(corpus.train[chosen]))
+            state = state.evolve(dataset=cursor.advance(settings.batch_size))
+            log.write("step", done, loss=float(metrics["loss"]))
+            boundary(state, done)
     measured = measure(state, model, corpus)
     log.write("done", steps, fingerprints=fingerprint(state), evaluation=measured.loss, measured=attrs.asdict(measured))
 
 
+@contextlib.contextmanager
+def _saves_in_the_loop(run: Path, settings: DemoSettings, log: RecordFile) -> Iterator[Boundary]:
+    """Save in the call: the loop waits for the disk."""
+
+    def boundary(state: TrainState, done: int) -> None:
+        if done % settings.save_every == 0 or done == settings.steps:
+            log.write("save", done)
+            save(state, run)
+            log.write("saved", done)
+
+    yield boundary
+
+
+@contextlib.contextmanager
+def _saves_in_background(run: Path, settings: DemoSettings, log: RecordFile) -> Iterator[Boundary]:
+    """Save at the same steps while the loop continues.
+
+    A commit is reported at the next boundary, so its record says how many seconds ago the manifest, which commits it, was written.
+    """
+
+    def record(event: Event) -> None:
+        if event.kind == "saved" and event.step is not None:
+            log.write("save", event.step)
+        if event.kind == "committed" and event.step is not None:
+            written = (run / str(event.checkpoint) / MANIFEST).stat().st_mtime
+            log.write("saved", event.step, secs_ago=max(0.0, time.time() - written))
+
+    with CheckpointManager(run, every=settings.save_every, mode="async", on_event=record) as manager:
+        yield lambda state, done: manager.finish(state) if done == settings.steps else manager.step(state)
+
+
 def resume(run: Path, fresh: TrainState) -> tuple[TrainState, str | None]:
-    """The newest whole checkpoint of a run and its name, or the fresh state and None where there is none yet.
+    """Load the newest complete checkpoint of a run; return its state and its name, or the fresh state and None if there is none.
 
     Raises:
-        ResumeRefused: if there are checkpoints, and none that continues this run exactly.
+        ResumeRefused: if there are checkpoints, but none of them continues this run exactly.
     """
     planned = plan(run, like=fresh)
     if isinstance(planned, Refusal):
@@ -95,14 +133,14 @@ def resume(run: Path, fresh: TrainState) -> tuple[TrainState, str | None]:
 
 
 def main() -> int:
-    """Train in the run that the command line names."""
+    """Train in the run that is named on the command line."""
     run = Path(sys.argv[1])
     settings = read_settings(run.parent)
     torch.set_num_threads(settings.threads)
     log = RecordFile(run.with_suffix(".jsonl"), watcher=sys.stdout.fileno(), clock=time.monotonic)
     try:
-        train(run, settings, log)
-    except BrokenPipeError:  # whoever watched has gone, and nobody wants the result
+        train(run, settings, log, in_background="--async" in sys.argv[2:])
+    except BrokenPipeError:  # the demo that reads this record has ended, so the result is not needed
         return 1
     finally:
         log.close()
