@@ -6,7 +6,7 @@ DEV := .venv/dev.stamp
 PYTEST := $(BIN)/python -m pytest -q
 export PYTHONDONTWRITEBYTECODE = 1
 
-.PHONY: help demo test check format docs bench resume laws soak crash oracle constraints clean
+.PHONY: help demo test check format docs look bench resume laws soak crash oracle constraints clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -24,6 +24,7 @@ check: $(DEV)  ## the static gates (seconds)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/deptry --no-ansi core backends adapters properties
+	$(BIN)/deptry --no-ansi --ignore DEP002,DEP004 --exclude '\.venv' --exclude _build tests docs examples benchmarks
 	$(BIN)/codespell
 
 format: $(DEV)  ## let ruff write
@@ -33,6 +34,9 @@ format: $(DEV)  ## let ruff write
 docs: $(DEV)  ## the documentation, strictly, into docs/_build/html
 	$(BIN)/python -m sphinx -q -W -n --keep-going -b html docs docs/_build/html
 	@touch docs/_build/strict
+
+look: docs  ## open every page in a browser at three widths, and list what sticks out (needs playwright and chromium)
+	$(BIN)/python docs/look.py
 
 resume: $(DEV)  ## a resume under seven tools, compared bit for bit (installs the rivals; half an hour)
 	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[rivals]'

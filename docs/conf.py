@@ -22,17 +22,22 @@ author = "the trainfold authors"
 copyright = "the trainfold authors"
 release = version = trainfold.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"trainfold {version}"
+html_static_path = ["_static"]
+html_css_files = ["trainfold.css"]
+copybutton_prompt_text = r">>> |\.\.\. |\$ "  # a copied session is what was typed
+copybutton_prompt_is_regexp = True
 default_role = "code"
 
 napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autodoc_use_type_comments = False  # there are none, and to look for them takes time
 suppress_warnings = ["ref.python"]  # a name that a module re-exports has two homes, and a link to either is right
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!trainfold\.).*"),  # other projects are not linked: the build needs no network

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import tomllib
 import types
 from pathlib import Path
 
@@ -452,7 +453,18 @@ def holds_the_drawing_of_an_async_save(text, request):
     assert places == sorted(places)
 
 
+def holds_how_to_install(text, request):
+    """Each extra that the page installs exists."""
+    root = request.getfixturevalue("root")
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"'\.\[(\w+)\]'", text)
+    assert named == ["plot", "properties"]
+    assert set(named) <= set(extras)
+    assert all(line.startswith(("python3 -m venv", "pip install")) for line in text.splitlines())
+
+
 HELD = {
+    "python3 -m venv .venv && . .venv/bin/activate": holds_how_to_install,
     COMMAND: holds_a_rehearsal,
     "What differs, first things first": holds_what_a_rehearsal_finds,
     "One run, twice": holds_the_report_of_the_demo,

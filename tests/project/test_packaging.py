@@ -69,7 +69,8 @@ def test_the_wheel_holds_every_module_and_nothing_else(copy_of_tree, tmp_path):
     }
     assert schemas
     assert {name for name in names if name.endswith(".json")} == schemas
-    assert not {name for name in names if not name.startswith("trainfold/")}
+    assert names == {name for name in names if name.startswith("trainfold/")}
+    assert {Path(name).suffix for name in names} == {".py", ".pyi", ".typed", ".json"}
 
 
 def test_a_wheel_in_use_is_this_package(copy_of_tree, tmp_path):
@@ -132,6 +133,33 @@ def test_every_package_that_is_needed_is_pinned(root):
         assert pins[name] == installed, f"{name}: pinned {pins[name]}, installed {installed}: make constraints"
         assert requirement.specifier.contains(installed, prereleases=True), f"{requirement} does not admit {installed}"
         wanted |= {Requirement(text) for text in importlib.metadata.requires(name) or ()}
+
+
+def test_every_package_that_a_page_imports_is_declared(root):
+    """What a reader copies from a page can be installed by an extra of this package; deptry looks at modules only."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    texts = [
+        *project["dependencies"],
+        *(text for name in ("plot", "properties", "docs", "dev") for text in extras[name]),
+    ]
+    declared = {canonicalize_name(Requirement(text).name) for text in texts}
+    distributions = importlib.metadata.packages_distributions()
+    pages = [root / "README.md", *(root / "docs").rglob("*.md")]
+    named = {
+        (page.name, word)
+        for page in pages
+        for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+        for word in re.findall(r"^[> .]*(?:import|from) (\w+)", block, re.MULTILINE)
+    }
+    assert ("infer-from-a-checkpoint.md", "safetensors") in named
+    foreign = {(page, word) for page, word in named if word not in sys.stdlib_module_names | {"trainfold"}}
+    missing = {
+        (page, word)
+        for page, word in foreign
+        if not declared & set(map(canonicalize_name, distributions.get(word, [])))
+    }
+    assert missing == {("log-a-run.md", "wandb")}, "the page says that it was tried by hand"
 
 
 # --- the facade -------------------------------------------------------------------------------------------------------
