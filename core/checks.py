@@ -93,7 +93,7 @@ def choice(where: str, value: object, known: Sequence[T], *, fix: str) -> T:
 
 
 def names_given(components: object) -> tuple[str, ...] | None:
-    """Component names, each once, in the order given; None for all, and a text for the one that it names.
+    """Component names, each once, in order; None for all, and a single string for one name.
 
     Raises:
         InvalidArgument: for anything else.
@@ -117,7 +117,7 @@ def names_given(components: object) -> tuple[str, ...] | None:
 
 
 def nearest(names: Iterable[str], known: Iterable[str]) -> str:
-    """A question for each name that is close to a known one, ready to go before the fix; empty where none is.
+    """A question for each name that is close to a known one, to put before the fix; empty if no name is close.
 
     Examples:
         >>> nearest(["modell", "x"], ["model", "optimizer"])
@@ -133,8 +133,8 @@ def mapping_given(name: str, given: object, *, values: type = object) -> dict[st
 
     Args:
         name: the argument, for the message.
-        given: what was given.
-        values: what its values have to be.
+        given: what the caller passed.
+        values: the type of its values.
 
     Raises:
         InvalidArgument: for anything else.
@@ -152,13 +152,13 @@ def mapping_given(name: str, given: object, *, values: type = object) -> dict[st
             name,
             expected="a mapping from text" + (" to text" if values is str else ""),
             found=shown(given),
-            fix=f"give a dict, as in {name}={_EXAMPLES.get(name, {})}, or None",
+            fix=f"pass a dict, as in {name}={_EXAMPLES.get(name, {})}, or None",
         )
     return dict(given)
 
 
 def real_given(value: object) -> float | None:
-    """The float that a real number is, also one of numpy or in a tensor of one element; None for anything else.
+    """A real number as a float, also one of numpy or in a tensor of one element; None for anything else.
 
     Examples:
         >>> import numpy as np, torch

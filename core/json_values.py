@@ -1,4 +1,4 @@
-r"""The JSON form of leaves that are not tensors: exact for every int, float, str and bytes, and without pickle (U01).
+r"""The JSON form of leaves that are not tensors: exact for every int, float, str and bytes, and without pickle.
 
 Plain JSON where JSON is exact, a tagged object where it is not::
 
@@ -32,7 +32,7 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
 
 
 def shown(value: object) -> str:
-    """The beginning of a value's repr, however large or deep the value is: `repr` itself fails for what is hostile.
+    """The start of a value's repr, however large or deep the value is; `repr` itself fails for hostile values.
 
     Examples:
         >>> shown([[[[[[]]]]]]), shown({"t": "0"})

@@ -1,15 +1,15 @@
-"""Text from files as a terminal may have it: what would move the cursor, hide a line or reverse one is written out."""
+"""Text from files, made safe for a terminal: characters that move the cursor, hide or reverse a line are escaped."""
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Text in which every character that a terminal would act on, or not show, stands as its escape.
+    r"""Text in which every character that a terminal would act on, or not show, is replaced by its escape.
 
     Control characters, terminal sequences, line breaks, marks that reverse the reading direction, and halves of
-    surrogate pairs, which no encoding can write. What can be shown stays as it is, in any script (W23).
+    surrogate pairs, which no encoding can write, are escaped. Printable characters of any script stay.
 
     Args:
-        text: anything; a name or a version out of a file, for one.
-        keep: characters to leave alone, such as the line breaks of a message that has lines of its own.
+        text: any text, such as a name or a version from a file.
+        keep: characters to leave alone, such as the line breaks of a message that is a list.
 
     Examples:
         >>> printable("2.9\x1b[2J\nverified"), printable("größe")

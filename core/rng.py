@@ -1,4 +1,4 @@
-"""Randomness as an argument: keys, keys derived from keys, and a block that draws from one and leaves no trace (H03)."""
+"""Randomness as an argument: keys, keys derived from keys, and a block that draws from one and leaves no trace."""
 
 import hashlib
 import threading
@@ -44,15 +44,15 @@ def make_key(seed: int) -> Key:
         (True, False)
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InvalidArgument("seed", expected="an int", found=repr(seed), fix="choose any whole number")
+        raise InvalidArgument("seed", expected="an int", found=repr(seed), fix="pass any whole number")
     return Key(_hash(b"trainfold root", seed))
 
 
 def fold_in(key: Key, *path: int | str) -> Key:
     """Derive a key by a path of ints and strings.
 
-    Law: ``fold_in(key, a, b) == fold_in(fold_in(key, a), b)``; different paths give different keys; the key of a step
-    depends on what is folded in and on nothing else, so that a resume in any world is deterministic (H03).
+    Law: ``fold_in(key, a, b) == fold_in(fold_in(key, a), b)``; different paths give different keys; a key
+    depends only on the path that was folded in, so a resume in any world is deterministic.
 
     Args:
         key: the parent.
@@ -93,11 +93,11 @@ def seed_of(key: Key) -> int:
 def forked_rng(key: Key, device: torch.device | str | None = None) -> Iterator[None]:
     """Run a block with torch's default generators seeded from a key; afterwards they are as they were, bit for bit.
 
-    The generator of the CPU, and that of ``device`` where it is a CUDA device, are seeded and put back, also when the
-    block raises. Threads take turns, because these generators are global.
+    The generator of the CPU, and that of ``device`` if it is a CUDA device, are seeded and put back, also if the block
+    raises. Threads take turns, because these generators are global.
 
     Args:
-        key: what the block draws from.
+        key: the source of the block's random numbers.
         device: where the block computes; None for the CPU.
 
     Examples:
@@ -136,5 +136,5 @@ def _hash(key: bytes, part: int | str) -> int:
             "fold_in", expected="ints and strings", found=repr(part), fix="name it with a string or count it"
         )
     text = str(part).encode()
-    told = (b"i" if isinstance(part, int) else b"s") + len(text).to_bytes(8, "little") + text
-    return int.from_bytes(hashlib.blake2b(told, key=key, digest_size=KEY_BITS // 8).digest(), "little")
+    message = (b"i" if isinstance(part, int) else b"s") + len(text).to_bytes(8, "little") + text
+    return int.from_bytes(hashlib.blake2b(message, key=key, digest_size=KEY_BITS // 8).digest(), "little")

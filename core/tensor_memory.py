@@ -1,4 +1,4 @@
-"""The memory of a tensor: its bytes, in place where they lie contiguously on a CPU, and whether it is plain memory at all."""
+"""The memory of a tensor: its bytes, without a copy if they are contiguous on a CPU, and whether it is plain memory at all."""
 
 from typing import Any, final
 
@@ -11,12 +11,12 @@ from trainfold.core.errors import InvalidArgument, UnsupportedLeaf
 _FIXES = {
     "DTensor": "call .full_tensor() on it in forward, on every rank: it is a collective call",
     "AsyncCollectiveTensor": "call .wait() on it in forward",
-    "MaskedTensor": "give the elements that count: .get_data()[.get_mask()]",
+    "MaskedTensor": "pass the elements that count: .get_data()[.get_mask()]",
 }
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, contiguous, row-major and little-endian, without a copy where it lies so on a CPU.
+    """The bytes of a tensor, contiguous, row-major and little-endian, without a copy if it is so on a CPU.
 
     Args:
         tensor: any shape, any dtype of ``STORED``, on any device.
@@ -36,7 +36,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def byte_array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """The memory of a contiguous tensor on the CPU as an array of bytes, which keeps it alive.
 
-    Not ``tensor.numpy()``: torch then refuses for good to resize the storage, and a save must not change a model (W17).
+    Not ``tensor.numpy()``: torch would then refuse for good to resize the storage, and a save must not change a model.
 
     Examples:
         >>> weight = torch.ones(2, dtype=torch.int16)
@@ -48,7 +48,7 @@ def byte_array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 @final
 class _Memory:
-    """What numpy asks an object for that lends it memory."""
+    """The array interface through which numpy reads another object's memory."""
 
     __slots__ = ("__array_interface__", "_kept")
 
@@ -59,14 +59,14 @@ class _Memory:
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor on its device, row-major, as uint8; no copy where it lies so.
+    """The bytes of a tensor on its device, row-major, as uint8; no copy if it is contiguous.
 
     Examples:
         >>> byte_view(torch.tensor([1, -1], dtype=torch.int16))
         tensor([  1,   0, 255, 255], dtype=torch.uint8)
     """
     if tensor.dtype is torch.bool:
-        tensor = tensor.view(torch.uint8)  # else a copy makes a 1 of every byte that is not 0
+        tensor = tensor.view(torch.uint8)  # otherwise a copy turns every byte that is not 0 into a 1
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # reshape would keep any stride of one element
 
@@ -75,7 +75,7 @@ def check_plain(where: str, tensor: torch.Tensor) -> None:
     """Refuse DTensors, masked, nested, sparse and wrapped tensors; subclasses that are plain memory, such as parameters, are fine.
 
     Args:
-        where: what it is, for the message.
+        where: the name of the tensor, for the message.
         tensor: any tensor.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The one door to optree: the namespace and the rule for None are fixed here and nowhere else.
+"""The only module that imports optree: it fixes the namespace and the rule for None.
 
-None is a leaf, so that an empty slot of an optimizer is kept. Dict keys are visited in sorted order where they can be
-sorted, else in the order of insertion; what is rebuilt has its dicts in their original order.
+None is a leaf, so an empty slot of an optimizer is kept. Dict keys are visited in sorted order if they can be sorted, otherwise in
+the order of insertion; a rebuilt tree has its dicts in their original order.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def leaves(tree: Tree) -> list[Any]:
 
 
 def flatten(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Spec]:
-    """Split a tree into its leaves and its structure; a node of which ``is_leaf`` says so is a leaf too.
+    """Split a tree into its leaves and its structure; a node for which ``is_leaf`` returns True is a leaf too.
 
     Examples:
         >>> flat, spec = flatten({"a": (1, 2)})
@@ -43,7 +43,7 @@ def flatten(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> tupl
 
 
 def unflatten(spec: Spec, flat: list[Any]) -> Tree:
-    """Rebuild a tree from its structure and as many leaves."""
+    """Rebuild a tree from its structure and its leaves."""
     return optree.tree_unflatten(spec, flat)
 
 
@@ -70,7 +70,7 @@ def structure(tree: Tree) -> Spec:
 def one_level(tree: Tree) -> OneLevel | None:
     """Split one node into (type, entries, children), or None for a leaf.
 
-    Entries are what an access would use: a key, an index, or an attribute's name.
+    An entry is a key, an index, or an attribute's name.
 
     Examples:
         >>> one_level({"a": 1})

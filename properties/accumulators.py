@@ -1,4 +1,4 @@
-"""Accumulators of metrics compared and added up as integers: what the laws and the contract of metrics share."""
+"""Accumulators of metrics, compared and added up as integers, for the laws and the contract of metrics."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def difference_of(one: Any, other: Any) -> str | None:
 
 
 def leafwise_sum(accs: Sequence[Any]) -> Any:
-    """What an all-reduce makes of accumulators: their leaves added up, the shorter ones padded with zeros.
+    """The sum of accumulators as an all-reduce computes it: leaf by leaf, the shorter ones padded with zeros.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Batches cut along dimension 0, copied and poisoned: what the law and the contract of metrics do to what they are given."""
+"""Batches cut along dimension 0 and copied, for the law and the contract of metrics."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -17,9 +17,9 @@ _NO_SIZE = (type(None), str, bytes)  # neither a count nor a total, so that a pa
 
 
 def row_count(sample: Any) -> int | None:
-    """How many rows a sample has; None where it cannot be cut.
+    """How many rows a sample has; None if it cannot be cut.
 
-    A number and a tensor without dimensions are of the batch as a whole: what they would be for a part, nobody knows.
+    A number, or a tensor without dimensions, belongs to the batch as a whole: its value for a part is not known.
 
     Examples:
         >>> row_count({"logits": torch.zeros(4, 3), "targets": [torch.zeros(4)]}), row_count((torch.zeros(4), 4))
@@ -34,17 +34,17 @@ def row_count(sample: Any) -> int | None:
 
 
 def need_rows(where: str, samples: list[Any]) -> None:
-    """Refuse samples of which none has two rows that can be told apart: a law about parts would be true of anything.
+    """Refuse samples if none has two rows to cut between, because a law about parts would hold for anything.
 
     Raises:
-        InvalidArgument: saying what each of them is, and how to give some that can be cut.
+        InvalidArgument: describing each of them, and how to pass samples that can be cut.
     """
     if not any((row_count(sample) or 0) > 1 for sample in samples):
         raise InvalidArgument(
             where,
             expected="two rows or more that can be cut: tensors with the same size in dimension 0, also in tuples, lists and dicts",
             found="; ".join(map(_described, samples)),
-            fix="give torch.ones(n) for a count of n, rows for a total; or what can be cut, and outputs_of, which makes outputs of it",
+            fix="pass torch.ones(n) for a count of n, and rows for a total; or values that can be cut, with outputs_of to make outputs of them",
         )
 
 
@@ -61,7 +61,7 @@ def taken(sample: Any, rows: slice | torch.Tensor) -> Any:
 
 
 def cuts_of(sample: Any) -> Iterator[tuple[int, Any, Any]]:
-    """A sample cut in two at some places, if it can be; a part may be empty."""
+    """A sample cut in two at some places, if it can be cut; a part may be empty."""
     size = row_count(sample)
     if size is not None:
         for cut in sorted({0, 1, size // 2, size - 1} & set(range(size + 1))):
@@ -69,7 +69,7 @@ def cuts_of(sample: Any) -> Iterator[tuple[int, Any, Any]]:
 
 
 def fresh(sample: Any) -> Any:
-    """A sample with memory of its own, and without a graph.
+    """A copy of a sample in new memory, without a graph.
 
     Examples:
         >>> weights = torch.ones(2, requires_grad=True)

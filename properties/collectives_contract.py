@@ -1,6 +1,6 @@
-"""The contract of collectives: `check_collectives` says whether somebody's `Collectives` keep the protocol, in worlds of several sizes.
+"""The contract of collectives: `check_collectives` checks an implementation of `Collectives`, in worlds of several sizes.
 
-Each rule is played on every rank and gives evidence, plain data; the evidence of all ranks is judged outside of the world.
+Each rule runs on every rank and returns evidence, which is plain data; the evidence of all ranks is judged outside of the world.
 """
 
 import threading
@@ -19,8 +19,8 @@ Play: TypeAlias = Callable[[Collectives], Any]
 Run: TypeAlias = Callable[[int, Play], list[Any]]
 
 _TERMS: Final = (1e8, 1.0, -1e8, 0.1, 3.0, -0.0, 1e-30)  # float32 sums of them depend on the order
-_BIG: Final = 2**53 + 1  # no float64
-_LENGTH: Final = 37  # of vectors: a multiple of no number of ranks
+_BIG: Final = 2**53 + 1  # not a float64
+_LENGTH: Final = 37  # of vectors; not divisible by a number of ranks
 _WAIT_SECS: Final = 30.0
 
 
@@ -29,8 +29,8 @@ def check_collectives(run: Run, *, world_sizes: Sequence[int] = (1, 2, 3)) -> No
 
     Args:
         run: ``run(world_size, function)`` makes a new world, calls the function with each rank's collectives, and returns what they
-            returned, in rank order. The functions are those of this module, raise nothing, and return plain data.
-        world_sizes: of the worlds to make; three for each size, one for size 1.
+            returned, in rank order. The functions are those of this module; they do not raise, and return plain data.
+        world_sizes: the sizes of the worlds to make: three worlds of each size, one of size 1.
 
     Raises:
         ContractBroken: naming every broken rule, the world and the rank.
@@ -62,27 +62,27 @@ def _evidence(run: Run, world_size: int) -> list[dict[str, Any]]:
     return evidence
 
 
-# --- what is played on a rank ----------------------------------------------------------------------------------------
+# --- what runs on a rank ----------------------------------------------------------------------------------------
 
 
 def play_in_peace(collectives: Collectives) -> dict[str, Any]:
-    """Every rule in which nobody fails, in one world, one after the other."""
-    return {name: _told(lambda play=play: play(collectives)) for name, (play, _) in PEACE.items()}  # type: ignore[misc]
+    """Every rule without a failing rank, in one world, one after the other."""
+    return {name: _result(lambda play=play: play(collectives)) for name, (play, _) in PEACE.items()}  # type: ignore[misc]
 
 
 def a_rank_fails(collectives: Collectives) -> dict[str, Any]:
-    """The last rank leaves word and goes; the others hear of it in the call they make next, and in each one after it."""
+    """The last rank fails; the others raise in their next call, and in each one after it."""
     last = collectives.world_size - 1
     if collectives.rank == last:
         collectives.fail(ValueError("the disk is gone"))
         return {"a rank that fails is named on every other rank": ["failed"]}
     heard = [_heard(lambda: collectives.gather(1)), _heard(lambda: collectives.barrier(timeout_secs=_WAIT_SECS))]
-    told = [(kind, f"rank {last}" in text and "ValueError: the disk is gone" in text) for kind, text in heard]
-    return {"a rank that fails is named on every other rank": told}
+    named = [(kind, f"rank {last}" in text and "ValueError: the disk is gone" in text) for kind, text in heard]
+    return {"a rank that fails is named on every other rank": named}
 
 
 def calls_differ(collectives: Collectives) -> dict[str, Any]:
-    """Rank 0 sums what the others do not: nobody waits, and nobody gets a sum."""
+    """Rank 0 gathers while the others sum: no rank waits, and no rank gets a result."""
 
     def play() -> object:
         return collectives.gather(1) if collectives.rank == 0 else collectives.all_sum([torch.ones(3)])
@@ -145,10 +145,10 @@ def _bad_source(collectives: Collectives) -> object:
 
 
 def _duplicated(collectives: Collectives) -> object:
-    """Calls of the copy that are not answered yet do not hold those of the original up, whichever comes first."""
+    """Pending calls of the copy do not block those of the original, whichever comes first."""
     copy = collectives.duplicate()
     other: list[object] = []
-    late = threading.Thread(target=lambda: other.append(_told(lambda: copy.gather(copy.rank))))
+    late = threading.Thread(target=lambda: other.append(_result(lambda: copy.gather(copy.rank))))
     if collectives.rank:
         late.start()
     mine = collectives.gather(-collectives.rank)
@@ -163,7 +163,7 @@ def _bits(tensor: torch.Tensor) -> list[int]:
     return bits
 
 
-def _told(play: Callable[[], object]) -> object:
+def _result(play: Callable[[], object]) -> object:
     try:
         return play()
     except Exception as error:  # noqa: BLE001  # it is evidence
@@ -179,7 +179,7 @@ def _heard(play: Callable[[], object]) -> tuple[str, str]:
         return type(error).__name__, str(error)
 
 
-# --- what must come of it --------------------------------------------------------------------------------------------
+# --- what must be returned --------------------------------------------------------------------------------------------
 
 
 def _same(value: Callable[[int], object]) -> Callable[[int], list[Any]]:
@@ -220,7 +220,7 @@ PEACE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {
         _same(lambda n: [(rank, (1, "é", None, True, 0.1), 700 * rank) for rank in range(n)]),
     ),
     "each rank has its own copy of what it is given": (_copied, _same(lambda n: [[rank] for rank in range(n)])),
-    "a duplicate has the same ranks and waits for nobody's calls but its own": (
+    "a duplicate has the same ranks and waits only for its own calls": (
         _duplicated,
         _same(lambda n: (True, [-rank for rank in range(n)], [list(range(n))])),
     ),

@@ -1,7 +1,7 @@
-"""Contracts: suites that say whether somebody's `Store`, `Metric` or `Collectives` tells the truth. Import one and run it.
+"""Contracts: suites that check whether an implementation of `Store`, `Metric` or `Collectives` keeps its protocol.
 
-Each rule is a function; `check_store` runs those of a fresh store and reports every one that is broken, and `check_metric` those
-of a metric.
+Each rule is a function; `check_store` runs the rules of a store, each on a fresh one, and reports every broken rule; `check_metric`
+runs those of a metric.
 """
 
 import threading
@@ -34,8 +34,8 @@ _HOSTILE: Final = (
     "", ".", "..", "/", "/etc/passwd", "../a", "a/..", "a/../b", "a//b", "a/b/c", ".hidden", "a/.hidden", "a\\b", "a b",
     "a\n", "a\0b", "~", "é", "C:", "a/", "x" * 300,
 )  # fmt: skip
-_NOWHERE_BYTES: Final = 1 << 62  # more than any place has; and it fits into the signed 64 bits of a store's own library
-_LONG_AGO_SECS: Final = 1e9  # 2001: milliseconds or a monotonic clock are told from seconds since 1970
+_NOWHERE_BYTES: Final = 1 << 62  # more than any place has, and it fits into the signed 64 bits of a store's library
+_LONG_AGO_SECS: Final = 1e9  # 2001: milliseconds and monotonic clocks lie outside of this range of seconds since 1970
 _LATE_SECS: Final = 1e11
 _BIG_BYTES: Final = (2 << 20) + 4321  # beyond one block, one page and any alignment
 
@@ -64,13 +64,13 @@ def check_store(factory: Callable[[], Store]) -> None:
 
 
 def it_has_the_methods(store: Store) -> None:
-    """Every verb is there, and the place has a name for messages."""
+    """Every verb exists, and the place has a name for messages."""
     _equal("isinstance(store, Store)", expected=True, found=isinstance(store, Store))
     _equal("type of url", expected=str, found=type(store.url))
 
 
 def what_is_written_is_read(store: Store) -> None:
-    """Parts come back in order, whatever their kind and size."""
+    """Parts come back in order, whatever their type and size."""
     big = bytes(range(256)) * (_BIG_BYTES // 256 + 1)
     cases: tuple[tuple[str, list[Buffer]], ...] = (
         ("step-1/small", [b"ab", bytearray(b"c"), memoryview(b"de")]),
@@ -100,7 +100,7 @@ def one_buffer_can_serve_for_all_parts(store: Store) -> None:
 
 
 def a_write_of_another_size_fails_and_leaves_nothing(store: Store) -> None:
-    """Too few bytes, too many, or an error of the caller: the old contents stay, new names do not appear."""
+    """Too few bytes, too many, or the caller's error: the old contents stay, new names do not appear."""
     store.write("step-1/old", [b"old"], size_bytes=3)
     for name in ("step-1/old", "step-1/new"):
         for size in (1, 9):
@@ -116,7 +116,7 @@ def a_write_of_another_size_fails_and_leaves_nothing(store: Store) -> None:
 
 
 def an_uncommitted_file_is_replaced(store: Store) -> None:
-    """A second write of a name wins, also when it is shorter."""
+    """A second write of a name wins, also if it is shorter."""
     store.write("step-1/a", [b"long contents"], size_bytes=13)
     store.write("step-1/a", [b"short"], size_bytes=5)
     _equal("contents", expected=b"short", found=store.read("step-1/a"))
@@ -137,7 +137,7 @@ def ranges_are_slices(store: Store) -> None:
 
 
 def what_is_absent_is_said_to_be(store: Store) -> None:
-    """In an empty run, and beside what is there."""
+    """In an empty run, and beside existing files."""
     for _ in range(2):
         for name in ("nothing", "step-9/nothing"):
             _equal(f"size({name!r})", expected=None, found=store.size(name))
@@ -174,7 +174,7 @@ def a_commit_happens_once(store: Store) -> None:
 
 
 def a_commit_replaces_only_what_it_names(store: Store) -> None:
-    """Compare-and-swap: the right digest swaps; another one, or an absent name, is refused."""
+    """Compare-and-swap: the right digest swaps; another digest, or an absent name, is refused."""
     missing = digest_of(b"first")
     _raises(CommitConflict, store.commit, "step-1/manifest.json", b"x", replaces=missing)
     store.commit("step-1/manifest.json", b"first")
@@ -187,7 +187,7 @@ def a_commit_replaces_only_what_it_names(store: Store) -> None:
 
 
 def of_many_commits_one_wins(store: Store) -> None:
-    """Threads race for a name: one returns, the others hear `CommitConflict`, and the winner's bytes stand."""
+    """Threads race for a name: one returns, the others raise `CommitConflict`, and the winner's bytes stay."""
     won: list[int] = []
     others: list[str] = []
     start = threading.Barrier(4)
@@ -223,7 +223,7 @@ def writers_do_not_disturb_each_other(store: Store) -> None:
 
 
 def hostile_names_are_refused(store: Store) -> None:
-    """U04: nothing outside the run can be named, to no verb."""
+    """No verb accepts a name outside the run."""
     for name in _HOSTILE:
         _raises(CheckpointHostile, store.read, name)
         _raises(CheckpointHostile, store.read_into, name, memoryview(bytearray(1)), start=0)
@@ -239,7 +239,7 @@ def hostile_names_are_refused(store: Store) -> None:
 
 
 def deleting_removes_a_file_or_a_directory(store: Store) -> None:
-    """And only that; a deleted name can be committed again."""
+    """And nothing else; a deleted name can be committed again."""
     for name in ("step-1/a", "step-1/b", "step-2/a"):
         store.write(name, [b"1"], size_bytes=1)
     store.commit("step-1/manifest.json", b"{}")
@@ -252,7 +252,7 @@ def deleting_removes_a_file_or_a_directory(store: Store) -> None:
 
 
 def one_writer_has_the_lock(store: Store) -> None:
-    """A second one is refused at once; leaving, also by an error, frees it."""
+    """A second writer is refused at once; leaving the block, also by an error, frees the lock."""
     for _ in range(2):
         with suppress(KeyError), store.lock():
             _raises(RunLocked, store.lock().__enter__)
@@ -263,7 +263,7 @@ def one_writer_has_the_lock(store: Store) -> None:
 
 
 def room_is_checked_before_writing(store: Store) -> None:
-    """A little fits; what no place holds is refused, and neither takes away what is there nor leaves anything behind."""
+    """A few bytes fit; more than any place holds is refused, and neither changes the files that exist."""
     for names in ([], ["step-2"]):
         store.reserve(1)
         _raises(NoSpace, store.reserve, _NOWHERE_BYTES)
@@ -273,32 +273,32 @@ def room_is_checked_before_writing(store: Store) -> None:
 
 
 def the_time_of_a_commit_is_told_or_not_known(store: Store) -> None:
-    """None, or seconds since 1970 that looking at the run, and what else happens in it, do not change."""
+    """None, or seconds since 1970, which neither reading the run nor other writes in it change."""
     name = "step-1/manifest.json"
     _equal("time of what is absent", expected=None, found=store.committed_at(name))
     store.commit(name, b"{}")
-    told = store.committed_at(name)
-    if told is not None:
-        _equal("type of the time", expected=float, found=type(told))
-        _equal(f"whether {told} can be seconds since 1970", expected=True, found=_LONG_AGO_SECS < told < _LATE_SECS)
+    time = store.committed_at(name)
+    if time is not None:
+        _equal("type of the time", expected=float, found=type(time))
+        _equal(f"whether {time} can be seconds since 1970", expected=True, found=_LONG_AGO_SECS < time < _LATE_SECS)
     store.read(name)
     store.write("step-1/a", [b"1"], size_bytes=1)
     store.commit("step-2/manifest.json", b"{}")
     store.point("latest", "step-1")
     store.commit(name, b"{}", replaces=digest_of(b"{}"))
-    _equal("time after other things", expected=told, found=store.committed_at(name))
+    _equal("time after other things", expected=time, found=store.committed_at(name))
     _equal("time of a directory", expected=None, found=store.committed_at("step-1"))
     store.delete("step-1/")
     _equal("time after its deletion", expected=None, found=store.committed_at(name))
 
 
 def hints_are_replaced(store: Store) -> None:
-    """Pointing again is fine, also at what is not there: a hint is no authority."""
+    """A pointer may be set again, also to a missing name, because it is only a hint."""
     for target in ("step-1", "step-2", "step-1"):
         store.point("latest", target)
     store.point("best", "step-2")
     _equal("names", expected=[], found=store.list())
-    found = store.pointers()  # a place that cannot have hints has none
+    found = store.pointers()  # a place that cannot have pointers returns an empty dict
     _equal("pointers", expected={"best": "step-2", "latest": "step-1"} if found else {}, found=found)
     store.delete("best")
     _equal(
@@ -339,7 +339,7 @@ def _raises(kind: type[BaseException], call: Callable[..., Any], *args: Any, **k
         call(*args, **kwargs)
     except kind as error:
         if isinstance(error, TrainfoldError) and not (error.where and error.fix):
-            raise ContractBroken(f"{kind.__name__} of {about} says neither where nor what to do: {error}") from error
+            raise ContractBroken(f"{kind.__name__} of {about} lacks a place or a fix: {error}") from error
         return
     except Exception as error:
         raise ContractBroken(f"{about}: expected {kind.__name__}, found {type(error).__name__}: {error}") from error

@@ -15,7 +15,7 @@ from trainfold.core.tensor_memory import byte_view
 
 
 class LawBroken(AssertionError):
-    """A law does not hold; the message names the law, the leaf, both sides, and what was being done.
+    """A law does not hold; the message names the law, the leaf, both sides, and the action.
 
     Attributes:
         law: the law's name.
@@ -50,7 +50,7 @@ def first_difference(one: TrainState, other: TrainState) -> tuple[str, str] | No
             return path, f"{leaf_spec(mine[path], path)} against {leaf_spec(theirs[path], path)}"
         if leaf_digest(mine[path], path) != leaf_digest(theirs[path], path):
             return path, values_of(mine[path], theirs[path])
-    return "state", "the fingerprints differ and no leaf does"
+    return "state", "the fingerprints differ, but no leaf does"
 
 
 def first_beyond(
@@ -92,7 +92,7 @@ def check_same(law: str, one: TrainState, other: TrainState, doing: str) -> None
 
 
 def clone(state: TrainState) -> TrainState:
-    """A state with the same bits in memory of its own; tied leaves stay tied."""
+    """A copy of a state in new memory, with the same bits; tied leaves stay tied."""
     copies: dict[int, torch.Tensor] = {}
 
     def once(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The laws, as functions that a user calls on their own step, state and store; each raises `LawBroken` at the first leaf.
 
-Every law works on copies: the state that it is given is as it was afterwards, also for a donating step.
+Every law works on copies: the caller's state is unchanged afterwards, also with a donating step.
 """
 
 import copy
@@ -64,9 +64,9 @@ Step: TypeAlias = Callable[[TrainState, Any], tuple[TrainState, Any]]
 def is_pure(step: Step, state: TrainState, batch: Any) -> None:
     """Purity: a step leaves the bits of its input, the batch and the global random states, and does the same twice.
 
-    The random states are torch's, numpy's and Python's. What a step keeps to itself is looked for by a detour: the step after
-    this one is done, then some steps from another state, then it is done again. Eight steps in all. With one batch it cannot
-    find what a step keeps of nothing but its batches; `resumes_exactly` finds that too.
+    The random states are torch's, numpy's and Python's. A detour finds what a step keeps outside of the state: the next step
+    runs, then some steps from another state, then the next step again; eight steps in all. With one batch this cannot find
+    what a step keeps of its batches alone; `resumes_exactly` can.
 
     Args:
         step: a step that does not donate.
@@ -86,7 +86,7 @@ def is_pure(step: Step, state: TrainState, batch: Any) -> None:
     check_same("purity", kept, second, "the same step gave another result the second time")
     check_same("purity", kept, first, "the second step changed the result of the first")
     then = _next(step, kept, batch)
-    with suppress(Exception):  # there need not be a step after this one, or from another state
+    with suppress(Exception):  # a next step, or one from another state, need not be possible
         _detour(step, state, [batch] * 3)
     again = "gave another result the second time, after others in between"
     if then is not None:
@@ -95,10 +95,10 @@ def is_pure(step: Step, state: TrainState, batch: Any) -> None:
 
 
 def donates_equally(step: Step, donating: Step, state: TrainState, batches: Sequence[Any]) -> None:
-    """Donation: a donating step gives the same bits as one that does not, at every step of a run; and it does donate.
+    """Donation: a donating step gives the same bits as one that does not donate, at every step of a run; and it does donate.
 
-    After it the state that it was given is dead: reading a leaf of it raises `StateDonated`. A state without `Leaves`, which
-    cannot be dead, was donated if the next one lies in its storage; without tensors it has nothing to donate.
+    Afterwards its input state is dead: reading a leaf of it raises `StateDonated`. A state without `Leaves`, which cannot be
+    dead, was donated if the next state lies in its storage; a state without tensors has nothing to donate.
 
     Raises:
         LawBroken: naming the first leaf that differs, and the step; or a state that was not donated.
@@ -111,7 +111,7 @@ def donates_equally(step: Step, donating: Step, state: TrainState, batches: Sequ
         check_same("donation", kept, given, f"after step {i + 1}")
         has_leaves = before.model is not None or isinstance(before.optimizer, OptimizerState)
         if not _is_dead(before) and places and (has_leaves or not places & _storages(given)):
-            raise LawBroken("donation", "state", f"the state that was given to step {i + 1} is still alive")
+            raise LawBroken("donation", "state", f"the input state of step {i + 1} is still alive")
 
 
 def equals_mutable(step: Step, state: TrainState, loop: Callable[[Any], Tensors], batches: Sequence[Any]) -> None:
@@ -146,35 +146,35 @@ def equals_mutable(step: Step, state: TrainState, loop: Callable[[Any], Tensors]
 
 
 def accumulates(steps: Sequence[Step], state: TrainState, batch: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Accumulation: steps that split a batch differently give the same parameters, optimizer and counters (A01).
+    """Accumulation: steps that split a batch differently give the same parameters, optimizer and counters.
 
-    Buffers may differ: the statistics of a BatchNorm are those of the microbatches.
+    Buffers may differ, because the statistics of a BatchNorm depend on the microbatches.
 
     Args:
-        steps: two steps or more that differ in nothing but the split; the first one is what the others are compared with.
+        steps: two or more steps that differ only in the split; the others are compared with the first.
         state: any state with a model.
         batch: the whole batch.
-        rtol: relative tolerance, of the parameters and the optimizer; 0 asks for equal bits, which holds where the sums are
+        rtol: relative tolerance of the parameters and the optimizer; 0 requires equal bits, which holds if the sums are
             representable. The counters of the trainer are always compared exactly.
-        atol: absolute tolerance, of the same.
+        atol: absolute tolerance of the same.
 
     Raises:
         InvalidArgument: if there is nothing to compare: fewer than two steps, or no model.
-        LawBroken: naming the first leaf that differs or that only one of two states has, and the split.
+        LawBroken: naming the first leaf that differs, or that only one of two states has, and the split.
     """
     if len(steps) < 2:
         raise InvalidArgument(
             "accumulates.steps",
             expected="two or more",
             found=len(steps),
-            fix="give a step for each split, such as 1 and 4",
+            fix="pass a step for each split, such as 1 and 4",
         )
     if state.model is None:
         raise InvalidArgument(
             "accumulates.state",
             expected="a model",
             found="none",
-            fix="make the state with `init_state`, or give it one",
+            fix="make the state with `init_state`, or add a model to it",
         )
     reference, *others = (step(clone(state), batch)[0] for step in steps)
     for i, other in enumerate(others, start=1):
@@ -195,24 +195,24 @@ def resumes_exactly(
     store: Store | Callable[[], Store] = MemoryStore,
     at: Iterable[int] | None = None,
 ) -> None:
-    """Resume: k steps, save, lose everything, load, the other steps = all steps at once, bit for bit, every component.
+    """Resume: k steps, save, lose everything, load, the other steps equal all steps at once, bit for bit, in every component.
 
     What a step keeps outside of the state is lost too: between the save and the load the same step makes a detour, from other
-    weights and with other batches, so that an average, a momentum or a counter of its own is no longer what the saved run left,
-    also if it begins anew at step 0. Each k costs all steps and k + 2 of the detour, so all k of n batches about 1.5 n**2.
-    A detour cannot move a cache that is filled once, from what came before, and never again: give a maker of the step for that,
-    ``made_by(make_step)``. The run that resumes then makes its step anew, in a new process where asked.
+    weights and with other batches, so that its own average, momentum or counter no longer has the value that the saved run left,
+    also if it restarts at step 0. Each k costs all steps and k + 2 of the detour, so all k of n batches cost about 1.5 n**2.
+    A detour cannot change a cache that is filled once and never again: pass a maker of the step for that,
+    ``made_by(make_step)``. The resumed run then makes its step again, in a new process if asked.
 
     Args:
-        step: any step, also one that donates; or `made_by` a function that makes it, which finds more.
+        step: any step, also one that donates; or `made_by` of a function that makes it, which finds more.
         state: the first state.
         batches: the batches of the whole run.
-        store: where to save, or a function that makes an empty place for each k; a new process resumes from a folder.
-        at: the numbers of steps after which to die; None for every one from 0 to all.
+        store: where to save, or a function that makes an empty store for each k; a new process resumes from a folder.
+        at: the numbers of steps after which to stop; None for every one from 0 to all.
 
     Raises:
         LawBroken: naming the first leaf that differs, and k.
-        InvalidArgument: for a maker that a new process cannot import, for batches that are no list, and where no death is looked at.
+        InvalidArgument: for a maker that a new process cannot import, for batches that are not a list, and for an empty ``at``.
 
     Examples:
         >>> from trainfold.core.state.state import Progress
@@ -243,13 +243,13 @@ def resumes_exactly(
 
 
 def _deaths(batches: object, at: Iterable[int] | None) -> list[int]:
-    """The numbers of steps after which to die, so that a law that looks at nothing is none."""
+    """The numbers of steps after which to stop; at least one, because a law that checks nothing would always hold."""
     if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
         raise InvalidArgument(
             "resumes_exactly.batches",
-            expected="a list, which the runs before and after a death begin anew",
+            expected="a list, which each run reads from the start",
             found=f"a {type(batches).__name__}",
-            fix="give list(batches)",
+            fix="pass list(batches)",
         )
     found = [*range(len(batches) + 1)] if at is None else [*at]
     if not found or not all(type(k) is int and 0 <= k <= len(batches) for k in found):
@@ -257,13 +257,13 @@ def _deaths(batches: object, at: Iterable[int] | None) -> list[int]:
             "resumes_exactly.at",
             expected=f"one or more numbers of steps in [0, {len(batches)}]",
             found=found or "none",
-            fix="such as at=[1]; or leave it out, for all of them",
+            fix="pass some, such as at=[1], or leave it out for all of them",
         )
     return found
 
 
 def round_trips(state: TrainState, *, store: Store | Callable[[], Store] = MemoryStore) -> None:
-    """Round trip: ``load(save(s)) == s`` for every bit of every leaf, and tied leaves are tied again (V13).
+    """Round trip: ``load(save(s)) == s`` for every bit of every leaf, and tied leaves are tied again.
 
     Raises:
         LawBroken: naming the first leaf that differs.
@@ -281,10 +281,10 @@ def round_trips(state: TrainState, *, store: Store | Callable[[], Store] = Memor
 
 
 def selects(state: TrainState, components: Sequence[str]) -> None:
-    """Selection: ``select`` partitions, and merging the parts gives the whole (B01).
+    """Selection: ``select`` partitions, and merging the parts gives the whole.
 
     Raises:
-        LawBroken: if a component is in both parts or in none, or a leaf differs.
+        LawBroken: if a component is in both parts or in neither, or a leaf differs.
     """
     rest = [name for name in components_of(state) if name not in components]
     one, other = select(state, components), select(state, rest)
@@ -319,16 +319,16 @@ def reads_each_sample_once(cursor: DataCursor, plan: Sequence[tuple[int, int]]) 
 
 
 def survives_crashes(states: Sequence[TrainState]) -> int:
-    """Crash: from every disk that a crash may leave, the newest acknowledged checkpoint or a newer whole one is found.
+    """Crash: on every disk that a crash may leave, a load finds the newest acknowledged checkpoint or a newer whole one.
 
-    Saves the states one after the other into a `MemoryStore` that logs its effects; then looks at every prefix of them,
-    with and without what was not synced, and with the last write torn; loads there, and saves once more.
+    This saves the states one after the other into a `MemoryStore` that logs its effects. Then it takes every prefix of these
+    effects, with and without what was not synced, and with the last write torn, loads there, and saves once more.
 
     Args:
         states: states with ascending steps.
 
     Returns:
-        How many disks were looked at.
+        How many disks were checked.
 
     Raises:
         LawBroken: naming the effect after which the promise was broken.
@@ -358,10 +358,10 @@ def leaves_no_trace(
     store: Store | Callable[[], Store] = MemoryStore,
     model: torch.nn.Module | None = None,
 ) -> None:
-    """Side-effect freedom: saving and loading leave the state and the global random states as they were (C14, H05).
+    """Side-effect freedom: saving and loading leave the state and the global random states as they were.
 
     Args:
-        state: a state; or what captures one from live objects, such as ``live.capture``: then nor may that leave a trace.
+        state: a state; or a function that captures one from live objects, such as ``live.capture``, which must not leave a trace either.
         store: where to save, or a function that makes an empty place.
         model: the live module, if there is one: its parameters, buffers, gradients, ``requires_grad`` and modes are compared.
 
@@ -404,10 +404,10 @@ def _next(step: Step, state: TrainState, batch: Any) -> TrainState | None:
 
 
 def _detour(step: Step, state: TrainState, batches: Sequence[Any]) -> None:
-    """Move whatever a step keeps to itself: the first batch leads to other weights, the others go on from there.
+    """Change whatever a step keeps outside of the state: the first batch leads to other weights, the others continue from there.
 
-    From where they go on is the position of ``state``: what begins anew at step 0 begins anew there, with other weights. The
-    caller gives them another number than he made steps from there himself, so that a counter cannot agree by accident.
+    They start at the position of ``state``, so that a cache that restarts at step 0 restarts there, with other weights. The caller
+    passes another number of batches than the steps that it made from there, so that a counter cannot agree by accident.
     """
     if not batches:
         return

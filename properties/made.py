@@ -1,4 +1,4 @@
-"""`made_by`: a step that is made anew where a process would be, and the new process itself, for `laws.resumes_exactly`."""
+"""`made_by`: a step that each simulated process makes again, and the new process itself, for `laws.resumes_exactly`."""
 
 import multiprocessing
 import tempfile
@@ -22,11 +22,11 @@ Step: TypeAlias = Callable[[TrainState, Any], tuple[TrainState, Any]]
 @final
 @attrs.frozen
 class MadeBy:
-    """A step that is made anew after each death. Make it with `made_by`.
+    """A step that is made again after each death. Make it with `made_by`.
 
     Attributes:
         make: makes the step.
-        in_new_process: whether the run that resumes is a process of its own.
+        in_new_process: whether the resumed run is a new process.
     """
 
     make: Callable[[], Step]
@@ -34,14 +34,14 @@ class MadeBy:
 
 
 def made_by(make: Callable[[], Step], *, in_new_process: bool = False) -> MadeBy:
-    """A maker of a step for `laws.resumes_exactly`, which finds more with it than with a step that is made already.
+    """A maker of a step for `laws.resumes_exactly`, which finds more with it than with a finished step.
 
     A step that is made once keeps what it saw first: a mean of the first batch, a cache that is filled and never changed. The
-    resumed run makes its step anew, as a program does that is started again, and sees something else first.
+    resumed run makes its step again, as a restarted program does, and sees another batch first.
 
     Args:
         make: makes the step; without arguments.
-        in_new_process: whether the run that resumes is a new Python process. It finds what a module keeps in its globals too.
+        in_new_process: whether the resumed run is a new Python process, which also finds what a module keeps in its globals.
             ``make`` must then be a function of a module that can be imported, and each death costs the start of a process:
             name a few with ``at=``.
 
@@ -93,13 +93,13 @@ def elsewhere(
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe(duplex=False)
         try:
-            # as one value: what cannot be pickled is said here, and not in a process that has begun
+            # as one value, so that what cannot be pickled raises here and not in the new process
             task = Task(maker.make, folder, like, batches, torch.get_num_threads())
             process = context.Process(target=resume, args=(task, there))
             process.start()
         except OSError:
             raise
-        except Exception as error:  # whatever cannot be sent says so in a way of its own
+        except Exception as error:  # each kind of object that cannot be sent raises another error
             raise InvalidArgument(
                 "made_by.make",
                 expected="a maker that a new process can import, and a state and batches that can be sent to it",
@@ -120,14 +120,14 @@ def _received(pipe: Connection) -> str | None:
     try:
         said = pipe.recv()
     except EOFError:
-        return "it died, and said nothing"
+        return "it ended without a message"
     return None if said is None else str(said)
 
 
 @final
 @attrs.frozen(eq=False)
 class Task:
-    """What the new process is given."""
+    """The input of the new process."""
 
     make: Callable[[], Step]
     folder: Path
@@ -137,7 +137,7 @@ class Task:
 
 
 def resume(task: Task, pipe: Any) -> None:
-    """What the new process does; it says None when it is done, and else what it raised."""
+    """The work of the new process; it sends None at the end, or the error."""
     try:
         torch.set_num_threads(task.threads)
         state = load(task.folder / "run", like=task.like)
@@ -146,5 +146,5 @@ def resume(task: Task, pipe: Any) -> None:
             state, _ = step(state, batch)
         save(state, task.folder / "ended")
         pipe.send(None)
-    except BaseException as error:  # noqa: BLE001 (whatever it is, the other process says it)
+    except BaseException as error:  # noqa: BLE001 (the other process raises it, whatever it is)
         pipe.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")

@@ -1,4 +1,4 @@
-"""The contract of a metric: `check_metric` says whether somebody's `Metric` tells the truth, and names every rule that it breaks."""
+"""The contract of a metric: `check_metric` checks an implementation of `Metric`, and names every rule that it breaks."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -24,23 +24,23 @@ def check_metric(
 ) -> None:
     """Check that a metric keeps the contract of `Metric`, to the bit.
 
-    Batches are observed, merged and cut in many ways; made empty; given NaN; and brought to the device ``meta``, which has no
-    values that anybody could wait for. What only shows with other batches, or where accumulators on a real device are merged,
-    is not seen.
+    Batches are observed, merged and cut in many ways, emptied, poisoned with NaN, and moved to the device ``meta``, which has no
+    values to wait for. A fault that shows only with other batches, or only when accumulators on a real device are merged, is not
+    found.
 
     Args:
-        make_metric: makes the metric; called more than once, so that what a metric keeps to itself is found out.
-        samples: batches, three or more; the more they differ the more they tell. Each is what ``observe`` gets after the
-            accumulator, a tuple where that is more than one thing. Dimension 0 of tensors is that of samples: batches are cut
-            along it, also those in dicts and lists. A sample with a number in it is observed as it is, since nobody knows
-            the number of a part; one sample at least has two rows and can be cut.
-        outputs_of: makes of a sample, or of a part of one, what ``observe`` gets: for outputs that cannot be cut themselves.
-        nothing: batches in which nothing counts, such as one with a mask of zeros: their result has to be None.
-        except_for: names of rules that the metric breaks knowingly, as the message has them.
+        make_metric: makes the metric; called more than once, to find out what a metric keeps outside of its accumulators.
+        samples: three or more batches; the more they differ, the more is found. Each is the argument of ``observe`` after the
+            accumulator, or a tuple of several. Dimension 0 of tensors, also of those in dicts and lists, is that of samples, and
+            batches are cut along it. A sample that contains a number is not cut, because the number for a part is not known.
+            At least one sample must have two rows and be possible to cut.
+        outputs_of: maps a sample, or a part of one, to the arguments of ``observe``: for outputs that cannot be cut themselves.
+        nothing: batches in which nothing counts, such as one with a mask of zeros: their result must be None.
+        except_for: names of rules that the metric breaks on purpose, as they stand in the message.
 
     Raises:
         ContractBroken: naming every broken rule, and the leaf and the bits that differ.
-        InvalidArgument: for fewer than three samples, for samples of which none can be cut, and for names of no rule.
+        InvalidArgument: for fewer than three samples, for samples that cannot be cut, and for unknown names of rules.
 
     Examples:
         >>> import torch
@@ -55,7 +55,7 @@ def check_metric(
           a split batch is its parts: sample 1 as a whole and cut at 1, merged differ in a bit: ...
     """
     if len(samples) < _FEWEST:
-        raise InvalidArgument("samples", expected="three or more", found=len(samples), fix="give batches that differ")
+        raise InvalidArgument("samples", expected="three or more", found=len(samples), fix="pass batches that differ")
     need_rows("samples", list(samples))
     rules = _rules_but(except_for)
     try:

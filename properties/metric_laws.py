@@ -1,4 +1,4 @@
-"""The law of metrics: `batch_invariant`, for a metric and the values that it will see."""
+"""The law of metrics: `batch_invariant`, for a metric and example values."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,22 +20,22 @@ _MOST_RANKS = 8
 def batch_invariant(
     metric: Metric, values: Any, *, outputs_of: OutputsOf | None = None, max_examples: int = 100
 ) -> None:
-    """Batch invariance: no batch size, order or number of ranks changes a bit of a metric (Q01).
+    """Batch invariance: no batch size, order or number of ranks changes a bit of a metric.
 
-    The rows of the values are shuffled, cut into batches, some of them empty, and dealt out to 1 to 8 ranks, some of which may
-    get nothing; each rank observes its batches and the ranks are merged in some order. The result and the accumulator have to be
-    those of all rows in one batch. The first examples are batches of one row in order, and of one row in the opposite order.
+    The rows of the values are shuffled, cut into batches, some of them empty, and dealt to 1 to 8 ranks, some of which may get
+    none. Each rank observes its batches, and the ranks are merged in order. The result and the accumulator must equal those of
+    all rows in one batch. The first two examples are batches of one row, in order and in reverse order.
 
     Args:
         metric: any metric.
-        values: what ``observe`` gets after the accumulator for all samples in one batch, a tuple where that is more than one
-            thing: tensors with the same size in dimension 0, two rows or more; also in dicts and lists.
-        outputs_of: makes of rows of the values what ``observe`` gets: for outputs that cannot be cut themselves.
-        max_examples: how many ways to cut and deal, one or more; they are the same ones in each run.
+        values: the argument of ``observe`` after the accumulator, for all samples in one batch, or a tuple of several: tensors
+            with the same size in dimension 0, two rows or more, also in dicts and lists.
+        outputs_of: maps rows of the values to the arguments of ``observe``: for outputs that cannot be cut themselves.
+        max_examples: how many ways to cut and deal, one or more; they are the same in each run.
 
     Raises:
         LawBroken: with the sizes of the batches of each rank, and both results or the leaf that differs.
-        InvalidArgument: for values that cannot be cut, and for no examples.
+        InvalidArgument: for values that cannot be cut, and for ``max_examples`` below 1.
 
     Examples:
         >>> from trainfold.core.metrics.moments import Mean
@@ -44,7 +44,10 @@ def batch_invariant(
     need_rows("values", [values])
     if max_examples < 1:
         raise InvalidArgument(
-            "max_examples", expected="one or more", found=max_examples, fix="two are in order of rows"
+            "max_examples",
+            expected="one or more",
+            found=max_examples,
+            fix="pass two or more: the first two keep the order of the rows",
         )
 
     def observed(acc: Any, rows: slice | torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The rules of a metric: each is a function that looks at a case and raises where the metric breaks it."""
+"""The rules of a metric: each is a function that checks a case and raises if the metric breaks the rule."""
 
 import itertools
 import math
@@ -17,20 +17,20 @@ from trainfold.properties.differences import ContractBroken
 
 __all__ = ["METRIC_RULES", "Case", "Rule", "make_case"]
 
-_MANY: Final = 6  # accumulators that are tried in all triples: 216 of them
-_POISONED: Final = 3  # rows that are made NaN, each by itself, before all of them are
+_MANY: Final = 6  # accumulators to combine in all triples: 216 of them
+_POISONED: Final = 3  # rows that are set to NaN one at a time, before all of them are
 
 
 @final
 @attrs.frozen(eq=False)
 class Case:
-    """What the rules look at.
+    """What the rules check.
 
     Attributes:
         make_metric: makes equal metrics.
         metric: one of them.
         samples: batches.
-        outputs_of: makes of a batch, or a part of one, what ``observe`` gets.
+        outputs_of: maps a batch, or a part of one, to the arguments of ``observe``.
         nothing: batches in which nothing counts.
         seen: an accumulator for each sample.
     """
@@ -43,7 +43,7 @@ class Case:
     seen: tuple[Any, ...] = ()
 
     def arguments(self, sample: Any) -> tuple[Any, ...]:
-        """What ``observe`` gets for a sample, in memory of its own: a metric that changes it breaks one rule, not all."""
+        """The arguments of ``observe`` for a sample, copied, so that a metric that changes them breaks one rule and not all."""
         outputs: tuple[Any, ...] = fresh(arguments_of(self.outputs_of(fresh(sample))))
         return outputs
 
@@ -55,7 +55,7 @@ class Case:
         return acc
 
     def merged(self, accs: Sequence[Any]) -> Any:
-        """All of them, merged in order."""
+        """The accumulators merged in order."""
         found = self.metric.zero()
         for acc in accs:
             found = self.metric.merge(found, acc)
@@ -68,7 +68,7 @@ Rule = Callable[[Case], None]
 def make_case(
     make_metric: Callable[[], Metric], samples: tuple[Any, ...], *, outputs_of: OutputsOf, nothing: tuple[Any, ...]
 ) -> Case:
-    """A metric, and what it sees in each sample."""
+    """A metric, and its accumulator for each sample."""
     metric = make_metric()
     _equal("isinstance(metric, Metric)", expected=True, found=isinstance(metric, Metric))
     case = Case(make_metric, metric, samples, outputs_of, nothing)
@@ -76,7 +76,7 @@ def make_case(
 
 
 def accumulators_are_trees_of_int64_tensors(case: Case) -> None:
-    """Nothing else can be added up over ranks without rounding, saved and compared."""
+    """Only these can be added up over ranks without rounding, saved and compared."""
     for name, acc in (
         ("zero()", case.metric.zero()),
         *((f"observe(zero(), sample {i})", a) for i, a in enumerate(case.seen)),
@@ -88,12 +88,12 @@ def accumulators_are_trees_of_int64_tensors(case: Case) -> None:
 
 
 def zero_is_absent(case: Case) -> None:
-    """Nothing seen is None, and not a number that nobody measured."""
+    """The result of an empty accumulator is None, and not a number that was never measured."""
     _equal("result(zero())", expected=None, found=case.metric.result(case.metric.zero()))
 
 
 def an_empty_batch_is_absent(case: Case) -> None:
-    """Neither is a batch without rows a number."""
+    """A batch without rows has no result either."""
     for i, sample in enumerate(case.samples):
         if row_count(sample) is not None:
             found = case.metric.result(case.observed(taken(sample, slice(0))))
@@ -101,7 +101,7 @@ def an_empty_batch_is_absent(case: Case) -> None:
 
 
 def a_batch_in_which_nothing_counts_is_absent(case: Case) -> None:
-    """Nor is one with a mask of zeros: ``sum / max(n, 1)`` makes up 0.0, the best loss ever (S50)."""
+    """Neither has one with a mask of zeros: ``sum / max(n, 1)`` invents 0.0, the best possible loss."""
     for i, sample in enumerate(case.nothing):
         _equal(f"the result of nothing[{i}]", expected=None, found=case.metric.result(case.observed(sample)))
 
@@ -130,14 +130,14 @@ def merging_is_associative(case: Case) -> None:
 
 
 def observing_is_merging(case: Case) -> None:
-    """Batches observed one after the other, in any order, are their accumulators merged."""
+    """Observing batches one after the other, in any order, equals merging their accumulators."""
     whole = case.merged(case.seen)
     _same(case, case.observed(*case.samples), whole, "all samples observed in order and merged")
     _same(case, case.observed(*reversed(case.samples)), whole, "all samples observed in the opposite order and merged")
 
 
 def a_split_batch_is_its_parts(case: Case) -> None:
-    """Wherever a batch is cut, the parts have the bits of the whole: this is what a mean of batch means breaks."""
+    """Wherever a batch is cut, the parts have the bits of the whole; a mean of batch means breaks this."""
     for i, sample in enumerate(case.samples):
         for cut, first, rest in cuts_of(sample):
             one, other = case.observed(first), case.observed(rest)
@@ -147,7 +147,7 @@ def a_split_batch_is_its_parts(case: Case) -> None:
 
 
 def nothing_given_is_changed(case: Case) -> None:
-    """Neither accumulators nor outputs: the old ones stay true."""
+    """Neither accumulators nor outputs: the old values stay valid."""
     metric = case.metric
     for i, sample in enumerate(case.samples):
         given, acc = case.arguments(sample), case.observed(case.samples[i - 1])
@@ -164,17 +164,17 @@ def nothing_given_is_changed(case: Case) -> None:
 
 
 def the_accumulator_is_all_there_is(case: Case) -> None:
-    """Another metric of the same making, given copies of the leaves, has the same result, and has it twice."""
+    """An equal metric with copies of the leaves has the same result, and returns it twice."""
     for acc in (*case.seen, case.merged(case.seen)):
         flat, spec = tree.flatten(acc)
         again = tree.unflatten(spec, [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
         first = shown(case.metric.result(acc))
         _equal("the result, asked for a second time", expected=first, found=shown(case.metric.result(acc)))
-        _equal("the result of a metric made anew", expected=first, found=shown(case.make_metric().result(again)))
+        _equal("the result of an equal metric", expected=first, found=shown(case.make_metric().result(again)))
 
 
 def nan_is_not_swallowed(case: Case) -> None:
-    """A NaN that changes what was seen is in the result, or counted in a leaf named ``special``."""
+    """A NaN that changes the accumulator shows in the result, or is counted in a leaf named ``special``."""
     for i, sample in enumerate(case.samples):
         flat, spec = tree.flatten(case.arguments(sample))
         for j, leaf in enumerate(flat):
@@ -195,7 +195,7 @@ def nan_is_not_swallowed(case: Case) -> None:
 
 
 def no_device_is_waited_for(case: Case) -> None:
-    """Outputs may lie on a device, and nobody asks it for a value: on ``meta`` there is none."""
+    """Outputs may lie on a device, and no call reads a value from it: on ``meta`` there is none."""
     metric = case.make_metric()
     for i, sample in enumerate(case.samples):
         there = tree.map_tensors(lambda tensor: tensor.to("meta"), case.arguments(sample))
@@ -208,15 +208,15 @@ def no_device_is_waited_for(case: Case) -> None:
 
 
 def results_are_plain(case: Case) -> None:
-    """None, numbers, and lists and dicts of them: what a log can hold."""
+    """None, numbers, and lists and dicts of them, which a log can hold."""
     for i, acc in enumerate(case.seen):
         for path, leaf in tree.named_leaves(case.metric.result(acc), f"result of sample {i}"):
             if leaf is not None and type(leaf) not in {int, float}:
-                raise ContractBroken(f"{path} is {type(leaf).__name__}, not a number of Python")
+                raise ContractBroken(f"{path} is {type(leaf).__name__}, not a Python number")
 
 
 def additive_is_the_truth(case: Case) -> None:
-    """If a metric says that its accumulators can be added up leaf by leaf, then they can."""
+    """If a metric claims that its accumulators can be added up leaf by leaf, they can."""
     if not getattr(case.metric, "additive", False):
         return
     for size in range(1, len(case.seen) + 1):
@@ -249,7 +249,7 @@ def _some(case: Case) -> list[tuple[int, Any]]:
 
 
 def _special(acc: Any) -> list[int]:
-    """How many terms were NaN, by the leaves that an evaluation reports."""
+    """How many terms were NaN, by the leaves named ``special``."""
     return [
         int(leaf[..., 0].sum())
         for path, leaf in tree.named_leaves(acc, "accumulator")

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what trainfold holds: leaves of every dtype, trees, states, specs and batches."""
+"""Hypothesis strategies for leaves of every dtype, trees, states, specs, batches and faults."""
 
 import errno
 import math
@@ -27,7 +27,7 @@ def shapes(*, max_dims: int = 4, max_side: int = 5) -> st.SearchStrategy[tuple[i
 
 
 def dtypes() -> st.SearchStrategy[str]:
-    """Names of every dtype that the format holds."""
+    """Names of every dtype that the format can store."""
     return st.sampled_from(DTYPES)
 
 
@@ -61,7 +61,7 @@ def tensors(draw: st.DrawFn, *, dtype: st.SearchStrategy[str] | None = None, in_
 
 
 def scalars() -> st.SearchStrategy[Any]:
-    """Every scalar that the format holds: ints beyond 2**63, NaN, infinities, any text, bytes."""
+    """Every scalar that the format can store: ints beyond 2**63, NaN, infinities, any text, bytes."""
     return st.one_of(
         st.none(),
         st.booleans(),
@@ -100,7 +100,7 @@ def trees(leaf: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Any]:
 
 @st.composite
 def states(draw: st.DrawFn, *, step: st.SearchStrategy[int] | None = None) -> TrainState:
-    """States with a model, an optimizer with lazy slots, counters past 2**53, and components of the user's own."""
+    """States with a model, an optimizer with lazy slots, counters past 2**53, and user-declared components."""
     names = draw(st.lists(_FQN, unique=True, min_size=1, max_size=4))
     params = {name: draw(tensors()) for name in names}
     slotted = draw(st.lists(st.sampled_from(names), unique=True))

@@ -1,4 +1,4 @@
-"""What a side effect would leave a trace in: the global random states, and a module's tensors and modes."""
+"""Where a side effect would leave a trace: the global random states, and a module's tensors and modes."""
 
 import random
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def random_states() -> dict[str, Any]:
         >>> [library for library, now in random_states().items() if now != before[library]]
         ['random']
     """
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one is what must not move
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one must not move
     return {
         "torch.random": torch.random.get_rng_state().tolist(),
         "numpy.random": _plain(numpy),
@@ -26,7 +26,7 @@ def random_states() -> dict[str, Any]:
 
 
 def module_facts(module: torch.nn.Module) -> dict[str, Any]:
-    """Path -> what must stay: a copy of each parameter, gradient and buffer, each flag.
+    """Path -> what must not change: a copy of each parameter, gradient and buffer, each flag.
 
     Examples:
         >>> module_facts(torch.nn.Dropout().eval())

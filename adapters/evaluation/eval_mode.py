@@ -3,7 +3,6 @@
 import copy
 import threading
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -16,7 +15,9 @@ from trainfold.adapters.streams.rng_streams import bound_device, preserved_rng
 _LEVELS = 4  # forward itself, a helper or a trainer that it names, and two behind that
 _SHOWN = 5
 _LOCK = threading.RLock()
-_MODES: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, bool]] = weakref.WeakKeyDictionary()
+_MODES: dict[
+    int, tuple[int, bool]
+] = {}  # by id, because a module may have a hash that changes; only while it is evaluated
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
@@ -94,10 +95,11 @@ def communicate(modules: Sequence[torch.nn.Module]) -> bool:
 
 def _held(parts: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Record the modes of modules, once for all threads that are evaluating them."""
-    for part in dict.fromkeys(parts):
-        count, training = _MODES.get(part, (0, part.training))
-        _MODES[part] = (count + 1, training)
-    return list(dict.fromkeys(parts))
+    distinct = list({id(part): part for part in parts}.values())
+    for part in distinct:
+        count, training = _MODES.get(id(part), (0, part.training))
+        _MODES[id(part)] = (count + 1, training)
+    return distinct
 
 
 def _restore_modes(parts: Sequence[torch.nn.Module]) -> None:
@@ -105,9 +107,9 @@ def _restore_modes(parts: Sequence[torch.nn.Module]) -> None:
     with _LOCK:
         last = []
         for part in parts:
-            count, training = _MODES.pop(part)
+            count, training = _MODES.pop(id(part))
             if count > 1:
-                _MODES[part] = (count - 1, training)
+                _MODES[id(part)] = (count - 1, training)
             else:
                 last.append((part, training))
         try:

@@ -1,4 +1,4 @@
-"""How many microbatches make a step, known before a model exists.
+"""How many microbatches make a step, computed before a model exists.
 
 The names are re-exports, each documented where it lives.
 """

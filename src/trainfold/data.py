@@ -1,4 +1,4 @@
-"""Where a run is in its data: positions, orders, shares, all in samples.
+"""The position of a run in its data: cursors, orders and shares, all in samples.
 
 The names are re-exports, each documented where it lives.
 """

@@ -1,4 +1,4 @@
-"""Evaluation in parts: positions, tallies, their sum, results.
+"""Evaluation in parts: positions, tallies, their sums, and results.
 
 The names are re-exports, each documented where it lives.
 """

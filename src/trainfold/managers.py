@@ -1,4 +1,4 @@
-"""What a checkpoint manager is made of and answers, and one of your own by a config.
+"""The protocol of a checkpoint manager, its results, and managers built from a config.
 
 The names are re-exports, each documented where it lives.
 """

@@ -1,4 +1,4 @@
-"""The decisions of a save and of a resume as values, before anything is touched.
+"""The decisions of a save and of a resume, as values that exist before anything is written or loaded.
 
 The names are re-exports, each documented where it lives.
 """

@@ -1,4 +1,4 @@
-"""Which ranks there are, and what they tell one another.
+"""The ranks of a run, and the collective calls between them.
 
 The names are re-exports, each documented where it lives.
 """

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and which one is the best.
+"""Rules for which checkpoints stay, and the record of the best one.
 
 The names are re-exports, each documented where it lives.
 """

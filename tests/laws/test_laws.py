@@ -107,7 +107,9 @@ def test_a_step_that_only_says_that_it_donates_is_found_out(donate):
         after.model.params["head.bias"].add_(1e-3)
         return after, metrics
 
-    broken, words = (other_bits, r"head\.bias.*after step 1") if donate else (step, "given to step 1 is still alive")
+    broken, words = (
+        (other_bits, r"head\.bias.*after step 1") if donate else (step, "input state of step 1 is still alive")
+    )
     with pytest.raises(LawBroken, match=words):
         laws.donates_equally(step, broken, state, some_batches(2))
 

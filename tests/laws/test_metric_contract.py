@@ -301,8 +301,8 @@ LIARS = {
     MutatingOutputs: "nothing given is changed: observe changed its outputs",
     MakesUpZero: r"zero is absent: result\(zero\(\)\): expected None, found 0.0",
     StartsAtOne: "zero is neutral: ",
-    Remembers: "the accumulator is all there is: the result of a metric made anew: expected",
-    ShowsTensors: "results are plain: result of sample 0 is Tensor, not a number of Python",
+    Remembers: "the accumulator is all there is: the result of an equal metric: expected",
+    ShowsTensors: "results are plain: result of sample 0 is Tensor, not a Python number",
     SideBySide: "merging is associative: ",
     Opaque: r"accumulators are trees of int64 tensors: zero\(\) is Stranger, not an int64 tensor",
 }

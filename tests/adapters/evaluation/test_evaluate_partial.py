@@ -209,6 +209,19 @@ def test_a_model_too_deep_to_be_found_is_warned_of_and_named_by_hand():
     assert model.training
 
 
+def test_a_module_whose_hash_changes_is_put_back():
+    """Q06: as that of a metric of torchmetrics, whose hash is made of its states."""
+
+    class Counter(Counting):
+        def __hash__(self):
+            return hash(len(self.seen)) if "seen" in vars(self) else 0
+
+    model = Counter()
+    trainfold.evaluate(lambda batch: {"loss": (model(batch), 1)}, batches_of(torch.ones(2), []), {"loss": M.Ratio()})
+    assert model.seen == [(False, False, False)]
+    assert model.training
+
+
 def test_a_generator_behind_a_generator_is_put_back():
     """Q06: what can be seen through is."""
     generator = torch.Generator().manual_seed(3)
