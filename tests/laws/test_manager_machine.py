@@ -192,9 +192,11 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
             return
         self.asked, self.waiting = self.asked | self.waiting, set()
         saves, stops = self.decide(is_last=is_last, is_best=is_best)
-        if saves and self.store.is_waiting and (stops or self.when_busy == "wait"):
+        if saves and self.store.is_waiting and (stops or is_best or self.when_busy == "wait"):
             if self.when_busy == "skip" and not self.is_armed and fault is None and self.save_.step != self.step_now:
-                threading.Timer(0.01, self.store.gate.set).start()  # the last save of a run waits and is not skipped
+                threading.Timer(
+                    0.01, self.store.gate.set
+                ).start()  # the best and the last save wait, and are not skipped
                 self.store.is_waiting = False
             else:
                 self.release_writer()
