@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from trainfold.backends.formats.native.plan_reader import PlanReader
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.protocol import Store
 from trainfold.core import tree
 from trainfold.core.format.codec import torch_dtype
@@ -52,7 +53,7 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
         for action in plan.actions
         if action.name in mine and action.verb in ("load", "adopt")
     }
-    reads = plan_reads(
+    reads = without_collecting(plan_reads)(
         plan, {name: {path: _box_of(leaf) for path, leaf in each.items()} for name, each in targets.items()}
     )
     reader = PlanReader(store, plan.checkpoint, plan.manifest)
@@ -99,6 +100,7 @@ def _with_fresh_masters(state: TrainState) -> TrainState:
     return state
 
 
+@without_collecting
 def _adopted(
     action: ComponentAction, manifest: Manifest, tensors: Mapping[int, torch.Tensor], mine: Mapping[str, Any]
 ) -> Any:
@@ -116,6 +118,7 @@ def _adopted(
     return _of_this_run(built, mine.get(action.name), params, action.kept)
 
 
+@without_collecting
 def _loaded(
     action: ComponentAction,
     leaves: Mapping[str, Leaf],

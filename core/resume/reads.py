@@ -38,8 +38,7 @@ class ShardRead(NamedTuple):
 
 
 @final
-@attrs.frozen
-class TensorRead:
+class TensorRead(NamedTuple):
     """One stored tensor of which all or a slice is needed.
 
     Attributes:
@@ -201,6 +200,9 @@ def _tensor_reads(
 
 def _shard_reads(index: int, record: TensorRecord, box: Box | None) -> tuple[ShardRead, ...]:
     shards = record.shards
+    if len(shards) == 1 and box is None:  # nearly all of them
+        (only,) = shards
+        return (ShardRead(only.file, only.start, only.stop, index, 0),)
     return tuple(
         ShardRead(shard.file, shard.start, shard.stop, index, number)
         for number, shard in enumerate(shards)

@@ -1,12 +1,13 @@
 """`PlanReader`: carries out a `ReadPlan` on a store; which bytes are read is not decided here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, final
 
 import torch
 
 from trainfold.backends.formats.native.header_check import HeaderCheck
 from trainfold.backends.formats.native.reader import ReadRequest, fresh_tensor, read_tensors
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.manifest import Manifest, ShardRecord, TensorRecord
@@ -48,7 +49,7 @@ class PlanReader:
             CheckpointHostile: if what is needed does not fit into memory.
         """
         single = {index: each for index, each in reads.tensors.items() if each.is_one_shard}
-        requests = [self._request(each.record, each.record.shards[0]) for each in single.values()]
+        requests = without_collecting(self._requests)(single.values())
         dense = dict(zip(single, read_tensors(self._store, requests), strict=True))
         found = {
             index: _onto(dense.pop(index) if index in single else self._assembled(each), targets.get(each.path))
@@ -69,6 +70,9 @@ class PlanReader:
             common = intersect(shard.box, box) or ()
             out[_within(common, box)] = piece[_within(common, shard.box)]
         return out
+
+    def _requests(self, reads: Iterable[TensorRead]) -> list[ReadRequest]:
+        return [self._request(each.record, each.record.shards[0]) for each in reads]
 
     def _request(self, record: TensorRecord, shard: ShardRecord) -> ReadRequest:
         return ReadRequest(
