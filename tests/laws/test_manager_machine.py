@@ -194,9 +194,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
         saves, stops = self.decide(is_last=is_last, is_best=is_best)
         if saves and self.store.is_waiting and (stops or is_best or self.when_busy == "wait"):
             if self.when_busy == "skip" and not self.is_armed and fault is None and self.save_.step != self.step_now:
-                threading.Timer(
-                    0.01, self.store.gate.set
-                ).start()  # the best and the last save wait, and are not skipped
+                threading.Timer(0.01, self.store.gate.set).start()  # the best and the last are not skipped
                 self.store.is_waiting = False
             else:
                 self.release_writer()
