@@ -164,9 +164,7 @@ class CheckpointManager:
         return self._due.stops
 
     def step(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> SaveOutcome | None:
-        """Do what is due at this boundary. Call it after each ``live.advance()``, or with each new state.
-
-        Inside an accumulation window nothing is saved; the boundary that closes it decides.
+        """Do what is due at this boundary. Call it after each ``live.advance()``, or with each new state; inside a window it does nothing.
 
         Args:
             run: the attached objects, or a state.
@@ -223,10 +221,7 @@ class CheckpointManager:
             return outcome
 
     def save(self, run: Live | TrainState) -> SaveOutcome:
-        """Save now, whether it is due or not.
-
-        Args:
-            run: the attached objects, at a boundary; or a state.
+        """Save the attached objects, at a boundary, or a state now, whether it is due or not.
 
         Raises:
             IncompleteWindow: if the live run is not at a boundary.
@@ -294,14 +289,11 @@ class CheckpointManager:
     @overload
     def load(self, run: Live | TrainState, decision: LoadDecision | None = None) -> TrainState | Restored: ...
     def load(self, run: Live | TrainState, decision: LoadDecision | None = None) -> TrainState | Restored:
-        """Load what was decided, or the newest checkpoint.
+        """Load what was decided, or the newest checkpoint: return a new state, or write a live run in place and return what was done.
 
         Args:
             run: what to load into; unchanged if anything is wrong.
             decision: what `should_load` returned; None for the newest.
-
-        Returns:
-            A new state; or what was done to a live run, which is written in place.
 
         Raises:
             InvalidArgument: for a decision not to load, for one of another manager, or for the newest where a newer one is there now.
@@ -313,9 +305,7 @@ class CheckpointManager:
         return self._loads.load(run, decision)
 
     def restore(self, live: Live, *, step: int | None = None, reset: Mapping[str, str] | None = None) -> Restored:
-        """Restore a live run from its newest whole checkpoint. Where there is none, leave it as it is.
-
-        A fresh start is logged as a warning, because a mistyped path looks the same.
+        """Restore a live run from its newest whole checkpoint. Where there is none, leave it as it is and log a warning.
 
         Args:
             live: the attached objects; unchanged if anything is wrong.
