@@ -67,8 +67,7 @@ class CheckpointManager:
         components: which components are saved and restored; None for all.
         policy: what to do about each kind of difference at a resume; see ``trainfold.plan``.
         contract: what must be equal at a resume, beside what the run says itself.
-        requests: where requests to save or to stop come from on this rank, such as `SignalRequests()`, or `StopFile(run)`, which
-            only rank 0 makes. Closed with the manager.
+        requests: where requests to save or to stop come from on this rank, such as `SignalRequests()`; closed with the manager.
         on_event: gets each `Event`, in the thread that calls the manager; an exception of it is logged.
         collectives: the ranks, each of which has its own manager and makes the same calls; None for a single process, which is refused
             where torch.distributed or a launcher has several. Pass ``SingleProcess()`` if this rank saves alone on purpose.
@@ -164,7 +163,9 @@ class CheckpointManager:
         return self._due.stops
 
     def step(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> SaveOutcome | None:
-        """Do what is due at this boundary. Call it after each ``live.advance()``, or with each new state; inside a window it does nothing.
+        """Do what is due at this boundary. Call it after each ``live.advance()``, or with each new state.
+
+        Inside an accumulation window nothing is saved; the boundary that closes it decides.
 
         Args:
             run: the attached objects, or a state.
@@ -197,10 +198,7 @@ class CheckpointManager:
             return None
 
     def should_save(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> Verdict:
-        """Decide what is due at this boundary, and why; one decision for all ranks. It collects an ended save, as `poll` does.
-
-        Requests are remembered until a save or a stop answers them.
-        """
+        """Decide what is due at this boundary, and why; one decision for all ranks. It answers no request, and collects an ended save."""
         self._check(run)
         with raise_after() as failures:
             return self._saves.decide(run, failures, is_last=is_last, is_best=is_best)
