@@ -4,10 +4,9 @@ Every law works on copies: the caller's state is unchanged afterwards, also with
 """
 
 import copy
-import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -34,8 +33,8 @@ from trainfold.properties.differences import (
     first_difference,
     tensor_difference,
 )
-from trainfold.properties.made import MadeBy, elsewhere, made_by
 from trainfold.properties.metric_laws import batch_invariant
+from trainfold.properties.resume_law import Step, detour, made_by, resumes_exactly, try_step
 from trainfold.properties.traces import module_facts, random_states
 
 __all__ = [
@@ -58,7 +57,6 @@ __all__ = [
 ]
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor] | torch.nn.Module
-Step: TypeAlias = Callable[[TrainState, Any], tuple[TrainState, Any]]
 
 
 def is_pure(step: Step, state: TrainState, batch: Any) -> None:
@@ -85,9 +83,9 @@ def is_pure(step: Step, state: TrainState, batch: Any) -> None:
     second, _ = step(state, batch)
     check_same("purity", kept, second, "the same step gave another result the second time")
     check_same("purity", kept, first, "the second step changed the result of the first")
-    then = _next(step, kept, batch)
+    then = try_step(step, kept, batch)
     with suppress(Exception):  # a next step, or one from another state, need not be possible
-        _detour(step, state, [batch] * 3)
+        detour(step, state, [batch] * 3)
     again = "gave another result the second time, after others in between"
     if then is not None:
         check_same("purity", then, step(clone(kept), batch)[0], f"the step after this one {again}")
@@ -185,81 +183,6 @@ def accumulates(steps: Sequence[Step], state: TrainState, batch: Any, *, rtol: f
             found = first_beyond(reference, other, components, **tolerances)
             if found is not None:
                 raise LawBroken("accumulation", found[0], f"{found[1]}; split {i}")
-
-
-def resumes_exactly(
-    step: Step | MadeBy,
-    state: TrainState,
-    batches: Sequence[Any],
-    *,
-    store: Store | Callable[[], Store] = MemoryStore,
-    at: Iterable[int] | None = None,
-) -> None:
-    """Resume: k steps, save, lose everything, load, the other steps equal all steps at once, bit for bit, in every component.
-
-    What a step keeps outside of the state is lost too: between the save and the load the same step makes a detour, from other
-    weights and with other batches, so that its own average, momentum or counter no longer has the value that the saved run left,
-    also if it restarts at step 0. Each k costs all steps and k + 2 of the detour, so all k of n batches cost about 1.5 n**2.
-    A detour cannot change a cache that is filled once and never again: pass a maker of the step for that,
-    ``made_by(make_step)``. The resumed run then makes its step again, in a new process if asked.
-
-    Args:
-        step: any step, also one that donates; or `made_by` of a function that makes it, which finds more.
-        state: the first state.
-        batches: the batches of the whole run.
-        store: where to save, or a function that makes an empty store for each k; a new process resumes from a folder.
-        at: the numbers of steps after which to stop; None for every one from 0 to all.
-
-    Raises:
-        LawBroken: naming the first leaf that differs, and k.
-        InvalidArgument: for a maker that a new process cannot import, for batches that are not a list, and for an empty ``at``.
-
-    Examples:
-        >>> from trainfold.core.state.state import Progress
-        >>> def count(state, batch):
-        ...     done = Progress(state.trainer.step + 1, samples=state.trainer.samples + batch)
-        ...     return state.evolve(trainer=done), {}
-        >>> resumes_exactly(count, TrainState(trainer=Progress()), [2, 3, 5])
-        >>> resumes_exactly(made_by(lambda: count), TrainState(trainer=Progress()), [2, 3, 5])
-    """
-    dies_after = _deaths(batches, at)
-    made = step if isinstance(step, MadeBy) else MadeBy(lambda: step)
-    whole = _run(made.make(), clone(state), batches)
-    for k in dies_after:
-        place = store() if callable(store) else store
-        dying = made.make()
-        half = _run(dying, clone(state), batches[:k])
-        save(half, place)
-        at_step = half.trainer.step if half.trainer is not None else None
-        rest = batches[k:]
-        _detour(dying, state, [batches[-1], *itertools.islice(itertools.cycle(rest), k + 1)] if len(rest) else [])
-        resumed = load(place, like=clone(state), step=at_step)
-        check_same("resume", half, resumed, f"loaded after {k} steps")
-        died = f"died after {k} of {len(batches)} steps"
-        check_same("resume", whole, _run(made.make(), clone(resumed), rest), died)
-        if made.in_new_process:
-            ended = elsewhere(made, resumed, clone(state), rest, whole)
-            check_same("resume", whole, ended, f"{died}, and resumed in a new process")
-
-
-def _deaths(batches: object, at: Iterable[int] | None) -> list[int]:
-    """The numbers of steps after which to stop; at least one, because a law that checks nothing would always hold."""
-    if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
-        raise InvalidArgument(
-            "resumes_exactly.batches",
-            expected="a list, which each run reads from the start",
-            found=f"a {type(batches).__name__}",
-            fix="pass list(batches)",
-        )
-    found = [*range(len(batches) + 1)] if at is None else [*at]
-    if not found or not all(type(k) is int and 0 <= k <= len(batches) for k in found):
-        raise InvalidArgument(
-            "resumes_exactly.at",
-            expected=f"one or more numbers of steps in [0, {len(batches)}]",
-            found=found or "none",
-            fix="pass some, such as at=[1], or leave it out for all of them",
-        )
-    return found
 
 
 def round_trips(state: TrainState, *, store: Store | Callable[[], Store] = MemoryStore) -> None:
@@ -388,36 +311,6 @@ def leaves_no_trace(
                 raise LawBroken(law, leaf, f"{first}; after a save and a load")
         elif one is not other:
             raise LawBroken(law, leaf, f"{_shown(one)} against {_shown(other)}; after a save and a load")
-
-
-def _run(step: Step, state: TrainState, batches: Sequence[Any]) -> TrainState:
-    for batch in batches:
-        state, _ = step(state, batch)
-    return state
-
-
-def _next(step: Step, state: TrainState, batch: Any) -> TrainState | None:
-    try:
-        return clone(step(clone(state), batch)[0])
-    except Exception:  # noqa: BLE001 (a step may end where its data or its schedule do)
-        return None
-
-
-def _detour(step: Step, state: TrainState, batches: Sequence[Any]) -> None:
-    """Change whatever a step keeps outside of the state: the first batch leads to other weights, the others continue from there.
-
-    They start at the position of ``state``, so that a cache that restarts at step 0 restarts there, with other weights. The caller
-    passes another number of batches than the steps that it made from there, so that a counter cannot agree by accident.
-    """
-    if not batches:
-        return
-    start = clone(state)
-    elsewhere, _ = step(clone(state), batches[0])
-    _run(
-        step,
-        elsewhere.evolve(trainer=start.trainer, scheduler=start.scheduler, dataset=start.dataset),
-        batches[1:],
-    )
 
 
 def _recover(

@@ -11,9 +11,9 @@ import trainfold
 from trainfold import Loss
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.state.state import Progress, TrainState
-from trainfold.properties import laws
+from trainfold.properties import laws, resume_law
 from trainfold.properties.laws import LawBroken
-from trainfold.properties.made import Task, resume
+from trainfold.properties.resume_law import Task, resume
 
 
 def loss_fn(model, batch):
@@ -280,7 +280,7 @@ def test_the_detour_that_finds_hidden_state_costs_an_honest_step_nothing(donate)
 
 def test_a_load_that_bends_what_the_next_step_overwrites_is_found_out(monkeypatch):
     """The loaded state itself is compared, not only the steps after it."""
-    honest = laws.load
+    honest = resume_law.load
 
     def bends(*args, **kwargs):
         return honest(*args, **kwargs).evolve(extra={"last": -1})
@@ -290,7 +290,7 @@ def test_a_load_that_bends_what_the_next_step_overwrites_is_found_out(monkeypatc
 
     state = TrainState(trainer=Progress(), extra={"last": 0})
     laws.resumes_exactly(step, state, [1, 2])
-    monkeypatch.setattr(laws, "load", bends)
+    monkeypatch.setattr(resume_law, "load", bends)
     with pytest.raises(LawBroken, match=r"last.*1 against -1; loaded after 1 steps"):
         laws.resumes_exactly(step, state, [1, 2], at=[1])
 
