@@ -100,3 +100,6 @@ trainfold.managers.CheckpointConfig(run="runs/a", mode="both")  # type: ignore[a
 trainfold.load("runs/a", like=state, policy={"dtype": "ignore"})  # type: ignore[dict-item]  # pyright: ignore[reportArgumentType]
 trainfold.plan("runs/a", like=state, policy={"dtype": "ignore"})  # type: ignore[dict-item]  # pyright: ignore[reportArgumentType]
 trainfold.accumulation.check_plan(microbatches=3, accumulate=2, tail="keep")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+trainfold.retention.keep_best(3, direction="up")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+trainfold.schedules.wsd(10, decay_steps=2, decay="exponential")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+trainfold.metrics.F1(3, average="weighted")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
