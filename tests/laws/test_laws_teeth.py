@@ -219,7 +219,7 @@ def test_a_maker_that_a_new_process_cannot_import_is_refused_with_the_next_move(
         (some_batches(4), [], "at: .*found none"),
         (some_batches(4), [5], r"at: expected one or more numbers of steps in \[0, 4\]"),
         (some_batches(4), [-1], "at"),
-        (iter(some_batches(4)), None, r"batches: expected a list.*give list\(batches\)"),
+        (iter(some_batches(4)), None, r"batches: expected a list.*pass list\(batches\)"),
     ],
 )
 def test_a_resume_of_which_no_death_is_looked_at_is_no_proof(batches, at, named):
