@@ -231,8 +231,16 @@ def test_the_file_disturbs_nothing_that_reads_a_run(tmp_path, capsys):
     after = told(tmp_path)
     assert after[1:] == before[1:]
     assert [each[:2] for each in after[0]] == [each[:2] for each in before[0]]
+
+    def stays(text):  # all but the time that passes, and the pointer, which `ls` lists
+        found = json.loads(text)
+        for each in found.get("checkpoints", []):
+            each.pop("age_secs", None)
+            each["names"] = [name for name in each.get("names", []) if name != "best"]
+        return found
+
     for (_, _, old, _), (_, _, new, _) in zip(before[0], after[0], strict=True):
-        assert json.loads(new) == json.loads(old)
+        assert stays(new) == stays(old)
 
 
 def test_the_manager_keeps_the_checkpoint_of_the_best(store):
