@@ -29,7 +29,7 @@ def problem_of(error: TrainfoldError) -> Problem:
     """The problem that an error describes.
 
     Examples:
-        >>> from trainfold.core.errors import CheckpointTorn
+        >>> from trainfold.errors import CheckpointTorn
         >>> print(problem_of(CheckpointTorn("step-7", expected="a manifest", found="none", fix="use an older one")))
         CheckpointTorn: step-7: expected a manifest, found none; use an older one
     """

@@ -36,7 +36,7 @@ def check_collectives(run: Run, *, world_sizes: Sequence[int] = (1, 2, 3)) -> No
         ContractBroken: naming every broken rule, the world and the rank.
 
     Examples:
-        >>> from trainfold.backends.ranks.in_process import run_threads
+        >>> from trainfold.ranks import run_threads
         >>> check_collectives(run_threads)
     """
     broken = []

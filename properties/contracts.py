@@ -50,7 +50,7 @@ def check_store(factory: Callable[[], Store]) -> None:
         ContractBroken: naming every broken rule.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
+        >>> from trainfold.stores import MemoryStore
         >>> check_store(MemoryStore)
     """
     broken = []

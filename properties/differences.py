@@ -36,7 +36,7 @@ def first_difference(one: TrainState, other: TrainState) -> tuple[str, str] | No
     """The first leaf in which two states differ in a bit, with what each has; None if they are the same.
 
     Examples:
-        >>> from trainfold.core.state.state import Progress
+        >>> from trainfold import Progress
         >>> first_difference(TrainState(trainer=Progress(1)), TrainState(trainer=Progress(2)))
         ('trainer.step', '1 against 2')
     """
@@ -66,7 +66,7 @@ def first_beyond(
         atol: absolute tolerance of the same.
 
     Examples:
-        >>> from trainfold.core.state.state import Progress
+        >>> from trainfold import Progress
         >>> first_beyond(TrainState(trainer=Progress(1), extra={"loss": 1.0}), TrainState(extra={"loss": 1.1}), ["loss"], atol=0.2)
         >>> first_beyond(TrainState(trainer=Progress(1)), TrainState(), ["trainer"])
         ('trainer.step', 'only one of the two has it')

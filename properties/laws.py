@@ -292,7 +292,7 @@ def leaves_no_trace(
         LawBroken: naming what changed.
 
     Examples:
-        >>> from trainfold.core.state.state import Progress
+        >>> from trainfold import Progress
         >>> leaves_no_trace(TrainState(trainer=Progress()), model=torch.nn.Dropout())
     """
     law, place = "side-effect freedom", store() if callable(store) else store

@@ -44,8 +44,7 @@ def check_metric(
 
     Examples:
         >>> import torch
-        >>> from trainfold.core.metrics.ratio import Ratio
-        >>> from trainfold.core.metrics.moments import Mean
+        >>> from trainfold.metrics import Mean, Ratio
         >>> batches = [torch.tensor([1.0, 2.0]), torch.tensor([4.0, 0.5, 1e30]), torch.tensor([-1e30])]
         >>> check_metric(Mean, batches)
         >>> check_metric(Ratio, batches, outputs_of=lambda losses: (losses.double().sum(), len(losses)))  # doctest: +ELLIPSIS

@@ -38,7 +38,7 @@ def batch_invariant(
         InvalidArgument: for values that cannot be cut, and for ``max_examples`` below 1.
 
     Examples:
-        >>> from trainfold.core.metrics.moments import Mean
+        >>> from trainfold.metrics import Mean
         >>> batch_invariant(Mean(), torch.tensor([1e30, 1.0, -1e30, 0.1]), max_examples=10)
     """
     need_rows("values", [values])

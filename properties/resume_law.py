@@ -55,7 +55,7 @@ def made_by(make: Callable[[], Step], *, in_new_process: bool = False) -> MadeBy
         What `laws.resumes_exactly` takes in place of a step.
 
     Examples:
-        >>> from trainfold.core.state.state import Progress
+        >>> from trainfold import Progress
         >>> from trainfold.properties import laws
         >>> def make_step():
         ...     first = []
@@ -103,7 +103,7 @@ def resumes_exactly(
         InvalidArgument: for a maker that a new process cannot import, for batches that are not a list, and for an empty ``at``.
 
     Examples:
-        >>> from trainfold.core.state.state import Progress
+        >>> from trainfold import Progress
         >>> def count(state, batch):
         ...     done = Progress(state.trainer.step + 1, samples=state.trainer.samples + batch)
         ...     return state.evolve(trainer=done), {}

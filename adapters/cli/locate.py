@@ -8,9 +8,9 @@ import attrs
 
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import LocalStore
-from trainfold.backends.stores.local_files import check_path, too_long
 from trainfold.backends.stores.place import local_path
 from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.staged_files import check_path, too_long
 from trainfold.core import errors
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest

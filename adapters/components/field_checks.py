@@ -19,7 +19,7 @@ def field_problems(
 ) -> list[TrainfoldError]:
     """Return a problem for every field whose type differs from that of the live scheduler.
 
-    A number may replace any number, a tuple a list, and anything None. For torch's own schedulers, counts must be whole numbers,
+    Any number may replace any number, a tuple may replace a list, and any value may replace None. For torch's own schedulers, counts must be whole numbers,
     there must be one rate per group, and None replaces nothing.
 
     Args:

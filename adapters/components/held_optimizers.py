@@ -1,4 +1,4 @@
-"""The state of an optimizer beside slots and groups: its own ``state_dict``, the optimizers that it holds, attributes."""
+"""Optimizer state outside its slots and groups: a ``state_dict`` of its class, nested optimizers, attributes."""
 
 from collections.abc import Collection, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType

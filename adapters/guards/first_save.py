@@ -29,7 +29,7 @@ def look(store: Store) -> HeldRun:
     """What a run contains now.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
+        >>> from trainfold.stores import MemoryStore
         >>> look(MemoryStore())
         HeldRun(run_id='', checkpoints=())
     """

@@ -119,7 +119,7 @@ class Live:
                 `batches` has handed out none since the last step.
 
         Examples:
-            >>> from trainfold.adapters.live.attach import attach
+            >>> from trainfold import attach
             >>> live = attach(torch.nn.Linear(2, 1))
             >>> live.advance(samples=32, tokens=4096)
             Progress(step=1, epoch=0, samples=32, tokens=4096)
@@ -217,7 +217,7 @@ class Live:
             RestoreRefused: at the first batch, if what the start of a body has changed cannot be put back.
 
         Examples:
-            >>> from trainfold.adapters.live.attach import attach
+            >>> from trainfold import attach
             >>> loader = torch.utils.data.DataLoader(torch.arange(4), batch_size=2)
             >>> live = attach(torch.nn.Linear(1, 1), loader=loader)
             >>> for epoch in live.epochs(2):

@@ -82,8 +82,8 @@ class CheckpointManager:
 
     Examples:
         >>> import torch, trainfold
-        >>> from trainfold.adapters.live.attach import attach
-        >>> from trainfold.backends.stores.memory import MemoryStore
+        >>> from trainfold import attach
+        >>> from trainfold.stores import MemoryStore
         >>> store = MemoryStore()
         >>> with CheckpointManager(store, every=2, keep_last=1) as manager:
         ...     live = attach(torch.nn.Linear(1, 1))

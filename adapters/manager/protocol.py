@@ -90,8 +90,8 @@ def load_decision(outcome: ResumePlan | Refusal, *, step: int | None = None) -> 
         step: the explicit step; None for the newest.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
-        >>> from trainfold.backends.runs.api import plan
+        >>> from trainfold.stores import MemoryStore
+        >>> from trainfold import plan
         >>> load_decision(plan(MemoryStore(), like=TrainState())).can_load
         False
     """

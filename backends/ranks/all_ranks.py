@@ -22,7 +22,7 @@ def on_all_ranks(world: Collectives, action: Callable[[], T]) -> list[T]:
         RankFailed: on the other ranks, with the lowest rank that failed and its error.
 
     Examples:
-        >>> from trainfold.backends.ranks.in_process import run_threads
+        >>> from trainfold.ranks import run_threads
         >>> run_threads(2, lambda world: on_all_ranks(world, lambda: world.rank * 10))
         [[0, 10], [0, 10]]
     """
@@ -55,7 +55,7 @@ def on_rank_zero(world: Collectives, action: Callable[[], T]) -> T:
         RankFailed: on the other ranks.
 
     Examples:
-        >>> from trainfold.backends.ranks.in_process import run_threads
+        >>> from trainfold.ranks import run_threads
         >>> run_threads(2, lambda world: on_rank_zero(world, lambda: world.rank))
         [0, 0]
     """

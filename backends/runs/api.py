@@ -73,8 +73,8 @@ def save(  # noqa: PLR0913 - keywords
             fail themselves.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
-        >>> from trainfold.core.state.state import Progress
+        >>> from trainfold.stores import MemoryStore
+        >>> from trainfold import Progress
         >>> save(TrainState(trainer=Progress(step=3)), MemoryStore()).checkpoint
         'step-00000003'
     """
@@ -112,8 +112,8 @@ def plan(  # noqa: PLR0913 - keywords
         A `ResumePlan`, or a `Refusal` with every reason; both print.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
-        >>> from trainfold.core.state.state import Progress
+        >>> from trainfold.stores import MemoryStore
+        >>> from trainfold import Progress
         >>> store = MemoryStore()
         >>> _ = save(TrainState(trainer=Progress(step=3)), store)
         >>> plan(store, like=TrainState(trainer=Progress())).step
@@ -165,8 +165,8 @@ def load(  # noqa: PLR0913 - keywords
         RankFailed: if another rank could not load its part.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
-        >>> from trainfold.core.state.state import Progress
+        >>> from trainfold.stores import MemoryStore
+        >>> from trainfold import Progress
         >>> store = MemoryStore()
         >>> _ = save(TrainState(trainer=Progress(step=3, samples=96)), store)
         >>> load(store, like=TrainState(trainer=Progress())).trainer.samples

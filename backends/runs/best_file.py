@@ -79,10 +79,10 @@ def save_best(
         SaveFailed: if it could not be written; the existing file is untouched.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
-        >>> from trainfold.backends.runs.api import save
-        >>> from trainfold.core.best.record import make_best_record, updated
-        >>> from trainfold.core.state.state import Progress, TrainState
+        >>> from trainfold.stores import MemoryStore
+        >>> from trainfold import save
+        >>> from trainfold.retention import make_best_record, updated
+        >>> from trainfold import Progress, TrainState
         >>> store = MemoryStore()
         >>> best = make_best_record(metric="loss", direction="min")
         >>> saved = save(TrainState(trainer=Progress(step=10)), store)
@@ -122,8 +122,8 @@ def load_best(run: Run, wanted: BestRecord, *, collectives: Collectives | None =
         FutureVersion: if a newer trainfold wrote it.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
-        >>> from trainfold.core.best.record import make_best_record
+        >>> from trainfold.stores import MemoryStore
+        >>> from trainfold.retention import make_best_record
         >>> load_best(MemoryStore(), make_best_record(metric="loss", direction="min")).score is None
         True
     """
@@ -149,8 +149,8 @@ def load_best_n(run: Run, wanted: BestRecord, *, collectives: Collectives | None
         CheckpointError: as `load_best`.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
-        >>> from trainfold.core.best.record import make_best_record
+        >>> from trainfold.stores import MemoryStore
+        >>> from trainfold.retention import make_best_record
         >>> load_best_n(MemoryStore(), make_best_record(metric="loss", direction="min"))
         ()
     """

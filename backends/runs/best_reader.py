@@ -23,7 +23,7 @@ def best_checkpoint(store: Store) -> str | None:
         CheckpointError: if there is a best that cannot be read.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
+        >>> from trainfold.stores import MemoryStore
         >>> best_checkpoint(MemoryStore()) is None
         True
     """
@@ -61,7 +61,7 @@ def best_checkpoints(store: Store) -> dict[str, str]:
         CheckpointError: if there is a best that cannot be read.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
+        >>> from trainfold.stores import MemoryStore
         >>> best_checkpoints(MemoryStore())
         {}
     """
@@ -76,7 +76,7 @@ def best_scores(store: Store) -> dict[tuple[str, int], float]:
         CheckpointError: if there is a best that cannot be read.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
+        >>> from trainfold.stores import MemoryStore
         >>> best_scores(MemoryStore())
         {}
     """

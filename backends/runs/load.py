@@ -169,7 +169,7 @@ def resume_target(
         world: the ranks; None for one process.
 
     Examples:
-        >>> from trainfold.core.state.state import Progress
+        >>> from trainfold import Progress
         >>> sorted(resume_target(TrainState(trainer=Progress())).components)
         ['trainer']
     """

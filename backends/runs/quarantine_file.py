@@ -59,9 +59,8 @@ def quarantined(store: Store, *, limit: int = LIMIT) -> dict[str, Problem]:
         InvalidArgument: for an invalid limit.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
-        >>> from trainfold.backends.runs.api import save
-        >>> from trainfold.core.state.state import Progress, TrainState
+        >>> from trainfold.stores import MemoryStore
+        >>> from trainfold import Progress, TrainState, save
         >>> store = MemoryStore()
         >>> name = save(TrainState(trainer=Progress(step=3)), store).checkpoint
         >>> for _ in range(3):  # processes that died while loading
@@ -115,7 +114,7 @@ def attempting(store: Store, name: str) -> Iterator[None]:
     """An attempt as a block, for a single process. An error in it is recorded and raised.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
+        >>> from trainfold.stores import MemoryStore
         >>> with attempting(MemoryStore(), "step-00000120"):
         ...     pass
     """

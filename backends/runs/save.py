@@ -217,7 +217,7 @@ def begin_checkpoint(store: Store, step: int, *, descends_from: Descent | None =
         SaveFailed: if the run cannot be read.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
+        >>> from trainfold.stores import MemoryStore
         >>> head, replaced = begin_checkpoint(MemoryStore(), 120)
         >>> head.step, replaced
         (120, None)

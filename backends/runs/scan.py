@@ -46,7 +46,7 @@ def read_inventory(store: Store) -> Inventory:
         InvalidArgument: if no filesystem can have a run of that name.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
+        >>> from trainfold.stores import MemoryStore
         >>> read_inventory(MemoryStore()).problem.error
         'CheckpointMissing'
     """

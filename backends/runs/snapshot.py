@@ -138,7 +138,7 @@ def describe_state(
         StateDonated: if a donating step has consumed the state.
 
     Examples:
-        >>> from trainfold.core.state.state import Progress
+        >>> from trainfold import Progress
         >>> describe_state(TrainState(trainer=Progress(step=3))).step
         3
     """

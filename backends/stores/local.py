@@ -12,7 +12,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Final, final
 
 from trainfold.backends.stores import run_lock
-from trainfold.backends.stores.local_files import (
+from trainfold.backends.stores.names import is_component, prefix_directory, split_name
+from trainfold.backends.stores.os_errors import named_failures, no_space, torn, wrong_size
+from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.protocol import Buffer
+from trainfold.backends.stores.staged_files import (
     STAGED_PREFIX,
     check_path,
     collect,
@@ -24,10 +28,6 @@ from trainfold.backends.stores.local_files import (
     staged,
     sync_above,
 )
-from trainfold.backends.stores.names import is_component, prefix_directory, split_name
-from trainfold.backends.stores.os_errors import named_failures, no_space, torn, wrong_size
-from trainfold.backends.stores.place import local_path
-from trainfold.backends.stores.protocol import Buffer
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CommitConflict
 from trainfold.core.format.file_names import MANIFEST

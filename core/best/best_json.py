@@ -91,7 +91,7 @@ def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[tuple[
         InvalidArgument: if it lacks one of them; for more than `MOST_KEPT` entries, or two entries of one step.
 
     Examples:
-        >>> from trainfold.core.best.record import updated
+        >>> from trainfold.retention import updated
         >>> record = updated(make_best_record(run_id="a1", metric="loss", direction="min"), {"loss": 0.5}, step=10)
         >>> best_from_json(best_to_json(record)) == (record, 0)
         True

@@ -113,7 +113,7 @@ def decide_best_n(  # noqa: PLR0913 - keywords
         RankFailed: on the other ranks, if rank 0 raised.
 
     Examples:
-        >>> from trainfold.core.best.record import make_best_record
+        >>> from trainfold.retention import make_best_record
         >>> record, kept = make_best_record(metric="loss", direction="min"), ()
         >>> for step, loss in [(10, 0.5), (20, 0.3), (30, 0.4)]:
         ...     record, plan = decide_best_n(record, kept, {"loss": loss}, step=step, n=2)

@@ -81,7 +81,7 @@ def span_of(  # noqa: PLR0913 - keywords, one for each fact
         cut: what is known of chunks; None if the batches were evaluated as they were.
 
     Examples:
-        >>> from trainfold.core.data.eval_cursor import make_eval_cursor
+        >>> from trainfold.evaluation import make_eval_cursor
         >>> cursor = make_eval_cursor(10, global_batch_size=4)
         >>> part = DrawnPart(cursor, cursor.advance(3), batches=3, drawn=2)
         >>> span_of([part], start=None, seen=2, has_more=False, is_whole=True)

@@ -21,7 +21,7 @@ class Evaluation(dict[str, Any]):
 
     Examples:
         >>> from trainfold import metrics as M
-        >>> from trainfold.core.evaluate.suite import no_tally
+        >>> from trainfold.evaluation import no_tally
         >>> suite = {"loss": M.Ratio()}
         >>> evaluation_of(suite, no_tally(suite)) == {}
         True

@@ -28,7 +28,7 @@ def fingerprint(state: "TrainState") -> dict[str, str]:
         UnsupportedLeaf: for a leaf that the format cannot hold.
 
     Examples:
-        >>> from trainfold.core.state.state import Progress, TrainState
+        >>> from trainfold import Progress, TrainState
         >>> one = fingerprint(TrainState(trainer=Progress(step=1)))
         >>> one == fingerprint(TrainState(trainer=Progress(step=1))), one == fingerprint(TrainState(trainer=Progress()))
         (True, False)

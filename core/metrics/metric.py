@@ -62,7 +62,7 @@ def text_of(value: Any, depth: int = _DEPTH) -> str:
     It has kinds, fields and their values; no addresses, no devices and no order of a set.
 
     Examples:
-        >>> from trainfold.core.metrics.topk import TopK
+        >>> from trainfold.metrics import TopK
         >>> text_of(TopK(5))
         'trainfold.metrics.TopK(ignore_index=-100, k=5)'
         >>> text_of({"b": frozenset({2, 1}), "a": max})

@@ -88,7 +88,7 @@ def plan_pruning(  # noqa: PLR0913 - keywords
 
     Examples:
         >>> from trainfold.core.format.manifest import Head
-        >>> from trainfold.core.save.retention import keep_last
+        >>> from trainfold.retention import keep_last
         >>> steps = [Entry(f"step-{step:08d}", Head("r", step)) for step in (10, 20, 30)]
         >>> run = Inventory("runs/a", "r", (*steps, Entry("step-00000005", None)))
         >>> saved = {entry.name: Saved(entry.name, entry.head.step) for entry in steps}

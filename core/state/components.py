@@ -18,7 +18,7 @@ def components_of(state: TrainState) -> dict[str, Any]:
     """Return the components of a state by name, built-in ones first.
 
     Examples:
-        >>> from trainfold.core.state.state import Progress
+        >>> from trainfold import Progress
         >>> list(components_of(TrainState(trainer=Progress(), extra={"ema": {}})))
         ['trainer', 'ema']
     """
@@ -147,7 +147,7 @@ def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
         UnknownComponent: for a name that is neither built in nor a component of this state.
 
     Examples:
-        >>> from trainfold.core.state.state import Progress
+        >>> from trainfold import Progress
         >>> s = TrainState(trainer=Progress(step=1), extra={"ema": 2})
         >>> select(s, ["ema"])
         TrainState(model=None, optimizer=None, scheduler=None, trainer=None, dataset=None, rng=None, extra={'ema': 2})
@@ -166,7 +166,7 @@ def merge(base: TrainState, part: TrainState) -> TrainState:
     revert the weights.
 
     Examples:
-        >>> from trainfold.core.state.state import Progress
+        >>> from trainfold import Progress
         >>> merge(TrainState(trainer=Progress(step=1), rng=7), TrainState(trainer=Progress(step=2))).trainer.step
         2
     """

@@ -58,8 +58,8 @@ def settings_of(state: TrainState) -> dict[str, Any]:
         Contract key -> value; empty for a state without an optimizer, and for a state that a live run has captured.
 
     Examples:
-        >>> from trainfold.core.state.leaves import Leaves
-        >>> from trainfold.core.state.state import ParamGroup
+        >>> from trainfold import Leaves
+        >>> from trainfold.states import ParamGroup
         >>> group = ParamGroup({"lr": 0.1, "step": 3}, ("w",))
         >>> state = TrainState(optimizer=OptimizerState("Lamb", Leaves({}), (group,)), contract={"optimizer.groups['w'].lr": 0.2})
         >>> settings_of(state)

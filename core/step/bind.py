@@ -53,8 +53,7 @@ def bind_model(model: torch.nn.Module, state: TrainState) -> BoundModel:
         SpecMismatch: if the state is of another model.
 
     Examples:
-        >>> from trainfold.core.step.init_state import init_state
-        >>> from trainfold.core.optim.optimizer import optimizer
+        >>> from trainfold import init_state, optimizer
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.9))
         >>> state = init_state(model, optimizer(torch.optim.SGD, lr=0.1))
         >>> with torch.no_grad():

@@ -43,7 +43,7 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
         SharedStorage: if two tensors of the model share storage without being the same tensor.
 
     Examples:
-        >>> from trainfold.core.optim.optimizer import optimizer
+        >>> from trainfold import optimizer
         >>> state = init_state(torch.nn.Linear(2, 1), optimizer(torch.optim.SGD, lr=0.1), seed=1)
         >>> list(state.model.params), state.trainer.step
         (['weight', 'bias'], 0)

@@ -272,9 +272,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         InvalidState: if the model is on the meta device, or has parameters that are not initialised.
 
     Examples:
-        >>> from trainfold.core.step.init_state import init_state
-        >>> from trainfold.core.step.loss import Loss
-        >>> from trainfold.core.optim.optimizer import optimizer
+        >>> from trainfold import Loss, init_state, optimizer
         >>> model, sgd = torch.nn.Linear(1, 1, bias=False), optimizer(torch.optim.SGD, lr=0.5)
         >>> def loss_fn(model, batch):
         ...     return Loss(sum=model(batch).sum(), weight=len(batch))

@@ -12,11 +12,12 @@ from kit.system.rehearse_cases import HIDDEN, PROGRAM, program
 
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.diff import Different
-from trainfold.adapters.cli.rehearse import room
+from trainfold.adapters.cli.rehearse import disk_space as room
+from trainfold.adapters.cli.rehearse.disk_space import most_kept
 from trainfold.adapters.cli.rehearse.errors import (
     NeverResumed,
     NeverSaved,
-    NoRoom,
+    NoDiskSpace,
     NotRepeatable,
     ProgramFailed,
     ResumeDiffers,
@@ -24,7 +25,6 @@ from trainfold.adapters.cli.rehearse.errors import (
 from trainfold.adapters.cli.rehearse.moments import Trigger
 from trainfold.adapters.cli.rehearse.options import make_settings
 from trainfold.adapters.cli.rehearse.rehearse import PICTURE, REPORT
-from trainfold.adapters.cli.rehearse.room import most_kept
 
 rehearse = rehearse_cases.rehearse
 
@@ -89,7 +89,7 @@ def test_a_rehearsal_has_no_more_checkpoints_on_the_disk_than_it_says(rehearse, 
 def test_a_disk_without_room_ends_a_rehearsal_after_the_first_save(rehearse, tmp_path, monkeypatch):
     """The message has the space that is needed and free; the program is ended, and nothing else runs."""
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 100, 100))
-    with pytest.raises(NoRoom, match=r"for 7 checkpoints of .* found 1?\d\d?\.?\d? k?B free.*--dir"):
+    with pytest.raises(NoDiskSpace, match=r"for 7 checkpoints of .* found 1?\d\d?\.?\d? k?B free.*--dir"):
         rehearse(PROGRAM)
     assert not (tmp_path / "rehearsal" / "again").exists()
 

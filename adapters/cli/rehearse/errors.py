@@ -27,7 +27,7 @@ class NeverSaved(TrainfoldError):
     exit_code = 47
 
 
-class NoRoom(TrainfoldError):
+class NoDiskSpace(TrainfoldError):
     """The disk has no room for the checkpoints of a rehearsal."""
 
     exit_code = 49

@@ -11,13 +11,13 @@ import attrs
 from rich.console import Console
 
 from trainfold.adapters.cli.rehearse import findings as report
+from trainfold.adapters.cli.rehearse.disk_space import DiskSpace
 from trainfold.adapters.cli.rehearse.document import as_json
 from trainfold.adapters.cli.rehearse.errors import ProgramFailed
 from trainfold.adapters.cli.rehearse.findings import Rehearsed, error_of, hit_text, tables
 from trainfold.adapters.cli.rehearse.kept import KeptCheckpoints, measure
 from trainfold.adapters.cli.rehearse.moments import Trigger, plan_moments
 from trainfold.adapters.cli.rehearse.options import RehearsalSettings
-from trainfold.adapters.cli.rehearse.room import Room
 from trainfold.adapters.cli.rehearse.starts import Run, Start, environment_of_programs, pace_of
 from trainfold.adapters.cli.terminal import plot
 from trainfold.adapters.cli.terminal.output import Answer
@@ -57,7 +57,7 @@ def run_rehearsal(directory: Path, settings: RehearsalSettings) -> Answer:
         NotWritable: if it cannot be written.
         RunLocked: if a rehearsal is running there.
         ProgramFailed: if the program fails by itself, or hangs.
-        NoRoom: if the disk has no room for the checkpoints.
+        NoDiskSpace: if the disk has no room for the checkpoints.
     """
     started = time.monotonic()
     with _PLACE.prepared(directory):
@@ -92,7 +92,7 @@ def _run_all(directory: Path, settings: RehearsalSettings, shown: Display) -> Re
         return Run(directory / name, settings, environment=environment, watch=_watch(shown, title), tidy=tidy)
 
     kept = {name: KeptCheckpoints((directory / name).resolve()) for name in (WHOLE, AGAIN, KILLED)}
-    room = Room(kept[WHOLE], settings, directory, shown.say)
+    room = DiskSpace(kept[WHOLE], settings, directory, shown.say)
     whole = run(WHOLE, "never killed", room.look).start()
     if not whole.stretch.saved:
         return Rehearsed(settings, whole, None, (), None)

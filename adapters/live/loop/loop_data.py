@@ -10,11 +10,11 @@ from typing import Any, Final, final
 from trainfold.adapters.components.component import ComponentAdapter, Undo
 from trainfold.adapters.draws.feed import OTHER, Feed, mismatch
 from trainfold.adapters.live.loop.batch_stream import BatchStream, Reading
+from trainfold.adapters.live.loop.batches_per_step import Pace, is_pace
 from trainfold.adapters.live.loop.break_warnings import TOO_EARLY
 from trainfold.adapters.live.loop.draw_ahead import DrawAhead
 from trainfold.adapters.live.loop.epoch_body import EpochBody, body_problems
 from trainfold.adapters.live.loop.loop_streams import LoopStreams
-from trainfold.adapters.live.loop.pace import Pace, is_pace
 from trainfold.adapters.live.loop.since_restore import SinceRestore
 from trainfold.adapters.loaders.group import FeedGroup, Samples, no_names
 from trainfold.backends.ranks.launcher import ranks_around

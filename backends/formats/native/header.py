@@ -64,7 +64,7 @@ def read_header(store: Store, name: str) -> FileHeader:
             have another size than dtype and shape.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
+        >>> from trainfold.stores import MemoryStore
         >>> store = MemoryStore()
         >>> store.write("a", [(2).to_bytes(8, "little"), b"{}"], size_bytes=10)
         >>> read_header(store, "a")

@@ -51,7 +51,7 @@ def write_file(
         SaveFailed: if a tensor is not as planned, or the store fails; nothing of the file is left.
 
     Examples:
-        >>> from trainfold.backends.stores.memory import MemoryStore
+        >>> from trainfold.stores import MemoryStore
         >>> store, plan = MemoryStore(), FilePlan("a", "model", 0, b"head", 4, ())
         >>> write_file(plan, {}, store=store, directory="step-1").size_bytes, store.read("step-1/a")
         (4, b'head')

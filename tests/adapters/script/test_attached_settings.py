@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from trainfold.adapters.components.module_settings import settings_of_modules
 from trainfold.adapters.live.attach import attach
-from trainfold.adapters.live.loop.pace import Pace
+from trainfold.adapters.live.loop.batches_per_step import Pace
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.load import ResumeDrift

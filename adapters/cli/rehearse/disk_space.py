@@ -1,11 +1,11 @@
-"""`Room`: how much of the disk a rehearsal needs, by the first checkpoint of the first run, and whether that much is free."""
+"""`DiskSpace`: how much of the disk a rehearsal needs, by the first checkpoint of the first run, and whether that much is free."""
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from trainfold.adapters.cli.rehearse.errors import NoRoom
+from trainfold.adapters.cli.rehearse.errors import NoDiskSpace
 from trainfold.adapters.cli.rehearse.kept import KeptCheckpoints
 from trainfold.adapters.cli.rehearse.options import RehearsalSettings
 from trainfold.adapters.cli.terminal.output import size_text
@@ -26,7 +26,7 @@ def most_kept(settings: RehearsalSettings) -> int:
 
 
 @final
-class Room:
+class DiskSpace:
     """Looks at the disk once, after the first checkpoint.
 
     Args:
@@ -49,7 +49,7 @@ class Room:
         """Print what the rehearsal needs; later calls do nothing.
 
         Raises:
-            NoRoom: if the disk has less.
+            NoDiskSpace: if the disk has less.
         """
         if self.facts or not (size_bytes := self._kept.size_bytes()):
             return
@@ -58,7 +58,7 @@ class Room:
         a, b = size_text(size_bytes), size_text(needed)
         self._say(f"  a checkpoint has {a}: the rehearsal needs about {b} of {size_text(free)}")
         if free < needed:
-            raise NoRoom(
+            raise NoDiskSpace(
                 str(self._directory),
                 expected=f"about {b} for {most_kept(self._settings)} checkpoints of {a}",
                 found=f"{size_text(free)} free",
