@@ -106,7 +106,7 @@ def test_sources_and_pages_use_plain_words_and_name_no_requirement(root):
     begin = process_time()
     found = [each for path in files(root) for each in check(path, root)]
     assert process_time() - begin < 10.0, "too slow for a check that runs with every test"
-    assert not found, f"{len(found)} findings (STYLE.md, rule 21):\n" + "\n".join(found)
+    assert not found, f"{len(found)} findings:\n" + "\n".join(found)
 
 
 BAD = '''"""A loop that nobody asks (C14)."""
