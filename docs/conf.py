@@ -51,7 +51,6 @@ TESTERS = (
     "laws",
     "contracts",
     "strategies",
-    "made",
     "metric_laws",
     "metric_contract",
     "metric_rules",
