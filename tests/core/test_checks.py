@@ -1,4 +1,4 @@
-"""Checks of arguments: one rule for numbers and choices everywhere, with the message that each place has."""
+"""Argument checks: one rule for numbers and choices everywhere, with a message for each place."""
 
 import enum
 import math

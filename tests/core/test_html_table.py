@@ -1,4 +1,4 @@
-"""Plans, refusals, runs and evaluations in a notebook: small tables in which nothing that a file says is acted on."""
+"""Plans, refusals, runs and evaluations in a notebook: small tables in which text from a file is never active HTML."""
 
 from html.parser import HTMLParser
 

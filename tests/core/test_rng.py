@@ -1,4 +1,4 @@
-"""Keys: a function of what is folded in and of nothing else, and blocks that leave no trace."""
+"""Keys depend only on what is folded in, and blocks leave the generator unchanged."""
 
 import contextlib
 import threading
@@ -31,7 +31,7 @@ def test_different_paths_give_different_keys(first, second):
 
 
 def test_keys_are_the_same_on_every_machine():
-    """H03: pinned numbers; a change of them would change every run that is resumed."""
+    """H03: fixed numbers; a change would alter every resumed run."""
     assert make_key(0).bits == 0x3D05C1AE31697894E95C4E38FA0BBE7B
     assert fold_in(make_key(0), "step", 3, "rank", 1).bits == 0x160393FE3D5C0092B3A6156B58E5D190
 
@@ -49,10 +49,10 @@ def test_only_ints_and_strings_are_folded_in(bad):
 
 
 def test_a_block_draws_from_its_key_and_leaves_the_generator_as_it_was_also_when_it_fails():
-    """H05: the global stream goes on as if the block had not been."""
+    """H05: the global stream continues as if the block had not run."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        torch.randn(3)  # a cached half of a pair of normal numbers is part of the state
+        torch.randn(3)  # the cached half of a pair of normal numbers is part of the state
         expected = torch.randn(5)
         torch.manual_seed(0)
         torch.randn(3)

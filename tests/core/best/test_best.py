@@ -1,4 +1,4 @@
-"""The best of a run: which result wins, which of the N best stay, and what a record looks like in a file."""
+"""The best of a run: which result wins, which of the N best stay, and the file format of a record."""
 
 import json
 import math
@@ -39,7 +39,7 @@ histories = st.lists(scores, max_size=12)
 
 
 def evaluation(result, *, complete=True, suite=("m",)):
-    """What evaluate returns."""
+    """What `evaluate` returns."""
     tally = Tally(dict.fromkeys(suite), 1, dict.fromkeys(suite, ""), complete, -1)
     return Evaluation(result, tally=tally, nonfinite={})
 
@@ -51,7 +51,7 @@ def fold(record: BestRecord, history, *, start=0) -> BestRecord:
 
 
 def best_by_hand(history, direction, min_delta):
-    """The model: go through the finite ones and take each that improves, as fractions, by more than the delta."""
+    """The model: take each finite score that improves by more than the delta, compared as fractions."""
     best, sign = None, 1 if direction == "max" else -1
     for step, score in enumerate(history):
         if score is None or not math.isfinite(score):
@@ -81,7 +81,7 @@ def test_the_best_is_what_a_person_would_pick_by_hand(history, direction, min_de
 
 @given(history=histories, cut=st.integers(0, 12), direction=directions, min_delta=deltas)
 def test_a_restart_anywhere_in_a_history_changes_no_verdict(history, cut, direction, min_delta):
-    """P24: the record goes through its bytes, and the rest of the history is judged as if nothing had happened."""
+    """P24: after a restart, the record read from its bytes gives the same verdicts on the rest of the history."""
     wanted = make_best_record(run_id="a", metric="m", direction=direction, min_delta=min_delta)
     first = fold(wanted, history[:cut])
     if first.score is not None:
@@ -94,7 +94,7 @@ def test_a_restart_anywhere_in_a_history_changes_no_verdict(history, cut, direct
 
 @given(score=st.floats(allow_nan=False, allow_infinity=False), best=st.none() | few, direction=directions)
 def test_an_evaluation_that_was_cut_short_never_wins(score, best, direction):
-    """Q12: also where there is no best yet."""
+    """Q12: not even if there is no best yet."""
     record = fold(make_best_record(metric="m", direction=direction), [best])
     assert not is_better(record, evaluation({"m": score}, complete=False))
     assert is_better(record, evaluation({"m": score})) == is_better(record, {"m": score})
@@ -102,13 +102,13 @@ def test_an_evaluation_that_was_cut_short_never_wins(score, best, direction):
 
 @pytest.mark.parametrize("result", [{}, {"other": 1.0}, {"m": None}, {"m": math.nan}, {"m": -math.inf}, {"m": 10**400}])
 def test_what_is_empty_absent_or_not_finite_never_wins(result):
-    """Q11: and a record without a score stays without one."""
+    """Q11: a record without a score stays without one."""
     record = make_best_record(metric="m", direction="min")
     assert updated(record, result, step=1) is record
 
 
 def test_zero_is_a_score():
-    """F43: a falsy metric is not a missing one, for a newcomer and for the best itself."""
+    """F43: a falsy metric is not a missing one, neither as the candidate nor as the current best."""
     record = fold(make_best_record(metric="m", direction="min"), [0.5, 0.0, 0.25])
     assert (record.score, record.step) == (0.0, 1)
 
@@ -126,7 +126,7 @@ def test_a_result_that_is_not_one_number_has_to_be_selected_from(value):
 
 
 def test_a_mistyped_metric_is_an_error_at_the_first_evaluation_that_knows_its_suite():
-    """An absent metric is none: its denominator may have been 0. What no metric of the suite is called is a mistake."""
+    """A metric of the suite may be absent, since its denominator may be 0. A name outside the suite is a mistake."""
     record = make_best_record(metric="los", direction="min")
     assert not is_better(record, {"loss": 0.5})
     assert not is_better(record, evaluation({}, suite=("loss", "los")))
@@ -156,7 +156,7 @@ def test_an_argument_that_cannot_be_is_named(arguments, named):
 
 
 def test_the_direction_is_never_guessed():
-    """E08, P24: no name says which way is better."""
+    """E08, P24: the direction is not derived from the metric's name."""
     with pytest.raises(TypeError, match="direction"):
         make_best_record(metric="loss")
     assert fold(make_best_record(metric="m", direction="max"), [1.0, 2.0]).score == 2.0
@@ -183,7 +183,7 @@ def test_a_record_and_a_result_in_the_wrong_order_are_told_apart():
 
 
 def test_every_rank_acts_on_the_verdict_of_rank_0_whatever_it_measured_itself():
-    """E08: decided once and broadcast, also where results and records differ."""
+    """E08: rank 0 decides once and broadcasts the verdict, even if results and records differ between ranks."""
     record = make_best_record(metric="m", direction="min")
 
     def work(world):
@@ -223,14 +223,14 @@ def keep(history, *, n, direction, kept=()):
 
 @st.composite
 def entries(draw):
-    """A history of entries in any order of steps."""
+    """A history of entries, not sorted by step."""
     steps = draw(st.lists(st.integers(0, 30), unique=True, max_size=10))
     return [BestEntry(draw(scores), step) for step in steps]
 
 
 @given(history=entries(), n=st.integers(1, 4), direction=directions)
 def test_the_n_best_of_a_history_are_kept_in_whatever_order_it_came(history, n, direction):
-    """E11, F43: ties by step; the model sorts the whole history."""
+    """E11, F43: ties are decided by step; the model sorts the whole history."""
     sign = 1 if direction == "min" else -1
     finite = [entry for entry in history if entry.score is not None and math.isfinite(entry.score)]
     assert keep(history, n=n, direction=direction) == tuple(sorted(finite, key=lambda e: (sign * e.score, e.step))[:n])
@@ -238,7 +238,7 @@ def test_the_n_best_of_a_history_are_kept_in_whatever_order_it_came(history, n, 
 
 @given(history=entries(), newcomer=scores, n=st.integers(1, 4), direction=directions)
 def test_nothing_is_dropped_to_make_room_for_something_worse(history, newcomer, n, direction):
-    """E11, F43: at most one goes, the worst kept, and only for a better one (or an equal one of an earlier step)."""
+    """E11, F43: at most the worst kept entry is dropped, and only for a better or an equal, earlier one."""
     before = keep(history, n=n, direction=direction)
     plan = plan_best(before, BestEntry(newcomer, 99), n=n, direction=direction)
     assert set(plan.kept) | set(plan.dropped) == set(before) | ({BestEntry(newcomer, 99)} if plan.accepted else set())
@@ -250,7 +250,7 @@ def test_nothing_is_dropped_to_make_room_for_something_worse(history, newcomer, 
 
 @given(history=histories, n=st.integers(1, 4), direction=directions, min_delta=deltas)
 def test_the_best_and_the_n_best_are_decided_together_as_each_by_itself(history, n, direction, min_delta):
-    """E08, E11: and what wins is always among the N best, so one save serves both."""
+    """E08, E11: the winner is always among the N best, so one save serves both."""
     both = alone = make_best_record(metric="m", direction=direction, min_delta=min_delta)
     kept = ()
     for step, score in enumerate(history):
@@ -264,7 +264,7 @@ def test_the_best_and_the_n_best_are_decided_together_as_each_by_itself(history,
 
 
 def test_every_rank_has_the_n_best_of_rank_0():
-    """E08: one broadcast, also where rank 0 cannot decide."""
+    """E08: one broadcast, even if rank 0 fails to decide."""
     record = make_best_record(metric="m", direction="min")
 
     def work(world, n=2):
@@ -281,7 +281,7 @@ def test_every_rank_has_the_n_best_of_rank_0():
 
 @given(history=histories, direction=directions)
 def test_the_best_one_of_one_is_the_best(history, direction):
-    """E11: with n=1 and rising steps it decides as is_better does."""
+    """E11: with n=1 and increasing steps, it decides like `is_better`."""
     record, kept = make_best_record(metric="m", direction=direction), ()
     for step, score in enumerate(history):
         plan = plan_best(kept, BestEntry(score, step), n=1, direction=direction)
@@ -301,7 +301,7 @@ def test_a_lower_number_drops_the_worst():
 
 
 def test_a_step_is_judged_once():
-    """A second evaluation of a step that is kept neither adds an entry of the same checkpoint nor drops another one."""
+    """A second evaluation of a kept step neither adds a duplicate entry nor drops another one."""
     kept = (BestEntry(0.3, 10), BestEntry(0.5, 20))
     plan = plan_best(kept, BestEntry(0.1, 20), n=2, direction="min")
     assert (plan.kept, plan.dropped, plan.accepted) == (kept, (), False)
@@ -322,12 +322,12 @@ def test_what_no_plan_keeps_cannot_have_been_kept(kept):
 
 
 def test_the_budget_of_the_newest_and_that_of_the_best_do_not_eat_each_other():
-    """What is best stays beside the last k, and a best among the last k costs no place."""
+    """The best checkpoint is kept in addition to the last k; a best among the last k takes no slot."""
     saved = [Saved(directory_of(step), step) for step in (10, 20, 30, 40)]
     best = keep([BestEntry(0.1, 10), BestEntry(0.9, 20), BestEntry(0.2, 30), BestEntry(0.8, 40)], n=2, direction="min")
     protected = [directory_of(entry.step) for entry in best]
     gone = plan_retention(saved, policy=keep_last(2), written=saved[-1], protected=protected)
-    assert gone.deleted == ()  # 10 and 30 as the best, 40 and 20 as the last two of the others
+    assert gone.deleted == ()  # 10 and 30 are the best; 40 and 20 are the last two of the others
     one = plan_retention(saved, policy=keep_last(1), written=saved[-1], protected=protected)
     assert one.deleted == (directory_of(20),)
 
@@ -337,13 +337,13 @@ def test_the_budget_of_the_newest_and_that_of_the_best_do_not_eat_each_other():
 
 @given(history=entries(), step=st.integers(0, 30), n=st.integers(1, 4), direction=directions)
 def test_rewinding_clears_exactly_what_was_measured_later(history, step, n, direction):
-    """E12: entries behind the rewind point go, those at or below it stay."""
+    """E12: entries after the rewind point are removed; those at or before it are kept."""
     kept = keep(history, n=n, direction=direction)
     assert rewound(kept, step) == tuple(entry for entry in kept if entry.step <= step)
 
 
 def test_a_best_below_the_rewind_point_is_kept_and_a_later_one_is_cleared():
-    """E12: and after the clearing, a worse score wins again."""
+    """E12: after the rewind, a worse score can win again."""
     record = updated(make_best_record(metric="m", direction="min"), {"m": 0.5}, step=10)
     assert rewound(record, 10) is record
     cleared = rewound(record, 9)
@@ -358,7 +358,7 @@ def test_only_a_best_can_be_rewound(best):
         rewound(best, 1)
 
 
-# --- what is carried over a restart ----------------------------------------------------------------------------------
+# --- what survives a restart -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_only_a_best_can_be_rewound(best):
     ],
 )
 def test_a_persisted_best_that_is_about_something_else_is_left_with_a_reason(change, reason):
-    """E09: run id, metric and direction, each by itself."""
+    """E09: a mismatch of run id, metric or direction is enough."""
     wanted = make_best_record(run_id="a", metric="m", direction="min")
     found = updated(wanted, {"m": 0.5}, step=10)
     record, reasons = carried_best(found, attrs.evolve(wanted, **change), steps_present=[10])
@@ -380,14 +380,14 @@ def test_a_persisted_best_that_is_about_something_else_is_left_with_a_reason(cha
 
 
 def test_every_reason_is_told_at_once():
-    """E09: the checkpoint that is gone included."""
+    """E09: including the missing checkpoint."""
     found = updated(make_best_record(run_id="a", metric="m", direction="min"), {"m": 0.5}, step=10)
     wanted = make_best_record(run_id="b", metric="n", direction="max", min_delta=0.1)
     assert len(carried_best(found, wanted, steps_present=[])[1]) == 4
 
 
 def test_another_min_delta_does_not_forget_the_best():
-    """P24: how much better the next one has to be says nothing of how good this one is."""
+    """P24: min_delta sets how much better the next result must be; it does not change the current best."""
     found = updated(make_best_record(run_id="a", metric="m", direction="min"), {"m": 0.5}, step=10)
     wanted = make_best_record(run_id="a", metric="m", direction="min", min_delta=0.1)
     record, reasons = carried_best(found, wanted, steps_present=[10])
@@ -416,7 +416,7 @@ records = st.builds(
 
 @given(record=records, timeline=st.integers(0, 2**40))
 def test_a_record_comes_back_from_its_bytes(record, timeline):
-    """E09: to the bit of its score."""
+    """E09: the score is restored bit for bit."""
     data = best_to_json(record, timeline=timeline)
     assert best_from_json(data) == (record, timeline)
     assert math.copysign(1, best_from_json(data)[0].score) == math.copysign(1, record.score)
@@ -433,7 +433,7 @@ def test_a_record_comes_back_from_its_bytes(record, timeline):
     ),
 )
 def test_the_n_best_come_back_from_their_bytes_with_the_best_one_first(record, timeline, kept):
-    """E09: each with its timeline; a file without them is one of version 1."""
+    """E09: each entry keeps its timeline; a file without entries has version 1."""
     data = best_to_json(record, timeline=timeline, kept=kept)
     timelines = {entry.step: of for entry, of in kept}
     ordered = ranked((entry for entry, _ in kept), direction=record.direction)
@@ -446,7 +446,7 @@ def test_the_n_best_come_back_from_their_bytes_with_the_best_one_first(record, t
 
 
 def test_as_many_as_may_be_kept_fit_into_the_file():
-    """Of the longest record that there is; one more is refused by name."""
+    """Even with the longest possible record; one entry more is refused by name."""
     record = make_best_record(run_id="a" * 200, metric="\U0001f600" * 200, direction="min", min_delta=1e-300)
     record = attrs.evolve(record, score=-1.2345678901234567e-300, step=2**62)
     kept = [(BestEntry(-1.2345678901234567e-300, 2**62 - place), 2**62) for place in range(501)]
@@ -459,7 +459,7 @@ BEST = best_to_json(updated(make_best_record(run_id="a", metric="m", direction="
 
 
 def test_the_bytes_of_version_1_never_change():
-    """Bytes outlive code: a best of this version is read as long as the version is known."""
+    """Bytes outlive code: version 1 stays readable as long as the code knows that version."""
     assert BEST == (
         b'{"format":"trainfold-best","version":1,"run_id":"a","metric":"m","direction":"min","min_delta":0.0,"score":0.5,'
         b'"step":10,"timeline":0,\n"digest":"xxh3:d5ab511e139677a97a575d31275ff08a"}\n'
@@ -468,7 +468,7 @@ def test_the_bytes_of_version_1_never_change():
 
 @pytest.mark.parametrize("at", range(len(BEST)))
 def test_no_byte_of_a_record_can_change_unseen(at):
-    """Nor can it be cut there."""
+    """A truncated record is detected too."""
     altered = BEST[:at] + bytes([BEST[at] ^ 1]) + BEST[at + 1 :]
     for data in (altered, BEST[:at]):
         with pytest.raises(CheckpointDamaged, match=r"restore best\.json from a copy of the run, or remove it"):
@@ -476,7 +476,7 @@ def test_no_byte_of_a_record_can_change_unseen(at):
 
 
 def sealed(text: str) -> bytes:
-    """These members with the digest that fits them."""
+    """These members with a matching digest."""
     covered = ("{" + text).encode()
     return covered + TAIL + digest_of(covered).encode() + END
 
@@ -492,7 +492,7 @@ def test_the_seal_of_these_tests_is_the_real_one():
     ("old", "new", "error"),
     [
         ('"version":1', '"version":3', FutureVersion),
-        ('"version":1', '"version":2', CheckpointHostile),  # of which the N best are a part
+        ('"version":1', '"version":2', CheckpointHostile),  # the N best are part of it
         ('"version":1', '"version":0', CheckpointHostile),
         ('"version":1', '"version":true', CheckpointHostile),
         ("trainfold-best", "other", CheckpointForeign),
@@ -514,7 +514,7 @@ def test_the_seal_of_these_tests_is_the_real_one():
     ],
 )
 def test_a_sealed_record_that_cannot_be_is_refused(old, new, error):
-    """E09: duplicate keys, wrong kinds, NaN, foreign and future versions, each by a digest that fits."""
+    """E09: duplicate keys, wrong types, NaN, foreign and future versions, each with a matching digest."""
     assert old in WHOLE
     with pytest.raises(error) as caught:
         best_from_json(sealed(WHOLE.replace(old, new)))

@@ -1,4 +1,4 @@
-"""`evaluate(..., chunk=32)`: the same bits for any forward that repeats itself, whatever its kernels do with other batch sizes."""
+"""`evaluate(..., chunk=32)`: a deterministic forward gives the same bits, even if its kernels depend on the batch size."""
 
 import itertools
 import re
@@ -22,7 +22,7 @@ from trainfold.core.data.eval_cursor import eval_batches, make_eval_cursor
 from trainfold.core.errors import InvalidArgument, InvalidBatch, RanksDisagree
 from trainfold.core.state.state import TrainState, make_progress
 
-FEWER = settings(max_examples=settings().max_examples * 3 // 10)  # of the profile's: each is several worlds
+FEWER = settings(max_examples=settings().max_examples * 3 // 10)  # of the profile's: each runs several worlds
 SUITE = {"loss": M.Ratio(), "worst": M.Max(), "calls": M.Sum()}
 
 
@@ -38,7 +38,7 @@ def rows(data, positions):
 
 
 def forward(batch):
-    """Rounds a row otherwise for each number of rows, and where strides or the beginning of the memory are others."""
+    """Rounds each row differently if the number of rows, the strides or the alignment of the memory differ."""
     x, y = batch["x"], torch.from_numpy(batch["y"])
     assert len(x) == len(y) == len(batch["text"])
     odd = len(x) + 7 * (x.data_ptr() % 64 != 0) + 13 * (y.data_ptr() % 64 != 0) + 29 * (x.stride() != (5, 1))
@@ -51,7 +51,7 @@ def bits(found):
 
 
 def in_chunks(data, length, chunk):
-    """What is wanted: the chunks themselves, in memory of their own."""
+    """The expected result: the chunks themselves, each in its own memory."""
     cuts = [rows(data, range(start, min(start + chunk, length))) for start in range(0, length, chunk)]
     whole = [{"x": cut["x"].clone(), "y": joined([columns_of(cut["y"])]), "text": cut["text"]} for cut in cuts]
     return bits(evaluate(forward, whole, SUITE))
@@ -62,7 +62,7 @@ lengths, chunks = st.integers(0, 40), st.integers(1, 9)
 
 @given(length=lengths, chunk=chunks, cuts=st.lists(st.integers(0, 12), max_size=50), data=st.data())
 def test_no_batches_of_a_loader_change_a_bit_in_chunks(length, chunk, cuts, data):
-    """P16: any cuts, empty batches among them; tensors, arrays and texts; views with strides of their own."""
+    """P16: any split into batches, including empty ones; tensors, arrays and texts; views with unusual strides."""
     whole = make_data(length)
     if data.draw(st.booleans(), "transposed"):
         whole["x"] = whole["x"].t().contiguous().t()
@@ -76,7 +76,7 @@ def test_no_batches_of_a_loader_change_a_bit_in_chunks(length, chunk, cuts, data
 
 @pytest.mark.parametrize("size", [1, 3, 8, 40])
 def test_a_forward_sees_the_same_strides_whatever_the_batches_are(size):
-    """P16: a contiguous tensor may have others along dimensions of size 1, as images of one channel in channels_last have."""
+    """P16: a contiguous tensor has arbitrary strides in dimensions of size 1, e.g. one-channel channels_last images."""
     images = torch.randn(40, 1, 5, 5)
     seen = set()
 
@@ -100,10 +100,10 @@ def test_a_forward_sees_the_same_strides_whatever_the_batches_are(size):
     ),
 )
 def test_no_ranks_sizes_or_interruptions_change_a_bit_in_chunks(length, chunk, parts):
-    """P16, Q01: parts by worlds of any size, cut by steps of the cursor, by calls of the forward, and inside of a chunk; saved between."""
+    """P16, Q01: parts on any world size, cut at a cursor step, at a call of the forward or inside a chunk, and saved between."""
     whole, store, tally, seen = make_data(length), MemoryStore(), None, 0
     for world_size, times, limit, how in [*parts, (2, 1, None, "limit")]:
-        alone = how != "limit"  # what is cut elsewhere than at a step is at a place that ranks together do not have
+        alone = how != "limit"  # ranks that run together can only be cut at a step
 
         def work(ranks, times=times, limit=limit, how=how, alone=alone, tally=tally, seen=seen):
             size = max(1, chunk * times - (how == "odd"))
@@ -131,7 +131,7 @@ def test_no_ranks_sizes_or_interruptions_change_a_bit_in_chunks(length, chunk, p
 
 
 def test_real_models_have_the_same_bits_at_every_batch_size_in_chunks_and_not_without():
-    """P16: what README says; the plain loops of ten models are here to see that the law is not empty."""
+    """P16: README promises it. The plain loops of ten models show that the test is not vacuous."""
     differ = 0
     for seed in range(10):
         torch.manual_seed(seed)
@@ -158,7 +158,7 @@ def test_real_models_have_the_same_bits_at_every_batch_size_in_chunks_and_not_wi
 
 
 def test_a_rank_without_a_share_waits_for_nobody_and_steps_count_chunks():
-    """Q05: a forward that communicates is called as often on every rank."""
+    """Q05: a forward that communicates is called the same number of times on every rank."""
     whole, calls = make_data(50), []
 
     def work(ranks):
@@ -176,7 +176,7 @@ def test_a_rank_without_a_share_waits_for_nobody_and_steps_count_chunks():
 
 
 def test_a_place_without_a_value_stays_one_and_a_view_of_conjugates_is_made_whole():
-    """Q05: a mask that there is none of is no reason to refuse; and what one batch gives has the form of what two give."""
+    """Q05: a missing mask is accepted, and one batch gives the same form as two."""
     whole = make_data(20)
     found = evaluate(
         forward,
@@ -192,7 +192,7 @@ def test_a_place_without_a_value_stays_one_and_a_view_of_conjugates_is_made_whol
         assert not made.is_conj()
 
 
-# --- what cannot be cut is refused ------------------------------------------------------------------------------------
+# --- batches that cannot be split are refused ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_batches_that_cannot_be_joined_are_refused_by_name(one, other, named):
 
 
 def told(ranks, **changes):
-    """What rank 0 hears when a chunk of 4 is asked for."""
+    """The value that rank 0 gets for a chunk of 4."""
     size, index = changes.pop("size", 8), changes.pop("index", 0)
     cursor = make_eval_cursor(20, global_batch_size=size, next_index=index)
     data = make_data(20)
@@ -278,7 +278,7 @@ def test_what_has_no_known_index_is_refused_with_the_cure(world_size, changes, n
 
 
 def test_parts_with_other_chunks_do_not_make_a_whole():
-    """The tally knows its chunks: a part of another size would be other bits, without a word."""
+    """The tally records its chunk size: another size for the rest would silently change the bits."""
     data, first = make_data(20), run_threads(1, lambda ranks: told(ranks, limit=1))[0]
     assert (first.tally.next_index, first.tally.chunk, first.complete) == (8, 4, False)
     cursor = make_eval_cursor(20, global_batch_size=8, next_index=8)
@@ -302,7 +302,7 @@ def test_ranks_that_cut_otherwise_disagree():
 
 
 def test_a_limit_of_time_on_batches_in_chunks_is_partial():
-    """Q12: what is cut nobody knows where ends with a whole chunk, and is no start for more."""
+    """Q12: a time limit cuts at an unknown place, so the result ends with a whole chunk and cannot be continued."""
     seconds = itertools.count()
     data = make_data(20)
     batches = eval_batches(make_eval_cursor(20, global_batch_size=6), lambda mine: rows(data, mine))

@@ -1,4 +1,4 @@
-"""The order of an epoch, and the position in it."""
+"""The order of an epoch, and the position in an epoch."""
 
 import tracemalloc
 
@@ -106,7 +106,7 @@ def test_one_index_and_many_indices_give_the_same_and_the_inverse_undoes_them(se
     ],
 )
 def test_the_order_is_the_same_on_every_machine_and_in_every_version(seed, epoch, n, wanted):
-    """G01: checkpoints rely on these values; a change of them is a change of format."""
+    """G01: checkpoints rely on these values; changing them changes the format."""
     assert sample_order(seed, epoch, n)[0 : min(n, 8)].tolist() == wanted
 
 
@@ -122,7 +122,7 @@ def test_a_trillion_samples_need_no_table():
 
 
 def test_orders_of_three_to_five_samples_are_uniform_over_seeds_and_over_epochs():
-    """Chi-squared over all permutations; the keys are fixed, so this cannot flake."""
+    """Chi-squared over all permutations; the keys are fixed, so the test cannot be flaky."""
     for n, cells in ((3, 6), (4, 24), (5, 120)):
         for orders in (
             (sample_order(seed, 0, n) for seed in range(1500)),
@@ -171,7 +171,7 @@ def test_an_order_of_impossible_arguments_is_refused_by_name(arguments):
 )
 @settings(deadline=None)
 def test_resharding_neither_loses_nor_repeats_a_sample(seed, n, plan):
-    """However the world size and the batch size change on the way, each sample of an epoch is read exactly once."""
+    """However often the world size and the batch size change, each sample of an epoch is read exactly once."""
     cursor = make_cursor(n, seed=seed)
     seen: list[int] = []
     turn = 0
@@ -190,7 +190,7 @@ def test_resharding_neither_loses_nor_repeats_a_sample(seed, n, plan):
 @given(seed=seeds, n=lengths, sizes=st.lists(st.integers(1, 900), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=25)
 def test_batches_across_epochs_read_every_epoch_exactly_once_too(seed, n, sizes):
-    """G03: the end of an epoch is epoch + 1, position 0."""
+    """G03: after the last sample, the position is 0 of epoch + 1."""
     cursor = make_cursor(n, seed=seed)
     stream: list[int] = []
     for size in sizes:
@@ -243,7 +243,7 @@ def test_a_cursor_is_a_node_of_four_ints():
     ],
 )
 def test_a_position_outside_the_data_is_refused(fields):
-    """G02: negative, past the end, not in whole samples."""
+    """G02: negative, past the end, or not a whole number of samples."""
     with pytest.raises(InvalidState, match=r"state\.dataset\."):
         make_cursor(**fields)
 
@@ -254,7 +254,7 @@ def test_the_error_for_a_position_at_the_end_says_how_the_end_is_written():
 
 
 def test_a_position_in_a_dataset_of_another_length_is_refused():
-    """G02: a position is validated against the dataset's size."""
+    """G02: the position is checked against the size of the dataset."""
     with pytest.raises(DataPositionMismatch, match="99 samples"):
         check_cursor(make_cursor(100), length=99)
 
@@ -270,13 +270,13 @@ def test_a_position_in_a_dataset_of_another_length_is_refused():
     ],
 )
 def test_a_saved_position_that_cannot_be_is_not_resumed(fields, field):
-    """G02: the class takes anything, since trees put specs in it; what comes from a checkpoint is checked."""
+    """G02: the class accepts any values, since trees put specs in it; values from a checkpoint are checked."""
     store = MemoryStore()
     good = {"epoch": 0, "next_index": 0, "length": 8, "seed": 0}
     state = TrainState(trainer=make_progress(step=3), dataset=DataCursor(**{**good, **fields}))
     save(state, store)
     like = state.evolve(dataset=make_cursor(8, seed=state.dataset.seed if field != "seed" else 0))
-    found = plan(store, like=state, step=3)  # before a byte is loaded
+    found = plan(store, like=state, step=3)  # before any tensor byte is read
     assert isinstance(found, Refusal)
     assert [reason.error for reason in found.reasons] == ["CheckpointHostile"]
     with pytest.raises(ResumeRefused, match=rf"(?s)step-00000003: state\.dataset\.{field}: .*reset=") as caught:

@@ -1,4 +1,4 @@
-"""The position of an evaluation: each sample exactly once, however ranks, batches and interruptions fall."""
+"""The position of an evaluation: each sample exactly once, for any ranks, batches and interruptions."""
 
 import attrs
 import pytest
@@ -21,14 +21,14 @@ worlds = st.integers(1, 6)
 
 
 class Ranks:
-    """Collectives of which only the place in the world is asked for."""
+    """Collectives that only provide the rank and the world size."""
 
     def __init__(self, rank, world_size):
         self.rank, self.world_size = make_world(rank, world_size).rank, world_size
 
 
 def part_of(cursor, world_size, limit):
-    """What each rank is given in one part, and where the evaluation stands after it."""
+    """The samples of each rank in one part, and the position after it."""
     batches = [
         eval_batches(cursor, list, collectives=Ranks(rank, world_size), limit=limit) for rank in range(world_size)
     ]
@@ -38,7 +38,7 @@ def part_of(cursor, world_size, limit):
 
 @given(length=lengths, parts=st.lists(st.tuples(worlds, sizes, st.integers(1, 4)), min_size=1, max_size=6))
 def test_every_sample_is_evaluated_exactly_once_whatever_comes_between(length, parts):
-    """Q01: other worlds, other sizes of batches, and interruptions between any two steps; nothing twice, nothing padded."""
+    """Q01: any world sizes, batch sizes and interruptions between steps; no sample is repeated, none is padded."""
     seen = []
     cursor = make_eval_cursor(length, global_batch_size=parts[0][1])
     turn = 0
@@ -67,7 +67,7 @@ def test_shares_are_the_step_in_rank_order_and_even(length, size, world_size):
 def test_a_rank_has_at_most_as_many_batches_as_there_are_steps_and_an_early_one_for_each_late_one(
     length, size, world_size, limit
 ):
-    """Q05: what a rank lacks is at the end, where a forward that communicates takes steps that are not counted."""
+    """Q05: a rank's missing batches come last, where a communicating forward runs uncounted steps."""
     cursor = make_eval_cursor(length, global_batch_size=size)
     given_, _ = part_of(cursor, world_size, limit)
     steps = cursor.steps if limit is None else min(limit, cursor.steps)
@@ -104,7 +104,7 @@ def test_a_part_says_that_it_is_one():
 
 
 def test_where_torch_repeats_or_drops_samples_each_is_given_once():
-    """P16: pytorch#25162 says of the padding of `DistributedSampler`: "This will definitely cause incorrect validation accuracy"."""
+    """P16: pytorch#25162 says of `DistributedSampler`'s padding: "This will definitely cause incorrect validation accuracy"."""
     samples, world_size = list(range(10)), 4
 
     def of_torch(*, drop_last):
@@ -140,7 +140,7 @@ def test_threads_are_given_their_own_shares():
     ],
 )
 def test_a_position_that_cannot_be_is_refused_by_its_field(fields):
-    """G02: also when it comes from a checkpoint, where the class itself checks nothing."""
+    """G02: also if the position comes from a checkpoint, where the class itself checks nothing."""
     whole = {"length": 10, "global_batch_size": 4, "next_index": 0, **fields}
     with pytest.raises(InvalidState, match=rf"DistributedEvalCursor\.{next(iter(fields))}"):
         make_eval_cursor(whole.pop("length"), **whole)

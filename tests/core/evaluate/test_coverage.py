@@ -1,4 +1,4 @@
-"""Which samples an evaluation has seen: against the samples themselves, whatever each rank drew."""
+"""Which samples an evaluation has seen: compared with the samples themselves, whatever each rank drew."""
 
 import attrs
 import pytest
@@ -19,7 +19,7 @@ def tally_at(index, *, complete=False):
 
 @st.composite
 def evaluations(draw):
-    """The ranks' batches from some position on, and how many of them each rank has drawn and evaluated."""
+    """The batches of the ranks from some position on, and how many batches each rank has drawn and evaluated."""
     length, size, world = draw(st.integers(0, 12)), draw(st.integers(1, 6)), draw(st.integers(1, 4))
     begin = draw(st.integers(0, length // size)) * size
     cursor = make_eval_cursor(length, global_batch_size=size, next_index=min(begin, length))
@@ -41,7 +41,7 @@ def start_of(part):
 
 @given(case=evaluations())
 def test_a_known_position_and_a_whole_say_exactly_which_samples_were_seen(case):
-    """P30, Q12: each sample before the position once, and no other."""
+    """P30, Q12: each sample before the position exactly once, and no other sample."""
     parts, seen, more = case
     spans = [span(part, n, has_more=m, start=start_of(part)) for part, n, m in zip(parts, seen, more, strict=True)]
     position, complete = together(spans)
@@ -60,7 +60,7 @@ def test_a_known_position_and_a_whole_say_exactly_which_samples_were_seen(case):
 
 @given(case=evaluations(), data=st.data())
 def test_batches_that_were_drawn_and_not_evaluated_leave_no_position(case, data):
-    """Q12: a wrapper that drops, joins or repeats batches."""
+    """Q12: a wrapper drops, joins or repeats batches."""
     (part, *_), (seen, *_), _ = case
     other = data.draw(st.integers(0, len(part) + 1).filter(lambda drawn: drawn != seen))
     found = span(part, seen, start=start_of(part), drawn=other)

@@ -1,4 +1,4 @@
-"""Evaluations in parts: however one is cut and gone on with, it is complete only when each sample was counted once."""
+"""Evaluations in parts: however one is split and continued, it is complete only if each sample was counted once."""
 
 import itertools
 
@@ -20,7 +20,7 @@ SUITE = {"sum": M.Sum()}
 
 
 def powers(at):
-    """A sum of these says how often each sample is in it."""
+    """Their sum shows how often each sample was counted."""
     return torch.tensor([4.0**index for index in at], dtype=torch.float64)
 
 
@@ -66,7 +66,7 @@ CUTS = {
 @settings(deadline=None, max_examples=300)
 @given(length=st.integers(0, 12), data=st.data())
 def test_complete_is_each_sample_once_whatever_cut_the_evaluation_and_however_it_goes_on(length, data):
-    """Q01, Q12, P30: and where a tally says that it stands, each sample before that is in it once, and no other."""
+    """Q01, Q12, P30: the tally's position says the same: each sample before it was counted once, and no other."""
     tally, promised = None, 0
     for _ in range(data.draw(st.integers(1, 4), "parts")):
         world = data.draw(st.integers(1, 3), "ranks")
@@ -95,7 +95,7 @@ def test_complete_is_each_sample_once_whatever_cut_the_evaluation_and_however_it
         found, told, promised = outcomes[0].value
         assert all(outcome.value[1] == told for outcome in outcomes), "all ranks have the same tally"
         tally = found.tally
-        if found.complete and found.batches:  # of an iterator that was used up nobody knows what it was
+        if found.complete and found.batches:  # a used-up iterator does not say what it contained
             assert found.get("sum", 0.0) == sum(4.0**index for index in range(length))
         if tally.next_index >= 0:
             assert found.get("sum", 0.0) == sum(4.0**index for index in range(tally.next_index))
@@ -103,7 +103,7 @@ def test_complete_is_each_sample_once_whatever_cut_the_evaluation_and_however_it
 
 @pytest.mark.parametrize("how", ["whole", "generator"])
 def test_an_evaluation_that_nothing_cuts_is_complete_and_one_by_parts_is_at_its_end(how):
-    """Q12: nothing partial is made of a whole."""
+    """Q12: a whole evaluation is never reported as partial."""
     for length, size, world in itertools.product((0, 1, 5, 12), (1, 4, 5), (1, 3)):
 
         def work(ranks, length=length, size=size):
@@ -125,7 +125,7 @@ def test_an_evaluation_that_nothing_cuts_is_complete_and_one_by_parts_is_at_its_
 
 
 def test_steps_cut_an_evaluation_where_it_can_go_on():
-    """P30: the tally stands where the steps ended, not where the batches would have."""
+    """P30: the tally's position is where the steps ended, not where the batches would have ended."""
     part = part_of(12, 0)
     cut = trainfold.evaluate(summed, part, SUITE, steps=2)
     assert (cut.complete, cut.tally.next_index) == (False, 8)
@@ -137,7 +137,7 @@ def test_steps_cut_an_evaluation_where_it_can_go_on():
 
 
 def test_a_limit_of_time_on_one_rank_leaves_no_position_on_any():
-    """Q12: ranks have the same tally, whichever of them saves it."""
+    """Q12: all ranks have the same tally, so any of them can save it."""
 
     def work(ranks):
         part = part_of(12, 0, ranks=ranks)
@@ -148,7 +148,7 @@ def test_a_limit_of_time_on_one_rank_leaves_no_position_on_any():
 
 
 def test_a_gap_is_never_forgotten():
-    """P30: what began late without a start is refused as one."""
+    """P30: an evaluation that started late, without `start`, cannot be continued."""
     trainfold.evaluate(summed, part_of(12, 0, limit=1), SUITE)
     late = trainfold.evaluate(summed, part_of(12, 4, limit=1), SUITE)
     assert (late.complete, late.tally.next_index) == (False, -1)
@@ -177,7 +177,7 @@ def test_the_length_of_a_ranks_batches_is_how_many_it_gives(length, size, world,
 
 
 def test_a_loader_with_a_rank_of_its_own_may_be_limited():
-    """What a loader has is not what a part of a cursor has."""
+    """A loader's attributes are not those of a cursor's batches."""
 
     class Loader(list):
         rank, world_size, cursor, steps = 1, 4, "mine", 3
@@ -187,7 +187,7 @@ def test_a_loader_with_a_rank_of_its_own_may_be_limited():
 
 
 def test_a_tally_that_names_the_module_of_a_metric_is_gone_on_with():
-    """Q01: older tallies say `trainfold.core.metrics.topk.TopK`; the class has one public name, wherever it lies."""
+    """Q01: older tallies say `trainfold.core.metrics.topk.TopK`; the class has one public name, whatever its module."""
     suite = {"top": M.TopK(2), "loss": M.Ratio()}
     tally = no_tally(suite)
     assert tally.metrics["top"].startswith("trainfold.metrics.TopK(")

@@ -1,4 +1,4 @@
-"""Exact evaluation against `fractions.Fraction`: random cases by the thousand, a million of them with `make oracle`."""
+"""Exact evaluation against `fractions.Fraction`: thousands of random cases, or a million with `make oracle`."""
 
 import contextlib
 import itertools
@@ -33,7 +33,7 @@ LARGEST = {torch.float64: 1023, torch.float32: 127, torch.float16: 15, torch.bfl
 
 
 def values_of(rng, kind, dtype, count):
-    """Terms of one kind; all are representable in the dtype."""
+    """Terms of one kind, all representable in the dtype."""
     normal = rng.standard_normal(count)
     if kind == "wide":
         normal = np.ldexp(normal, rng.integers(SMALLEST[dtype], LARGEST[dtype] - 3, count))
@@ -56,14 +56,14 @@ def values_of(rng, kind, dtype, count):
 
 
 def total_of(numbers):
-    """The sum of floats or integers as a fraction: all of them are integers over 2**1074."""
+    """The sum of floats or integers as a fraction: each is an integer over 2**1074."""
     scale = 1 << 1074
     ratios = (number.as_integer_ratio() for number in numbers)
     return Fraction(sum(top * (scale // bottom) for top, bottom in ratios), scale)
 
 
 def oracle(values, weights):
-    """What the ratio is, by fractions and the documented policy alone."""
+    """The expected ratio, from fractions and the documented policy alone."""
     total = total_of(weights.tolist())
     numbers = values.tolist() if not values.is_floating_point() else values.double().tolist()
     odd = [number for number in numbers if not math.isfinite(number)]
@@ -80,7 +80,7 @@ def oracle(values, weights):
 
 
 def saved(tally):
-    """What a checkpoint keeps of a tally: bytes."""
+    """The bytes of a tally in a checkpoint."""
     return tree.map_tensors(
         lambda leaf: torch.from_numpy(np.frombuffer(leaf.numpy().tobytes(), "<i8").reshape(leaf.shape).copy()), tally
     )
@@ -126,7 +126,7 @@ def leaves_of(tally: Tally):
 
 @contextlib.contextmanager
 def small_limits(seed):
-    """In half of the cases nothing is so small that Python adds it; in half of these, some terms are several blocks."""
+    """In half of the cases, Python adds no sum itself; in half of these, some terms span several blocks."""
     with contextlib.ExitStack() as stack:
         if seed % 2:
             stack.enter_context(mock.patch.object(cpu_sum, "_FEW", 0))
@@ -136,7 +136,7 @@ def small_limits(seed):
 
 
 def check_case(seed):
-    """One random case: terms, dtype, order, ranks, batches, interruption; the result's bits, and the accumulator's."""
+    """One random case: terms, dtype, order, ranks, batches, interruption. Checks the bits of result and accumulator."""
     rng = np.random.default_rng(seed)
     count = int(rng.choice([0, 1, 2, 5, 17, 60, 300, 1500], p=[0.03, 0.08, 0.12, 0.25, 0.27, 0.19, 0.05, 0.01]))
     values = values_of(rng, rng.choice(KINDS), FLOATS[rng.integers(len(FLOATS))], count)
@@ -172,7 +172,7 @@ def test_random_cases_have_the_bits_of_the_fractions(block):
 
 
 def test_random_cases_reach_every_way_of_adding():
-    """Of 200 cases, what part: sums in Python, rows, windows, bins."""
+    """The share of each path in 200 cases: sums in Python, rows, windows and bins."""
     ways = [(cpu_sum, "_sum_of_few"), (terms, "_rows"), (terms, "_windows"), (cpu_sum, "bins_of")]
     reached = Counter()
     for seed in range(200):
@@ -212,7 +212,7 @@ def cases(draw):
 )
 @given(cases())
 def test_any_case_has_the_bits_of_the_fractions(case):
-    """Q01, Q02, Q03, P16: whatever Hypothesis thinks of, NaN and infinities included."""
+    """Q01, Q02, Q03, P16: any case that Hypothesis generates, including NaN and infinities."""
     values, weights, shares, cuts, interrupted, by_wire = case
     tally = evaluated(shares, cuts, interrupted=interrupted, by_wire=by_wire)
     assert same_bits(results_of(SUITE, tally).get("loss"), oracle(values, weights))

@@ -1,4 +1,4 @@
-"""Exact sums: equal to sums of fractions for every dtype, order and partition, cancellation and subnormals included."""
+"""Exact sums equal sums of fractions for every dtype, order and partition, including cancellation and subnormals."""
 
 import math
 import struct
@@ -32,7 +32,7 @@ MANY = settings(deadline=None, max_examples=200)
 
 @st.composite
 def tensors(draw, *, finite=True):
-    """Any values of any float dtype, often far apart, often of one size."""
+    """Any values of any float dtype, often of very different magnitudes, often of equal ones."""
     dtype = draw(st.sampled_from(list(FLOATS)))
     numbers = st.floats(width=FLOATS[dtype], allow_nan=not finite, allow_infinity=not finite)
     near = st.floats(0.5, 8.0, width=16).map(lambda value: math.copysign(value, draw(st.sampled_from([1, -1]))))
@@ -72,7 +72,7 @@ def test_order_and_partition_change_no_bit(tensor, data):
     for rank in ranks:
         merged = exact_merge(rank, merged)
     assert same(merged, whole)
-    summed = ExactSum(sum(rank.limbs for rank in ranks), sum(rank.special for rank in ranks))  # as an all-reduce does
+    summed = ExactSum(sum(rank.limbs for rank in ranks), sum(rank.special for rank in ranks))  # like an all-reduce
     assert same(exact_merge(exact_zero(), summed), whole)
 
 
@@ -88,7 +88,7 @@ def test_rows_and_bins_agree(values):
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 1024, 5000])
 @pytest.mark.parametrize("spread", [0, 10, 24, 25, 40])
 def test_terms_on_both_sides_of_what_rows_can_hold(size, spread):
-    """The widest spread that rows take and the next one; full mantissas, so that the last bit counts."""
+    """The widest spread that rows can hold, and the next one; all mantissa bits are set, so the last bit counts."""
     generator = torch.Generator().manual_seed(size + spread)
     mantissas = 1 + torch.rand(size, generator=generator)
     tensor = torch.ldexp(mantissas, torch.randint(-spread, 1, (size,), generator=generator)).float()
@@ -125,7 +125,7 @@ def test_any_bits_of_float64(patterns):
 
 @pytest.mark.parametrize("spread", range(30))
 def test_rows_of_the_largest_terms_do_not_round_the_smallest_away(spread):
-    """What rows may hold is used up: all terms but one at the top, with all bits set, and one at the bottom."""
+    """A row's capacity is used up: one term is of the smallest size, all others are of the largest with all bits set."""
     tensor = torch.full((4099,), 2 - 2.0**-23)
     tensor[7] = math.ldexp(1 + 2.0**-23, -spread)
     assert exact_value(exact_add(exact_zero(), tensor)) == fraction_of(tensor)
@@ -155,7 +155,7 @@ def test_rows_of_float64_lose_no_bit(spread, scale):
     st.sampled_from([3, 1500, 3000]),
 )
 def test_windows_lose_no_bit_whatever_the_spread(seed, spread, dtype, size):
-    """Cancellation across all of it: the large terms leave, the small ones stay."""
+    """Cancellation over the whole spread: the large terms cancel, the small ones remain."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.randint(-spread, 1, (size,), generator=generator) + min(120, spread)
     values = torch.ldexp(torch.randn(size, generator=generator, dtype=torch.float64), scale).to(dtype)
@@ -167,7 +167,7 @@ def test_windows_lose_no_bit_whatever_the_spread(seed, spread, dtype, size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_windows_take_a_spread_of_24_to_100_bits(dtype):
-    """What rows cannot hold does not fall into the slow bins at once."""
+    """A spread that rows cannot hold uses windows before the slow bins."""
     for spread in (25, 60, 100):
         values = torch.tensor([1.0 + 2**-23, 2.0**-spread] * 600, dtype=dtype)
         fast = sum_of_floats(values, digits=24 if dtype == torch.float32 else 53)
@@ -184,7 +184,7 @@ def test_one_term_that_is_not_finite_does_not_change_how_the_others_are_added(mo
         "trainfold.core.exact.cpu_sum.bins_of", lambda terms: sizes.append(len(terms)) or original(terms)
     )
     total = exact_add(exact_zero(), values)
-    assert sizes == [1]  # the others took the fast way
+    assert sizes == [1]  # the others took the fast path
     assert total.special.tolist() == [1, 0, 0]
     assert exact_value(ExactSum(total.limbs, torch.zeros(3, dtype=torch.int64))) == whole
 
@@ -208,7 +208,7 @@ def test_float64_beyond_what_rows_can_hold_goes_through_bins(value):
 @MANY
 @given(st.lists(st.tuples(tensors(finite=False), st.integers(1, 5)), max_size=4))
 def test_columns_are_sums_of_their_own_also_where_lengths_differ(parts):
-    """Q03: positions of ragged length; each sum is that of its own terms."""
+    """Q03: positions with ragged lengths; each sum contains only its own terms."""
     total, alone = exact_zero(0), {}
     for tensor, columns in parts:
         rows = tensor[: len(tensor) // columns * columns].view(-1, columns)
@@ -236,7 +236,7 @@ def test_unsigned_integers_have_no_sign(values):
 @MANY
 @given(st.lists(tensors(), max_size=6))
 def test_what_a_device_does_is_the_same_sum_and_leaves_room_for_more(parts):
-    """Bins are added and carried once a batch, without looking; limbs stay small whatever comes."""
+    """Bins are added and carried once per batch without reading a value; the limbs stay small for any input."""
     limbs = torch.zeros(1, LIMBS, dtype=torch.int64)
     for part in parts:
         limbs = carried(limbs + bins_of(part)[0])
@@ -286,7 +286,7 @@ def test_a_ratio_is_rounded_once(numerator, denominator):
     ],
 )
 def test_a_ratio_of_what_is_not_finite_never_looks_good(numerator, denominator, wanted):
-    """An infinite weight does not make a loss of 0.0."""
+    """An infinite weight does not give a loss of 0.0."""
     found = ratio_of(numerator, denominator)
     assert found == wanted or (math.isnan(found) and math.isnan(wanted))
 
@@ -312,7 +312,7 @@ def test_a_cuda_device_gives_the_bits_of_the_cpu(parts):
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("sign", [1, -1])
 def test_rows_of_windows_are_full_and_do_not_round(seed, sign):
-    """All terms near the top and of one sign, with every bit in use: ten bits of a row's sum are those of its length."""
+    """All terms are near the largest size, of one sign, with every bit in use: the length adds ten bits to a row's sum."""
     generator = torch.Generator().manual_seed(seed)
     values = sign * (1 + torch.rand(4096, generator=generator, dtype=torch.float64))
     assert Fraction(sum_of_floats(values, digits=53), 1 << 1074) == fraction_of(values)
@@ -320,4 +320,4 @@ def test_rows_of_windows_are_full_and_do_not_round(seed, sign):
     assert Fraction(sum_of_floats(widened, digits=53), 1 << 1074) == fraction_of(widened)
 
 
-# --- every dtype, whatever the CPU does with subnormals --------------------------------------------------------------
+# --- every dtype, whether or not the CPU flushes subnormals ----------------------------------------------------------

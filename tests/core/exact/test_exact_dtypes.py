@@ -1,4 +1,4 @@
-"""Exact sums of every dtype: patterns of bits, flushing processors, blocks, memory."""
+"""Exact sums of every dtype: bit patterns, CPUs that flush subnormals, blocks, memory."""
 
 import contextlib
 import math
@@ -44,7 +44,7 @@ SIZES = [1, 8, 9, 40, 300, 3000]
 
 
 def expected(tensor):
-    """The sum of the finite terms by fractions, and how many are NaN, inf, -inf; to be called where nothing is flushed."""
+    """The sum of the finite terms as a fraction, and the counts of NaN, inf and -inf. Call it with flushing off."""
     values = tensor.float().tolist() if tensor.dtype in NARROW else tensor.tolist()
     special = [
         sum(map(math.isnan, values)),
@@ -86,7 +86,7 @@ def flushing():
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("size", [8, 9, 256, 700])
 def test_every_pattern_of_8_bits_is_a_term(dtype, size):
-    """Q02: NaN is not lost, also where torch says that it is finite, or cannot say it."""
+    """Q02: NaN is not lost, even if torch reports it as finite or cannot check it."""
     for first in range(0, 256, 8 if size < 256 else 256):
         tensor = ((torch.arange(size) + first) % 256).to(torch.uint8).view(dtype)
         wanted = expected(tensor)
@@ -100,7 +100,7 @@ def test_every_pattern_of_8_bits_is_a_term(dtype, size):
 @pytest.mark.parametrize("kind", ["bits", "subnormal", "one subnormal", "smallest normal"])
 @pytest.mark.parametrize("flushed", [False, True])
 def test_terms_that_a_cpu_may_flush_are_not_lost(dtype, size, kind, flushed):
-    """Q01, Q02: subnormals and specials, few or many, alone or beside others, whatever `torch.set_flush_denormal` says."""
+    """Q01, Q02: few or many subnormals and specials, alone or with other terms, for any `torch.set_flush_denormal`."""
     generator = torch.Generator().manual_seed(size)
     ints = WIDE[dtype]
     fraction_bits = FORMATS[dtype].fraction_bits
@@ -162,7 +162,7 @@ def test_a_number_of_numpy_is_a_term():
     "number", [Fraction(1, 3), Fraction(1, 2), Decimal("0.1"), "1", None, [1.0], 1j, np.complex64(1), np.longdouble(1)]
 )
 def test_what_is_no_float_and_no_integer_is_refused(number):
-    """A fraction would be rounded, or its denominator lost."""
+    """A fraction would be rounded, or would lose its denominator."""
     with pytest.raises(InvalidArgument, match="terms"):
         exact_add(exact_zero(), number)
 
@@ -210,14 +210,14 @@ def test_the_default_device_is_not_where_sums_are(dtype, size):
     assert exact_values(columns) == [wanted[0]]
 
 
-# --- more terms than are added at a time -----------------------------------------------------------------------------
+# --- more terms than one block ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [*WIDE, torch.int64, torch.uint64])
 @pytest.mark.parametrize("block", [1, 7, 64, 1500])
 @pytest.mark.parametrize("spread", [0, 30, 80])
 def test_every_block_is_added(monkeypatch, dtype, block, spread):
-    """The largest term is in the first block, in a middle one, or in the last."""
+    """The largest term is in the first block, a middle block or the last one."""
     monkeypatch.setattr(cpu_sum, "BLOCK", block)
     monkeypatch.setattr(cpu_sum, "BLOCK_OF_BINS", block)
     monkeypatch.setattr(exact, "BLOCK_OF_BINS", block)
@@ -240,7 +240,7 @@ def test_every_block_is_added(monkeypatch, dtype, block, spread):
 @pytest.mark.parametrize("size", [terms.BLOCK + 1, 2 * terms.BLOCK + 77])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_more_terms_than_a_block(size, dtype):
-    """Full blocks, as they are; sums of integers know the answer."""
+    """Full blocks as they are; the expected value is an integer sum."""
     integers = torch.arange(size) % 255 - 100
     last = 3e30 if dtype != torch.float32 else 2.0**20
     tensor = torch.cat([integers.to(dtype), torch.tensor([last], dtype=dtype)])
@@ -268,7 +268,7 @@ def test_integers_keep_all_their_bits_whatever_their_sign():
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("count", [1, 511, 512, 513, 1024, 1025, 2**18])
 def test_sums_of_rows_add_up_without_rounding(sign, count):
-    """Each as large as a row's sum can be, with its last bit set."""
+    """Each term is the largest possible sum of a row, with its last bit set."""
     values = torch.full((count,), sign * (2.0**53 - 1), dtype=torch.float64)
     assert terms._sum_of_multiples(values * 2.0**-90, -90) == sign * count * (2**53 - 1)
     assert terms._sum_of_multiples(torch.full_like(values, sign * 2.0**53), 0) == sign * count * 2**53
@@ -288,7 +288,7 @@ def test_the_smallest_and_the_largest_magnitude_are_found(dtype, size):
 
 
 def test_memory_beside_the_terms_is_bounded():
-    """Nothing as long as the terms is made: what is, would be seen by its size."""
+    """No temporary tensor is as long as the terms; the test records the size of each new tensor."""
     longest = []
 
     class Watched(torch.utils._python_dispatch.TorchDispatchMode):

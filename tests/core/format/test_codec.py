@@ -1,4 +1,4 @@
-"""The codec of tensors: bytes of every dtype, shape and layout, and the digests that fingerprints are made of."""
+"""The codec of tensors: the bytes of every dtype, shape and layout, and the digests used for fingerprints."""
 
 import pytest
 import safetensors.torch
@@ -19,7 +19,7 @@ from trainfold.properties.differences import tensor_difference
 @given(strategies.tensors())
 @settings(deadline=None)
 def test_the_bytes_of_a_tensor_rebuild_it(tensor):
-    """B09: every dtype comes back bit for bit, 0-d, empty and non-contiguous tensors included."""
+    """B09: every dtype is restored bit for bit, including 0-d, empty and non-contiguous tensors."""
     data = bytes(tensor_bytes(tensor))
     name = str(tensor.dtype).removeprefix("torch.")
     assert len(data) == size_bytes(name, tuple(tensor.shape))
@@ -31,7 +31,7 @@ def test_the_bytes_of_a_tensor_rebuild_it(tensor):
 @pytest.mark.parametrize("rows", [0, 1, 2])
 @pytest.mark.parametrize("column", [0, 2])
 def test_a_column_of_any_number_of_rows_is_saved(rows, column):
-    """One element, or none, may have any stride and is contiguous all the same; viewing it as bytes failed (B09)."""
+    """A column of at most one element is contiguous with any stride; viewing it as bytes failed (B09)."""
     tensor = torch.arange(12.0).reshape(4, 3)[:rows, column]
     assert bytes(tensor_bytes(tensor)) == bytes(tensor_bytes(torch.tensor(tensor.tolist())))
     laws.round_trips(TrainState(trainer=Progress(step=1), extra={"column": tensor}))
@@ -92,7 +92,7 @@ def test_a_read_only_array_is_held_without_a_warning():
 @given(strategies.states())
 @settings(deadline=None, max_examples=40)
 def test_a_fingerprint_depends_on_values_alone(state):
-    """One digest for each component; a copy, another memory layout and another order of a dict change nothing."""
+    """One digest per component; a copy, another memory layout or another dict order changes nothing."""
     found = fingerprint(state)
     assert list(found) == list(components_of(state))
     assert fingerprint(laws.clone(state)) == found

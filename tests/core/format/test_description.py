@@ -1,4 +1,4 @@
-"""A describer says what a fresh description says, whatever it has described before."""
+"""A describer's result equals a fresh description, whatever it described before."""
 
 import json
 import warnings
@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     QUANTIZED = torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8)
-LEAVES = (  # few, so that states repeat, tie and differ in one thing only
+LEAVES = (  # few, so that states repeat, share leaves or differ in one place only
     *(lambda: torch.zeros(2), lambda: torch.ones(2), lambda: torch.zeros(2, dtype=torch.int32), lambda: torch.zeros(1, 2)),
     *(lambda: torch.nn.Parameter(torch.zeros(2)), lambda: POOL, lambda: POOL[1:3], lambda: POOL[2:4], lambda: POOL.view(3, 4)),
     *(lambda: torch.zeros(0), lambda: np.zeros(2), lambda: 1, lambda: True, lambda: 1.0, lambda: "text", lambda: None),
@@ -55,12 +55,12 @@ component = held | mapping(dict, held | leaf, 3)
 
 
 def said(describe, value):
-    """All that a description says, or the leaf that it refuses."""
+    """The whole description, or the error that refuses a leaf."""
     try:
         described, tensors = describe(value, "part")
     except (UnsupportedLeaf, RuntimeError) as error:
         return type(error), str(error)
-    text = json.dumps(described.node)  # tells 1 from True and from 1.0
+    text = json.dumps(described.node)  # distinguishes 1 from True and from 1.0
     return text, list(described.tensors.items()), [(path, id(tensor)) for path, tensor in tensors.items()]
 
 
@@ -177,7 +177,7 @@ def fake():
 @pytest.mark.parametrize("made", [fake, lambda: nn.LazyLinear(3).weight, nn.parameter.UninitializedBuffer])
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_tensor_that_has_no_memory_is_refused_by_name(made, inside):
-    """Torch raises errors of its own for some, and gives the address 0 for others."""
+    """Torch raises its own errors for some of them, and gives address 0 for others."""
     for describe_it in (describe, Describer().describe):
         with pytest.raises(UnsupportedLeaf, match=r"part\['w'\]"):
             describe_it(inside({"w": made()}), "part")

@@ -1,4 +1,4 @@
-"""A table of fields reads an object strictly: no other field, no other type, and an error that names the field (U04)."""
+"""A table of fields reads an object strictly: no other field, no other type, and errors that name the field (U04)."""
 
 import pytest
 

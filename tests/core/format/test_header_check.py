@@ -1,4 +1,4 @@
-"""The header of a data file: a load finds a change in it, made again from the manifest, and reads other writers' headers by the file's digest."""
+"""A load checks a data file's header against the manifest, and accepts other writers' headers by the file's digest."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 )
 @settings(deadline=None)
 def test_the_header_that_the_manifest_implies_is_the_one_that_was_written(one, other):
-    """Law: whatever dtypes, empty tensors and names there are."""
+    """Law: for any dtypes, empty tensors and names."""
     store = MemoryStore()
     state = TrainState(trainer=Progress(step=1), extra={"one": one, "other": other})
     save(state, store)
@@ -49,7 +49,7 @@ def test_the_header_that_the_manifest_implies_is_the_one_that_was_written(one, o
 
 
 def test_headers_of_checkpoints_of_every_version_are_the_ones_that_are_implied():
-    """Old bytes: else each load of theirs would read whole files."""
+    """Old checkpoints: without this, each load of one would read whole files."""
     runs = sorted((ROOT / "compat").glob("v*/run"))
     assert runs
     for run in runs:
@@ -71,7 +71,7 @@ def saved(tmp_path):
 
 
 def test_a_header_of_other_bytes_that_says_the_same_is_damage_where_the_files_digest_does_not_fit(tmp_path):
-    """A tab among the spaces at its end."""
+    """The last padding space is replaced by a tab."""
     state, file = saved(tmp_path)
     data = bytearray(file.read_bytes())
     data[8 + int.from_bytes(data[:8], "little") - 1] = ord("\t")
@@ -82,7 +82,7 @@ def test_a_header_of_other_bytes_that_says_the_same_is_damage_where_the_files_di
 
 @pytest.mark.parametrize("at", [8, 20, 100, -200, -1])
 def test_a_flipped_bit_in_a_header_is_found_by_a_load(at, tmp_path):
-    """C07: in a name, an offset, and in the spaces behind them."""
+    """C07: in a name, an offset or the padding after them."""
     state, file = saved(tmp_path)
     data = bytearray(file.read_bytes())
     size = 8 + int.from_bytes(data[:8], "little")
@@ -95,7 +95,7 @@ def test_a_flipped_bit_in_a_header_is_found_by_a_load(at, tmp_path):
 
 
 def test_a_header_of_another_writer_is_read_where_the_files_digest_fits(tmp_path):
-    """The format is open: keys in another order, and other spaces, are nobody's fault."""
+    """The format is open: another key order and other spaces are not damage."""
     state, file = saved(tmp_path)
     data = file.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")

@@ -1,4 +1,4 @@
-"""A manifest changed anywhere by somebody who can sign it: every reader refuses it by name, or what it gives is whole."""
+"""A manifest changed anywhere and signed again: every reader refuses it by name or returns a whole state."""
 
 import copy
 import json
@@ -26,8 +26,8 @@ from trainfold.core.state.state import Opaque, TrainState
 
 HEAD = ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision")
 STEP = "step-00000001"
-DEFAULTS = {"step", "epoch", "samples", "tokens", "masters", *TrainState.__annotations__}  # fields that may be left out
-DEEP = {  # deeper than the tools of this test can handle themselves: they stand as text until the document is written
+DEFAULTS = {"step", "epoch", "samples", "tokens", "masters", *TrainState.__annotations__}  # optional fields
+DEEP = {  # deeper than the tools of this test support: kept as text until the document is written
     **{f"@list {depth}": "[" * depth + "1" + "]" * depth for depth in (70, 300, 900)},
     **{f"@tuple {depth}": '{"tuple":[' * depth + "1" + "]}" * depth for depth in (40, 70, 400)},
     "@counter 200": '{"counter":[["a",' * 200 + "1" + "]]}" * 200,
@@ -35,7 +35,7 @@ DEEP = {  # deeper than the tools of this test can handle themselves: they stand
 
 
 def whole_state():
-    """A state with every built-in component and node class, low-precision parameters, and trees of a user's own."""
+    """A state with every built-in component and node class, low-precision parameters, and a user's own trees."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).bfloat16()
     adam = trainfold.optimizer(torch.optim.AdamW, lr=0.01, masters=True)
     state = trainfold.init_state(model, adam, seed=0, schedule=trainfold.schedules.constant(warmup_steps=2))
@@ -57,7 +57,7 @@ def whole_state():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run, a copy to compare it with, its state, and its manifest as a document."""
+    """A run, a copy to compare it with, its state, and its manifest as a JSON document."""
     root = tmp_path_factory.mktemp("hostile")
     state = whole_state()
     trainfold.save(state, root / "run")
@@ -68,7 +68,7 @@ def saved(tmp_path_factory):
 
 
 def sealed(document):
-    """The bytes of a document with a digest that fits: what somebody would write who means harm."""
+    """The bytes of a document with a matching digest, as an attacker would write them."""
     first = {key: document[key] for key in HEAD if key in document}
     rest = {key: value for key, value in document.items() if key not in first and key != "digest"}
     head, body = (json.dumps(part, separators=(",", ":")) for part in (first, rest))
@@ -79,21 +79,21 @@ def sealed(document):
 
 
 def places_of(value, path=()):
-    """The path of everything in a JSON value."""
+    """The path of each value in a JSON document."""
     yield path
     for key, below in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from places_of(below, (*path, key))
 
 
 def at(document, path):
-    """What stands at a path."""
+    """The value at a path."""
     for key in path:
         document = document[key]
     return document
 
 
 def put(document, path, value):
-    """Put a value at a path."""
+    """Set the value at a path."""
     at(document, path[:-1])[path[-1]] = value
 
 
@@ -144,10 +144,10 @@ JSON = st.recursive(
 
 @st.composite
 def edits(draw, document):
-    """A document with one to three changes, each anywhere."""
+    """A document with one to three changes at random places."""
     changed = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 3))):
-        # A manifest is mostly tensor tables: the structures get their share of the changes.
+        # A manifest is mostly tensor tables, so the structures are drawn more often than their share.
         region = draw(st.sampled_from(["", "", "components", "nodes", "nodes", "tensors"]))
         everything = [path for path in places_of(changed) if path and (not region or region in path)]
         if not everything:
@@ -174,7 +174,7 @@ def edits(draw, document):
 
 
 def check_whole(loaded, like, plan):
-    """Check that a resumed state has the structure that it claims: that of the target, or that of the checkpoint."""
+    """Check that a resumed state has the structure of the target or of the checkpoint, as claimed."""
     for action in plan.actions:
         component = components_of(loaded).get(action.name)
         if component is None:
@@ -191,12 +191,12 @@ def check_whole(loaded, like, plan):
 
 
 def says_all(error):
-    """Check that an error names the place, both sides and the next move."""
+    """Check that an error gives the place, the expected and found values, and the fix."""
     assert all(str(part).strip() for part in (error.where, error.expected, error.found, error.fix)), error
 
 
 def read_everywhere(root, likes):
-    """Let every reader loose on the run; what they refuse has a name, and what they give is whole."""
+    """Run every reader on the run; each returns a whole value or raises a named error."""
     run, outcomes = root / "run", []
     for like in likes:
         for step in (None, 1):
@@ -241,16 +241,16 @@ def hyper(document):
 
 
 def as_bfloat16(document):
-    """Say of arrays that they are of a dtype that numpy does not have."""
+    """Declare a dtype for arrays that numpy does not have."""
     for tensor in component(document, "mine")["tensors"][0]:
         (shard,) = tensor["shards"]
         tensor["dtype"], tensor["shape"], shard[3] = "bfloat16", [6], [[0, 6]]
 
 
-HUGE = {"int": "0x" + "f" * 6000}  # Python refuses to write it out in decimal digits
+HUGE = {"int": "0x" + "f" * 6000}  # Python refuses to print it in decimal digits
 NODE = {"node": "trainfold.Progress", "fields": {}}
 IN_STATIC = {"node": "trainfold.TrainState", "fields": {}, "static": {"contract": {"dict": {"a": {"t": 0}}}}}
-FOUND = {  # each was a raw error, or gave something else than was saved; the ones with True can be loaded as they are
+FOUND = {  # each raised a raw error or loaded other values than were saved; those with True can be loaded as they are
     "a hyperparameter that has no truth": (lambda d: hyper(d).update(fused={"t": 1}), True),
     "an array of no numpy dtype": (as_bfloat16, False),
     "an int of thousands of digits": (lambda d: mine(d).update(raw=HUGE), True),
@@ -273,14 +273,14 @@ FOUND = {  # each was a raw error, or gave something else than was saved; the on
 
 @pytest.mark.parametrize("case", FOUND)
 def test_what_was_found_by_changing_manifests_stays_fixed(saved, case):
-    """U05: hostile contents fail by name."""
+    """U05: hostile contents are refused by name."""
     root, likes, document = saved
     change, can_be_loaded = FOUND[case]
     changed = copy.deepcopy(document)
     change(changed)
     (root / "run" / STEP / "manifest.json").write_bytes(sealed(changed))
     read_everywhere(root, likes)
-    like = likes[1]  # it has no components of its own to keep, and takes what is there
+    like = likes[1]  # it has no components of its own and accepts those of the checkpoint
     if can_be_loaded:
         check_whole(trainfold.load(root / "run", like=like, step=1), like, trainfold.plan(root / "run", like=like))
     else:
@@ -291,7 +291,7 @@ def test_what_was_found_by_changing_manifests_stays_fixed(saved, case):
 @settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_manifest_changed_anywhere_is_refused_by_name_or_gives_a_whole_state(saved, data):
-    """U05: a digest proves bytes and no intent; whatever a signed manifest says, no reader fails in a way of its own."""
+    """U05: a digest proves the bytes, not the intent; no signed manifest makes a reader raise an unnamed error."""
     root, likes, document = saved
     changed = data.draw(edits(document))
     (root / "run" / STEP / "manifest.json").write_bytes(sealed(changed))
@@ -303,14 +303,14 @@ def test_a_manifest_changed_anywhere_is_refused_by_name_or_gives_a_whole_state(s
 
 @pytest.mark.parametrize("held", ["map\nstep 9: verified\r", "\x1b[2J", "\ud800"])
 def test_a_refused_position_quotes_its_kind_on_one_line(held):
-    """W23: found by the soak's fuzzer, seed 20261123, case 9487: a line break in what was quoted made a line of its own."""
+    """W23: found by the soak's fuzzer, seed 20261123, case 9487: a line break in the quoted text started a new line."""
     (problem,) = position_problems(Opaque({"kind": held, "version": 1}), "map", (), versions=(1,))
     assert str(problem).isprintable()
     assert str(problem).encode()
 
 
 def test_a_generator_of_no_kind_is_refused_and_what_was_found_is_said():
-    """W20, O01: no part of an error is empty."""
+    """W20, O01: no part of an error message is empty."""
     live = trainfold.attach(torch.nn.Linear(1, 1), extra={"noise": torch.Generator()})
     state = live.capture()
     nameless = Opaque({**state.extra["noise"].value, "kind": ""})

@@ -1,4 +1,4 @@
-"""The manifest: equal in and out, proved by its own digest, strict against everything that could harm a reader."""
+"""The manifest: decoding inverts encoding, its own digest proves it, and anything that could harm a reader is refused."""
 
 import json
 
@@ -44,7 +44,7 @@ def small_manifest(**changes):
 
 
 def reseal(document):
-    """The bytes of a changed document with a digest that fits: what an attacker would write."""
+    """The bytes of a changed document with a matching digest, as an attacker would write them."""
     first = {
         k: document[k]
         for k in ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision")
@@ -64,14 +64,14 @@ def document():
 
 
 def test_what_is_written_is_what_is_read():
-    """C04: components, files, sizes, hashes, world, versions, step and run id are in the manifest and come back."""
+    """C04: components, files, sizes, hashes, world, versions, step and run id are in the manifest and are restored."""
     whole = small_manifest()
     assert decode_manifest(encode_manifest(whole), "m") == whole
     assert decode_head(encode_manifest(whole)[:300], "m") == whole.head
 
 
 def test_equal_manifests_have_equal_bytes_and_are_plain_json():
-    """C10: content does not depend on how often or when it was saved."""
+    """C10: the contents do not depend on how often or when it was saved."""
     assert encode_manifest(small_manifest()) == encode_manifest(small_manifest())
     assert document()["digest"].startswith("xxh3:")
 
@@ -142,7 +142,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_manifest_with_a_fitting_digest_is_refused(name):
-    """U04, U05: path escapes, overlapping offsets, absurd sizes; refused before anything is opened or allocated."""
+    """U04, U05: path escapes, overlapping offsets and absurd sizes are refused before any file is opened."""
     changed = document()
     HOSTILE[name](changed)
     with pytest.raises(CheckpointHostile) as caught:
@@ -164,7 +164,7 @@ def test_duplicate_keys_nan_and_depth_are_refused():
 @settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_a_document_changed_anywhere_is_read_or_refused_by_name(data):
-    """U05: whatever stands in a field, the answer is a manifest or a named error, never another exception."""
+    """U05: any value in a field gives a manifest or a named error, never another exception."""
     changed = document()
     place = changed
     while True:

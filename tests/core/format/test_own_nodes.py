@@ -1,4 +1,4 @@
-"""The table of the format's own node classes says what the classes say."""
+"""The table of the format's own node classes agrees with the classes."""
 
 import types
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ PLAIN = {
 
 
 def kind_of(hint):
-    """The kind that a type hint stands for."""
+    """The kind of a type hint."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in PLAIN:
         return PLAIN[hint]
@@ -38,7 +38,7 @@ def kind_of(hint):
 
 
 def fields_of(name, kind):
-    """What a class says of its fields, in the form of the table."""
+    """The fields of a class, in the form of the table."""
     hints, fields = get_type_hints(kind), [field for field in attrs.fields(kind) if field.init]
     static = {field.name for field in fields if not field.metadata.get("pytree_node", True)}
     each = {field.name: kind_of(hints[field.name]) for field in fields}
@@ -51,7 +51,7 @@ def fields_of(name, kind):
 
 
 def test_the_table_has_every_class_of_trainfold_that_a_checkpoint_may_name():
-    """U05: a class that the table lacks would be read without a check of its fields."""
+    """U05: a class missing from the table would be read without checks of its fields."""
     own = {name: kind for name, kind in registered_classes().items() if name.startswith("trainfold.")}
     assert NODES.keys() == own.keys()
     for name, kind in own.items():

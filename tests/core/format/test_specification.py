@@ -1,4 +1,4 @@
-"""The page that specifies the format is enough to read a checkpoint: its reader knows neither trainfold nor torch."""
+"""The specification page suffices to read a checkpoint: its reader imports neither trainfold nor torch."""
 
 import math
 import subprocess
@@ -39,7 +39,7 @@ SCALARS = {
 
 
 def every_dtype() -> dict[str, torch.Tensor]:
-    """A tensor of each dtype that the format holds, with arbitrary bits."""
+    """A tensor of each dtype that the format supports, with arbitrary bits."""
     made = {}
     for name, stored in STORED.items():
         data = torch.randint(0, 2 if name == "bool" else 256, (3 * stored.itemsize,), dtype=torch.uint8)
@@ -49,7 +49,7 @@ def every_dtype() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def reader(root):
-    """The reader of the page, as a module that could not import trainfold or torch if it wanted to."""
+    """The page's reader, as a module that cannot import trainfold or torch."""
     page = (root / "docs" / "explanation" / "native-format.md").read_text()
     (code,) = [part.partition("```")[0] for part in page.split("```python\n")[1:]][-1:]
     assert "import trainfold" not in code
@@ -64,7 +64,7 @@ def same_bits(tensor: torch.Tensor, array: np.ndarray) -> bool:
 
 
 def test_the_reader_of_the_specification_reads_every_kind_of_leaf(reader, tmp_path):
-    """What is written is what the page says, for every dtype, scalar, container and tie."""
+    """The written bytes match the page, for every dtype, scalar, container and tie."""
     tensors = {
         **every_dtype(),
         "empty": torch.empty(0, 5),
@@ -123,7 +123,7 @@ def test_the_table_of_dtypes_in_the_specification_is_complete(root):
 
 
 def test_the_reader_of_the_specification_reads_the_checkpoints_of_old_releases(reader, root):
-    """They are never written again: page, reader and bytes have to fit together for good."""
+    """These files are never rewritten, so the page and its reader must support them forever."""
     steps = sorted(root.glob("tests/compat/v*/run/step-*"))
     assert steps
     for step in steps:

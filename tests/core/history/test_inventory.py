@@ -1,4 +1,4 @@
-"""Lineage: which checkpoint is the newest of a run that was rewound, checked against a run that remembers its history."""
+"""Lineage: which checkpoint of a rewound run is the newest, compared with a model that remembers its history."""
 
 import attrs
 from hypothesis import example, given, settings
@@ -20,7 +20,7 @@ def run_of(entries):
 
 
 def saved(*heads):
-    """A run with these checkpoints; of those with the same step, the last one is there."""
+    """A run with these checkpoints; of those with the same step, only the last remains."""
     return run_of({head.step: Entry(directory_of(head.step), head) for head in heads}.values())
 
 
@@ -33,7 +33,7 @@ def steps_of(inventory):
 
 @attrs.frozen(eq=False)
 class Node:
-    """A checkpoint of the model: its true ancestors, oldest first, and what the run says of it."""
+    """A checkpoint of the model: its true ancestors, oldest first, and its head in the run."""
 
     head: Head
     ancestors: tuple["Node", ...]
@@ -48,14 +48,14 @@ class Node:
 
 
 class Tree(RuleBasedStateMachine):
-    """A program that saves, loads and goes back. The model knows of each checkpoint what it was trained from.
+    """A program that saves, loads and goes back. The model remembers the ancestors of each checkpoint.
 
     Attributes:
-        order: every checkpoint that was saved, in that order.
-        there: step -> the checkpoint that is in its directory.
+        order: every saved checkpoint, in the order of the saves.
+        there: step -> the checkpoint in its directory.
         bad: steps whose checkpoint cannot be used.
         behind: the true ancestors of the state in memory, oldest first.
-        descent: what the program says of it; None before it has loaded or saved anything.
+        descent: its descent as the program gives it; None before the first load or save.
     """
 
     @initialize()
@@ -97,7 +97,7 @@ class Tree(RuleBasedStateMachine):
     @precondition(lambda self: self.step > 0)
     @rule(data=st.data(), tells=st.booleans())
     def go_back_in_memory(self, data, tells):
-        """To a state that was kept; told at once, or not noticed before a lower step is saved."""
+        """To a kept state; the lineage is updated at once, or the change goes unnoticed until a lower step is saved."""
         self.step = data.draw(st.integers(0, self.step - 1))
         if self.descent is not None and (tells or self.step > self.descent.step):
             back = min(self.step, self.descent.step)
@@ -107,13 +107,13 @@ class Tree(RuleBasedStateMachine):
     @precondition(lambda self: self.there)
     @rule(data=st.data())
     def damage_or_fix(self, data):
-        """Or put into quarantine, and free."""
+        """Or quarantine it and release it again."""
         self.bad ^= {data.draw(st.sampled_from(sorted(self.there)))}
 
     @precondition(lambda self: self.there)
     @rule(data=st.data())
     def delete(self, data):
-        """Whoever does it, and whatever it is."""
+        """Any checkpoint, deleted by anyone."""
         step = data.draw(st.sampled_from(sorted(self.there)))
         del self.there[step]
         self.bad.discard(step)
@@ -123,7 +123,7 @@ class Tree(RuleBasedStateMachine):
 
     @invariant()
     def the_lineage_is_the_true_chain_of_ancestors_as_far_as_it_is_there(self):
-        """E16, V03, M18: what was left behind is no part of it, and is not found after damage."""
+        """E16, V03, M18: it excludes checkpoints left behind by a rewind, and damage does not bring them back."""
         newest_first = [node for node in reversed(self.order) if self.is_there(node)]
         chains = (
             [one.head.step for one in reversed(node.chain) if self.is_there(one) and one.head.step not in self.bad]
@@ -133,7 +133,7 @@ class Tree(RuleBasedStateMachine):
 
     @invariant()
     def a_timeline_and_a_step_are_one_checkpoint(self):
-        """E12: a score goes with them."""
+        """E12: a score belongs to both."""
         known = [(node.head.timeline, node.head.step) for node in self.order if self.is_there(node)]
         assert len(set(known)) == len(known)
 
@@ -142,7 +142,7 @@ Tree.TestCase.settings = settings(max_examples=150, stateful_step_count=25, dead
 TestTree = Tree.TestCase
 
 
-# --- what a person would check by hand --------------------------------------------------------------------------------
+# --- examples that can be checked by hand ----------------------------------------------------------------------------
 
 HUNDREDS = saved(*(Head("r", step) for step in (100, 200, 300, 400, 500)))
 
@@ -162,14 +162,14 @@ def test_a_rewind_that_next_saves_above_the_newest_step_leaves_the_rest_behind()
 
 
 def test_a_step_that_is_trained_anew_is_of_another_timeline_than_the_one_it_replaces():
-    """E12, E16: load 400, save 500 where 500 is."""
+    """E12, E16: load 400, then save 500 over the existing 500."""
     head = next_head(HUNDREDS, "r", 500, descends_from=Descent(0, 400))
     assert (head.timeline, head.forks, head.parent) == (1, ((0, 400),), "step-00000400")
     assert steps_of(after(HUNDREDS, head)) == [500, 400, 300, 200, 100]
 
 
 def test_a_run_that_takes_up_what_it_had_left_behind_leaves_the_other_way_behind():
-    """E16: timeline 1 is at 120; 500 of timeline 0 is loaded, and 510 saved."""
+    """E16: timeline 1 is at 120; 500 of timeline 0 is loaded, then 510 is saved."""
     run = after(HUNDREDS, Head("r", 120, 1, ((0, 100),), directory_of(100)))
     assert steps_of(run) == [120, 100]
     head = next_head(run, "r", 510, descends_from=Descent(0, 500))
@@ -186,7 +186,7 @@ def test_the_newest_one_saved_again_stays_in_its_timeline_and_an_older_one_does_
 
 
 def test_a_newest_one_that_was_passed_over_is_left_behind_even_if_it_is_found_to_be_good_later():
-    """P07, E16: 500 was in quarantine, 400 was loaded."""
+    """P07, E16: 500 was in quarantine, so 400 was loaded."""
     run = HUNDREDS.with_entry(attrs.evolve(HUNDREDS.entries[-1], problem=PROBLEM))
     head = next_head(run, "r", 600, descends_from=Descent(0, 400))
     assert (head.timeline, head.parent) == (1, "step-00000400")
@@ -194,7 +194,7 @@ def test_a_newest_one_that_was_passed_over_is_left_behind_even_if_it_is_found_to
 
 
 def test_where_the_parent_is_gone_the_nearest_ancestor_stands_in_for_it():
-    """E16: whoever deleted it; and if all of its timeline is gone, the forks that were loaded with it tell the rest."""
+    """E16: the parent was deleted. If its whole timeline is gone, the forks in the loaded descent give the rest."""
     run = run_of(entry for entry in HUNDREDS.entries if entry.head.step != 400)
     head = next_head(run, "r", 600, descends_from=Descent(0, 400))
     assert (head.timeline, head.forks, head.parent) == (1, ((0, 400),), "step-00000300")
@@ -209,7 +209,7 @@ def test_where_the_parent_is_gone_the_nearest_ancestor_stands_in_for_it():
 
 
 def test_a_state_that_went_back_in_memory_comes_from_the_newest_ancestor_at_or_below():
-    """E16: it was saved at 500, is at 250 again, and is saved at 260, or not before 600; or it fell below a fork."""
+    """E16: saved at 500, back at 250 in memory, then saved at 260 or at 600; or the step fell below a fork."""
     for step in (260, 600):
         head = next_head(HUNDREDS, "r", step, descends_from=Descent(0, 250))
         assert (head.timeline, head.parent) == (1, "step-00000200")
@@ -221,7 +221,7 @@ def test_a_state_that_went_back_in_memory_comes_from_the_newest_ancestor_at_or_b
     assert next_head(HUNDREDS, "r", 0, descends_from=Descent(0, 500)) == Head("r", 0, 1)
 
 
-# --- where nobody knows -----------------------------------------------------------------------------------------------
+# --- unknown origin --------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 50), unique=True, max_size=8))
@@ -233,7 +233,7 @@ def test_without_a_rewind_the_order_is_the_order_of_steps(steps):
 @given(steps=st.lists(st.integers(0, 30), max_size=12))
 @example(steps=[10, 20, 15, 15, 12, 30])
 def test_where_nobody_knows_what_a_state_comes_from_the_steps_decide(steps):
-    """E16: it continues what is below it of the present lineage, and stale steps above it never win."""
+    """E16: the state continues the current lineage below its step, and stale higher steps never win."""
     run, path = run_of(()), []
     for step in steps:
         head = next_head(run, "r", step)

@@ -1,4 +1,4 @@
-"""`next_checkpoint`: a pure decision over an inventory; a step that is saved again writes no file that is there."""
+"""`next_checkpoint`: a pure decision from an inventory; saving a step again overwrites no existing file."""
 
 import pytest
 from hypothesis import given
@@ -41,7 +41,7 @@ def test_the_revision_is_new_wherever_a_manifest_stands_there(revisions, known, 
 
 
 def test_a_run_that_cannot_be_listed_gets_no_checkpoint():
-    """C15: its timelines are not known, and a head that takes it for an empty run would fork them."""
+    """C15: its timelines are unknown; a head for an empty run would fork them."""
 
     class Unlisted(MemoryStore):
         is_broken = False

@@ -1,4 +1,4 @@
-"""Boxes: common parts and overlaps are those of the points; many slices cost no more than a look at each."""
+"""Boxes: intersections and overlaps equal those of their points; many slices take about one comparison each."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_a_hole_and_an_overlap_are_named(held, said):
 
 @pytest.mark.parametrize("grid", [(4096, 1), (1, 4096), (64, 64)])
 def test_thousands_of_ranks_are_not_compared_each_with_each(grid, monkeypatch):
-    """Comparisons are counted: n slices along one dimension need one each, a grid the boxes of a row for each."""
+    """Comparisons are counted: slices along one dimension need one each, slices of a grid one per box of a row."""
     rows, columns = grid
     held = [((i, i + 1), (j, j + 1)) for i in range(rows) for j in range(columns)]
     calls = []

@@ -43,7 +43,7 @@ def test_what_another_metric_has_seen_is_refused(metric, other):
 
 
 def test_an_infinity_over_nothing_is_not_lost():
-    """A finite sum over 0 is absent; what is not finite was an error of the run, and shows."""
+    """A finite sum over 0 is absent; a non-finite one was an error of the run and stays visible."""
     for nothing in (0, torch.zeros(3), torch.zeros(2, dtype=torch.bool)):
         assert result_of(M.Ratio(), 1.0, nothing) is None
         assert result_of(M.Ratio(), math.inf, nothing) == math.inf
@@ -58,13 +58,13 @@ BLOCKWISE = [M.Variance(), M.Min(), M.Max(), M.Histogram(EDGES), M.Quantiles(EDG
 @pytest.mark.parametrize("metric", BLOCKWISE, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool])
 def test_large_batches_are_taken_block_by_block(metric, dtype):
-    """Whatever their layout is; what is needed beside them does not grow with them."""
+    """For any memory layout; temporary memory does not grow with the batch."""
     values = (torch.randn(40, 3, 50_001, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)[..., :-1]
     with MostElements() as seen:
         acc = metric.observe(metric.zero(), values)
     assert seen.most <= counts.BLOCK * (
         6 if type(metric) is M.Variance else 1
-    )  # an integer has three parts, six products
+    )  # an integer has three parts and six products
     wanted = metric.zero()
     for part in values.reshape(-1).split(99_999):
         wanted = metric.observe(wanted, part)
@@ -90,7 +90,7 @@ def test_blocks_are_the_rows_in_order(data):
 
 
 def test_pinned_memory_is_copied_before_a_device_reads_it(monkeypatch):
-    """A loader refills its pinned buffers; what is sent later must not be what is there by then."""
+    """A loader refills its pinned buffers, so a delayed transfer must not send the new contents."""
     copies = []
 
     class Copies(torch.utils._python_dispatch.TorchDispatchMode):
@@ -204,7 +204,7 @@ def test_metrics_that_make_no_sense_are_refused_when_they_are_made(make):
 
 
 def test_a_default_device_is_not_where_numbers_go():
-    """Accumulators begin on the CPU, whatever the script's default device is."""
+    """Accumulators start on the CPU, whatever the script's default device."""
     with torch.device("meta"):
         acc = M.Ratio().observe(M.Ratio().zero(), 1, np.float32(4))
         hits = M.TopK(1).observe(M.TopK(1).zero(), torch.zeros(2, 3, device="cpu"), torch.zeros(2, device="cpu").long())

@@ -1,4 +1,4 @@
-"""Numbers of each metric: rounding once, ties, classes, edges, and what is not finite."""
+"""The numbers of each metric: a single rounding, ties, classes, edges, and non-finite values."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ from trainfold.properties.accumulators import difference_of
 
 
 class Device(torch.utils._python_dispatch.TorchDispatchMode):
-    """A device for which nobody may wait: no operator reads a value from it."""
+    """A device that must not be synchronized: no operator reads a value from it."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert "_local_scalar_dense" not in str(function), f"{function} waits for the device"
@@ -34,13 +34,13 @@ class Device(torch.utils._python_dispatch.TorchDispatchMode):
 @examples(3)
 @given(data=st.data())
 def test_observing_waits_for_no_device(case, data):
-    """A meta tensor has no values, so that whoever asked for one would fail, as would a copy back."""
+    """A meta tensor has no values, so an operator that reads one fails, and so does a copy back."""
     outputs = data.draw(case.values)
     there = tuple(output.to("meta") for output in outputs)
     with Device():
         acc = case.metric.observe(case.metric.zero(), *there)
         again = case.metric.observe(acc, *there)
-    again = case.metric.observe(again, *outputs[:1], *there[1:])  # forgotten on the CPU
+    again = case.metric.observe(again, *outputs[:1], *there[1:])  # left on the CPU by mistake
     assert tree.structure(again) == tree.structure(case.metric.zero())
     assert all(leaf.dtype == torch.int64 for leaf in tree.leaves(again))
 
@@ -72,7 +72,7 @@ def test_a_metric_is_a_value_that_prints_as_it_is_made(case):
         case.metric.additive = None
 
 
-# --- what is particular ----------------------------------------------------------------------------------------------
+# --- particular metrics ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [2, True, 0.1, np.float32(0.5), np.int64(7), np.float64(0.1)])
@@ -83,7 +83,7 @@ def test_numbers_are_outputs_too(number):
 
 
 def test_a_mean_of_ratios_is_not_the_ratio():
-    """What the metric is for: a ragged last batch does not count as much as a full one (P14, P16)."""
+    """The purpose of the metric: a ragged last batch counts less than a full one (P14, P16)."""
     batches = [(torch.tensor([1.0, 1.0, 1.0]), 3), (torch.tensor([5.0]), 1)]
     acc = M.Ratio().zero()
     for nll, tokens in batches:
@@ -108,7 +108,7 @@ def test_an_exponential_is_rounded_once(exponent):
 
 @pytest.mark.parametrize("digits", [3, 10, 17])
 def test_digits_are_added_until_the_rounding_is_certain(digits, monkeypatch):
-    """However few there are to begin with; to stop with these would be wrong in the last place now and then."""
+    """For any initial number of digits; stopping at it would sometimes give a wrong last digit."""
     monkeypatch.setattr(ratio, "_DIGITS", digits)
     for number in range(-300, 300, 7):
         assert rounded_exp(Fraction(number, 11)) == exp_model(Fraction(number, 11))
@@ -122,7 +122,7 @@ def test_exponentials_of_what_is_not_finite():
 
 @pytest.mark.parametrize("scale", [-1074, -1022, -540, -537, -401, -400, -399, 0, 399, 400, 401, 511, 512, 900, 1023])
 def test_squares_neither_overflow_nor_vanish(scale):
-    """The square of what is this large or small is no float64; the variance of what cancels may be one."""
+    """The square of such a large or small number does not fit in a float64; the variance may fit after cancellation."""
     near = math.ldexp(1.0, scale)
     values = torch.tensor([near, math.nextafter(near, math.inf), -near, 0.0], dtype=torch.float64)
     assert result_of(M.Variance(), values) == variance_model(values)
@@ -170,7 +170,7 @@ def test_extremes_tell_the_zeros_apart_and_do_not_hide_nan():
 
 
 def test_ties_among_logits_are_decided_by_index():
-    """Eight equal logits in bf16: the first three classes are the top three, whatever a kernel would say."""
+    """Eight equal logits in bf16: the top three are the first three classes, whatever a kernel returns."""
     logits, targets = torch.zeros(8, 8, dtype=torch.bfloat16), torch.arange(8)
     assert result_of(M.TopK(3), logits, targets) == 3 / 8
 
@@ -188,7 +188,7 @@ def test_logits_are_compared_some_rows_at_a_time(monkeypatch):
 
 
 def test_logits_without_their_last_position_are_not_copied_as_a_whole():
-    """The shift of a causal LM: a view that has gaps, as large as the memory that is left."""
+    """The shift of a causal LM: a view with gaps, as large as the remaining memory."""
     logits = torch.randn(3, 41, 500, generator=torch.Generator().manual_seed(0))
     targets = torch.randint(500, (3, 41), generator=torch.Generator().manual_seed(1))
     for shifted in (logits[:, :-1], logits[:, :-1].bfloat16(), logits.transpose(0, 1)[1:].transpose(0, 1)):
@@ -218,7 +218,7 @@ def test_logits_of_any_kind_are_compared_without_rounding(dtype):
 @given(st.data())
 @examples(100)
 def test_the_top_k_of_a_cpu_are_those_of_the_definition(data):
-    """Ties, infinities, NaN, any dtype and k; with a path of its own for a CPU and the definition beside it."""
+    """Ties, infinities, NaN, any dtype and k: the separate CPU path is compared with the definition."""
     size, width = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 7))
     logits = data.draw(rows_of(size, (width,)))
     places = torch.tensor(data.draw(st.lists(st.integers(0, width - 1), min_size=size, max_size=size))).long()[:, None]
@@ -272,7 +272,7 @@ def test_lengths_of_what_is_not_finite_are_not_finite():
 
 
 def test_counts_by_position_are_numerators_and_denominators():
-    """S50: sums of a batch, as a forward may return them, are what the rows of it are."""
+    """S50: a forward may return the sums of a batch; they count like its rows."""
     accepted = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
     valid = torch.ones(4, 3, dtype=torch.int64)
     for metric in (M.AcceptanceLength(), M.PositionAccuracy()):
@@ -283,7 +283,7 @@ def test_counts_by_position_are_numerators_and_denominators():
 
 
 def test_more_accepted_than_there_was_is_refused():
-    """A mask or a weight was forgotten on one side: the products of such ratios would look like a length."""
+    """A mask or a weight is missing on one side; the products of such ratios would look like a length."""
     weights = torch.full((2, 2), 0.5)
     for metric in (M.AcceptanceLength(), M.PositionAccuracy()):
         with pytest.raises(InvalidArgument, match="position 0"):
@@ -293,7 +293,7 @@ def test_more_accepted_than_there_was_is_refused():
 
 
 def test_the_product_of_means_is_not_the_mean_of_products():
-    """S50: the geometric part is taken after the global reduce."""
+    """S50: the geometric part is computed after the global reduce."""
     metric, ones = M.AcceptanceLength(), torch.ones(1, 2, dtype=torch.bool)
     first, second = torch.tensor([[True, True]]), torch.tensor([[False, False]])
     acc = metric.observe(metric.observe(metric.zero(), first, ones), second, ones)

@@ -1,4 +1,4 @@
-"""Metrics against simple models in plain Python, over any values, dtypes, batches, orders and ranks."""
+"""Metrics compared with simple models in plain Python, over any values, dtypes, batches, orders and ranks."""
 
 import functools
 import math
@@ -27,14 +27,14 @@ def product(one, other):
 
 
 def cropped(outputs, spare):
-    """A batch without the positions that nobody in it has, but for a few."""
+    """A batch cropped to the positions in use, plus a few spare ones."""
     valid = outputs[-1]
     used = int((valid != 0).any(0).nonzero().max()) + 1 if bool((valid != 0).any()) else 0
     return tuple(output[:, : min(used + spare, output.shape[1])] for output in outputs)
 
 
 def ranks_of(data, case, outputs):
-    """The accumulators of 1 to 8 ranks that share the rows in any order, in batches of any size, some of them empty."""
+    """The accumulators of 1 to 8 ranks: rows in any order, batches of any size, some of them empty."""
     size = len(outputs[0])
     order = torch.tensor(data.draw(st.permutations(range(size))), dtype=torch.int64)
     cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=5)))
@@ -55,7 +55,7 @@ def ranks_of(data, case, outputs):
 @examples(60)
 @given(data=st.data())
 def test_a_metric_is_what_its_model_says_however_the_samples_are_dealt_out(case, data):
-    """Q01, Q02, Q04: any batch sizes, order, lengths, ranks with nothing, values that are not finite."""
+    """Q01, Q02, Q04: any batch sizes, order and lengths, empty ranks, and non-finite values."""
     outputs = data.draw(case.values)
     wanted = repr(case.model(*outputs))
     assert repr(case.metric.result(case.metric.observe(case.metric.zero(), *outputs))) == wanted
@@ -71,7 +71,7 @@ def test_a_metric_is_what_its_model_says_however_the_samples_are_dealt_out(case,
 @examples(6)
 @given(data=st.data())
 def test_ranks_that_evaluate_have_what_the_model_says(case, data):
-    """Q04, Q09: additive or not, ragged or not, with ranks that have nothing; on every rank the same."""
+    """Q04, Q09: additive or not, ragged or not, with empty ranks; every rank has the same result."""
     outputs = data.draw(case.values)
     shares = [[] for _ in range(data.draw(st.integers(1, 4)))]
     for rows in torch.arange(len(outputs[0])).tensor_split(data.draw(st.integers(1, 5))):
@@ -102,7 +102,7 @@ def test_a_metric_keeps_the_contract(case, data):
 
 @each_metric
 def test_nothing_seen_is_absent(case):
-    """S50, Q04: no metric makes up a number."""
+    """S50, Q04: no metric invents a number."""
     assert case.metric.result(case.metric.zero()) is None
 
 
@@ -110,7 +110,7 @@ def test_nothing_seen_is_absent(case):
 @examples(3)
 @given(data=st.data())
 def test_an_evaluation_can_be_saved_in_the_middle(case, data, tmp_path_factory):
-    """An accumulator is a tree like any other: it lies in a checkpoint, and comes back to the bit."""
+    """An accumulator is an ordinary tree: a checkpoint stores it and restores it bit for bit."""
     run = tmp_path_factory.mktemp("run")
     first, second = data.draw(case.values), data.draw(case.values)
     half = case.metric.observe(case.metric.zero(), *first)

@@ -1,4 +1,4 @@
-"""Rules of param groups: an expression on the name, or a function of the name, or of the name and the tensor."""
+"""Rules of param groups: an expression for the name, or a function of the name or of the name and the tensor."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ from trainfold.core.state.contract import contract_of
 
 
 def members_of(rule, params=None):
-    """The names that a rule puts into its group."""
+    """The names that a rule selects for its group."""
     params = params or {"w": torch.ones(2, 2), "norm": torch.ones(2), "b": torch.ones(2)}
     init, _ = trainfold.optimizer(torch.optim.SGD, lr=1.0, groups=[(rule, {"weight_decay": 0.5})])
     return [name for group in init(params).groups if group.hyper["weight_decay"] == 0.5 for name in group.params]
@@ -76,7 +76,7 @@ def dim_below(limit, name, p, *, strict=True):
     ],
 )
 def test_a_rule_takes_the_name_or_the_name_and_the_tensor(rule, members):
-    """A function that can be called with the name alone is; one that needs two arguments gets the tensor too."""
+    """A function that accepts the name alone gets only the name; one that needs two arguments also gets the tensor."""
     assert members_of(rule) == members
 
 
@@ -129,7 +129,7 @@ def test_a_rule_of_the_tensor_with_masters_sees_the_parameter_and_not_its_master
 
 
 def test_rules_of_names_and_of_tensors_that_choose_alike_make_one_state():
-    """What a rule looks at is not in the state: contract and fingerprint are those of its groups."""
+    """The state does not record how a rule selects: contract and fingerprint depend only on its groups."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     made = [

@@ -1,4 +1,4 @@
-"""Optimizers as pure functions: the same bits as the mutable torch optimizer, for every one that torch has."""
+"""Optimizers as pure functions: bitwise equal to the mutable optimizer, for every torch optimizer."""
 
 import itertools
 
@@ -55,7 +55,7 @@ CASES = list(_implementations())
 
 
 def _grads(step, params):
-    """``late`` has its first gradient at step 2, ``never`` has none; a gradient also goes missing once it was there."""
+    """``late`` gets its first gradient at step 2, ``never`` gets none; a gradient can also disappear again."""
     generator = torch.Generator().manual_seed(100 + step)
     grads = {name: torch.randn(value.shape, generator=generator) for name, value in params.items()}
     grads["never"] = None
@@ -97,7 +97,7 @@ def test_every_optimizer_of_torch_is_in_the_table():
 
 @pytest.mark.parametrize("case", CASES, ids=map(_ids, CASES))
 def test_pure_updates_give_the_bits_of_the_mutable_optimizer(case):
-    """B09, B10: slots, dtypes and laziness are those of torch, with parameters that never or late have a gradient."""
+    """B09, B10: slots, dtypes and laziness match torch, including parameters that get a gradient late or never."""
     name, hyper = case
     cls = getattr(torch.optim, name)
     start = _params(MATRICES if name == "Muon" else SHAPES)
@@ -259,7 +259,7 @@ def looks_of(check):
 
 @pytest.mark.parametrize("size", [10, 1000])
 def test_the_names_of_groups_are_checked_in_linear_time(size):
-    """The looks at each name, and not the seconds, are what is bounded."""
+    """The test bounds the number of looks at each name, not the seconds."""
     names = [Looked(f"layer.{index}.weight") for index in range(size)]
     groups = (ParamGroup({}, tuple(names[::2])), ParamGroup({}, tuple(names[1::2])))
     assert looks_of(lambda: check_cover(groups, names)) <= 10 * size
@@ -271,7 +271,7 @@ def test_the_names_of_groups_are_checked_in_linear_time(size):
 
 
 def test_groups_that_did_not_change_are_not_checked_again(monkeypatch):
-    """A step that does not donate binds a copy of the state each time; its names are those of the step before."""
+    """A step that does not donate binds a copy of the state each time; the names are those of the previous step."""
     checks = []
     monkeypatch.setattr(bound_optimizer, "check_cover", lambda groups, names: checks.append(groups))
     sgd = optimizer(torch.optim.SGD, lr=0.1)
@@ -285,7 +285,7 @@ def test_groups_that_did_not_change_are_not_checked_again(monkeypatch):
 
 
 def test_a_parameter_without_slots_is_fine_and_one_with_a_part_of_them_is_damage():
-    """B10: lazily absent slots are allowed, partially missing ones are fatal and named."""
+    """B10: slots may be absent, as they are created lazily; a partial set is fatal and named."""
     start = _params(SHAPES)
     adam = optimizer(torch.optim.Adam, lr=0.1)
     params, state = adam.update(_grads(0, start), adam.init(start), start)
@@ -306,7 +306,7 @@ def test_slots_keep_their_dtype_in_low_precision():
 
 
 def test_masters_keep_what_the_parameters_round_away():
-    """B08: fp32 masters are in the optimizer state, and the parameters are rounded from them."""
+    """B08: the optimizer state holds fp32 masters; the parameters are rounded from them."""
     start = {"w": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(2)}
     sgd = optimizer(torch.optim.SGD, lr=2.0**-10, masters=True)
     params, state = start, sgd.init(start)
@@ -322,7 +322,7 @@ def test_masters_keep_what_the_parameters_round_away():
 
 
 def test_masters_that_are_absent_are_cloned_with_a_warning_and_wrong_ones_refused():
-    """B08: absent gives an explicit warning and a new clone; wrong names, shapes or dtypes an error."""
+    """B08: absent masters give an explicit warning and new clones; wrong names, shapes or dtypes give an error."""
     start = {"w": torch.ones(3, dtype=torch.bfloat16)}
     grads = {"w": torch.ones(3, dtype=torch.bfloat16)}
     sgd = optimizer(torch.optim.SGD, lr=0.5, masters=True)

@@ -1,4 +1,4 @@
-"""Every optimizer of torch and of four packages of others: a resume has the bits of the run, or it is refused by name."""
+"""Every optimizer of torch and of four other packages: a resume is bitwise equal to the run, or it is refused by name."""
 
 import contextlib
 import importlib.util
@@ -17,7 +17,7 @@ from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import TrainfoldError
 
 with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what others warn of when they are imported is theirs
+    warnings.simplefilter("ignore")  # warnings of other packages during their import are not ours
     import lion_pytorch
     import pytorch_optimizer
     import schedulefree
@@ -34,7 +34,7 @@ PACKAGES = {
 
 
 class Net(nn.Module):
-    """Parameters of one, two and three dimensions; or of one and two alone."""
+    """Parameters of one, two and three dimensions, or only of one and two."""
 
     def __init__(self, *, flat):
         super().__init__()
@@ -61,11 +61,12 @@ class Words(nn.Module):
 
 
 class Case:
-    """An optimizer, made as its documentation shows.
+    """An optimizer, made as in its documentation.
 
     Args:
         make: (model) -> optimizer.
-        closure: whether ``step`` takes a closure; "backward": one that has done it, which returns the loss.
+        closure: "whole": ``step`` takes a closure that runs the backward; "twice": the closure is also called once
+            before; "loss": the backward is run before, and the closure only returns the loss.
         graph: whether the gradients keep their graph.
         model: () -> the model.
     """
@@ -116,7 +117,7 @@ def step(case, model, optimizer, number):
 
 
 def by_use(model, flag):
-    """Matrices in one group, all else in the other, as the makers of Muon want it."""
+    """Matrices in one group, everything else in the other, as the authors of Muon recommend."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim != 2]
     return [{"params": matrices, flag: True}, {"params": rest, flag: False}]
@@ -140,7 +141,7 @@ def momentum(model):
 
 
 def two_steps(model, optimizer, loss_of):
-    """As the SAM of the paper is used: up the hill, and then down from there."""
+    """SAM as in its paper: first ascend, then descend from there."""
     loss_of().backward()
     optimizer.first_step(zero_grad=True)
     loss_of().backward()
@@ -247,7 +248,7 @@ NOT_RUN = {
     if importlib.util.find_spec("einops") is None
 }
 IN_A_GROUP = {"pytorch_optimizer.demo", "pytorch_optimizer.distributedmuon"}  # they ask torch.distributed for its ranks
-# what they hold that no checkpoint can, by the name that the refusal has
+# state that no checkpoint can hold, by its name in the refusal
 REFUSED = {
     "pytorch_optimizer.conda": r"slots\['hidden.weight'\]\['projector'\].*GaLoreProjector",
     "pytorch_optimizer.scalableshampoo": r"slots\['first.weight'\]\['pre_conditioner'\].*PreConditioner",
@@ -282,7 +283,7 @@ CASES = cases()
 
 def trained(case, model, optimizer, live, numbers):
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")  # theirs, and torch's about their create_graph
+        warnings.simplefilter("ignore")  # their warnings, and torch's about their create_graph
         for number in numbers:
             step(case, model, optimizer, number)
             live.advance(samples=6)
@@ -311,7 +312,7 @@ def group_of_one(folder):
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - REFUSED.keys()))
 def test_a_resume_has_the_bits_of_the_run(name, request):
-    """W05, W06: six steps, save, everything built anew, restore, six steps: twelve steps, bit for bit."""
+    """W05, W06: six steps, save, rebuild everything, restore, six steps: bitwise equal to twelve steps."""
     if name in IN_A_GROUP:
         with group_of_one(request.getfixturevalue("tmp_path")):
             _check_a_resume(name)
@@ -327,6 +328,6 @@ def _check_a_resume(name):
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_no_checkpoint_can_hold_is_refused_by_name(name):
-    """W05, W06: never different in silence."""
+    """W05, W06: the state never changes silently."""
     with pytest.raises(TrainfoldError, match=REFUSED[name]):
         attached_and_trained(CASES[name], MemoryStore(), 0, range(BEFORE, BEFORE + AFTER))

@@ -1,4 +1,4 @@
-"""Pure steps with the optimizers of others: a resume has the bits of the run, or it is refused by name."""
+"""Pure steps with optimizers of other packages: a resume is bitwise equal to the run, or it is refused by name."""
 
 import contextlib
 import inspect
@@ -16,7 +16,7 @@ from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import ResumeRefused, TrainfoldError, UnsupportedLeaf
 
 with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what others warn of when they are imported is theirs
+    warnings.simplefilter("ignore")  # warnings of other packages during their import are not ours
     import pytorch_optimizer
     import torch_optimizer
 
@@ -86,13 +86,13 @@ def quiet():
 @example(name="torch_optimizer.RAdam", donate=True)
 @settings(max_examples=30)
 def test_a_resume_of_a_pure_step_has_the_bits_of_the_run_or_is_refused(name, donate):
-    """W06: what appears in a group is state, and what stood there is a setting; through two saves and loads."""
+    """W06: new entries of a group are state, and existing ones are settings; through two saves and loads."""
     store = MemoryStore()
     with quiet():
         try:
             state, step = made(name, 0, donate=donate)
             state = trained(state, step, range(BEFORE))
-        except Exception:  # noqa: BLE001  # one that no pure step can run says so at once
+        except Exception:  # noqa: BLE001  # one that no pure step can run fails at once
             return
         try:
             trainfold.save(state, store)
@@ -109,7 +109,7 @@ def test_a_resume_of_a_pure_step_has_the_bits_of_the_run_or_is_refused(name, don
 @pytest.mark.parametrize("name", ["lamb", "prodigy", "torch_optimizer.RAdam"])
 @pytest.mark.parametrize("donate", [False, True])
 def test_optimizers_that_write_into_their_groups_are_resumed(name, donate):
-    """W06: they were saved, and refused at each resume."""
+    """W06: they could be saved, but each resume was refused."""
     store = MemoryStore()
     with quiet():
         state, step = made(name, 0, donate=donate)
@@ -125,7 +125,7 @@ def test_optimizers_that_write_into_their_groups_are_resumed(name, donate):
 
 
 def test_a_slot_that_would_come_back_in_another_layout_is_refused_by_name():
-    """W05: SOAP's bases lie column by column; row by row its next step had other bits, in silence."""
+    """W05: SOAP's bases are column-major; restored row-major, its next step silently had other bits."""
     with quiet():
         state, step = made("soap", 0, donate=False)
         state = trained(state, step, range(2))
@@ -134,7 +134,7 @@ def test_a_slot_that_would_come_back_in_another_layout_is_refused_by_name():
 
 
 class Noisy(torch.optim.SGD):
-    """Langevin dynamics: its step draws."""
+    """Langevin dynamics: its step draws random numbers."""
 
     def step(self, closure=None):
         loss = super().step(closure)
@@ -150,7 +150,7 @@ def by_function(grads, state, params):
 
 @pytest.mark.parametrize("pure", [trainfold.optimizer(Noisy, lr=0.01), (lambda params: {}, by_function)])
 def test_what_an_update_draws_depends_on_the_step_alone(pure):
-    """A step is a function of its arguments: the global stream is neither read nor moved, and each step draws anew."""
+    """A step is a function of its arguments: it does not use the global stream, and each step has new draws."""
     torch.manual_seed(0)
     model = Net()
     state, step = trainfold.init_state(model, pure, seed=0), trainfold.make_step(model, loss_fn, pure)
@@ -173,7 +173,7 @@ def test_what_an_update_draws_depends_on_the_step_alone(pure):
 
 
 class Scaled(nn.Module):
-    """A module with a state that is no tensor."""
+    """A module with an extra state other than tensors."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +187,7 @@ class Scaled(nn.Module):
 
 
 def test_a_module_that_says_more_than_tensors_is_refused_by_a_pure_step():
-    """W05: what torch's own state_dict() would save was lost, in silence. Ties, wrappers and other names of the same tensors are no more."""
+    """W05: torch's own state_dict() would save it, but it was lost silently. Ties, wrappers and aliases do not count as more."""
     adam = trainfold.optimizer(torch.optim.Adam)
     with pytest.raises(trainfold.TrainfoldError, match=r"1 more: '0\._extra_state'.*trainfold\.attach"):
         trainfold.init_state(nn.Sequential(Scaled()), adam)

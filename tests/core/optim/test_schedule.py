@@ -46,7 +46,7 @@ def test_a_schedule_rises_rests_and_falls_to_its_floor(schedule, step):
 @settings(max_examples=20, deadline=None)
 @given(any_schedule())
 def test_a_schedule_has_the_bits_of_lambda_lr(schedule):
-    """B12: a pure function of the step, with nothing to restore."""
+    """B12: a pure function of the step with nothing to restore."""
     inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, schedule)
     for step in range(25):
@@ -95,7 +95,7 @@ def test_the_horizon_has_one_owner(total, max_steps, data_steps):
 
 
 def test_a_stream_without_a_horizon_raises():
-    """A13: streaming without either raises."""
+    """A13: a stream needs an explicit total or max_steps."""
     with pytest.raises(HorizonUnknown, match="max_steps"):
         horizon()
     with pytest.raises(HorizonUnknown, match="total_steps"):

@@ -1,4 +1,4 @@
-"""What is concluded from the records of three runs: nothing that differs is passed over, and nothing that is the same is blamed."""
+"""The conclusion from the records of three runs: every difference is found, and equal values are never blamed."""
 
 import attrs
 import pytest
@@ -13,7 +13,7 @@ NAMES = ("loss", "norm")
 
 
 def values_of(step, tick=0):
-    """Two recorded values of a step, one of them twice, as in an accumulation window."""
+    """Two recorded values of a step; one occurs twice, as in an accumulation window."""
     return {"loss": (f"{step}", f"{step}5"), "norm": (f"{step + tick}.5",)}
 
 
@@ -24,7 +24,7 @@ def saved_of(step, tick=0):
 
 
 def stretch(number, start, end, *, every, is_cut=False, partial=0):
-    """What a process does from one step to another; a cut one may have recorded a part of the step that it died in."""
+    """The record of a process from one step to another; a killed one may contain a part of its last step."""
     values = {step: values_of(step) for step in range(start + 1, end + 1)}
     if partial:
         values[end + 1] = {"loss": (f"{end + 1}",)}
@@ -34,7 +34,7 @@ def stretch(number, start, end, *, every, is_cut=False, partial=0):
 
 @st.composite
 def rehearsals(draw):
-    """A whole run, and one that was killed now and then after its first save, resumed from the newest one each time."""
+    """A whole run, and one killed at several times after its first save and resumed from its newest save each time."""
     every = draw(st.integers(1, 4))
     steps = draw(st.integers(2 * every, 5 * every))
     whole = stretch(1, 0, steps, every=every)
@@ -49,7 +49,7 @@ def rehearsals(draw):
 
 @given(rehearsals())
 def test_runs_that_are_the_same_are_identical(rehearsal):
-    """However they were cut: a part of a step is no difference."""
+    """Wherever they were killed: a partial step does not count as a difference."""
     whole, killed = rehearsal
     conclusion = conclude(whole, whole, killed, tolerance=None)
     last = killed[-1]
@@ -97,7 +97,7 @@ def test_one_leaf_of_a_resumed_process_that_is_another_is_found_where_it_is(rehe
 
 @given(rehearsals(), st.data())
 def test_a_step_that_a_resumed_process_did_not_record_is_found(rehearsal, data):
-    """Silence in the middle is a difference too; at the ends it is not, where the process was cut."""
+    """A gap in the middle is a difference; at the ends, where the process was killed, it is not."""
     whole, killed = rehearsal
     last = killed[-1]
     inner = sorted(last.values)[:-1] if last.values else []
@@ -106,7 +106,9 @@ def test_a_step_that_a_resumed_process_did_not_record_is_found(rehearsal, data):
     step = data.draw(st.sampled_from(inner))
     missing = attrs.evolve(last, values={key: values for key, values in last.values.items() if key != step})
     conclusion = conclude(whole, whole, [*killed[:-1], missing], tolerance=None)
-    expected = "differs" if step > last.resumed_at + 1 else conclusion.outcome  # before the first record: saved before
+    expected = (
+        "differs" if step > last.resumed_at + 1 else conclusion.outcome
+    )  # before the first record, the step was already saved
     assert conclusion.outcome == expected
     if expected == "differs":
         assert {each.step for each in conclusion.found} == {step}
@@ -115,7 +117,7 @@ def test_a_step_that_a_resumed_process_did_not_record_is_found(rehearsal, data):
 
 @given(rehearsals(), st.data())
 def test_a_value_that_whole_runs_have_otherwise_is_left_out_by_name(rehearsal, data):
-    """W15: such as a time: nothing follows it, and nothing else is left out."""
+    """W15: a time, for example: nothing depends on it, and no other value is left out."""
     whole, killed = rehearsal
     step = data.draw(st.integers(1, min(killed[0].last_step, whole.last_step)))
     restless = {"again": whole, "first": killed[0]}
@@ -130,7 +132,7 @@ def test_a_value_that_whole_runs_have_otherwise_is_left_out_by_name(rehearsal, d
 
 @given(rehearsals(), st.data())
 def test_whatever_differs_between_whole_runs_is_never_blamed_on_a_resume(rehearsal, data):
-    """W15: told apart, also where it is the process before the first kill that shows it."""
+    """W15: it is reported as unrepeatable, even if only the process before the first kill shows it."""
     whole, killed = rehearsal
     step = data.draw(st.integers(1, min(killed[0].last_step, whole.last_step)))
     restless = {"again": whole, "first": killed[0]}
@@ -149,7 +151,7 @@ def test_whatever_differs_between_whole_runs_is_never_blamed_on_a_resume(rehears
 
 @given(st.floats(), st.floats())
 def test_texts_are_equal_if_and_only_if_the_bits_are(one, other):
-    """NaN apart, which has one text."""
+    """Except for NaN, which has one text."""
     same = (one != one and other != other) or one.hex() == other.hex()
     assert (exact_text(one) == exact_text(other)) == same
     assert exact_text(float_of(exact_text(one))) == exact_text(one)

@@ -1,4 +1,4 @@
-"""A place in the data, or a key, that cannot be is found in the manifest, before a byte of a tensor is read."""
+"""An impossible data position or key is found in the manifest, before any tensor byte is read."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def saved(*states):
 
 @pytest.mark.parametrize("name", BAD)
 def test_the_newest_checkpoint_whose_position_can_be_is_resumed(name):
-    """V03: as for any other checkpoint that cannot be used."""
+    """V03: like any other checkpoint that cannot be used."""
     store = saved(GOOD, BAD[name], BAD[name])
     plan = trainfold.plan(store, like=GOOD)
     assert isinstance(plan, ResumePlan)
@@ -59,7 +59,7 @@ def test_where_no_other_is_there_the_reason_is_the_problem(name):
 
 
 def test_all_ranks_choose_the_same_checkpoint():
-    """V05: each of them checks what any of them would load."""
+    """V05: each rank checks everything that any rank would load."""
     store = saved(GOOD, BAD["dataset"])
 
     def work(world):

@@ -1,4 +1,4 @@
-"""`plan_reads`: carried out on a simple model it gives the bytes that are wanted, and reads nothing else."""
+"""`plan_reads`: run on a simple model, the plan gives exactly the requested bytes and reads no others."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ def boxes(draw, shape):
 
 @st.composite
 def tables(draw, most_files=3):
-    """Tensors with values, each cut into a grid of shards, which lie anywhere in some files; and the bytes of the files."""
+    """Tensors with values, each split into a grid of shards placed anywhere in some files; and the bytes of the files."""
     count = draw(st.integers(1, 4))
     files = [bytearray(BASE) for _ in range(most_files)]
     values, pieces = [], []
@@ -53,7 +53,7 @@ def tables(draw, most_files=3):
 
 
 def resume_of(table, places, *, verb="load", kept=(), files=3):
-    """A plan that loads a list whose elements are tensors, by their index in a table."""
+    """A plan that loads a list of tensors, each by its index in a table."""
     node = {"list": [{"t": index} for index in places]}
     records = tuple(FileRecord(f"ema-{number}", "ema", number, 10**6, "xxh3:") for number in range(files))
     component = ComponentRecord("ema", (node,), (table,), "xxh3:")
@@ -63,7 +63,7 @@ def resume_of(table, places, *, verb="load", kept=(), files=3):
 
 
 def carried_out(read, files):
-    """The slice that a tensor's reads give: every shard is read whole and copied to where it belongs."""
+    """The slice that a tensor's reads give: every shard is read whole and copied to its place."""
     record = read.record
     box = read.box if read.box is not None else tuple((0, size) for size in record.shape)
     out = np.full([stop - start for start, stop in box], -1, dtype=np.int16)
@@ -83,7 +83,7 @@ def carried_out(read, files):
 
 @given(data=st.data(), case=tables())
 def test_the_reads_give_the_bytes_of_each_leaf_and_no_byte_is_read_twice_or_in_vain(data, case):
-    """V12, H02: whatever slices were saved, and whatever slices this rank holds."""
+    """V12, H02: for any saved slices and any slices of this rank."""
     values, table, files = case
     targets = {
         record.path: data.draw(st.none() | boxes(record.shape)) for record in data.draw(st.permutations(table)) if data.draw(st.booleans())
@@ -95,7 +95,7 @@ def test_the_reads_give_the_bytes_of_each_leaf_and_no_byte_is_read_twice_or_in_v
         box = targets[read.path]
         wanted = values[index] if box is None else values[index][tuple(slice(*side) for side in box)]
         assert np.array_equal(carried_out(read, files), wanted)
-        for each in read.shards:  # a shard without a single element that is wanted is not read
+        for each in read.shards:  # a shard without a needed element is not read
             assert box is None or intersect(table[index].shards[each.shard].box, box) is not None or not wanted.shape
     once = [(each.file, byte) for each in plan.components["ema"].shards for byte in range(each.start, each.stop)]
     assert len(once) == len(set(once)) == plan.size_bytes
@@ -104,7 +104,7 @@ def test_the_reads_give_the_bytes_of_each_leaf_and_no_byte_is_read_twice_or_in_v
 
 
 def check_ranges(plan, once):
-    """The ranges are the same bytes: sorted, apart from each other, none of them empty."""
+    """The ranges cover the same bytes; they are sorted, separate and not empty."""
     by_file = {name: {byte for number, byte in once if plan.files[number] == name} for name in plan.files}
     for name, spans in plan.ranges.items():
         assert all(start < stop for start, stop in spans)
@@ -142,7 +142,7 @@ def test_tied_leaves_are_read_once_and_kept_ones_not_at_all():
 
 
 def test_an_adopted_component_needs_every_leaf_and_a_loaded_one_those_of_the_target():
-    """B10: slots appear lazily, so that the target may not have them yet."""
+    """B10: slots are created lazily, so the target may not have them yet."""
     some = {"ema": {"ema[0]": None}}
     assert plan_reads(resume_of(two_tensors(), [0, 1]), some).size_bytes == 8
     assert plan_reads(resume_of(two_tensors(), [0, 1], verb="adopt"), some).size_bytes == 16
@@ -156,7 +156,7 @@ def test_what_is_not_loaded_is_not_read(verb):
 
 
 def test_the_cost_is_linear_in_the_shards_and_does_not_depend_on_the_number_of_ranks(monkeypatch):
-    """H02: one rank of 16,384 compares its slice with each stored shard once, and reads one."""
+    """H02: one rank of 16,384 compares its slice with each stored shard once, and reads one shard."""
     world = 16_384
     shards = tuple(ShardRecord(rank, 8, 10, ((rank, rank + 1),), "xxh3:") for rank in range(world))
     table = (TensorRecord("ema[0]", "int16", (world,), shards),)

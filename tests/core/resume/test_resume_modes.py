@@ -1,4 +1,4 @@
-"""What is loaded is said, not guessed: full, weights only, all but one; and a checkpoint without what is asked for."""
+"""What to load is explicit: everything, weights only or all but one; and checkpoints without a requested component."""
 
 import attrs
 import pytest
@@ -68,7 +68,7 @@ def test_weights_and_counters_is_a_selection_like_any_other():
 
 
 def test_loaded_weights_are_not_reverted_by_old_masters():
-    """B08, V07: after loading weights only, the masters are made from them, else the first step reverts the weights."""
+    """B08, V07: a weights-only load makes the masters from the weights; otherwise the first step reverts them."""
     _, _, state = trained(dtype=torch.bfloat16, masters=True)
     fresh, step, _ = trained(0, dtype=torch.bfloat16, masters=True, seed=1)
     for options in ({"components": ["model"]}, {"reset": {"optimizer": "weights only, on purpose"}}):
@@ -80,7 +80,7 @@ def test_loaded_weights_are_not_reverted_by_old_masters():
 
 
 def described(*, lr=0.1, seed=0):
-    """A state whose optimizer, dataset and step have something to say in the contract."""
+    """A state whose optimizer, dataset and step add entries to the contract."""
     torch.manual_seed(0)
     model, adamw = nn.Linear(4, 4), trainfold.optimizer(torch.optim.AdamW, lr=lr)
     cursor = trainfold.data.DataCursor(length=100, seed=seed, epoch=0, next_index=0)
@@ -99,7 +99,7 @@ def described(*, lr=0.1, seed=0):
     ],
 )
 def test_what_describes_a_component_that_is_not_resumed_may_differ(options, kinds):
-    """V06, V07, V08: weights alone go into a run with another learning rate, data order and accumulation."""
+    """V06, V07, V08: weights alone can start a run with another learning rate, data order and accumulation."""
     store = saved(described())
     other = described(lr=0.5, seed=1)
     outcome = trainfold.plan(store, like=other, **options)
@@ -111,7 +111,7 @@ def test_what_describes_a_component_that_is_not_resumed_may_differ(options, kind
 
 
 def test_weights_merged_by_hand_are_not_reverted_by_old_masters():
-    """B08: those that round to the weights stay, with what is below their precision; the others are made anew."""
+    """B08: masters that round to the weights stay, with their extra precision; the others are recreated."""
     _, _, state = trained(dtype=torch.bfloat16, masters=True)
     fresh, _, _ = trained(0, dtype=torch.bfloat16, masters=True, seed=1)
     mixed = trainfold.merge(fresh, trainfold.select(state, ["model"]))
@@ -132,7 +132,7 @@ def test_a_full_resume_keeps_the_masters_bit_for_bit():
 
 
 def test_a_model_only_checkpoint_is_not_taken_for_a_full_one():
-    """V06: full needs every declared part (T24). V11: a fresh optimizer is kept only if the caller allows it."""
+    """V06: full requires every declared part (T24). V11: a fresh optimizer is kept only if the caller allows it."""
     _, _, state = trained()
     fresh, _, _ = trained(0, seed=1)
     store = saved(state, components=["model", "trainer"])
@@ -172,7 +172,7 @@ def test_a_second_load_in_the_same_process_sees_what_is_there_now():
 
 
 def test_a_state_holds_its_next_step_to_what_trained_it():
-    """V08: accumulation and clipping are saved and compared at resume, without anybody passing them along."""
+    """V08: accumulation and clipping are saved and compared at resume; the caller passes nothing along."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     sgd = trainfold.optimizer(torch.optim.SGD, lr=1e-3)
@@ -205,7 +205,7 @@ def test_selecting_and_merging_keep_the_contract():
 
 
 def test_a_convolution_in_channels_last_resumes_bit_for_bit():
-    """V13: the same bits after a resume, whatever the memory format."""
+    """V13: the same bits after a resume, for any memory format."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(
         memory_format=torch.channels_last
@@ -217,7 +217,7 @@ def test_a_convolution_in_channels_last_resumes_bit_for_bit():
 
 
 def test_a_run_stays_where_it_is_when_the_process_changes_its_directory(tmp_path, monkeypatch):
-    """P33: relative paths; an open store does not move with chdir, and an empty name is no run."""
+    """P33: relative paths work; an open store ignores a later chdir, and an empty name is refused."""
     monkeypatch.chdir(tmp_path)
     store = LocalStore("runs/a")
     _, step, state = trained()
@@ -232,7 +232,7 @@ def test_a_run_stays_where_it_is_when_the_process_changes_its_directory(tmp_path
 
 
 def as_an_older_version_wrote_it(state):
-    """A checkpoint whose contract says nothing."""
+    """A checkpoint with an empty contract."""
     store = saved(state)
     name = f"step-{state.trainer.step:08d}/manifest.json"
     data = store.read(name)
@@ -250,7 +250,7 @@ def as_an_older_version_wrote_it(state):
     ],
 )
 def test_what_an_old_contract_does_not_say_is_proved_by_its_components(change, kind):
-    """V09: legacy checkpoints that miss a key: derive it if provable, as the horizon from the scheduler's state."""
+    """V09: a key that a legacy checkpoint lacks is derived if provable, as the horizon from the scheduler's state."""
     _, _, state = trained()
     state = state.evolve(dataset=trainfold.data.DataCursor(0, 4, 12, seed=1))
     store = as_an_older_version_wrote_it(state)
@@ -261,7 +261,7 @@ def test_what_an_old_contract_does_not_say_is_proved_by_its_components(change, k
 
 
 def test_what_nothing_in_a_checkpoint_proves_is_not_guessed():
-    """V09: else refuse; never guess. V08: a policy for each key."""
+    """V09: otherwise refuse; never guess. V08: a policy for each key."""
     _, _, state = trained()
     store = saved(state)
     refusal = trainfold.plan(store, like=state, contract={"tokenizer": "bytes"})
@@ -278,7 +278,7 @@ def with_rate(state, rate):
 
 @pytest.mark.parametrize("component", ["model", "optimizer", "rng", "dataset"])
 def test_a_damaged_part_takes_all_parts_from_the_older_checkpoint(component):
-    """V16: weights, data position and random state come from one source, and a warning says which was passed over."""
+    """V16: weights, data position and random state come from one source; a warning names the skipped checkpoint."""
     fresh, step, state = trained(1)
     states = [state]
     states.append(step(states[-1], torch.ones(2, 4))[0])
@@ -300,7 +300,7 @@ def test_a_damaged_part_takes_all_parts_from_the_older_checkpoint(component):
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen
 class Window:
-    """A data position of a user's own, which looks at its tensor."""
+    """A user's own data position that reads its tensor."""
 
     seen: torch.Tensor = attrs.field()
 
@@ -312,7 +312,7 @@ class Window:
 
 @pytest.mark.parametrize("component", ["dataset", "scheduler", "optimizer"])
 def test_a_users_own_class_that_looks_at_its_tensors_is_loaded(component):
-    """V09: what cannot be read without tensors proves nothing, and is no reason to refuse."""
+    """V09: a value that needs tensors proves nothing, but does not cause a refusal either."""
     state = TrainState(trainer=Progress(3), **{component: Window(torch.arange(3))})
     store = saved(state)
     assert isinstance(trainfold.plan(store, like=state), ResumePlan)

@@ -1,4 +1,4 @@
-"""How often to save: nothing loses less than what is advised, by a model that a simulated attempt agrees with."""
+"""How often to save: no cadence loses less than the advised one, by a model that agrees with a simulated attempt."""
 
 import json
 import math
@@ -27,7 +27,7 @@ costs = st.fixed_dictionaries(
 
 
 def simulated(every_steps, *, save_secs, step_secs, mtbf_secs, restart_secs, write_secs):
-    """The model: one attempt without a failure, event by event; a save counts if no failure came before it was durable."""
+    """The model: one attempt without a failure, event by event; a save counts if it was durable before the failure."""
     now, durable, useful = restart_secs, 0.0, 0.0
     survives = 1.0
     while survives > 1e-12 and now < 60 * mtbf_secs:
@@ -46,7 +46,7 @@ def simulated(every_steps, *, save_secs, step_secs, mtbf_secs, restart_secs, wri
     given_costs={"save_secs": 0.2, "step_secs": 0.5, "mtbf_secs": 600.0, "restart_secs": 2.0, "write_secs": 4.0},
 )
 def test_what_a_cadence_loses_is_what_a_simulated_attempt_loses(every_steps, given_costs):
-    """Blocking saves and such as go on in the background, also where the next save has to wait for the one before."""
+    """Blocking saves and background saves, including a save that waits for the previous one."""
     period = max(given_costs["write_secs"], every_steps * given_costs["step_secs"] + given_costs["save_secs"])
     if 30 * given_costs["mtbf_secs"] / period > 300_000:
         return
@@ -58,7 +58,7 @@ def test_what_a_cadence_loses_is_what_a_simulated_attempt_loses(every_steps, giv
 @given(given_costs=costs)
 @example(given_costs={"save_secs": 0.0, "step_secs": 0.05, "mtbf_secs": 1.0, "restart_secs": 0.0, "write_secs": 4.0})
 def test_no_other_number_of_steps_loses_less(given_costs):
-    """Exhaustively up to 2,000, and around the advised number; also where a write takes longer than machines live."""
+    """Exhaustively up to 2,000 and around the advised number, even if a write takes longer than machines live."""
     advice = advise_cadence(**given_costs)
     near = range(max(1, advice.every_steps - 300), advice.every_steps + 300)
     least = min(lost_fraction(k, **given_costs) for k in (*range(1, 2_000), *near))
@@ -76,7 +76,7 @@ def test_the_advice_is_dalys_where_his_formula_holds_and_youngs_where_saves_are_
         return
     step_secs = (
         young_interval_secs(save_secs=save_secs, mtbf_secs=mtbf_secs) / 10_000
-    )  # so fine that rounding is no matter
+    )  # so fine that rounding does not matter
     advice = advise_cadence(save_secs=save_secs, step_secs=step_secs, mtbf_secs=mtbf_secs)
     work_secs = advice.every_steps * step_secs
     daly_secs = daly_interval_secs(save_secs=save_secs, mtbf_secs=mtbf_secs)
@@ -105,7 +105,7 @@ def test_a_save_that_costs_nothing_is_worth_every_step():
 
 
 def test_a_background_write_holds_the_advice_at_what_it_can_keep_up_with():
-    """One save is in flight at a time: a save that costs the loop nothing is still not made more often than it is durable."""
+    """One save is in flight at a time: a save that costs the loop nothing is still limited by its write time."""
     advice = advise_cadence(save_secs=0, step_secs=0.5, mtbf_secs=1e6, write_secs=30)
     assert advice.every_steps == 60
 

@@ -1,4 +1,4 @@
-"""`plan_pruning`: only proved and unprotected checkpoints go, whatever a run holds, and the newest stays."""
+"""`plan_pruning`: it deletes only proved, unprotected checkpoints, whatever the run contains, and keeps the newest."""
 
 import attrs
 from hypothesis import event, given
@@ -21,7 +21,7 @@ DATA = "model-00000-of-00001.safetensors"
 
 @st.composite
 def runs(draw):
-    """A run after any saves, rewinds, harm and quarantine, and the checkpoint that was committed last."""
+    """A run after any saves, rewinds, damage and quarantine, and the last committed checkpoint."""
     steps = draw(st.lists(st.integers(0, 12), unique=True, min_size=1, max_size=8))
     heads, timeline, forks = {}, 0, ()
     for step in steps:
@@ -88,7 +88,7 @@ def test_what_goes_is_proved_and_unprotected_and_planning_again_deletes_nothing(
 
 @given(case=runs())
 def test_only_what_can_be_loaded_is_proved_and_the_written_one_needs_no_proof(case):
-    """E05: what is in quarantine neither counts nor goes."""
+    """E05: a quarantined checkpoint neither counts nor is deleted."""
     run, written = case
     asked = to_prove(run, written, with_left_behind=True)
     usable = {entry.name for entry in run.entries if entry.is_candidate}

@@ -1,4 +1,4 @@
-"""What stays and what goes: budgets that do not eat each other, and nothing that anything holds on to is deleted."""
+"""Retention: each budget is independent, and a checkpoint in use is never deleted."""
 
 import math
 from functools import reduce
@@ -41,7 +41,7 @@ WHOLE = st.none()
 
 @st.composite
 def saved_lists(draw, *, min_size=0, kinds=WHOLE):
-    """Checkpoints of a lineage, in any order; a later timeline has later steps, until something was rewound."""
+    """Checkpoints of a lineage in any order; a later timeline has later steps, unless the run was rewound."""
     steps = draw(st.lists(st.integers(0, 40), unique=True, min_size=min_size, max_size=10))
     return [Saved(directory_of(s), s, draw(st.integers(0, 2)), draw(scores), draw(ages), draw(kinds)) for s in steps]
 
@@ -51,7 +51,7 @@ parts = st.frozensets(st.sampled_from(["model", "optimizer", "trainer"]), min_si
 
 @st.composite
 def situations(draw, *, kinds=WHOLE):
-    """Checkpoints, the one just written, and the names that something holds on to."""
+    """Checkpoints, the one just written, and the protected names."""
     saved = draw(saved_lists(min_size=1, kinds=kinds))
     written = draw(st.sampled_from(saved))
     names = [one.name for one in saved]
@@ -64,7 +64,7 @@ def situations(draw, *, kinds=WHOLE):
 @settings(max_examples=150)
 @given(situation=situations(kinds=st.none() | parts), policy=policies)
 def test_exports_of_a_part_make_no_difference_to_what_stays_of_whole_checkpoints(situation, policy):
-    """V06, E01: a model-only export by the user pushes out no checkpoint that a full resume needs."""
+    """V06, E01: a model-only export by the user displaces no checkpoint that a full resume needs."""
     saved, written, protected = situation
     whole = [one for one in saved if one.parts is None]
     with_exports = plan_retention(saved, policy=policy, written=written, protected=protected)
@@ -76,7 +76,7 @@ def test_exports_of_a_part_make_no_difference_to_what_stays_of_whole_checkpoints
 @settings(max_examples=150)
 @given(situation=situations(kinds=st.none() | parts), policy=policies, k=st.integers(1, 3))
 def test_a_checkpoint_goes_only_for_others_that_have_everything_that_it_has(situation, policy, k):
-    """V06: whatever goes, k newer ones can do all that it could, and stay."""
+    """V06: for each deleted checkpoint, k newer ones with at least the same components remain."""
     saved, written, _ = situation
     plan = plan_retention(saved, policy=policy | keep_last(k), written=written)
     by_name = {one.name: one for one in [*saved, written]}
@@ -93,7 +93,7 @@ def test_a_checkpoint_goes_only_for_others_that_have_everything_that_it_has(situ
 @settings(max_examples=150)
 @given(situation=situations(kinds=st.none() | parts), policy=policies, data=st.data())
 def test_a_plan_takes_nothing_that_anything_holds_on_to(situation, policy, data):
-    """E02, E06: not the newest, nothing protected, nothing later; each is in one place; the order makes no difference."""
+    """E02, E06: not the newest, no protected one, no later one; each is listed once; the order does not matter."""
     saved, written, protected = situation
     plan = plan_retention(saved, policy=policy, written=written, protected=protected)
     assert sorted([*plan.kept, *plan.deleted]) == sorted(one.name for one in saved)
@@ -112,7 +112,7 @@ def test_a_plan_takes_nothing_that_anything_holds_on_to(situation, policy, data)
 @settings(max_examples=100)
 @given(situation=situations(kinds=st.none() | parts), policy=policies)
 def test_after_a_plan_was_carried_out_there_is_nothing_left_to_do(situation, policy):
-    """E04: so a deletion that was interrupted anywhere can be planned and tried again."""
+    """E04: so an interrupted deletion can be planned again and retried."""
     saved, written, protected = situation
     plan = plan_retention(saved, policy=policy, written=written, protected=protected)
     for done in range(len(plan.deleted) + 1):
@@ -124,7 +124,7 @@ def test_after_a_plan_was_carried_out_there_is_nothing_left_to_do(situation, pol
 @settings(max_examples=100)
 @given(situation=situations(), a=policies, b=policies, c=policies)
 def test_policies_add_up(situation, a, b, c):
-    """E07: a union, so that no budget eats another; in any order, any grouping, and once is as good as twice."""
+    """E07: the result is a union, so budgets are independent; order, grouping and repetition do not matter."""
     saved, written, protected = situation
     assert (a | b).kept(saved, written) == a.kept(saved, written) | b.kept(saved, written)
     assert (a | b).kept(saved, written) == (b | a).kept(saved, written)
@@ -142,7 +142,7 @@ def test_policies_add_up(situation, a, b, c):
     secs_per_step=st.integers(1, 30),
 )
 def test_what_a_whole_history_would_keep_was_never_deleted_on_the_way(history, policy, secs_per_step):
-    """E07, E11: the model has a disk without end and prunes once; the run prunes after each save."""
+    """E07, E11: the model has an infinite disk and prunes once; the run prunes after each save."""
     everything, disk, step = [], [], 0
     for more, score in history:
         step += more
@@ -160,7 +160,7 @@ def test_what_a_whole_history_would_keep_was_never_deleted_on_the_way(history, p
 @example(situation=([Saved("a", 1), Saved("b", 2), Saved("c", 3)], Saved("c", 3), {"b"}), k=2)
 @example(situation=([Saved("a", 1), Saved("b", 2), Saved("c", 3)], Saved("c", 3), {"c"}), k=2)
 def test_what_is_protected_uses_up_no_budget(situation, k):
-    """E02, E07: the last k of those that nothing holds on to, the one just written among them."""
+    """E02, E07: the last k are counted among the unprotected checkpoints and the one just written."""
     saved, written, protected = situation
     plan = plan_retention(saved, policy=keep_last(k), written=written, protected=protected)
     takes_part = [one for one in saved if one.step <= written.step and one.timeline <= written.timeline]
@@ -172,7 +172,7 @@ def test_what_is_protected_uses_up_no_budget(situation, k):
 
 
 def test_a_rewind_deletes_neither_what_it_left_behind_nor_what_it_writes():
-    """E06, M18, T41: load 100, disk has 200 to 500: the 110 just written is the newest of its timeline."""
+    """E06, M18, T41: load 100 while the disk has 200 to 500; the new 110 is the newest of its timeline."""
     saved = [Saved(directory_of(step), step) for step in (100, 200, 300, 400, 500)]
     written = Saved(directory_of(110), 110, timeline=1)
     plan = plan_retention([*saved, written], policy=keep_last(1), written=written)
@@ -188,7 +188,7 @@ def test_a_rewind_deletes_neither_what_it_left_behind_nor_what_it_writes():
 )
 @example(moves=[("on", 9), ("on", 9), ("on", 9), ("back", 2), ("on", 1)], k=1, n_steps=None)
 def test_however_often_a_run_goes_back_its_newest_checkpoints_stay_and_nothing_left_behind_goes(moves, k, n_steps):
-    """E06, E16, M18, T41: by the lineage of the manifests' heads, as the manager does it; a resume finds what was written."""
+    """E06, E16, M18, T41: the lineage comes from the manifests' heads, as in the manager; a resume finds the saved one."""
     policy = keep_last(k) if n_steps is None else keep_last(k) | keep_every(n_steps)
     run, step, deleted = Inventory("run", "run", ()), 0, set()
     for move, by in moves:
@@ -206,14 +206,14 @@ def test_however_often_a_run_goes_back_its_newest_checkpoints_stay_and_nothing_l
         behind = {entry.name for entry in run.entries} - {one.name for one in mine}
         plan = plan_retention(mine, policy=policy, written=Saved(name, step, head.timeline))
         assert not behind & set(plan.deleted)
-        assert {one.name for one in mine[:k]} <= set(plan.kept)  # mine is newest first
+        assert {one.name for one in mine[:k]} <= set(plan.kept)  # mine is sorted newest first
         deleted |= set(plan.deleted)
         run = Inventory("run", "run", tuple(entry for entry in run.entries if entry.name not in plan.deleted))
         assert [entry.name for entry in lineage(run)] == [one.name for one in mine if one.name in plan.kept]
 
 
 def test_the_one_just_written_counts_as_it_was_written_and_not_as_it_was_listed_before():
-    """A step that is saved again: the list was made before the commit."""
+    """A step is saved again: the list was made before the commit."""
     old = Saved("step-1", 1, score=0.9)
     new = Saved("step-1", 1, timeline=1, score=0.1)
     other = Saved("step-0", 0, score=0.5)
@@ -266,7 +266,7 @@ def test_the_last_k_are_the_newest(saved, k):
 @given(every=st.integers(1, 6), n_steps=st.integers(1, 20), total=st.integers(1, 60), extra=st.sets(st.integers(1, 60)))
 @example(every=4, n_steps=10, total=41, extra={13})
 def test_each_multiple_has_the_first_checkpoint_at_or_after_it(every, n_steps, total, extra):
-    """E07: also where the cadence of the saves jumps over the multiples, and where a save came between."""
+    """E07: also if the save interval skips the multiples, and if there was a save in between."""
     steps = sorted({*range(every, total + 1, every), *(step for step in extra if step <= total)})
     if not steps:
         return
@@ -284,7 +284,7 @@ def test_each_multiple_has_the_first_checkpoint_at_or_after_it(every, n_steps, t
     history=st.lists(scores, min_size=1, max_size=12), n=st.integers(1, 4), direction=st.sampled_from(["min", "max"])
 )
 def test_the_best_are_those_of_plan_best(history, n, direction):
-    """E11, F43: the same order, the same ties; NaN, infinities and unknown scores are none of them; 0.0 is a score."""
+    """E11, F43: the same order and ties; NaN, infinite and unknown scores are left out; 0.0 is a score."""
     kept = ()
     for step, score in enumerate(history):
         kept = plan_best(kept, BestEntry(score, step), n=n, direction=direction).kept
@@ -296,13 +296,13 @@ def test_the_best_are_those_of_plan_best(history, n, direction):
     ("age_secs", "stays"), [(59.0, True), (60.0, True), (60.5, False), (None, True), (math.nan, True), (-1e9, True)]
 )
 def test_an_age_that_is_not_known_is_no_reason_to_delete(age_secs, stays):
-    """And a clock that was set back makes nothing old."""
+    """After a clock is set back, no checkpoint becomes old."""
     saved = [Saved("a", 1, age_secs=age_secs), Saved("b", 2, age_secs=0.0)]
     assert ("a" in keep_newer(60).kept(saved, saved[-1])) is stays
 
 
 def test_a_rule_of_the_users_own_adds_up_like_the_others():
-    """E07: by its two methods, without a base class."""
+    """E07: through its two methods, without a base class."""
 
     @attrs.frozen
     class Named:
@@ -339,7 +339,7 @@ def test_a_rule_of_the_users_own_adds_up_like_the_others():
     ],
 )
 def test_what_cannot_be_is_refused(make, words):
-    """E01: negative rejected."""
+    """E01: a negative number is rejected."""
     with pytest.raises(InvalidArgument, match=words):
         make()
 

@@ -1,4 +1,4 @@
-"""The save plan: every byte of every tensor once, whatever the world; files that any safetensors reader understands."""
+"""The save plan: every byte of every tensor once, for any world size, in files that any safetensors reader can open."""
 
 import json
 import math
@@ -55,7 +55,7 @@ def test_each_tensor_is_written_once_by_one_rank_and_files_have_no_gaps(tensors,
 @given(sizes=st.lists(st.integers(0, 1000), min_size=1, max_size=30), world_size=st.integers(1, 8))
 @settings(deadline=None)
 def test_the_bytes_of_replicated_state_are_balanced_between_ranks(sizes, world_size):
-    """N05: replicated groups write once; no rank writes more than its share and the largest tensor."""
+    """N05: replicated groups write once; no rank writes more than its share plus the largest tensor."""
     tree = {f"t{i}": torch.zeros(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
     plan = plan_save([described(tree)] * world_size, step=0)
     written = [
@@ -131,7 +131,7 @@ def test_an_unsharded_copy_beside_shards_is_an_overlap():
 
 
 def test_ranks_that_hold_different_components_are_named():
-    """C06: all ranks agree. The first difference is in the message."""
+    """C06: all ranks agree. The message contains the first difference."""
     with pytest.raises(RanksDisagree, match="rank 1"):
         plan_save([described({"w": 1}), described({"w": 2})], step=1)
     with pytest.raises(RanksDisagree, match="components"):
@@ -155,7 +155,7 @@ def test_ranks_that_hold_different_components_are_named():
     ],
 )
 def test_the_scalar_that_ranks_have_otherwise_is_named(one, other, where):
-    """W24: the component alone was named; and a zero of another sign, or a 1 for a True, is another bit too."""
+    """W24: only the component was named; -0.0 and 0.0, or 1 and True, also differ in their bits."""
     with pytest.raises(RanksDisagree) as caught:
         plan_save([described(one), described(other)], step=1)
     assert caught.value.where == where

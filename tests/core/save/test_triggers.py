@@ -1,4 +1,4 @@
-"""One decision per boundary: what is due, what was asked for, and what is saved already, in whatever order it comes."""
+"""One decision per boundary: due saves, requests and finished saves, in any order."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ steps = st.integers(0, 30)
 
 @st.composite
 def boundaries(draw):
-    """Everything that one decision may look at."""
+    """Every input of one decision."""
     step = draw(steps)
     return step, {
         "triggers": draw(triggers),
@@ -42,7 +42,7 @@ def boundaries(draw):
 
 @given(world=worlds, data=st.data())
 def test_the_order_of_ranks_and_requests_makes_no_difference(world, data):
-    """R01: nor how often something was asked, nor which ranks were merged first."""
+    """R01: neither do repeated requests, or which ranks merge first."""
     merged = merge_requests(world)
     shuffled = [data.draw(st.permutations([*rank, *rank])) for rank in data.draw(st.permutations(world))]
     assert merge_requests(shuffled) == merged
@@ -71,7 +71,7 @@ def test_what_is_no_request_is_refused(request_):
 
 
 def by_hand(step, *, triggers, last_saved, secs_since_save, requests, is_last, is_best):
-    """The model: (save, stop), one rule after the other."""
+    """The model: (save, stop), by one rule after the other."""
     if "abort" in requests:
         return False, True
     stop = is_last or "stop" in requests or "save_and_stop" in requests
@@ -102,7 +102,7 @@ def test_a_decision_is_what_a_person_would_decide_by_hand(boundary):
 
 @given(boundary=boundaries(), data=st.data())
 def test_a_decision_does_not_depend_on_the_order_of_what_was_asked(boundary, data):
-    """R01: and the ranks that merged before decide as one that did not."""
+    """R01: merging on the ranks before a decision does not change it."""
     step, facts = boundary
     verdict = decide(step, **facts)
     for other in (data.draw(st.permutations(facts["requests"])), merge_requests([facts["requests"]])):
@@ -111,7 +111,7 @@ def test_a_decision_does_not_depend_on_the_order_of_what_was_asked(boundary, dat
 
 @given(boundary=boundaries())
 def test_a_step_is_not_saved_twice_for_another_reason(boundary):
-    """E10, A14: best and interval and signal and last step at one boundary: one save."""
+    """E10, A14: best, interval, signal and last step at one boundary give one save."""
     step, facts = boundary
     verdict = decide(step, **facts)
     again = decide(step, **{**facts, "last_saved": step, "secs_since_save": 0.0})
@@ -121,7 +121,7 @@ def test_a_step_is_not_saved_twice_for_another_reason(boundary):
 
 @given(boundary=boundaries())
 def test_an_abort_saves_nothing_and_stops(boundary):
-    """R02: whatever else is due."""
+    """R02: even if a save is due."""
     step, facts = boundary
     verdict = decide(step, **{**facts, "requests": [*facts["requests"], "abort"]})
     assert (verdict.save, verdict.stop) == (False, True)
@@ -131,7 +131,7 @@ def test_an_abort_saves_nothing_and_stops(boundary):
 @settings(max_examples=30)
 @given(world=st.lists(requests, min_size=1, max_size=3), clocks=st.lists(st.floats(0, 20), min_size=3, max_size=3))
 def test_ranks_that_gather_their_requests_and_take_the_clock_of_rank_0_decide_alike(world, clocks):
-    """R01: a signal on any rank, clocks that differ: one decision, by one collective."""
+    """R01: a signal on any rank and different clocks give one decision, by one collective."""
 
     def boundary(rank):
         told = rank.gather((world[rank.rank], clocks[rank.rank]))
@@ -144,7 +144,7 @@ def test_ranks_that_gather_their_requests_and_take_the_clock_of_rank_0_decide_al
 
 
 def test_at_step_0_nothing_is_due_by_a_number_or_by_the_clock():
-    """O06: a slow start is no reason to save what nothing was done to; being asked is."""
+    """O06: a slow start does not save an untrained state; a request does."""
     facts = {"triggers": make_triggers(every=1, every_secs=1), "last_saved": None, "secs_since_save": 1e6}
     assert decide(0, **facts) == Verdict(save=False, stop=False)
     assert decide(0, **facts, requests=["save"]).save
@@ -153,13 +153,13 @@ def test_at_step_0_nothing_is_due_by_a_number_or_by_the_clock():
 
 
 def test_a_finished_run_that_is_started_again_saves_nothing():
-    """A11, M49: it was resumed at its last step."""
+    """A11, M49: it resumed at its last step."""
     facts = {"triggers": make_triggers(every=100), "last_saved": 250, "secs_since_save": 0.0}
     assert decide(250, **facts, is_last=True) == Verdict(save=False, stop=True, reasons=("last", "saved"))
 
 
 def test_a_run_that_does_not_save_its_end_does_where_it_is_told_to():
-    """R02: what tells a stop from a save-and-stop."""
+    """R02: the difference between a stop and a save-and-stop."""
     facts = {"triggers": make_triggers(every=100, at_end=False), "last_saved": 200, "secs_since_save": 0.0}
     assert not decide(250, **facts, is_last=True).save
     assert not decide(250, **facts, requests=["stop"]).save
@@ -202,9 +202,9 @@ def test_triggers_that_cannot_be_are_refused(arguments, named):
 
 
 def train(limits, *, triggers, total, asked=None, best=(), stride=1, secs_per_step=1.0):
-    """A run, killed right after each of the limits and started again from its newest checkpoint.
+    """A run, killed right after each limit and restarted from its newest checkpoint.
 
-    Returns the steps of all saves with their reasons, in order.
+    Returns the steps and reasons of all saves, in order.
     """
     saves, newest = [], None
     for limit in [*limits, math.inf]:
@@ -242,12 +242,12 @@ def train(limits, *, triggers, total, asked=None, best=(), stride=1, secs_per_st
 )
 @example(every=5, total=20, stride=1, kills=[7, 7], asked={6: ["save"]}, best={5})
 def test_the_steps_that_the_cadence_saves_depend_on_nothing_else(every, total, stride, kills, asked, best):
-    """V14: neither on kills nor on what was saved beside them; killed work is done again and saved at the same steps."""
+    """V14: neither kills nor other saves change them; lost work is repeated and saved at the same steps."""
     triggers = make_triggers(every=every)
     expected = [min(total, -(-number // stride) * stride) for number in range(every, total + 1, every)]
     disturbed = train(sorted(kills), triggers=triggers, total=total, asked=asked, best=best, stride=stride)
     assert {step for step, reasons in disturbed if "every" in reasons} == set(expected)
-    assert len({step for step, _ in disturbed}) == len(disturbed)  # nothing is saved twice
+    assert len({step for step, _ in disturbed}) == len(disturbed)  # no step is saved twice
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Names of a module's tensors: those of torch without the wrappers' prefixes, whoever names them (B11, B17, B19)."""
+"""Names of a module's tensors: torch's own without the wrappers' prefixes, for every caller (B11, B17, B19)."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from trainfold.core.state.fqn import canonical_name, named_tensors
 
 
 class Hiding(nn.Module):
-    """Says itself which modules it has: all but one."""
+    """Overrides the list of its modules and leaves out one."""
 
     def named_modules(self, memo=None, prefix="", remove_duplicate=True):
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
@@ -40,7 +40,7 @@ def modules(draw, depth=3):
 
 
 def places(module, kind):
-    """Every place by torch's own walk."""
+    """Every place, by torch's own traversal."""
     return [
         (canonical_name(f"{prefix}.{key}" if prefix else key), value)
         for prefix, owner in module.named_modules(remove_duplicate=False)
@@ -85,7 +85,7 @@ def test_weights_that_a_forward_rescales_are_told(kind):
 
 
 def test_a_weight_that_is_computed_is_not_asked_for():
-    """C14: looking at it may move buffers and random streams."""
+    """C14: computing it may change buffers and random streams."""
     model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))
     nn.utils.parametrizations.spectral_norm(model[0])
     before = {name: value.clone() for name, value in model.named_buffers()}
@@ -103,7 +103,7 @@ def test_an_embedding_without_a_weight_has_none_to_rescale():
 
 @pytest.mark.parametrize("made", [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm])
 def test_what_a_rescaled_weight_is_computed_of_may_be_rescaled(made):
-    """A parametrization may return its weight itself, which the forward then writes to."""
+    """A parametrization may return its original weight, and the forward then writes to it."""
     model = nn.Sequential(made(nn.Embedding(4, 2, max_norm=1.0)))
     expected = {id(each) for each in model[0].parametrizations.parameters()}
     assert {id(each) for each in named_tensors(model).rescaled} == expected

@@ -1,4 +1,4 @@
-"""The structure codec: any tree becomes JSON and numbered tensors and comes back, and nothing else can."""
+"""The structure codec: any tree becomes JSON and numbered tensors and is restored; anything else is refused."""
 
 import json
 from collections import Counter, OrderedDict
@@ -40,7 +40,7 @@ def same(one, other):
 @SLOW
 @given(strategies.trees())
 def test_any_tree_comes_back_bit_for_bit(value):
-    """U01: the rest is JSON; tuple and list, int keys, ints beyond 2**53, NaN payloads and -0.0 come back as they were."""
+    """U01: the rest is JSON; tuples and lists, int keys, ints beyond 2**53, NaN payloads and -0.0 are restored exactly."""
     back = through_json(value)
     same(value, back)
     assert tree.structure(value) == tree.structure(back)

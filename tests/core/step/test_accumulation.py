@@ -1,4 +1,4 @@
-"""Windows: nothing partial is given away, nothing is read ahead, and impossible plans are refused early."""
+"""Windows: no partial window leaks, nothing is read ahead, and impossible plans are refused early."""
 
 import itertools
 
@@ -20,7 +20,7 @@ sizes = st.integers(1, 6)
 
 @given(count=counts, accumulate=sizes, tail=st.sampled_from(["raise", "drop", "step"]))
 def test_windows_are_whole_and_the_tail_is_as_was_said(count, accumulate, tail):
-    """A07: at the end of the stream inside a window the policy is explicit, and nothing partial leaks."""
+    """A07: if the stream ends inside a window, an explicit policy applies, and no partial window leaks."""
     whole, rest = divmod(count, accumulate)
     expected = [list(range(i * accumulate, (i + 1) * accumulate)) for i in range(whole)]
     stream = windows(range(count), accumulate, tail=tail)
@@ -36,7 +36,7 @@ def test_windows_are_whole_and_the_tail_is_as_was_said(count, accumulate, tail):
 
 @given(accumulate=sizes, taken=st.integers(1, 4))
 def test_no_microbatch_is_read_ahead_of_its_window(accumulate, taken):
-    """A07: what was not given in a window was not consumed from the stream."""
+    """A07: a microbatch outside the yielded windows was not consumed from the stream."""
     source = iter(range(100))
     stream = windows(source, accumulate)
     for _ in range(taken):
@@ -45,7 +45,7 @@ def test_no_microbatch_is_read_ahead_of_its_window(accumulate, taken):
 
 
 def test_a_stream_that_stops_inside_next_ends_and_does_not_become_a_runtime_error():
-    """A07: PEP 479; a StopIteration of the user's iterator is the end of the stream, with the policy applied."""
+    """A07: PEP 479: a StopIteration of the user's iterator ends the stream, and the policy applies."""
 
     class Source:
         count = 0
@@ -102,7 +102,7 @@ def test_numbers_that_are_not_positive_are_refused():
     tail=st.sampled_from(["raise", "drop", "step"]),
 )
 def test_a_plan_is_refused_exactly_when_the_run_would_fail(microbatches, accumulate, epochs, max_steps, tail):
-    """A08: known-size data with an impossible plan is rejected; not where max_steps stops at an earlier boundary."""
+    """A08: an impossible plan for data of known size is refused, unless max_steps stops at an earlier boundary."""
     stream = windows(range(microbatches * epochs), accumulate, tail=tail)
     try:
         steps = len(list(itertools.islice(stream, max_steps)))
@@ -119,14 +119,14 @@ def test_a_plan_is_refused_exactly_when_the_run_would_fail(microbatches, accumul
 
 
 def test_a_stream_of_unknown_length_is_not_refused():
-    """A08: only data of a known size can be judged before the model is built."""
+    """A08: only data of known size can be checked before the model is built."""
     assert check_plan(microbatches=None, accumulate=3) is None
     assert check_plan(microbatches=None, accumulate=3, max_steps=7) == 7
 
 
 @pytest.mark.parametrize(("tail", "steps"), [("drop", 5), ("step", 6)])
 def test_windows_of_a_ragged_stream_are_what_a_step_takes(tail, steps):
-    """A07, A08: a plan says how many steps a stream of ragged microbatches gives, and all its samples are counted."""
+    """A07, A08: a plan gives the number of steps of a stream of ragged microbatches, and counts all its samples."""
     sgd = optimizer(torch.optim.SGD, lr=0.5)
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)  # halves are exact

@@ -1,4 +1,4 @@
-"""Donation: the same bits, no copy, a dead input that says so, and no storage written that somebody else reads."""
+"""Donation: the same bits, no copy, a clear error on use of a donated state, and no write to shared storage."""
 
 import gc
 
@@ -52,7 +52,7 @@ def assert_same_bits(left, right):
     rebinds=st.sets(st.integers(0, 4)),
 )
 def test_donating_gives_the_same_bits_as_not_donating(name, donations, rebinds):
-    """However donating and pure steps are mixed, and wherever the state is replaced by an equal one on the way."""
+    """For any mix of donating and pure steps, even if an equal state replaces the state between them."""
     opt = optimizer(getattr(torch.optim, name), lr=0.01)
     pure = make_step(make_model(), loss_fn, opt, clip_norm=0.5, accumulate=2)
     donating = make_step(make_model(), loss_fn, opt, clip_norm=0.5, accumulate=2, donate=True)
@@ -73,7 +73,7 @@ HYPER = {"lr": st.sampled_from([0.001, 0.1]), "weight_decay": st.sampled_from([0
 
 @st.composite
 def regroupings(draw):
-    """Any partition of the parameters in any order, each part with hyperparameters of its own."""
+    """Any partition of the parameters in any order, with separate hyperparameters for each part."""
     order = draw(st.permutations(NAMES))
     cuts = sorted(draw(st.sets(st.integers(1, len(NAMES) - 1), max_size=3)))
     parts = [tuple(order[start:stop]) for start, stop in zip([0, *cuts], [*cuts, len(NAMES)], strict=True)]
@@ -209,7 +209,7 @@ def test_a_pure_step_after_a_donating_one_does_not_write_into_its_state():
 
 
 def test_two_branches_of_one_run_do_not_disturb_each_other():
-    """A worker that is bound to one state is handed another one: it must write to that one only."""
+    """A worker bound to one state receives another: it must write only to the new one."""
     step = make_step(make_model(), loss_fn, FUSED, donate=True)
     trunk, _ = step(init_state(make_model(), FUSED), make_batch(0))
     branch = tree.map_tensors(torch.clone, trunk)
@@ -253,7 +253,7 @@ def _share_extra(state):
 @pytest.mark.parametrize("share", [_tie_params, _share_slot, _share_extra])
 @pytest.mark.parametrize("warm", [False, True])
 def test_leaves_that_share_storage_are_reported_before_the_step(share, warm):
-    """B19: both leaves are named, nothing is written, and the state is alive."""
+    """B19: both leaves are named, nothing is written, and the state stays usable."""
     donating = make_step(make_model(), loss_fn, FUSED, donate=True)
     state, _ = make_step(make_model(), loss_fn, FUSED)(init_state(make_model(), FUSED), make_batch(0))
     if warm:
@@ -268,7 +268,7 @@ def test_leaves_that_share_storage_are_reported_before_the_step(share, warm):
 
 
 def test_a_graph_that_reads_a_donated_parameter_cannot_run_backward_unnoticed():
-    """A fused optimizer on a CPU moves no version counter by itself."""
+    """A fused optimizer on a CPU does not bump version counters itself."""
     step = make_step(make_model(), loss_fn, FUSED, donate=True)
     state, _ = step(init_state(make_model(), FUSED), make_batch(0))
     weight = state.model.params["0.weight"]
@@ -291,7 +291,7 @@ def test_a_step_keeps_no_state_alive_that_nobody_has(donate):
 
 
 def test_a_bound_model_reads_the_state_writes_nothing_and_dies_with_it():
-    """H05: evaluation leaves parameters, buffers and modes as they were."""
+    """H05: evaluation leaves parameters, buffers and modes unchanged."""
     model = make_model()
     step = make_step(model, loss_fn, FUSED, donate=True)
     state, _ = step(init_state(model, FUSED), make_batch(0))

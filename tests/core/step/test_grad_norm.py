@@ -1,4 +1,4 @@
-"""The norm and the clipping of gradients have torch's bits, whatever the gradients are."""
+"""The norm and the clipping of gradients are bitwise equal to torch's, for any gradients."""
 
 import hypothesis.strategies as st
 import pytest
@@ -21,7 +21,7 @@ def params_of(shapes, dtypes, scale, seed):
 
 
 def clipped(params, limit):
-    """Clip the gradients of parameters; their norm."""
+    """Clip the gradients of the parameters and return their norm."""
     norm_of = Norm(params)
     norm = norm_of.of(norm_of.grads())
     norm_of.clip(norm_of.grads(), limit, norm, norm.item())
@@ -47,7 +47,7 @@ def same_bits(one, other):
     seed=st.integers(0, 2**32),
 )
 def test_clipping_has_the_bits_of_torch(shapes, dtypes, scale, clip_norm, seed):
-    """Also where it leaves the gradients alone, since torch would multiply them by 1."""
+    """Even if nothing is clipped; torch would then multiply the gradients by 1."""
     mine, theirs = (params_of(shapes, dtypes, scale, seed) for _ in range(2))
     norm = clipped(mine, clip_norm)
     wanted = torch.nn.utils.clip_grad_norm_(theirs, clip_norm)
@@ -59,7 +59,7 @@ def test_clipping_has_the_bits_of_torch(shapes, dtypes, scale, clip_norm, seed):
 
 @pytest.mark.parametrize("limit", [1.0, 1.0 + 1e-6, 1.0 + 3e-6, 1.005, 1.02])
 def test_clipping_at_the_edge_has_the_bits_of_torch(limit):
-    """A norm that is just above, at, or just below what is allowed."""
+    """The norm is just above, at, or just below the limit."""
     values = torch.tensor([0.6, 0.8]) * torch.tensor([[1.0], [0.999999], [1.000001]])
     for value in values:
         mine, theirs = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The step as a pure function: purity, equivalence with the hand-written loop, accumulation, ranks, and its refusals."""
+"""The step as a pure function: purity, equivalence with the hand-written loop, accumulation, ranks and refusals."""
 
 import copy
 
@@ -176,7 +176,7 @@ def test_accumulation_is_the_sum_of_the_sums_divided_once():
 
 
 def test_masters_in_a_step_are_those_of_the_pure_update():
-    """B08: the gradient of each microbatch goes to fp32 before it is added."""
+    """B08: the gradient of each microbatch is converted to fp32 before it is added."""
     model = torch.nn.Linear(3, 2).bfloat16()
 
     def loss_fn(model, batch):

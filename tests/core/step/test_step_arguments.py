@@ -1,4 +1,4 @@
-"""What a step, its loss, its schedule and a user's own update are given or give: refused by name where it cannot be."""
+"""Invalid arguments and results of a step, its loss, its schedule and a user's own update are refused by name."""
 
 import functools
 
@@ -77,13 +77,13 @@ def test_what_is_no_state_is_refused_by_name(state):
     ],
 )
 def test_steps_are_whole_numbers(call):
-    """A13: the error says what to set."""
+    """A13: the error gives the argument to set."""
     with pytest.raises(InvalidSchedule):
         call()
 
 
 def test_an_infinite_norm_measures_and_resumes(tmp_path):
-    """V08: what a step was made with is compared as it is saved."""
+    """V08: the step's settings are compared as they are saved."""
     model = make_model()
     step = trainfold.make_step(model, loss_fn, SGD, clip_norm=float("inf"))
     state, _ = step(trainfold.init_state(model, SGD), BATCHES[0])
@@ -177,7 +177,7 @@ def test_a_hook_that_holds_a_parameter_is_refused_because_it_would_read_the_mode
     param.register_hook(hooks[hold])
     with pytest.raises(InvalidArgument, match=r"0\.weight"):
         trainfold.make_step(model, loss_fn, SGD)
-    trainfold.bind_model(model, trainfold.init_state(model, SGD))  # nothing flows backward there
+    trainfold.bind_model(model, trainfold.init_state(model, SGD))  # no gradient flows here
 
 
 def test_hooks_are_refused_where_gradients_are_divided_at_the_end():

@@ -1,4 +1,4 @@
-"""How a window is cut into microbatches and ranks changes no bit; what a window without weight or with a bad loss does."""
+"""Splitting a window into microbatches and ranks changes no bit; windows without weight and bad losses are handled."""
 
 import itertools
 import threading
@@ -40,7 +40,7 @@ def linear_state(opt, values=(1.0, 2.0), extra=None):
 
 
 def linear_loss(model, batch):
-    """The gradient of the weight is the sum of the masked rows of x: exact in integers."""
+    """The gradient of the weight is the sum of the masked rows of x, exact in integers."""
     out = model(batch["x"])[:, 0] * batch["mask"]
     return Loss(sum=out.sum(), weight=batch["mask"].sum(), metrics={"rows": batch["mask"].sum()})
 
@@ -71,7 +71,7 @@ def _parts(batch, cuts):
 @settings(max_examples=40, deadline=None)
 @given(windows_of_rows())
 def test_any_split_of_a_window_gives_the_same_step(window):
-    """A01: unequal valid counts and microbatches of weight 0; exact, because integers and powers of two are."""
+    """A01: unequal valid counts and microbatches of weight 0; exact, since values are integers and powers of two."""
     batch, cuts = window
     sgd = optimizer(torch.optim.SGD, lr=0.5)
     model, state = linear_state(sgd)
@@ -86,7 +86,7 @@ def test_any_split_of_a_window_gives_the_same_step(window):
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.sets(st.integers(1, 11), max_size=6), seed=st.integers(0, 99))
 def test_any_split_gives_the_same_gradient_to_float_tolerance(cuts, seed):
-    """A01: N microbatches give the parameters of one batch, to float tolerance, for any split."""
+    """A01: for any split, N microbatches give the parameters of one batch, to float tolerance."""
     generator = torch.Generator().manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4))
     batch = (torch.randn(12, 3, generator=generator), torch.randint(-1, 4, (12,), generator=generator))
@@ -108,7 +108,7 @@ def test_any_split_gives_the_same_gradient_to_float_tolerance(cuts, seed):
 @settings(max_examples=20, deadline=None)
 @given(window=windows_of_rows(), world_size=st.integers(1, 8), accumulate=st.integers(1, 2))
 def test_ranks_divide_by_the_global_weight_and_hold_the_same_bits(window, world_size, accumulate):
-    """A02: the denominator is that of all ranks and all microbatches; ranks with fewer rows or no weight included."""
+    """A02: the denominator counts all ranks and microbatches, including ranks with fewer rows or no weight."""
     batch, _ = window
     sgd = optimizer(torch.optim.SGD, lr=0.5, momentum=0.5)
     model, state = linear_state(sgd)
@@ -162,7 +162,7 @@ def bad_loss(model, batch):
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loss_that_is_not_finite_stops_before_anything_changed(donate, scale, accumulate):
-    """A09: no parameter, buffer or optimizer state changed; a skipped step advances the data and nothing else."""
+    """A09: no parameter, buffer or optimizer state changes; a skipped step advances only the data."""
     model = make_net()
     decay = schedules.linear(9)
     step = make_step(model, bad_loss, adamw(), schedule=decay, accumulate=accumulate, donate=donate)
@@ -184,7 +184,7 @@ def test_a_loss_that_is_not_finite_stops_before_anything_changed(donate, scale, 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_loop_gets_past_a_bad_batch_and_reads_every_other_sample_once(donate, accumulate):
-    """A09: a step that was skipped has advanced the data position too, over the end of an epoch as well."""
+    """A09: a skipped step advances the data position too, even past the end of an epoch."""
     sgd = optimizer(torch.optim.SGD, lr=0.5)
     model, state = linear_state(sgd)
     length, size, epochs = 20, 4, 3
@@ -288,7 +288,7 @@ def test_a_bad_loss_on_one_rank_stops_all_ranks_and_is_named(bad_rank):
 
 
 def test_no_weight_on_any_rank_raises_on_every_rank():
-    """A02: a denominator of 0 raises everywhere, and a rank without weight is fine where others have some."""
+    """A02: a denominator of 0 raises on every rank; a rank without weight is fine if others have some."""
     sgd = optimizer(torch.optim.SGD, lr=0.5)
     model, state = linear_state(sgd)
 
@@ -328,16 +328,16 @@ def test_a_rank_that_fails_in_its_forward_does_not_leave_the_others_waiting():
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_state_exists_only_at_a_boundary(donate):
-    """A05, A06: whoever looks, logs or saves inside a window of k microbatches finds the state before it, bit for bit.
+    """A05, A06: any reader, log or save inside a window of k microbatches sees the state before it, bit for bit.
 
-    The loss function stands for every hook: it is called in the middle of windows, and looks at the run from there.
+    The loss function stands for every hook: it is called inside windows and reads the run there.
     """
     sgd = optimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
     run, store = {}, MemoryStore()
     boundaries, inside, logged = [], [], []
 
     def loss_fn(model, batch):
-        loss = linear_loss(model, batch)  # a forward writes the statistics of its batch
+        loss = linear_loss(model, batch)  # a forward updates its batch statistics
         inside.append((len(batch["x"]), run["state"].trainer.step, fingerprint(run["state"])))
         save(run["state"], store)
         return loss
@@ -358,7 +358,7 @@ def test_a_state_exists_only_at_a_boundary(donate):
 
 
 def test_counters_stay_exact_past_two_to_the_fifty():
-    """B14: counters are Python ints; a weight that is not whole is rounded to the nearest token."""
+    """B14: counters are Python ints; a fractional weight is rounded to the nearest token."""
     sgd = optimizer(torch.optim.SGD, lr=0.5)
     model, state = linear_state(sgd)
     big = 2**60
@@ -372,7 +372,7 @@ def test_counters_stay_exact_past_two_to_the_fifty():
 
 
 def test_the_schedule_of_a_state_is_kept_and_compared():
-    """A13, B12: the horizon is persisted with the state, and another one is refused, naming both."""
+    """A13, B12: the state persists the horizon; a different one is refused, and the error names both."""
     sgd = optimizer(torch.optim.SGD, lr=0.5)
     model, state = linear_state(sgd)
     batch = {"x": torch.ones(1, 2), "mask": torch.ones(1)}

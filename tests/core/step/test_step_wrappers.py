@@ -1,4 +1,4 @@
-"""Wrappers of torch leave no trace in a state; what cannot work is refused by name."""
+"""Torch's wrappers leave no trace in a state; unsupported ones are refused by name."""
 
 import copy
 import math
@@ -57,7 +57,7 @@ class Wrapper(torch.nn.Module):
 
 
 def test_wrappers_do_not_show_in_a_state():
-    """B11: the same names with a wrapper and without it, at any depth."""
+    """B11: the same names with and without a wrapper, at any depth."""
     plain, wrapped = make_net(), make_net()
     wrapped.head = Wrapper(wrapped.head)
     wrapped = Wrapper(wrapped)
@@ -68,7 +68,7 @@ def test_wrappers_do_not_show_in_a_state():
 
 @pytest.fixture
 def process_group():
-    """A world of one process, for wrappers that ask for one."""
+    """A world of one process, for wrappers that need a process group."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -85,7 +85,7 @@ def checkpointed(model):
 
 @pytest.mark.parametrize("wrap", [compiled, checkpointed])
 def test_the_wrappers_of_torch_leave_no_trace_in_a_state_nor_in_its_steps(wrap):
-    """B11: the same names, and the same bits of a step where the wrapper does not change the arithmetic."""
+    """B11: the same names; and the same bits of a step, if the wrapper does not change the arithmetic."""
     plain, wrapped = make_mlp(), wrap(make_mlp())
     assert any(name.startswith(("_orig_mod.", "_checkpoint_wrapped")) for name, _ in wrapped.named_modules())
     state = init_state(plain, adamw())
@@ -98,7 +98,7 @@ def test_the_wrappers_of_torch_leave_no_trace_in_a_state_nor_in_its_steps(wrap):
 
 @pytest.mark.usefixtures("process_group")
 def test_a_model_that_communicates_is_named_and_refused_while_its_weights_are_welcome():
-    """B11: a step of DDP would average over the ranks a second time; its names are canonical all the same."""
+    """B11: a step with DDP would average over the ranks a second time; its names are still canonical."""
     plain, wrapped = make_mlp(), DistributedDataParallel(make_mlp())
     state = init_state(wrapped, adamw())
     assert_same_bits(init_state(plain, adamw()), state)
@@ -124,7 +124,7 @@ def test_a_canonical_name_is_canonical(parts):
 
 
 def test_tied_parameters_are_one_leaf_and_stay_tied():
-    """B19: a tie is stored once, trained as one, and compared when a state meets a model."""
+    """B19: a tie is stored once, trained as one leaf, and checked when a state is bound to a model."""
     model = make_net()
     state = init_state(model, adamw())
     assert state.model.ties == (("head.weight", "embed.weight"),)
@@ -136,7 +136,7 @@ def test_tied_parameters_are_one_leaf_and_stay_tied():
 
 
 def test_parameters_that_share_storage_without_being_tied_are_reported():
-    """B19: storage that a state cannot share is found at the start."""
+    """B19: shared storage that a state cannot represent is found at the start."""
     model = make_net()
     model.head.weight = torch.nn.Parameter(model.embed.weight.detach())
     with pytest.raises(SharedStorage, match=r"embed\.weight"):
@@ -144,7 +144,7 @@ def test_parameters_that_share_storage_without_being_tied_are_reported():
 
 
 def test_non_persistent_buffers_are_no_state():
-    """B17: they are not in the state, and are pristine in each step (the model asserts it)."""
+    """B17: they are not in the state, and each step starts with unchanged ones (the model asserts it)."""
     assert list(init_state(make_net(), adamw()).model.buffers) == [
         "norm.running_mean",
         "norm.running_var",
@@ -212,7 +212,7 @@ def test_the_contract_is_plain_scalars():
 
 
 def test_states_that_were_rebuilt_from_leaves_go_on_with_the_same_bits():
-    """What a load gives: equal leaves in new containers; the worker binds them anew."""
+    """Like the result of a load: equal leaves in new containers; the worker binds them again."""
     model = make_net()
     step = make_step(model, net_loss, adamw(), donate=True)
     straight, resumed = init_state(model, adamw()), init_state(model, adamw())
@@ -239,7 +239,7 @@ def test_a_model_that_cannot_be_copied_is_refused_with_the_attribute_that_is_in_
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("in_eval", [False, True])
 def test_a_step_computes_in_the_modes_of_a_model_in_training(donate, frozen, in_eval):
-    """The loop that puts a normalisation into eval mode after ``model.train()`` is matched bit for bit."""
+    """A loop that puts a normalisation into eval mode after ``model.train()`` is matched bit for bit."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     model.train(not in_eval)
@@ -281,7 +281,7 @@ def test_a_loss_function_that_finds_its_own_loss_not_finite_is_skipped_like_any_
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("frozen_masters", [False, True])
 def test_a_step_that_failed_has_not_happened_wherever_it_failed(donate, frozen_masters):
-    """A09: a schedule that raises once leaves no gradient, no buffer and no binding behind."""
+    """A09: a schedule that raises once leaves no gradient, buffer change or binding behind."""
     calls = []
 
     def schedule(step):
@@ -312,7 +312,7 @@ def test_a_step_that_failed_has_not_happened_wherever_it_failed(donate, frozen_m
 
 
 def test_an_update_that_failed_leaves_no_gradient_behind():
-    """A09, and the same arguments give the same bits: a user's function raises once, after the backward."""
+    """A09: a user's function raises once, after the backward; a retry with the same arguments gives the same bits."""
     failures = [ValueError("the update failed")]
 
     def update(grads, opt_state, params):
@@ -335,7 +335,7 @@ def test_an_update_that_failed_leaves_no_gradient_behind():
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf, "0.5", None, torch.ones(2)])
 def test_a_schedule_that_gives_no_finite_number_is_refused_before_anything_is_updated(factor):
-    """A09: the guard against numbers that are not finite sees the factor too."""
+    """A09: the guard against non-finite numbers checks the factor too."""
     sgd = optimizer(torch.optim.SGD, lr=0.1)
     model = torch.nn.Linear(2, 1)
     state = init_state(model, sgd)
@@ -346,7 +346,7 @@ def test_a_schedule_that_gives_no_finite_number_is_refused_before_anything_is_up
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_a_weight_that_is_a_mask_or_has_a_graph_counts_as_its_sum(accumulate):
-    """A01, A02: the normaliser is a number, and no gradient flows through it, however the window is split."""
+    """A01, A02: the normaliser is a number; no gradient flows through it, for any split of the window."""
     torch.manual_seed(0)
     model, sgd = torch.nn.Linear(2, 1), optimizer(torch.optim.SGD, lr=0.1)
     batch = {"x": torch.randn(8, 2), "mask": (torch.arange(8) % 3 > 0).float()}
@@ -386,7 +386,7 @@ def test_a_metric_with_a_name_that_the_step_reports_under_is_refused(name):
 
 
 def test_ranks_draw_from_keys_of_their_own():
-    """H03: a step draws from (seed, step, microbatch, rank), so two ranks with the same rows have other masks."""
+    """H03: a step draws from (seed, step, microbatch, rank), so two ranks with equal rows have different masks."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1))
     sgd = optimizer(torch.optim.SGD, lr=0.1)
     x = torch.ones(2, 4)

@@ -1,1 +1,1 @@
-"""What several test files of `core` share."""
+"""Shared cases for the test files of `core`."""

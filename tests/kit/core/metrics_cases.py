@@ -1,4 +1,4 @@
-"""What the tests of metrics share."""
+"""Shared cases for the tests of metrics."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ IS_DEEP = "HYPOTHESIS_PROFILE" in os.environ
 
 
 def examples(count):
-    """Half as many in a usual run, for there are many metrics; ten times as many and more with the profiles `laws` and `soak`."""
+    """Half as many in a usual run, since there are many metrics; ten times as many or more with `laws` and `soak`."""
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
     return settings(deadline=None, max_examples=count if IS_DEEP else max(2, count // 2), suppress_health_check=slow)
 
@@ -40,7 +40,7 @@ def examples(count):
 
 @st.composite
 def rows_of(draw, size, width=(), dtype=None, finite=None):
-    """A tensor [size, *width] of any dtype: numbers far apart, of one size, equal, cancelling; sometimes not finite."""
+    """A tensor [size, *width] of any dtype: far apart, of one size, equal or cancelling; sometimes non-finite."""
     dtype = draw(st.sampled_from([*FLOATS, *INTS, torch.bool])) if dtype is None else dtype
     count = size * math.prod(width)
     if dtype in FLOATS:
@@ -53,7 +53,7 @@ def rows_of(draw, size, width=(), dtype=None, finite=None):
         found = torch.tensor(values, dtype=torch.float64).to(dtype)
         if finite:
             found = torch.where(found.isfinite(), found, torch.ones_like(found))
-        if draw(st.booleans()):  # what comes again with the other sign cancels
+        if draw(st.booleans()):  # numbers that occur again with the other sign cancel
             found = torch.where(torch.arange(count) % 2 == 1, -found.roll(1), found)
     elif dtype == torch.bool:
         found = torch.tensor(draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype=dtype)
@@ -75,7 +75,7 @@ def numbers(draw):
 
 @st.composite
 def quotients(draw):
-    """Numerators [n, 2] and denominators [n], also masks and fractions."""
+    """Numerators [n, 2] and denominators [n], including masks and fractions."""
     size = draw(sizes())
     return draw(rows_of(size, (2,))), draw(rows_of(size))
 
@@ -90,7 +90,7 @@ def losses(draw):
 
 @st.composite
 def shares(draw):
-    """Rows of at most 5 positions: what counts, and booleans or a part of it that is accepted."""
+    """Rows of at most 5 positions: the accepted part, as booleans or weights, and the weight of each position."""
     size, length = draw(sizes()), draw(st.integers(0, 5))
     valid = draw(rows_of(size, (length,), dtype=draw(st.sampled_from([torch.bool, torch.uint8, torch.float32]))))
     if valid.is_floating_point():
@@ -108,7 +108,7 @@ def drafts(draw):
 
 @st.composite
 def choices(draw):
-    """Logits of 4 classes with many ties, some NaN and infinite; targets, some of them to be ignored."""
+    """Logits of 4 classes with many ties, NaN and infinities; targets, some of them to ignore."""
     size = draw(sizes())
     logits = draw(rows_of(size, (4,), dtype=draw(st.sampled_from([*FLOATS, torch.int8]))))
     return logits, torch.tensor(
@@ -128,7 +128,7 @@ def pairs(draw):
 
 
 def total(values) -> Fraction | float:
-    """What IEEE 754 says of the sum, were it not rounded."""
+    """The IEEE 754 value of the sum if it were not rounded."""
     values = list(values)
     odd = [value for value in values if isinstance(value, float) and not math.isfinite(value)]
     return sum(odd) if odd else sum(map(Fraction, values), Fraction(0))
@@ -168,7 +168,7 @@ def perplexity_model(nll, tokens):
 
 
 def exp_model(exponent: Fraction) -> float:
-    """In integers of 5,000 bits after the point: the series of ``exp(x / 2**10)``, squared ten times."""
+    """The series of ``exp(x / 2**10)``, squared ten times, in integers with 5,000 fractional bits."""
     bits = 5000
     x = (abs(exponent.numerator) << bits) // (exponent.denominator << 10)
     term = one = 1 << bits
@@ -297,7 +297,7 @@ QS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
 def quantiles_model(values):
-    """By the definition: the least x at which the piecewise linear cumulative count is q * N."""
+    """By definition: the least x at which the piecewise linear cumulative count is q * N."""
     found = histogram_model(values)
     if found is None or found["nan"]:
         return found and [math.nan] * len(QS)
@@ -361,7 +361,7 @@ def result_of(metric, *outputs):
 
 
 class MostElements(torch.utils._python_dispatch.TorchDispatchMode):
-    """The size of the largest tensor that an operator makes for itself."""
+    """The size of the largest tensor allocated by an operator."""
 
     most = 0
 

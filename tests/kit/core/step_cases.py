@@ -1,4 +1,4 @@
-"""What the tests of step share."""
+"""Shared cases for the tests of steps."""
 
 import torch
 
@@ -8,7 +8,7 @@ from trainfold.core.step.loss import Loss
 
 
 class Net(torch.nn.Module):
-    """Everything that a step could leave a trace of: batch statistics, dropout, a tie, a frozen part, a cache."""
+    """Everything in which a step could leave a trace: batch statistics, dropout, a tie, a frozen part, a cache."""
 
     def __init__(self):
         super().__init__()
