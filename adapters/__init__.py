@@ -1,1 +1,1 @@
-"""Holders of mutable torch objects: live runs, managers, loaders, the command line."""
+"""Everything that handles mutable torch objects: live runs, managers, loaders, the command line."""

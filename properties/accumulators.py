@@ -1,4 +1,4 @@
-"""Accumulators of metrics, compared and added up as integers, for the laws and the contract of metrics."""
+"""Compares accumulators of metrics and adds them up as integers, for the laws and the contract of metrics."""
 
 from collections.abc import Sequence
 from typing import Any

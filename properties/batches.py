@@ -1,4 +1,4 @@
-"""Batches cut along dimension 0 and copied, for the law and the contract of metrics."""
+"""Cuts batches along dimension 0 and copies them, for the law and the contract of metrics."""
 
 import copy
 from collections.abc import Callable, Iterator

@@ -35,7 +35,7 @@ _HOSTILE: Final = (
     "a\n", "a\0b", "~", "é", "C:", "a/", "x" * 300,
 )  # fmt: skip
 _NOWHERE_BYTES: Final = 1 << 62  # more than any place has, and it fits into the signed 64 bits of a store's library
-_LONG_AGO_SECS: Final = 1e9  # 2001: milliseconds and monotonic clocks lie outside of this range of seconds since 1970
+_LONG_AGO_SECS: Final = 1e9  # 2001: milliseconds and monotonic clocks are outside this range of seconds since 1970
 _LATE_SECS: Final = 1e11
 _BIG_BYTES: Final = (2 << 20) + 4321  # beyond one block, one page and any alignment
 

@@ -1,4 +1,4 @@
-"""Differences: the first leaf in which two states differ in a bit, and the error that names it."""
+"""Finds the first leaf in which two states differ in a bit; also the errors `LawBroken` and `ContractBroken`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ class LawBroken(AssertionError):
 
 
 class ContractBroken(AssertionError):
-    """A store or a metric breaks rules of its contract; each is named with what was expected and found."""
+    """An implementation breaks rules of its contract; each is named with what was expected and found."""
 
 
 def first_difference(one: TrainState, other: TrainState) -> tuple[str, str] | None:

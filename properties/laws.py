@@ -60,7 +60,7 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor] | torch.nn.Module
 
 
 def is_pure(step: Step, state: TrainState, batch: Any) -> None:
-    """Purity: a step leaves the bits of its input, the batch and the global random states, and does the same twice.
+    """Purity: a step changes no bit of its input, the batch or the global random states, and does the same twice.
 
     The random states are torch's, numpy's and Python's. A detour finds what a step keeps outside of the state: the next step
     runs, then some steps from another state, then the next step again; eight steps in all. With one batch this cannot find
@@ -96,7 +96,7 @@ def donates_equally(step: Step, donating: Step, state: TrainState, batches: Sequ
     """Donation: a donating step gives the same bits as one that does not donate, at every step of a run; and it does donate.
 
     Afterwards its input state is dead: reading a leaf of it raises `StateDonated`. A state without `Leaves`, which cannot be
-    dead, was donated if the next state lies in its storage; a state without tensors has nothing to donate.
+    dead, was donated if the next state is in its storage; a state without tensors has nothing to donate.
 
     Raises:
         LawBroken: naming the first leaf that differs, and the step; or a state that was not donated.

@@ -1,4 +1,4 @@
-"""The law of metrics: `batch_invariant`, for a metric and example values."""
+"""The law of metrics: `batch_invariant` checks it for a metric, with example values."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

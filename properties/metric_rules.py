@@ -88,7 +88,7 @@ def accumulators_are_trees_of_int64_tensors(case: Case) -> None:
 
 
 def zero_is_absent(case: Case) -> None:
-    """The result of an empty accumulator is None, and not a number that was never measured."""
+    """The result of an empty accumulator is None, not a number that was never measured."""
     _equal("result(zero())", expected=None, found=case.metric.result(case.metric.zero()))
 
 
@@ -195,7 +195,7 @@ def nan_is_not_swallowed(case: Case) -> None:
 
 
 def no_device_is_waited_for(case: Case) -> None:
-    """Outputs may lie on a device, and no call reads a value from it: on ``meta`` there is none."""
+    """Outputs may be on a device, and no call reads a value from it: on ``meta`` there is none."""
     metric = case.make_metric()
     for i, sample in enumerate(case.samples):
         there = tree.map_tensors(lambda tensor: tensor.to("meta"), case.arguments(sample))

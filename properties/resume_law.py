@@ -40,7 +40,7 @@ class MadeBy:
 
 
 def made_by(make: Callable[[], Step], *, in_new_process: bool = False) -> MadeBy:
-    """A maker of a step for `laws.resumes_exactly`, which finds more with it than with a finished step.
+    """Wrap a function that makes a step: `laws.resumes_exactly` finds more with it than with a finished step.
 
     A step that is made once keeps what it saw first: a mean of the first batch, a cache that is filled and never changed. The
     resumed run makes its step again, as a restarted program does, and sees another batch first.

@@ -1,4 +1,4 @@
-"""Where a side effect would leave a trace: the global random states, and a module's tensors and modes."""
+"""Copies what a side effect would change: the global random states, and a module's tensors and modes."""
 
 import random
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""Objects of other libraries behind trainfold's protocols. May import core, backends."""
+"""Wrappers that give objects of other libraries, such as a torchmetrics metric, trainfold's protocols. May import core, backends."""

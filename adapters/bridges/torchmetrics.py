@@ -1,4 +1,4 @@
-"""`TorchMetric`: a ``torchmetrics.Metric`` as a metric of trainfold; its states become accumulators of int64 tensors."""
+"""`TorchMetric`: wraps a ``torchmetrics.Metric`` as a trainfold metric; its states become accumulators of int64 tensors."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The commands and their arguments. Each command is in a module of its own, which is imported when it runs."""
+"""The commands and their arguments. Each command has its own module, imported when the command runs."""
 
 import sys
 from collections.abc import Sequence

@@ -86,7 +86,7 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
 
 
 def labelled(component: ComponentRecord, part: int) -> str:
-    """The root of the leaf paths of a component, with the rank where each rank saved its own."""
+    """The root of the leaf paths of a component, with the rank if each rank saved its own."""
     return component.name if len(component.nodes) == 1 else f"{component.name}@rank{part}"
 
 

@@ -1,4 +1,4 @@
-"""`LoaderPlace`: where each loader of a loop stands, from a manifest, for `trainfold plan`."""
+"""`LoaderPlace`: the position of each loader of a loop, read from a manifest for `trainfold plan`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, final
@@ -17,7 +17,7 @@ _MOST: Final = 1 << 63
 @final
 @attrs.frozen
 class LoaderPlace:
-    """Where one loader stands.
+    """The position of one loader.
 
     Attributes:
         name: its name among several; empty for a single loader.
@@ -39,7 +39,7 @@ class LoaderPlace:
 
     @property
     def advice(self) -> str:
-        """What a script that resumes has to set for its workers."""
+        """The worker settings that a resuming script needs."""
         if self.num_workers is None:
             return "an older trainfold did not record how many workers there were: resume at the end of an epoch"
         same = f"resume with num_workers={self.num_workers}"

@@ -1,4 +1,4 @@
-"""`trainfold plan RUN`: what a resume would do, by the planner of a resume but without a model; and how often to save."""
+"""`trainfold plan RUN`: shows what a resume would do, with the planner of a resume but without a model; and how often to save."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`ComponentAdapter`: one component of a live run, which can be captured as a value and written from one."""
+"""`ComponentAdapter`: captures one component of a live run as a value, and writes it back from one."""
 
 import copy
 from collections.abc import Callable

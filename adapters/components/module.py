@@ -1,4 +1,4 @@
-"""A module as the ``model`` component, or another: parameters and persistent buffers by canonical name, written in place."""
+"""`ModulePart`: a module as a component, such as ``model``: parameters and persistent buffers by canonical name, written in place."""
 
 from typing import Any, final
 

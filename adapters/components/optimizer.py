@@ -1,4 +1,4 @@
-"""A torch optimizer as the ``optimizer`` component: slots by canonical name, written without torch's casts."""
+"""`OptimizerPart`: a torch optimizer as the ``optimizer`` component: slots by canonical name, written without torch's casts."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -48,7 +48,7 @@ class OptimizerPart:
 
     @property
     def has_own_way(self) -> bool:
-        """Whether it overrides ``state_dict`` or holds other optimizers, so that a write must be read back and checked."""
+        """Whether it overrides ``state_dict`` or holds other optimizers; a write must then be read back and checked."""
         return overrides_state_dict(self.optimizer) or bool(held_optimizers(self.optimizer, self.around))
 
     def capture(self) -> OptimizerState | OwnOptimizerState:
@@ -56,7 +56,7 @@ class OptimizerPart:
         return capture_optimizer(self.optimizer, self.names, attached=self.attached, around=self.around)
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Return all reasons: another class, other parameters or groups, slots that are missing or have another shape or type."""
+        """Return all reasons: another class, other parameters or groups, missing slots, slots of another shape or type."""
         if not isinstance(saved, OptimizerState | OwnOptimizerState):
             return [wrong_kind(self.path, "the state of a torch optimizer", saved)]
         base = base_of(saved)
@@ -318,7 +318,7 @@ def _same_spec(value: Any, present: Any) -> bool:
 
 
 def _groups_kept(optimizers: list[torch.optim.Optimizer]) -> Undo:
-    """Return a function that copies what ``load_state_dict`` put into new group dicts into the old dicts.
+    """Return a function that copies the new group dicts made by ``load_state_dict`` into the old dicts.
 
     A scheduler keeps references to the old dicts, and an optimizer may share them with an inner one.
     """

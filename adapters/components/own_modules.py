@@ -120,7 +120,7 @@ def own_module_parts(name: str, module: Any) -> dict[str, OwnModulePart]:
 
 
 def late_problems(name: str, module: Any, parts: Mapping[str, OwnModulePart]) -> list[TrainfoldError]:
-    """Return a problem for each owner that has appeared since the module was attached, for example by a later hook.
+    """Return a problem for each owner that has appeared since the module was attached, for example through a later hook.
 
     Args:
         name: the component of its weights.

@@ -1,4 +1,4 @@
-"""A learning rate scheduler, or several, as the ``scheduler`` component."""
+"""`SchedulerPart`: a learning rate scheduler, or several, as the ``scheduler`` component."""
 
 from collections.abc import Mapping
 from typing import Any, final

@@ -1,4 +1,7 @@
-"""Refuses objects that hold only a part of the state on each rank, but look whole; they cannot be saved yet."""
+"""Recognises sharded modules and optimizers (FSDP, DTensors, ZeRO) and refuses them: each rank has only a part of their state.
+
+They look whole, and cannot be saved yet.
+"""
 
 from collections.abc import Iterable, Mapping
 

@@ -163,7 +163,7 @@ def _is_one_number(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """Return the kind of a slot, which like parameters must share. The shape is up to the class, and may grow.
+    """Return the kind of a slot; like parameters must have the same kind. The shape is up to the class, and may grow.
 
     A class may keep one number as a tensor for one parameter and as a plain number for another.
     """

@@ -1,4 +1,4 @@
-"""`batch_digest`: the contents of a batch as a short text, to compare with the same batch drawn again."""
+"""`batch_digest`: digests the contents of a batch into a short text, to compare with the same batch drawn again."""
 
 import ctypes
 from collections.abc import Mapping

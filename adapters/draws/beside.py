@@ -176,7 +176,7 @@ class KeptBeside:
             return [name for name in self.changed() if _is_steady(self._before[name][0])]
 
     def put_back(self) -> None:
-        """Put back the components that have changed."""
+        """Put back the changed components."""
         for name in self.changed():
             part, value = self._before[name]
             with preserved_rng():
@@ -204,7 +204,7 @@ def _value_of(part: ComponentAdapter) -> Any:
 
 
 def _read(part: ComponentAdapter) -> tuple[Any] | None:
-    """A copy of a component's value; None if its owner cannot return it yet."""
+    """Copy a component's value; None if its owner cannot return it yet."""
     try:
         value = _value_of(part)
         return (value if _is_constant(value) else copied(value),)

@@ -1,4 +1,7 @@
-"""The data probe: checks that the last batch of a position, drawn again, is the one that was trained on."""
+"""The data probe: at a resume, the last batch trained on is drawn again, and its digest compared with the recorded one.
+
+This module decides whether to probe, and compares; the iterators of `loaders` draw the batch.
+"""
 
 import logging
 from collections.abc import Collection, Mapping

@@ -28,7 +28,7 @@ class Watch:
 
     def __init__(self, beside: Beside) -> None:
         self.beside = beside
-        self.reader: StreamReader | None = None  # None where workers draw
+        self.reader: StreamReader | None = None  # None if workers draw
         self.before: Streams = {}
         self.put_back: dict[str, Any] = {}  # the components beside the loader, before a batch is drawn again
         self.again: deque[Streams] = deque()  # for batches to draw again: the streams that they were drawn with

@@ -1,4 +1,4 @@
-"""`Draws`: the state of the random streams that a loader draws batches with, and a record of its last batches."""
+"""`Draws`: records the random streams that a loader draws batches with, and its last batches."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Drawn:
 @final
 @attrs.frozen
 class Last:
-    """A batch that was consumed in this epoch: the last one, or the last one of its worker.
+    """A batch consumed in this epoch: the last one, or the last one of its worker.
 
     Attributes:
         digest: the digest of its contents.
@@ -102,13 +102,13 @@ class Draws:
         self.lasts.append(Last(drawn.digest, samples, held, drawn.kind))
 
     def absorb(self, drawn: Drawn) -> None:
-        """Take the streams of a batch that is not trained on: its worker continues after it."""
+        """Take the streams of a batch not trained on: its worker continues after it."""
         self.moved = self.moved or bool(drawn.moved)
         if drawn.worker is not None:
             self.streams[drawn.worker] = {**self.streams[drawn.worker], **drawn.moved}
 
     def end_epoch(self) -> None:
-        """Count an epoch; the next one begins at the first worker."""
+        """Count an epoch; the next one starts at the first worker."""
         self.next = 0
         self.lasts.clear()
         if not self.persistent:

@@ -1,4 +1,7 @@
-"""What every feed needs: the protocol, the batches in flight, the generators of a loader, and checks of a position."""
+"""`Feed`: the protocol of what batches come from, a loader with a position.
+
+Also what every feed needs: the batches in flight, the generators of a loader, and checks of a position. The feeds are in `loaders`.
+"""
 
 import logging
 from collections import deque
@@ -54,13 +57,13 @@ class Feed(Protocol):
         """Raise what `advance` would raise, without counting anything."""
 
     def waiting_samples(self) -> int | None:
-        """The samples of the batches that were delivered and not consumed; None if only the caller knows."""
+        """The samples of the batches delivered but not consumed; None if only the caller knows."""
 
     def undelivered(self) -> int:
-        """The number of batches that were delivered and not consumed."""
+        """The number of batches delivered but not consumed."""
 
     def drop(self) -> int:
-        """Drop the batches that were delivered and not consumed; return their number of samples."""
+        """Drop the batches delivered but not consumed; return their number of samples."""
 
     def rewind(self) -> None:
         """Take these batches back: they will be delivered again."""
@@ -83,7 +86,7 @@ class Feed(Protocol):
 
 @attrs.frozen
 class Delivery:
-    """A batch that was delivered to the loop.
+    """A batch delivered to the loop.
 
     Attributes:
         samples: its number of samples; None if only the caller knows.
@@ -97,7 +100,7 @@ class Delivery:
 
 
 class Deliveries:
-    """The batches that were delivered and not consumed yet, in order."""
+    """The batches delivered but not consumed yet, in order."""
 
     def __init__(self) -> None:
         self.waiting: deque[Delivery] = deque()
@@ -158,7 +161,7 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
 
 
 def samplers_of(loader: Any) -> dict[str, Stateful]:
-    """The samplers of a loader that have a state."""
+    """A loader's samplers that have a state."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = {
         "sampler": getattr(loader, "sampler", None),
@@ -196,7 +199,7 @@ def generator_problems(generators: dict[str, torch.Generator], saved: Any, where
 def position_problems(
     saved: Any, kind: str, counters: tuple[str, ...], *, versions: tuple[int, ...]
 ) -> list[TrainfoldError]:
-    """List what is wrong with a position: its kind of loader, its version, its counters."""
+    """List the faults of a position: its kind of loader, its version, its counters."""
     value = saved.value if isinstance(saved, Opaque) else None
     if not isinstance(value, dict) or value.get("kind") != kind:
         held = value.get("kind") if isinstance(value, dict) else type(saved).__qualname__
@@ -223,7 +226,7 @@ def warn_if_old(value: dict[str, Any], *, inside: bool) -> None:
 
 
 def set_epochs(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of the loader, its samplers and its dataset, each once, where they have it, as a ``DistributedSampler`` does."""
+    """Call ``set_epoch`` of the loader, its samplers and its dataset, each once, if they have it, as a ``DistributedSampler`` does."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     called: list[Any] = []
     for owner in (
@@ -256,7 +259,7 @@ def length_of(value: Any) -> int | None:
 
 
 def stale() -> InvalidState:
-    """The error for an iterator that is used after another one, or a restore, has replaced it."""
+    """The error for an iterator used after another one, or a restore, has replaced it."""
     return InvalidState(
         "live.batches",
         expected="one iteration at a time",

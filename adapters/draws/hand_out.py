@@ -1,4 +1,4 @@
-"""`HandedOut`: how a loader with its own state delivered a batch, so that it can deliver the batch again."""
+"""`HandedOut`: records how a loader with its own state delivered a batch, so that it can deliver the batch again."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, final

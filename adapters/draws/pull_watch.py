@@ -1,4 +1,4 @@
-"""`PullWatch`: sees a sampler that draws from a global random stream during an epoch, so that its order cannot be drawn again."""
+"""`PullWatch`: watches what a sampler draws from the global random streams; an order drawn during an epoch cannot be drawn again."""
 
 import logging
 from collections.abc import Callable

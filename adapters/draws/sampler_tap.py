@@ -1,4 +1,4 @@
-"""`Tap`: wraps the sampler of a DataLoader, to restart an epoch's order and to skip in it."""
+"""`Tap`: wraps the sampler of a DataLoader, to repeat an epoch's order and to skip to a position in it."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -82,7 +82,7 @@ class _TapIterator:
         return item
 
     def prime(self) -> None:
-        """Start the sampler if it has not started. Not earlier, because some samplers draw the epoch's order from a stream."""
+        """Start the sampler if it has not started. This must not happen earlier, because some samplers draw the epoch's order from a stream."""
         if self.indices is not None:
             return
         tap = self.tap

@@ -81,7 +81,7 @@ class WorkerTrace:
     Args:
         collate: the loader's own ``collate_fn``.
         init: the loader's own ``worker_init_fn``, or None.
-        starts: worker -> the streams that it starts with; the streams that are left out stay as the worker was seeded.
+        starts: worker -> the streams that it starts with; omitted streams stay as the worker was seeded.
         empty: workers below this number get an empty task first.
         afters: worker whose first batch is only compared -> the streams that it continues with after that batch.
         counts: whether ``collate`` is called with a list of samples.

@@ -56,7 +56,7 @@ def source_of(batches: Any) -> Source:
 
 
 def begin_of(source: Source, start: Tally | None, ranks: Collectives) -> str:
-    """Where the batches of cursors begin, as text, which must be the same on every rank.
+    """Where the batches of cursors start, as text; it must be the same on every rank.
 
     Raises:
         InvalidArgument: for batches of another rank, and for those that do not begin where the start ended.

@@ -1,4 +1,4 @@
-"""`Chunks`: the batches of an evaluation, cut again at multiples of the sample's index, whatever the batches and the ranks."""
+"""`Chunks`: cuts the batches of an evaluation again, at sample indices that do not depend on the batches or the ranks."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -178,5 +178,5 @@ class Chunks:
             self._waiting += columns.samples
 
     def _is_last(self) -> bool:
-        """Whether a chunk that is not full ends with the last sample, as far as it is known."""
+        """Whether a partial chunk ends with the last sample, as far as it is known."""
         return self._part is None or (self._part.complete and self.is_known() and self._part.given == len(self._part))

@@ -1,4 +1,4 @@
-"""`undisturbed`: a block in which modules are in evaluation mode, and after which everything is put back."""
+"""`undisturbed`: runs a block with modules in evaluation mode, then puts everything back."""
 
 import copy
 import threading
@@ -94,7 +94,7 @@ def communicate(modules: Sequence[torch.nn.Module]) -> bool:
 
 
 def _held(parts: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Record the modes of modules, once for all threads that are evaluating them."""
+    """Record the modes of modules, once for all threads evaluating them."""
     distinct = list({id(part): part for part in parts}.values())
     for part in distinct:
         count, training = _MODES.get(id(part), (0, part.training))

@@ -1,4 +1,4 @@
-"""`close_generators`: closes generators inside an evaluation, so that what they restore is restored now and not at a collection."""
+"""`close_generators`: closes the generators of an evaluation at once; what they restore must not wait for a garbage collection."""
 
 import gc
 import itertools

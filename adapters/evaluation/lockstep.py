@@ -113,12 +113,12 @@ def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, 
 
 
 def raise_again(error: Exception) -> NoReturn:
-    """Raise an error that was caught before, with its own context. The caller has to release its reference as well."""
+    """Raise an error caught before, with its own context. The caller has to release its reference as well."""
     context = error.__context__
     try:
         raise error
     finally:
-        error.__context__ = context  # and not the error that is being handled here
+        error.__context__ = context  # not the error being handled here
         del error, context  # it references this frame
 
 

@@ -141,7 +141,7 @@ def _of_function(function: types.FunctionType, own: frozenset[str]) -> list[Any]
 
 
 def _packages_of(start: Any) -> frozenset[str]:
-    """The packages of a function, or of an object's class, and of what it wraps: these are the user's own, wherever they lie."""
+    """The packages of a function, or of an object's class, and of what it wraps: these are the user's own, wherever they are installed."""
     packages = set()
     for _ in range(8):
         is_function = type(start) is types.FunctionType

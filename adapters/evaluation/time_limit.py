@@ -1,4 +1,4 @@
-"""`time_limit`: batches until a time limit, and whether these were all of them."""
+"""`time_limit`: yields batches until a time limit, and records whether these were all of them."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,11 +14,11 @@ T = TypeVar("T")
 class TimeLimit(Generic[T]):
     """Batches that end when the time is up; made by `time_limit`. All other attributes are those of the batches.
 
-    A time limit falls at another batch on each rank, so it is not known which samples were seen. To continue an evaluation later,
+    A time limit ends each rank at a different batch, so it is not known which samples were seen. To continue an evaluation later,
     cut it into parts by steps, as ``eval_batches(..., limit=...)`` does.
 
     Attributes:
-        batches: the batches that are limited.
+        batches: the limited batches.
     """
 
     def __init__(self, batches: Iterable[T], secs: float, clock: Callable[[], float]) -> None:

@@ -1,1 +1,1 @@
-"""What a manager checks beside saving: the first save, a run that was never saved, a rehearsal. May import `live` and what lies below it."""
+"""Checks of a manager beside saving: before the first save, at the end of a run that was never saved, and in a rehearsal. May import `live` and what lies below it."""

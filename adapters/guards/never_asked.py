@@ -1,4 +1,4 @@
-"""`NeverAsked`: reports at the end that a run was trained and its manager was never called to save."""
+"""`NeverAsked`: reports at the end that a run was trained but its manager was never called to save."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""`AttachedObjects`: the objects of a live run, and the component adapter that reads and writes each."""
+"""`AttachedObjects`: the objects of a live run, each with the component adapter that reads and writes it."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -169,7 +169,7 @@ class AttachedObjects:
         return parts
 
     def new_parts(self, name: str, target: Any, named: Mapping[str, NamedTensors]) -> dict[str, ComponentAdapter]:
-        """The components that an object would add, which is not attached yet.
+        """The components that an object not attached yet would add.
 
         Raises:
             InvalidArgument: for a name or an object that cannot be attached.
@@ -202,7 +202,7 @@ class AttachedObjects:
                 parameter.grad = None
 
     def late_problems(self) -> list[TrainfoldError]:
-        """Why a module's own state cannot be saved, if that shows only after the attach, as for a hook that was registered later."""
+        """Why a module's own state cannot be saved, if that shows only after the attach: for example, a hook was registered later."""
         return [
             problem
             for name, own in self._own_states.items()
@@ -210,7 +210,7 @@ class AttachedObjects:
         ]
 
     def check_whole(self) -> None:
-        """Raise if an object keeps a part of its state on each rank in a form that looks whole."""
+        """Raise if an object keeps only a part of its state on each rank, but looks whole."""
         check_whole(wheres(self.model, self.optimizer, self.extra))
 
     def _part(self, name: str, target: Any, names: Mapping[int, str]) -> ComponentAdapter:

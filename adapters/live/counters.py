@@ -1,4 +1,4 @@
-"""`Counters`: steps, epochs, samples and tokens of a live run; the component ``trainer``."""
+"""`Counters`: the component ``trainer``: steps, epochs, samples and tokens of a live run."""
 
 from typing import Any, final
 
@@ -68,7 +68,7 @@ class Counters:
         return counted
 
     def drop(self) -> None:
-        """Count the samples that were handed out and not trained on as consumed."""
+        """Count the samples handed out but not trained on as consumed."""
         dropped = 0 if self._data is None else self._data.drop()
         self._taken = 0
         self._counted = attrs.evolve(self._counted, samples=self._counted.samples + dropped)

@@ -1,4 +1,4 @@
-"""`dry_capture`: tries at the first step what every save does, so that a run that cannot be saved fails then."""
+"""`dry_capture`: tries at the first step what every save does, so that a run that cannot be saved fails at once."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ def dry_capture(
         parts: the components that a save needs, with the random streams.
         late: returns what shows after the attach only.
         contract: returns what must be the same at a resume.
-        chosen: the components that will be saved; None for all.
+        chosen: the components to be saved; None for all.
 
     Returns:
         Every reason why a save would fail, in the order of the components.

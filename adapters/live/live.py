@@ -73,7 +73,7 @@ class Live:
 
     @property
     def origin(self) -> Origin:
-        """The runs that it was restored from or saved into, for a manager that saves it."""
+        """The runs it was restored from or saved into, for a manager that saves it."""
         return Origin(dict(self.saved_in))
 
     @property
@@ -93,17 +93,17 @@ class Live:
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """Names of restored components that nothing is registered for."""
+        """Names of restored components for which nothing is registered yet."""
         return tuple(self._pending.values)
 
     def advance(self, *, samples: Samples = None, tokens: int | None = None, steps: int = 1) -> Progress:
         """Count what was trained on; call it after each optimizer step, before anything is saved.
 
         Args:
-            samples: samples trained on since the last call. With a ``DataLoader``, None counts every batch that was handed
+            samples: samples trained on since the last call. With a ``DataLoader``, None counts every batch handed
                 out; a number must agree with them; 0 is a step on no data. With several loaders, pass the number of all
                 batches or of one loader's, or a dict of numbers by loader name. On several ranks, pass the number of this
-                rank's batches where all shares have as many, or the sum over all ranks: all ranks save one count, so it
+                rank's batches if all shares have as many, or the sum over all ranks: all ranks save one count, so it
                 must be the same on each.
             tokens: valid tokens among them.
             steps: optimizer steps; 0 inside an accumulation window, which then stays open: nothing can be saved.
@@ -113,7 +113,7 @@ class Live:
 
         Raises:
             InvalidArgument: for a negative number, or an optimizer whose scheduler was made meanwhile and is not attached.
-            UnattachedOptimizer: if an optimizer that is not attached has stepped parameters of this run.
+            UnattachedOptimizer: if an unattached optimizer has stepped parameters of this run.
             CaptureRefused: at the first step, if the run cannot be saved as it is.
             DataPositionMismatch: if the samples are not those of whole batches from `batches`, or a loader is attached and
                 `batches` has handed out none since the last step.
@@ -147,7 +147,7 @@ class Live:
             values: numbers, or tensors without dimensions, by name.
 
         Raises:
-            InvalidArgument: for a value that is neither.
+            InvalidArgument: for any other value.
         """
         check_values(values)
         if self.recorder is not None:
@@ -169,7 +169,7 @@ class Live:
     def batches(
         self, loader: str | None = None, /, *, epochs: int | None = None, steps: int | None = None
     ) -> Iterator[Any]:
-        """The loader's batches from the position on, also from the middle of an epoch, and epoch after epoch.
+        """Yield the loader's batches from the position on, also from the middle of an epoch, and epoch after epoch.
 
         ``set_epoch`` is called on samplers that have it, before the sampler is started. If ``epochs`` or ``steps`` are
         reached already, nothing is drawn and no iterator is made; for ``epochs`` a warning is logged.
@@ -178,7 +178,7 @@ class Live:
         restore, they are put back at the first batch, and a warning names them.
 
         Args:
-            loader: its name, where several are attached.
+            loader: its name, if several are attached.
             epochs: stop when the run has had so many, from its beginning; None for no limit.
             steps: stop when the run has had so many optimizer steps, from its beginning; None for no limit.
 
@@ -196,7 +196,7 @@ class Live:
         return self._loop_data("live.batches").batches(loader, epochs=epochs, until=steps, done=is_done)
 
     def epochs(self, n: int) -> Iterator[int]:
-        """The epochs that are still to do, for a loop in two levels.
+        """Yield the epochs still to do, for a nested loop over epochs and batches.
 
         Inside, ``live.batches()`` yields the rest of that epoch. Leaving it early begins the next epoch, as it does in a
         plain loop, and so does a resume from a save after that. A resume from a save at an epoch's last batch comes back to
@@ -239,7 +239,7 @@ class Live:
     # --- capture and restore -----------------------------------------------------------------------------------------
 
     def capture(self) -> TrainState:
-        """The run as a value, at a boundary.
+        """Return the run as a value; call it at a boundary.
 
         Its tensors are the live ones, not copies: save it before training goes on. Nothing changes or moves: no random
         stream, no gradient, no mode, no position.
@@ -337,7 +337,7 @@ class Live:
         self._selection = None if components is None else tuple(components)
 
     def check_whole(self) -> None:
-        """Raise `InvalidArgument` if an attached object holds a part of its state on each rank in a form that looks whole."""
+        """Raise `InvalidArgument` if an attached object holds only a part of its state on each rank, but looks whole."""
         self._objects.check_whole()
 
     def check_boundary(self) -> None:
@@ -353,7 +353,7 @@ class Live:
 
         Raises:
             IncompleteWindow: naming the optimizers.
-            UnattachedOptimizer: if an optimizer that is not attached has stepped parameters of this run.
+            UnattachedOptimizer: if an unattached optimizer has stepped parameters of this run.
         """
         self._watch.check_counted()
 
@@ -377,7 +377,7 @@ class Live:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _try_capture(self) -> None:
-        """Find out at the first step what no save could save; put the streams back if the user's code draws."""
+        """Find out at the first step whether every save would fail; put the streams back if the user's code draws."""
         parts = {name: part for name, part in self._parts_now().items() if name not in self.optional}
         reasons = dry_capture(parts, self._objects.late_problems, self.contract, chosen=self._selection)
         if reasons:

@@ -1,4 +1,4 @@
-"""Optional components: if one cannot be saved or restored, a warning names it, and the others are saved or restored."""
+"""Handles optional components: one that cannot be saved or restored is left out with a warning that names it."""
 
 import warnings
 from collections.abc import Collection, Mapping

@@ -1,4 +1,4 @@
-"""`PendingComponents`: restored components that nothing is attached for yet; `Live.register` attaches their objects."""
+"""`PendingComponents`: keeps restored components until `Live.register` attaches their objects."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -16,7 +16,7 @@ _LOG: Final = logging.getLogger("trainfold")
 
 @final
 class PendingComponents:
-    """Values that a restore kept, and what their checkpoint says about the settings of their objects.
+    """Values kept by a restore, and the settings of their objects according to the checkpoint.
 
     Attributes:
         values: component -> its value.
@@ -38,7 +38,7 @@ class PendingComponents:
             state: that was restored.
             saved: its components.
             parts: the run's components.
-            chosen: the components that were restored; None for all. Those that were not chosen stay pending.
+            chosen: the restored components; None for all. Those that were not chosen stay pending.
         """
         leftover = [name for name in saved if name not in parts and (chosen is None or name in chosen)]
         kept = {name: copied(saved[name]) for name in leftover if name in state.extra}

@@ -1,4 +1,4 @@
-"""`Recorder`: listens to a live run during a rehearsal; and the check of the values that a program records."""
+"""`Recorder`: listens to a live run during a rehearsal; also checks the values that a program records."""
 
 import numbers
 from collections.abc import Mapping

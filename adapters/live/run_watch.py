@@ -1,4 +1,4 @@
-"""`RunWatch`: what a live run checks at its steps and saves, and what it adds to the contract of a checkpoint."""
+"""`RunWatch`: checks a live run at its steps and saves, and adds its settings to the contract of a checkpoint."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -80,7 +80,7 @@ class RunWatch:
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def check_step(self, where: str, *, is_step: bool) -> None:
-        """Raise if a scheduler is not attached, or an optimizer that is not attached has stepped parameters of the run.
+        """Raise if a scheduler is not attached, or an unattached optimizer has stepped parameters of the run.
 
         Raises:
             InvalidArgument: naming the optimizer whose scheduler is not attached.
@@ -98,12 +98,12 @@ class RunWatch:
         """Raise unless the run is between two optimizer steps, as far as that shows.
 
         Args:
-            unaccounted: returns a text about batches that are not counted, or None.
+            unaccounted: returns a text about uncounted batches, or None.
 
         Raises:
             IncompleteWindow: naming what is open.
             SwappedWeights: while averaged weights stand in the model.
-            UnattachedOptimizer: if an optimizer that is not attached has stepped parameters of the run.
+            UnattachedOptimizer: if an unattached optimizer has stepped parameters of the run.
         """
         self._steps_of_others.check("live")
         self._averages.check()
@@ -121,7 +121,7 @@ class RunWatch:
 
         Raises:
             IncompleteWindow: naming the optimizers.
-            UnattachedOptimizer: if an optimizer that is not attached has stepped parameters of the run.
+            UnattachedOptimizer: if an unattached optimizer has stepped parameters of the run.
         """
         taken = self.window.uncounted()
         if taken:
@@ -160,7 +160,7 @@ class RunWatch:
         return self._script
 
     def late_settings(self) -> dict[str, Any]:
-        """The base rates of schedulers that were made after the attach."""
+        """The base rates of schedulers made after the attach."""
         return late_schedules(self._objects.optimizer, self._objects.names_of_parameters, self._script)
 
     # --- what happens to the run --------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class RunWatch:
         adapts: Collection[str],
         chosen: Collection[str] | None,
     ) -> tuple[dict[str, Any], list[TrainfoldError]]:
-        """The components of a state; where a policy adapts schedulers, these are under the settings of the script.
+        """The components of a state; if a policy adapts schedulers, these have the settings of the script.
 
         Args:
             saved: the state's components.
@@ -203,7 +203,7 @@ class RunWatch:
         self._averages.stepped()
 
     def registered(self, name: str, target: Any, settings: Mapping[str, Any]) -> None:
-        """Watch an object that was attached later, with its settings."""
+        """Watch an object attached later, with its settings."""
         self._script |= settings
         self.window.watch(name, target)
         self._steps_of_others.forget()

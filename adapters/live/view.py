@@ -23,7 +23,7 @@ class LiveView:
     Attributes:
         state: the run as `Live.capture` returns it, with the parameter objects themselves and without the random streams.
         modules: the tensors of the attached modules, by component.
-        rng: makes the component of the random streams, which were read already; may be called in any thread. None where
+        rng: makes the component of the random streams, which were read already; may be called in any thread. None if
             the state has the streams.
     """
 
@@ -44,7 +44,7 @@ def read_objects(
     Args:
         objects: of the run.
         parts_of: returns the components, from the tensors of the modules.
-        optional: components that are left out if they cannot be saved.
+        optional: components left out if they cannot be saved.
         view: whether modules are read without making values of their parameters.
 
     Returns:

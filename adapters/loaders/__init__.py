@@ -1,1 +1,5 @@
-"""The loaders of a mutable loop, each with a position that can be saved and restored. May import `draws`, `streams`, `components`."""
+"""The feeds of a mutable loop: each reads one kind of loader, from a position that can be saved and restored.
+
+They implement the `Feed` protocol of the room `draws`; `choose.feed_of` chooses the feed for a loader. May import `draws`, `streams`,
+`components`.
+"""

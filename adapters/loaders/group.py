@@ -1,4 +1,4 @@
-"""`FeedGroup`: several loaders of one loop, each with its own position, as one component ``dataset``."""
+"""`FeedGroup`: a feed of several loaders, each with its own position; together they are the component ``dataset``."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, final
@@ -67,10 +67,10 @@ class FeedGroup:
         return iter(())
 
     def advance(self, samples: Samples) -> int:
-        """Count batches that were handed out as consumed.
+        """Count batches handed out as consumed.
 
         Args:
-            samples: loader name -> samples of whole batches; a loader that is left out counts nothing. A number must equal
+            samples: loader name -> samples of whole batches; an omitted loader counts nothing. A number must equal
                 the samples of all waiting batches, or of one loader's; then all waiting batches count. None counts all.
 
         Raises:
@@ -104,7 +104,7 @@ class FeedGroup:
         return sum(feed.undelivered() for feed in self.feeds.values())
 
     def drop(self) -> int:
-        """Discard the batches that were handed out and not consumed; return their samples."""
+        """Discard the batches handed out but not consumed; return their samples."""
         return sum(feed.drop() for feed in self.feeds.values())
 
     def rewind(self) -> None:

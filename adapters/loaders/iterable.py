@@ -1,4 +1,4 @@
-"""`Replay`: draws the batches of an iterable dataset that has no state, so that a resume can draw them again."""
+"""`Replay`: draws the batches of an iterable dataset without a state, so that a resume can draw the same ones again."""
 
 from collections.abc import Iterator
 from typing import Any, final

@@ -1,4 +1,4 @@
-"""`MapIterators`: iterators of a map-style DataLoader, opened at a position."""
+"""`MapIterators`: opens iterators of a map-style DataLoader at a position."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, final

@@ -1,4 +1,4 @@
-"""`MapPosition`: where the loop is in a map-style dataset, and whether a saved position fits the loader."""
+"""`MapPosition`: tracks where the loop is in a map-style dataset, and checks that a saved position fits the loader."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, final

@@ -1,4 +1,4 @@
-"""`MapFeed`: an ordinary DataLoader over a map-style dataset, positioned in samples."""
+"""`MapFeed`: the feed for an ordinary DataLoader over a map-style dataset, with a position in samples."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
@@ -26,7 +26,7 @@ class MapFeed:
 
     Args:
         loader: the loader; it is not changed.
-        sets_epoch: whether this feed calls ``set_epoch``; False where the loader's owner does.
+        sets_epoch: whether this feed calls ``set_epoch``; False if the loader's owner does.
     """
 
     def __init__(self, loader: "DataLoader[Any]", *, sets_epoch: bool = True) -> None:
@@ -69,7 +69,7 @@ class MapFeed:
         return len(self._deliveries.waiting)
 
     def rewind(self) -> None:
-        """Go back to the position: batches that were handed out and not consumed will be handed out again."""
+        """Go back to the position: batches handed out but not consumed will be handed out again."""
         if self._deliveries.waiting:
             self._iterators.alive = False  # the workers have drawn what will be drawn again
             self._at.forget_unread()
@@ -78,7 +78,7 @@ class MapFeed:
         self._drawing = self._at.epoch
 
     def advance(self, samples: int | None) -> int:
-        """Count batches that were handed out as consumed."""
+        """Count batches handed out as consumed."""
         return self._at.count(self._deliveries.take(self._known(samples)))
 
     def check_samples(self, samples: int | None) -> None:
@@ -86,7 +86,7 @@ class MapFeed:
         self._deliveries.count_of(self._known(samples))
 
     def waiting_samples(self) -> int | None:
-        """Samples of the batches that were handed out and not consumed."""
+        """Samples of the batches handed out but not consumed."""
         return self._deliveries.samples if self._counts else None
 
     def _known(self, samples: int | None) -> int | None:
@@ -102,17 +102,17 @@ class MapFeed:
         return self._at.count([self._deliveries.waiting.popleft() for _ in range(batches)])
 
     def ends_here(self) -> bool:
-        """Whether the batch that was handed out last is the last of its epoch."""
+        """Whether the last batch handed out is the last of its epoch."""
         return bool(self._deliveries.waiting) and self._deliveries.waiting[-1].last
 
     def leave_epoch(self) -> None:
         """Begin the next epoch, as a plain loop does that leaves this one early.
 
-        Persistent workers have drawn ahead for this epoch, and a plain loop begins the next one after that. So the batches
+        Persistent workers have drawn ahead for this epoch, and a plain loop starts the next one after that. So the batches
         that they have drawn are taken from them.
 
         Raises:
-            DataPositionMismatch: if these workers lived in a process that has died, and what they had drawn is not known.
+            DataPositionMismatch: if these workers lived in a process that has died, and it is not known what they had drawn.
         """
         self._run += 1
         iterator, self._living = self._living, None
@@ -138,7 +138,7 @@ class MapFeed:
         self._drawing = self._at.epoch
 
     def drop(self) -> int:
-        """Discard the batches that were handed out and not consumed; return their samples."""
+        """Discard the batches handed out but not consumed; return their samples."""
         return self.advance(None)
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""`PreparedFeed`: a loader that wraps a DataLoader, as accelerate's does, and moves batches to a device one batch ahead."""
+"""`PreparedFeed`: the feed for a loader that wraps a DataLoader, as accelerate's does, and moves batches to a device one batch ahead."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
@@ -78,7 +78,7 @@ class PreparedFeed:
         return self._inner.samples_of(self._handed)
 
     def drop(self) -> int:
-        """Discard the batches that were handed out and not consumed; return their samples."""
+        """Discard the batches handed out but not consumed; return their samples."""
         return self.advance(None)
 
     def rewind(self) -> None:

@@ -1,4 +1,4 @@
-"""`StatefulFeed`: a loader that knows its own position, such as torchdata's StatefulDataLoader."""
+"""`StatefulFeed`: the feed for a loader that knows its own position, such as torchdata's StatefulDataLoader."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
@@ -29,7 +29,7 @@ class StatefulFeed:
 
     An iterable dataset without a state leaves nothing of itself in the loader's state. Then the position is the number of
     batches and a digest of them: a resume starts the epoch again, from the random streams that it was started from, draws
-    as many batches, and compares them. It does the same where an iterable dataset has come to its end in one worker and not
+    as many batches, and compares them. It does the same if an iterable dataset has come to its end in one worker and not
     in another.
 
     Args:
@@ -74,10 +74,10 @@ class StatefulFeed:
         return len(self._deliveries.waiting)
 
     def rewind(self) -> None:
-        """Refuse to go back over a batch: such a loader cannot.
+        """Refuse to go back over a batch, because such a loader cannot.
 
         Raises:
-            IncompleteWindow: if a batch was handed out and not consumed.
+            IncompleteWindow: if a batch was handed out but not consumed.
         """
         if self._deliveries.waiting:
             raise IncompleteWindow(
@@ -88,7 +88,7 @@ class StatefulFeed:
             )
 
     def advance(self, samples: int | None) -> int:
-        """Count batches that were handed out as consumed: all of them, if only the caller knows how many samples they have."""
+        """Count batches handed out as consumed: all of them, if only the caller knows how many samples they have."""
         taken = self._deliveries.take(samples)
         self._at.count(taken)
         return (
@@ -100,7 +100,7 @@ class StatefulFeed:
         self._deliveries.count_of(samples)
 
     def waiting_samples(self) -> int | None:
-        """Samples of the batches that were handed out and not consumed."""
+        """Samples of the batches handed out but not consumed."""
         return self._deliveries.samples
 
     def leave_epoch(self) -> None:
@@ -124,7 +124,7 @@ class StatefulFeed:
         at.drawing = at.epoch
 
     def drop(self) -> int:
-        """Discard the batches that were handed out and not consumed; return their samples."""
+        """Discard the batches handed out but not consumed; return their samples."""
         return self.advance(None)
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:

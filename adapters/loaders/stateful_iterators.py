@@ -1,4 +1,4 @@
-"""`StatefulIterators`: iterators of a loader that has a state, opened at a position."""
+"""`StatefulIterators`: opens iterators of a loader with its own state at a position."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -97,7 +97,7 @@ class StatefulIterators:
         return iterator
 
     def _end_again(self, state: Any, samplers: Mapping[str, Any], *, again: bool = False) -> None:
-        """Bring the loader to the end of an epoch, where the next one has not begun."""
+        """Bring the loader to the end of an epoch, before the next one starts."""
         at, loader = self._at, self._loader
         now = {name: generator.get_state() for name, generator in at.generators.items()}
         with preserved_rng(), self._traced(again=again, resumes=True):

@@ -1,4 +1,4 @@
-"""`StatefulPosition`: where a loop is in a loader that has a state, and whether a saved position fits the loader."""
+"""`StatefulPosition`: tracks where a loop is in a loader with its own state, and checks that a saved position fits the loader."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -53,11 +53,9 @@ class StatefulPosition:
         self.order: Opaque | None = None  # what the epoch's order was drawn from
         self.loaded: Any = None  # a state that was loaded into the loader and not iterated yet
         self.replay: Replay | None = None  # draws batches that a resume may have to draw again
-        self.digest: str | None = (
-            None  # of the epoch's batches that were consumed; None where the loader's state suffices
-        )
+        self.digest: str | None = None  # of the epoch's batches that were consumed; None if the loader's state suffices
         self.samplers: dict[str, Any] = {}  # states between two epochs
-        self.began: Any = None  # the loader's state when the epoch began, where it has one
+        self.began: Any = None  # the loader's state at the start of the epoch, if it has one
         self.again: deque[Opaque] = deque()  # for batches to be delivered again: everything that they were drawn from
         self.again_ends = False  # whether the last of them is the last of its epoch
 
@@ -131,7 +129,7 @@ class StatefulPosition:
         }
 
     def state(self) -> Any:
-        """The loader's state; None where the position needs none, or nothing was drawn."""
+        """The loader's state; None if the position needs no state, or nothing was drawn."""
         if self.loaded is not None or (self.digest_now() is not None and self.began is None):
             return self.loaded
         untouched = self.iterator is None and self.drawing == 0

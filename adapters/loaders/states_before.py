@@ -1,4 +1,4 @@
-"""`StatesBefore`: the states that a loader had before its last batches, so that the data probe can draw these again."""
+"""`StatesBefore`: keeps the states of a loader before its last batches, so that the data probe can draw these again."""
 
 from collections import deque
 from typing import Any, final
@@ -11,7 +11,7 @@ from trainfold.adapters.loaders.iterable import iterates, torchdatas
 
 @final
 class StatesBefore:
-    """States of torchdata's loader, one before each of the last batches that were consumed: one batch for each worker.
+    """States of torchdata's loader, one before each of the last consumed batches: one for each worker.
 
     Args:
         loader: asked for its state before each batch, until a state turns out to be large. Only torchdata's is asked.

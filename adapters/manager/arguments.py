@@ -1,4 +1,4 @@
-"""The arguments of a `CheckpointManager`, checked. Each mistake is named with what was expected and how to fix it."""
+"""Checks the arguments of a `CheckpointManager`. Each mistake is named with what was expected and how to fix it."""
 
 from collections.abc import Mapping
 from types import UnionType
@@ -59,7 +59,7 @@ def save_options(  # noqa: PLR0913 - keywords
     """The options that these arguments of a manager name.
 
     Raises:
-        InvalidArgument: for one that is not valid.
+        InvalidArgument: for an invalid one.
     """
     return SaveOptions(
         components=components,
@@ -95,7 +95,7 @@ class RunCheck:
         self._names_are_known = components is None
 
     def __call__(self, run: Live | TrainState, *, kinds: type | UnionType = Live | TrainState) -> None:
-        """Check that a run is a live one, or a state where that is allowed, and that it has the components.
+        """Check that a run is a live one, or a state if that is allowed, and that it has the components.
 
         Raises:
             InvalidArgument: if it is neither.
@@ -180,7 +180,7 @@ def one_of(name: str, value: object, known: tuple[str, ...]) -> str:
 
 
 def flag(name: str, value: object) -> bool:
-    """True or False; nothing that only counts as such."""
+    """True or False, not a value that only counts as one."""
     if type(value) is not bool:
         raise InvalidArgument(f"CheckpointManager.{name}", expected="True or False", found=shown(value),
                               fix=f"pass {name}=True or leave it out")  # fmt: skip

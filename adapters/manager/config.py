@@ -1,7 +1,7 @@
-"""`CheckpointConfig` and `create_checkpoint_manager`: a manager from a config, which may name your own class.
+"""`CheckpointConfig` and `create_checkpoint_manager`: build a manager from a config, which may name your own class.
 
-A config is data, and data must not run code that the program did not allow. So the class has to be below a prefix that the program
-allows, and not the config; and it is checked closely before it is built.
+A config is data, and data must not run code that the program did not allow. So the class must be under a prefix that the program
+allows, not the config; and it is checked closely before it is built.
 """
 
 import difflib
@@ -131,7 +131,7 @@ def create_checkpoint_manager(
 
     It checks, in this order and each with its own error: the path's format, the allow-list, the import, the class, its methods,
     their signatures, the construction. It imports only what is allowed, and builds only what can be called as trainfold calls
-    it. The class gets the config itself: ``cls.from_config(config, **extra)`` where it has such a class method, else
+    it. The class gets the config itself: ``cls.from_config(config, **extra)`` if it has such a class method, else
     ``cls(config, **extra)``.
 
     Args:

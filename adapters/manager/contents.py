@@ -1,4 +1,4 @@
-"""`RunContents`: what a save takes of a run: its snapshot, and which of its leaves have to be copied in the call."""
+"""`RunContents`: reads a run for a save: its snapshot, and which of its leaves must be copied during the call."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -53,11 +53,11 @@ class RunContents:
         self._written: set[LeafName] = set()
 
     def proved(self) -> None:
-        """A save has succeeded, which shows that the ranks have the same."""
+        """Note that a save has succeeded, which shows that the ranks have the same values."""
         self._proofs += 1
 
     def found_written(self, names: frozenset[LeafName]) -> None:
-        """These leaves were written to without announcement during a save: from now on they are copied in the call."""
+        """Note leaves that were written to without announcement during a save: from now on they are copied in the call."""
         self._written |= names
 
     def whole_snapshot(self, run: Live | TrainState) -> Snapshot:
@@ -127,5 +127,5 @@ def _steady_of_state(state: TrainState, leaves: Mapping[LeafName, torch.Tensor])
 
 
 def view_of(run: Live | TrainState) -> LiveView:
-    """A view of a run, which a state is itself."""
+    """The view of a live run; a state is its own view."""
     return run.view() if isinstance(run, Live) else LiveView(run)

@@ -1,4 +1,4 @@
-"""`DisabledManager`: the manager of a run that is not to be saved."""
+"""`DisabledManager`: the manager for a run that must not be saved."""
 
 import os
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from trainfold.core.state.state import TrainState
 
 @final
 class DisabledManager:
-    """A `CheckpointManager` that saves and loads nothing. The loop around it runs, stops on request and ends as with a real one.
+    """A `CheckpointManager` that saves and loads nothing. The loop runs, stops on request and ends as with a real one.
 
     Args:
         requests: where requests to stop come from; closed with the manager. A request to save is dropped.

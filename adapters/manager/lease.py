@@ -1,4 +1,4 @@
-"""`RunLease`: what a manager holds of a run from its making to its end, the lock and the source of requests, and in which order they go."""
+"""`RunLease`: holds a run's lock and the source of requests for the life of a manager, and releases them in order."""
 
 import logging
 import os
@@ -111,7 +111,7 @@ class RunLease:
             primary: the exception that ends the loop. A failure must not mask it: it is logged, and becomes a note on that one.
 
         Raises:
-            Exception: the first failure, where there is no such exception.
+            Exception: the first failure, if there is no such exception.
         """
         if (
             not self._was_opened or self._is_over.is_over or os.getpid() != self._pid

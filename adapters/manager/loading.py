@@ -1,4 +1,4 @@
-"""`RunLoader`: loads a run's checkpoints into a live run or a state; `LoadRunner`: when, and what follows from it for a manager."""
+"""`RunLoader`: loads a run's checkpoints into a live run or a state; `LoadRunner`: does so for a manager."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -243,6 +243,6 @@ class LoadRunner:
 
 
 def _optional_alone(reasons: Sequence[Any], optional: frozenset[str]) -> list[str]:
-    """The optional components that a refusal is about; empty where there is another reason as well."""
+    """The optional components that a refusal is about; empty if there is another reason as well."""
     names = [component_of(each.where) if isinstance(each, Drift) else "" for each in reasons]
     return sorted(set(names)) if set(names) <= optional else []

@@ -73,7 +73,7 @@ class CheckpointManager:
             where torch.distributed or a launcher has several. Pass ``SingleProcess()`` if this rank saves alone on purpose.
 
     Raises:
-        InvalidArgument: for an argument that is not valid; nothing was touched.
+        InvalidArgument: for an invalid argument; nothing was touched.
         UnknownComponent: for a name in ``components`` that nearly is that of a built-in component.
         UnsupportedLeaf: for a value of the contract that has no exact form.
         CheckpointForeign: if the place holds something other than a run; nothing is written there.
@@ -294,7 +294,7 @@ class CheckpointManager:
             decision: what `should_load` returned; None for the newest.
 
         Raises:
-            InvalidArgument: for a decision not to load, for one of another manager, or for the newest where a newer one is there now.
+            InvalidArgument: for a decision not to load, for one of another manager, or for the newest if a newer one is there now.
             SaveFailed: if a save was under way and failed.
             ResumeRefused: with every reason why a resume would not be exact, or if there is nothing to resume.
             RestoreRefused: if the live objects cannot take the state.
@@ -303,7 +303,7 @@ class CheckpointManager:
         return self._loads.load(run, decision)
 
     def restore(self, live: Live, *, step: int | None = None, reset: Mapping[str, str] | None = None) -> Restored:
-        """Restore a live run from its newest whole checkpoint. Where there is none, leave it as it is and log a warning.
+        """Restore a live run from its newest whole checkpoint. If there is none, leave the run as it is and log a warning.
 
         Args:
             live: the attached objects; unchanged if anything is wrong.
@@ -311,7 +311,7 @@ class CheckpointManager:
             reset: component -> why it starts fresh on purpose.
 
         Raises:
-            InvalidArgument: for an argument that is not valid.
+            InvalidArgument: for an invalid argument.
             ResumeRefused: with every reason why a resume would not be exact.
             RestoreRefused: if the live objects cannot take the state.
             SaveFailed: if a save was under way and failed.

@@ -1,4 +1,4 @@
-"""`CheckpointManagerLike`: what trainfold requires of a checkpoint manager, and what its calls return, so that yours can replace ours."""
+"""`CheckpointManagerLike`: the protocol of a checkpoint manager, and what its calls return, so that yours can replace ours."""
 
 from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
@@ -37,7 +37,7 @@ class Restored:
 
     Attributes:
         run: where the run is.
-        step: the step that the run continues from, 0 for a fresh start; or the step of the weights, where only those were loaded.
+        step: the step that the run continues from, 0 for a fresh start; or the step of the weights, if only those were loaded.
         is_fresh: whether there was nothing to resume.
     """
 
@@ -54,10 +54,10 @@ class LoadDecision:
 
     Attributes:
         can_load: whether there is something that can be loaded.
-        checkpoint: what would be loaded, such as ``step-00000120``; None where there is nothing.
-        step: its step, where that is known.
+        checkpoint: what would be loaded, such as ``step-00000120``; None if there is nothing.
+        step: its step, if that is known.
         source: where it comes from: ``newest``; ``step`` for an explicit step; or a word of your manager, such as ``peer``.
-        how: how it is loaded: ``exact``; ``adapted``, where a policy lets something differ; or a word of your manager, such as ``weights only``.
+        how: how it is loaded: ``exact``; ``adapted``, if a policy lets something differ; or a word of your manager, such as ``weights only``.
         reason: why it is loaded, or why not, in words.
 
     Examples:
@@ -111,7 +111,7 @@ def load_decision(outcome: ResumePlan | Refusal, *, step: int | None = None) -> 
 class CheckpointManagerLike(Protocol):
     """A checkpoint manager: any class with these methods, which need not inherit from anything.
 
-    Every call takes the run, either the attached objects or a state. A manager may keep caches, and never the run itself.
+    Every call takes the run, either the attached objects or a state. A manager may keep caches, but never the run itself.
     All ranks make the same calls in the same order. ``isinstance`` checks only the names of the methods; `create_checkpoint_manager`
     checks the signatures too.
     """
@@ -136,7 +136,7 @@ class CheckpointManagerLike(Protocol):
         """Save the run as it is now. Its values may be written to once `wait_staging` has returned.
 
         Returns:
-            What was done; None where nothing was, as by a disabled manager.
+            What was done; None if nothing was, as by a disabled manager.
         """
 
     def load(self, run: Live | TrainState, decision: LoadDecision | None = None) -> TrainState | Restored:

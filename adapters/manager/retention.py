@@ -1,4 +1,4 @@
-"""`Pruner`: looks at a run after each commit and deletes what `plan_pruning` says; it decides nothing."""
+"""`Pruner`: deletes old checkpoints after each commit, as `plan_pruning` decides."""
 
 import logging
 import time
@@ -113,9 +113,9 @@ class Pruner:
             self._store.delete(f"{name}/")
 
     def _lead_best_back(self, inventory: Inventory, best: BestFile | None) -> None:
-        """Where a rewind has left the best behind, move its pointer to the best of the kept ones that are left, or remove it.
+        """If a rewind has left the best behind, move its pointer to the best of the kept ones that are left, or remove it.
 
-        The file itself stays, because its readers compare timelines. A person who follows a pointer does not.
+        The file itself stays, because its readers compare timelines. A person who follows a pointer does not compare them.
         """
         if best is None or self._store.pointers().get(BEST_POINTER) != best.name:
             return

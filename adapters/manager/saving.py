@@ -1,4 +1,4 @@
-"""`SaveRunner`: the saves of a run, one at a time, in the caller's thread or in the background."""
+"""`SaveRunner`: runs a manager's saves, one at a time, in the caller's thread or in the background."""
 
 import time
 from collections.abc import Callable
@@ -67,7 +67,7 @@ class SaveRunner:
         lease: what must stay alive until the save under way has ended, because it holds the run's lock.
 
     Attributes:
-        descends_from: the checkpoint that the run continues from, loaded or saved last; None where that is unknown.
+        descends_from: the checkpoint that the run continues from, loaded or saved last; None if that is unknown.
     """
 
     def __init__(  # noqa: PLR0913 - keywords
@@ -99,7 +99,7 @@ class SaveRunner:
         self._under_way: _UnderWay | None = None
         self._committed_step: int | None = None
         self._ready_bytes = 0  # what the last save had to copy: the next one gets memory ready for as much
-        self._saved_in: dict[str, Descent] = {}  # of the live run that is being saved
+        self._saved_in: dict[str, Descent] = {}  # of the live run being saved
         self._retention: Callable[[], None] | None = None  # of the last commit, not started yet
         self._deletion: Job[None] | None = None  # the last one that was started
 
@@ -123,13 +123,13 @@ class SaveRunner:
         return self._due.decide(boundary)
 
     def pass_by(self, run: Live | TrainState) -> None:
-        """Nothing is saved at this boundary, which answers the requests."""
+        """Save nothing at this boundary; this answers the requests."""
         self._due.answered()
         if self._rehearsal is not None:
             self._rehearsal.ends(run, self.wait)
 
     def begin(self, run: Live | TrainState, failures: list[Exception], *, may_skip: bool = True) -> SaveOutcome:
-        """Start a save, and carry it out where it is not async.
+        """Start a save, and complete it unless it is async.
 
         Args:
             run: what to save.
@@ -190,7 +190,7 @@ class SaveRunner:
         self.wait_for_deletions()
 
     def wait_for_deletions(self) -> None:
-        """Return when what was old after the last collected save is deleted."""
+        """Return when the checkpoints that were old after the last collected save are deleted."""
         self._delete_old()
         if self._deletion is not None:
             self._deletion.wait()
@@ -201,7 +201,7 @@ class SaveRunner:
             self._under_way.hold.protect()
 
     def close(self, failures: list[Exception]) -> None:
-        """Wait for everything that was started, and remove the hooks."""
+        """Wait for everything started, and remove the hooks."""
         self.end_previous(failures)
         self.wait_for_deletions()
         self._hooks.remove()
@@ -258,7 +258,7 @@ class SaveRunner:
         return result
 
     def _delete_old(self) -> None:
-        """Start to delete what is old, in the background: in the call it would delay the save that starts there."""
+        """Start to delete old checkpoints, in the background: in the call this would delay the save that starts there."""
         retention = self._retention
         if retention is not None:
             before = self._deletion
@@ -269,7 +269,7 @@ class SaveRunner:
                 if job.withdraw():
                     self._deletion = before
                 raise
-            self._retention = None  # not before: after an interrupt it is done twice, and not never
+            self._retention = None  # not before: after an interrupt it is done twice rather than never
 
     def _committed(self, result: SaveResult) -> None:
         self._committed_step = result.step

@@ -1,4 +1,4 @@
-"""`SaveTriggers`: what is due at the boundaries of a run; `AutoCadence`: the cadence of ``every="auto"``, chosen from measurements."""
+"""`SaveTriggers`: decides what is due at the boundaries of a run; `AutoCadence`: the cadence of ``every="auto"``, chosen from measurements."""
 
 import statistics
 import time
@@ -47,7 +47,7 @@ class AutoCadence:
         self._is_measured = False
 
     def arrive(self, step: int) -> None:
-        """A boundary begins."""
+        """Note that a boundary begins."""
         if self._left is None or step <= self._left[1]:
             return
         left, done = self._clock() - self._left[0], step - self._left[1]
@@ -59,17 +59,17 @@ class AutoCadence:
             self._choose()
 
     def leave(self, step: int) -> None:
-        """A boundary, or a save at one, ends."""
+        """Note that a boundary, or a save at one, ends."""
         self._left = (self._clock(), step)
 
     def begun(self, call_secs: float, *, is_durable: bool) -> None:
-        """The call of a save took so many seconds; the save may be durable already."""
+        """Note how many seconds the call of a save took; the save may be durable already."""
         self._cost, self._began = call_secs, self._clock() - call_secs
         if is_durable:
             self.ended()
 
     def ended(self) -> None:
-        """The save under way has ended."""
+        """Note that the save under way has ended."""
         if self._began is not None:
             self._write, self._began, self._is_measured = self._clock() - self._began, None, True
 
@@ -83,7 +83,7 @@ class AutoCadence:
 
 
 def auto_cadence(events: EventLog, world: Collectives) -> AutoCadence:
-    """A cadence that is reported on rank 0, which the others follow; it does not keep the manager alive."""
+    """A cadence reported on rank 0 and followed by the other ranks; it does not keep the manager alive."""
     return AutoCadence(lambda detail: events.report("cadence", detail=detail) if world.rank == 0 else None)
 
 
@@ -128,14 +128,14 @@ class SaveTriggers:
         triggers: when to save without a request.
         requests: where requests come from; None for nowhere.
         world: the ranks.
-        auto: chooses the cadence; None where one is given.
+        auto: chooses the cadence; None if one is given.
 
     Attributes:
         stops: whether a boundary decided that the loop ends.
         is_aborted: whether a request ended the loop without a save.
         auto: see the argument.
-        last_saved: the step of the newest checkpoint, saved or resumed from. Where the loop went back in memory, to a step at or
-            before that one, it is the step before the one where it was seen: what is trained again is not saved yet.
+        last_saved: the step of the newest checkpoint, saved or resumed from. If the loop went back in memory, to a step at or
+            before that one, this is the step before the one where that was seen: what is trained again is not saved yet.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class SaveTriggers:
         self._asked = ()
 
     def see(self, step: int) -> None:
-        """Notice a step before one that was seen."""
+        """Notice a step before one already seen."""
         has_gone_back = self._seen is not None and step < self._seen
         if has_gone_back and self.last_saved is not None and step <= self.last_saved:
             self.last_saved = step - 1
@@ -243,17 +243,17 @@ class SaveTriggers:
         return Before(step, self.last_saved, self._saved_at, self._asked)
 
     def begun(self, step: int) -> None:
-        """This step is saved, or being saved, which answers the requests."""
+        """Note that this step is saved, or being saved, which answers the requests."""
         self.last_saved, self._saved_at, self._asked = step, time.monotonic(), ()
 
     def measured(self, step: int, call_secs: float, *, is_durable: bool) -> None:
-        """The call of a save took so many seconds."""
+        """Note how many seconds the call of a save took."""
         if self.auto is not None:
             self.auto.begun(call_secs, is_durable=is_durable)
             self.auto.leave(step)
 
     def undone(self, before: Before) -> None:
-        """The save failed: what it was for is due again."""
+        """Note that the save failed: what it was for is due again."""
         earlier, now = before.last_saved, self.last_saved
         went_before_it = now is not None and earlier is not None and now < min(earlier, before.step)
         if not went_before_it:
@@ -262,6 +262,6 @@ class SaveTriggers:
         self._asked = merge_requests([self._asked, before.asked])
 
     def loaded(self, step: int | None) -> None:
-        """The run continues from a checkpoint, as another try."""
+        """Note that the run continues from a checkpoint, as another try."""
         self.stops = self.is_aborted = False
         self.last_saved, self._seen, self._saved_at = step, step, time.monotonic()

@@ -1,4 +1,4 @@
-"""`UpdateHooks`: a hook before each step of each attached optimizer."""
+"""`UpdateHooks`: calls a method before each step of each attached optimizer."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,11 +18,11 @@ class UpdateHooks:
     def __init__(self, before_update: Callable[[], None]) -> None:
         self._before_update = weakref.WeakMethod(before_update)
         self._handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-        # a manager that was never closed leaves no hooks behind
+        # a manager that is never closed leaves no hooks behind
         weakref.finalize(self, _remove, self._handles).atexit = False
 
     def install(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
-        """Install the hooks that are missing.
+        """Install the missing hooks.
 
         Args:
             optimizers: by name.

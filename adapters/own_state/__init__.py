@@ -1,1 +1,1 @@
-"""The state that objects keep in their own ways: its plain form, how to undo a load, how to compare. Imports only core."""
+"""Handles the state that objects keep in their own ways: converts it to a plain form, undoes a load, compares. Imports only core."""

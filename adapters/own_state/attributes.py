@@ -1,4 +1,4 @@
-"""What an object holds, as far as it can be seen without running code: attributes, containers, closures."""
+"""`held_by`: lists what an object holds in attributes, containers and closures, without running its code."""
 
 import functools
 import types

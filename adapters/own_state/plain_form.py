@@ -110,7 +110,7 @@ def with_layout(tensor: torch.Tensor, usual: torch.Tensor | None = None) -> Any:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements lie without gaps, in some order of the dimensions."""
+    """Whether the elements are contiguous in memory, in some order of the dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
         if stride != expected:

@@ -1,4 +1,4 @@
-"""`first_difference`: the first difference between two captures of one object, to the bit, to check a restore."""
+"""`first_difference`: checks a restore: finds the first bitwise difference between two captures of one object."""
 
 from collections import Counter
 from typing import Any, TypeAlias

@@ -1,4 +1,4 @@
-"""`remember`: a copy of everything that an object holds, so that a load that fails halfway can be undone."""
+"""`remember`: copies everything that an object holds, so that a load that fails halfway can be undone."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet

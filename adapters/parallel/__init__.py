@@ -1,1 +1,4 @@
-"""Parallel training as a manager sees it: what wrappers such as DistributedDataParallel keep equal. May import `live` and everything below it."""
+"""The buffers that DistributedDataParallel broadcasts, for a manager that saves them. May import `live` and everything below it.
+
+Sharded modules and optimizers are recognised in `components.sharded`.
+"""

@@ -1,1 +1,1 @@
-"""Where requests to save or to stop come from. May import core, backends."""
+"""Sources of requests to save or to stop: the program, signals, and files in the run. May import core, backends."""

@@ -1,4 +1,4 @@
-"""What a process does at a signal, recorded and restored exactly, including handlers that C code installed."""
+"""Records and exactly restores what a process does at a signal, including handlers installed by C code."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ class Disposition:
     Attributes:
         number: the signal.
         handler: what `signal.getsignal` said: a function, ``SIG_DFL`` or ``SIG_IGN``; None for a handler that is not Python's.
-        raw: the C library's ``struct sigaction``, empty where it cannot be read. `signal.signal` would lose handlers that it does not
+        raw: the C library's ``struct sigaction``, empty if it cannot be read. `signal.signal` would lose handlers that it does not
             know (those of `faulthandler.register`) and the flag of `signal.siginterrupt`.
     """
 

@@ -1,4 +1,4 @@
-"""Where requests to save or to stop come from: the program itself, signals, and files in the run.
+"""Sources of requests to save or to stop: the program itself, signals, and the protocol for your own.
 
 A source keeps its requests until `take` is called, so that none is lost during an evaluation, a warm-up or a compile, however long
 that is. What happens is decided elsewhere: see `trainfold.core.save.requests`.

@@ -96,7 +96,7 @@ class StopFile:
         return found
 
     def _consumed(self, path: Path) -> bool:
-        """Whether there is a file that was not taken yet. It is removed, or remembered where it cannot be."""
+        """Whether there is a file that was not taken yet. It is removed, or remembered if it cannot be removed."""
         try:
             status = path.lstat()
         except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""The settings of attached objects and loaders at the attach, for the resume contract."""
+"""Reads the settings of attached objects and loaders at the attach, for the resume contract."""
 
 import contextlib
 import warnings

@@ -1,4 +1,4 @@
-"""`Rates`: detects a schedule of the user's that is not attached and that a resume has restarted."""
+"""`Rates`: detects a user's schedule that is not attached and that a resume has restarted."""
 
 import warnings
 from collections.abc import Mapping

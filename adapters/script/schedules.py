@@ -1,4 +1,4 @@
-"""`Schedules`: the schedulers of a live run as they were attached, and the replay that continues a run under other settings."""
+"""`Schedules`: keeps the schedulers of a live run as attached, and replays them to continue a run under other settings."""
 
 import copy
 import logging

@@ -100,7 +100,7 @@ def hyperparameters(optimizers: Mapping[str, OptimizerPart], *, scheduled: Conta
 def late_schedules(
     optimizer: torch.optim.Optimizer | None, names: Callable[[], Mapping[int, str]], known: Container[str]
 ) -> dict[str, Any]:
-    """The base rates in the main optimizer's groups from schedulers that were made after the attach; they are settings, not state."""
+    """The base rates in the main optimizer's groups from schedulers made after the attach; they are settings, not state."""
     groups = [] if optimizer is None else [group for group in optimizer.param_groups if "initial_lr" in group]
     if not groups:
         return {}
@@ -140,7 +140,7 @@ def _setting(value: Any) -> Any:
 
 
 def frozen(model: torch.nn.Module) -> list[str]:
-    """The names of the parameters that are not trained; if there are many, the first of them and a digest of all.
+    """The names of the frozen parameters; if there are many, the first of them and a digest of all.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)

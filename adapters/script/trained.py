@@ -1,4 +1,4 @@
-"""`Trained`: the parameters of a live run that were frozen or unfrozen after the attach."""
+"""`Trained`: records the parameters frozen or unfrozen after the attach, and restores that at a resume."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, final

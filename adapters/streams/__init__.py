@@ -1,1 +1,1 @@
-"""Random streams and generators of a mutable loop. May import `components`."""
+"""Saves and restores the random streams and generators of a mutable loop. May import `components`."""

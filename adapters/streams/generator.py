@@ -48,7 +48,7 @@ class GeneratorPart:
         return Opaque({"kind": self._kind(), "state": _state(self.target)})
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Whether such a generator accepts the state; it is tried on a new one."""
+        """Whether such a generator accepts the state, tried on a new one."""
         if not isinstance(saved, Opaque) or not isinstance(saved.value, dict) or "state" not in saved.value:
             return [wrong_kind(self.path, "the saved state of a random generator", saved)]
         if saved.value.get("kind") != self._kind():

@@ -1,4 +1,4 @@
-"""The global random streams of a mutable loop: python, numpy, torch, and the accelerator that the model is on.
+"""Captures and restores the global random streams: python, numpy, torch, and the accelerator that the model is on.
 
 They are captured as plain values (ints, floats, arrays), never as pickles, and written back bit for bit. Only the
 model's device is read, so a state does not depend on which other devices are visible.
@@ -184,7 +184,7 @@ def stream_problems(
 
 
 def moved_stream_problems(streams: Any, *, path: str) -> list[TrainfoldError]:
-    """Every reason why these streams cannot be written. A stream that is absent has not moved since it was seeded.
+    """Every reason why these streams cannot be written. An absent stream has not moved since it was seeded.
 
     Examples:
         >>> moved_stream_problems({}, path="x"), len(moved_stream_problems({"torch": 1, "oboe": 2}, path="x"))

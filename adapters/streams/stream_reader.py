@@ -55,12 +55,12 @@ class StreamReader:
         self._python: Any = None
         self._numpy: Any = None
         self._torch = b""
-        self._gauss: Any = None  # numpy's second number of a pair, where there is one
+        self._gauss: Any = None  # numpy's second number of a pair, if there is one
         self.streams: Streams = {}
         self.moved()
 
     def moved(self) -> Streams:
-        """The streams that have moved since the last call, as they are now."""
+        """The streams that have moved since the last call, with their current values."""
         found: Streams = {}
         python = self._marks_of_python()
         if python != self._python:
@@ -90,7 +90,7 @@ class StreamReader:
     def _moved_numpy(self) -> Any:
         """Numpy's stream, if it has moved.
 
-        The second number of a pair of normal ones is elsewhere in memory. It can only be used up where there is one.
+        The second number of a pair of normal ones is elsewhere in memory. It can only be used up if there is one.
         """
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if type(bits) is np.random.MT19937:
@@ -113,7 +113,7 @@ class StreamReader:
 
 
 def set_streams(streams: Streams) -> None:
-    """Write the streams that are present, as `StreamReader` or ``capture_streams`` read them.
+    """Write the streams present, as `StreamReader` or ``capture_streams`` read them.
 
     Examples:
         >>> reader = StreamReader()

@@ -101,12 +101,12 @@ class Audit:
             self._before = {**self._before, **{path: fact for path, fact in look.facts.items() if path not in kept}}
 
     def check(self, state: TrainState, step: int, chosen: Collection[str] | None = None) -> None:
-        """Look at a run that is being saved, if a look is due.
+        """Look at a run being saved, if a look is due.
 
         Args:
-            state: the state that is saved.
+            state: the state being saved.
             step: the step of the run.
-            chosen: the components that are saved; None for all. Components left out on purpose are not named.
+            chosen: the saved components; None for all. Components left out on purpose are not named.
 
         Raises:
             HiddenStateRefused: if the run was attached with ``strict=True``, at this save and at each one after it.

@@ -35,12 +35,12 @@ from trainfold.core.tensor_memory import tensor_bytes
 _DEPTH: Final = 6
 _OBJECTS: Final = 20_000  # in one look
 _BYTES: Final = 64 * 2**20  # bytes of tensors in one look
-_SAMPLED: Final = 4096  # elements that are read of a tensor above _PIECE bytes
+_SAMPLED: Final = 4096  # elements read of a tensor above _PIECE bytes
 _PIECE: Final = 2**22
 _SECS: Final = 0.5  # CPU seconds of this thread, so that other programs do not shorten a look
 _WORDS: Final = 624  # the words of a Mersenne twister
 _LONG: Final = 1000  # characters; longer texts are not compared
-_ROWS: Final = 2**16  # values that are read of a list
+_ROWS: Final = 2**16  # values read of a list
 _KINDS: Final = {bool: NUMBER, int: NUMBER, float: NUMBER, complex: NUMBER, str: TEXT, type(None): NOTHING}
 _DATA: Final = (Dataset, Sampler, BatchSampler)
 _LOADER: Final = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
@@ -55,8 +55,8 @@ class Look:
     """One look at the attached objects.
 
     Args:
-        known: objects that are saved or looked at elsewhere, by id; they are skipped.
-        addresses: the addresses of the storages that are saved.
+        known: objects saved or looked at elsewhere, by id; they are skipped.
+        addresses: the addresses of the saved storages.
 
     Attributes:
         facts: path -> the fact found there.

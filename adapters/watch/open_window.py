@@ -74,7 +74,7 @@ class WindowProbe:
         return None
 
     def uncounted(self) -> str | None:
-        """The optimizer steps that were not counted, as text, or None."""
+        """The uncounted optimizer steps, as text, or None."""
         taken = ", ".join(f"{steps} of {name}" for name, steps in self._steps.items())
         return f"optimizer steps since the last advance(): {taken}" if taken else None
 

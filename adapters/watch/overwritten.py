@@ -1,4 +1,4 @@
-"""`Use`: how one call of a method uses an attribute of its object, read from the bytecode; no code runs."""
+"""`use_of`: finds out from the bytecode how a call of a method uses an attribute of its object; no code runs."""
 
 import dis
 import types

@@ -1,4 +1,4 @@
-"""`SwapProbe`: refuses to save a model that currently contains the averaged weights of an attached object."""
+"""`SwapProbe`: refuses to save a model while it contains the averaged weights of an attached object."""
 
 from collections.abc import Mapping
 from typing import Any, Final, final
@@ -12,7 +12,7 @@ from trainfold.core.state.fqn import named_tensors
 
 _PROBES: Final = 4
 _PROBE_NUMEL: Final = 1 << 16
-_KEPT: Final = 16  # elements that are kept of each probe
+_KEPT: Final = 16  # elements kept of each probe
 
 
 @final

@@ -79,7 +79,7 @@ class StepWatch:
             del self._steps[optimizer]
 
     def check(self, where: str) -> None:
-        """Refuse to continue if an optimizer that is not attached has stepped parameters of the run.
+        """Refuse to continue if an unattached optimizer has stepped parameters of the run.
 
         Args:
             where: the call, for the message.

@@ -1,4 +1,4 @@
-"""The demo from its directory to its verdict: two runs, their comparison, two pictures."""
+"""Runs the demo: prepares its directory, trains twice, compares the two runs, and draws two pictures."""
 
 import itertools
 import json
@@ -159,7 +159,7 @@ def _drawn(path: Path, draw: Callable[[], None]) -> str:
 def _pace(events: list[RecordedLine]) -> StepTimes:
     """How long a step and a save take, from the record of the uninterrupted run.
 
-    A step is the median of the steps, and a save is the shortest of the saves: the last one, which nothing runs beside.
+    The time of a step is the median of all steps. The time of a save is the shortest one: the last save, with nothing running beside it.
     """
     steps = [after.secs - before.secs for before, after in itertools.pairwise(events) if after.kind == "step"]
     begun = {event.step: event.secs for event in events if event.kind == "save"}

@@ -1,4 +1,4 @@
-"""A text that every machine has: the help topics of CPython, as windows of bytes."""
+"""The demo's training text: the help topics of CPython, which every machine has, cut into windows of bytes."""
 
 import pydoc_data.topics
 from typing import final
@@ -56,7 +56,7 @@ def windows(text: bytes, context: int) -> torch.Tensor:
 def make_corpus(text: bytes, *, context: int, heldout_bytes: int) -> Corpus:
     """Split a text into windows to train on and windows to measure with.
 
-    Law: both parts have no byte in common.
+    Law: the two parts share no byte.
 
     Args:
         text: the bytes.

@@ -1,4 +1,4 @@
-"""The held-out loss at three batch sizes: the effect of the aggregation, and that of the model's own kernels."""
+"""Measures the held-out loss at three batch sizes: the effect of aggregation, and that of the model's own kernels."""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Runs that are killed: when to kill them, the kill, and the record of what it hit."""
+"""Kills the demo's second run: chooses the moments, sends the signal, and finds out what each kill hit."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain torch, without any trainfold."""
+"""The demo's model: a byte-level GPT in plain torch, without any trainfold code."""
 
 from typing import final
 

@@ -1,4 +1,4 @@
-"""The comparison of the two runs, decided from their records alone."""
+"""Compares the demo's two runs, from their records alone."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, final

@@ -1,4 +1,4 @@
-"""`DemoSettings`: what the two runs of the demo have in common. This module does not import torch, which the parent process never needs."""
+"""`DemoSettings`: the settings shared by the demo's two runs. Does not import torch, because the parent process never needs it."""
 
 import json
 from pathlib import Path

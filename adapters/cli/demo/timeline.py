@@ -15,7 +15,7 @@ _STEPS_AFTER: Final = 3
 @final
 @attrs.frozen
 class Span:
-    """Something that took time, in seconds since the window's save began.
+    """A step or a save, timed in seconds from the start of the window's save.
 
     Attributes:
         step: the step that was computed, or that was saved.

@@ -1,4 +1,4 @@
-"""`DiskSpace`: how much of the disk a rehearsal needs, by the first checkpoint of the first run, and whether that much is free."""
+"""`DiskSpace`: estimates the disk space of a rehearsal from the first checkpoint of the first run, and checks that it is free."""
 
 import shutil
 from collections.abc import Callable

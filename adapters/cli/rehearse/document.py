@@ -1,4 +1,4 @@
-"""What a rehearsal found, as JSON can hold it."""
+"""The result of a rehearsal as JSON."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from trainfold.adapters.cli.rehearse.starts import Start
 
 
 def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
-    """All of it as JSON can hold it."""
+    """The whole result, in values that JSON can hold."""
     conclusion = rehearsed.conclusion
     return {
         "command": list(rehearsed.settings.command),

@@ -1,4 +1,4 @@
-"""What a rehearsal found: as tables, and as an error."""
+"""The result of a rehearsal, as tables and as an error."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -373,7 +373,7 @@ def _epochs_not_seen(rehearsed: Rehearsed) -> list[str]:
 
 
 def further(rehearsed: Rehearsed) -> list[tuple[str, str]]:
-    """Pairs of places to compare if the runs differ: the first checkpoints that do, or else the newest ones."""
+    """Pairs of places to compare if the runs differ: the first checkpoints that differ, or else the newest ones."""
     if rehearsed.measured is not None:
         one, other = rehearsed.measured.places
         return [(str(one), str(other))]

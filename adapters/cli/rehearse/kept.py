@@ -1,4 +1,4 @@
-"""`KeptCheckpoints`: the data of checkpoints that may have to be compared, on a bounded part of the disk, and the size of their differences."""
+"""`KeptCheckpoints`: keeps the data of checkpoints that may have to be compared, in bounded disk space; measures how far they differ."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ _MEASURED: Final = 6  # leaves of each component
 
 
 def saved_of(manifest: Manifest) -> SavedStep:
-    """What is compared of a checkpoint: its fingerprints and leaves."""
+    """The parts of a checkpoint that are compared: its fingerprints and leaves."""
     return SavedStep(fingerprints(manifest), leaf_texts(manifest))
 
 

@@ -1,4 +1,4 @@
-"""The rehearsal from its directory to its verdict: a program run whole, run whole again, and killed and resumed."""
+"""Runs a rehearsal: the user's program whole, whole again, and killed and resumed; then compares the runs."""
 
 import contextlib
 import json

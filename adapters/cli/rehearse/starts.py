@@ -1,4 +1,4 @@
-"""Runs of the user's program: each process from its start to its end, and what it left."""
+"""Runs the user's program: starts each process, kills it or lets it end, and records what it left."""
 
 import contextlib
 import itertools
@@ -67,7 +67,7 @@ class Start:
 
 @final
 class Run:
-    """A run of the program in its own directory: one process, or several of which each resumes from the one before.
+    """A run of the program in its own directory: one process, or several, each resuming from the one before.
 
     Args:
         home: the directory.

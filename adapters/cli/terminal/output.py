@@ -150,7 +150,7 @@ def _output_failed(error: OSError) -> OutputFailed:
 
 
 def _send_nowhere(stream: TextIO | None) -> None:
-    """Drop what is left in a stream: Python would try to write it again at its end, and raise again."""
+    """Drop what is left in a stream: Python would try to write it again at exit, and raise again."""
     with suppress(OSError, ValueError):  # it is closed, or not a file
         if stream is not None:
             nowhere = os.open(os.devnull, os.O_WRONLY)

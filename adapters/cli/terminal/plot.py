@@ -1,4 +1,4 @@
-"""Pictures: the curves of two runs, and steps beside saves."""
+"""Draws pictures: the loss curves of two runs, and the steps of a loop beside a save."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The progress of runs in other processes: bars in a terminal, a few plain lines in a pipe."""
+"""Shows the progress of runs in other processes: bars in a terminal, a few plain lines in a pipe."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`Pace`: how many batches an optimizer step takes, before a resume and after it."""
+"""`Pace`: counts the batches of each optimizer step, and warns if their number differs after a resume."""
 
 import logging
 from typing import Any, Final, final

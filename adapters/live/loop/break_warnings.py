@@ -1,4 +1,4 @@
-"""Warnings about saves around a ``break`` out of ``live.batches()``; each takes the number of the epoch."""
+"""The texts of warnings about saves around a ``break`` out of ``live.batches()``; each takes the number of the epoch."""
 
 from typing import Final
 

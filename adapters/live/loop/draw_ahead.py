@@ -1,4 +1,4 @@
-"""`DrawAhead`: how many batches a loop draws ahead of the steps that it counts."""
+"""`DrawAhead`: measures how many batches a loop draws ahead of the steps that it counts."""
 
 import logging
 from typing import Final, final

@@ -21,7 +21,7 @@ _OVER: Final = "over"
 
 @final
 class EpochBody:
-    """The body of ``live.epochs()`` that runs now, or that a restored position is in.
+    """The body of ``live.epochs()`` that is running, or that a restored position is in.
 
     Args:
         feed: the loader, or several.
@@ -50,9 +50,9 @@ class EpochBody:
         self._ended_ahead: dict[str, weakref.ref[BatchStream]] = {}
         self._searched: set[str] = set()  # loaders whose iterations were searched for itertools.cycle
         self._paused: set[str] = set()  # loaders whose iteration ended inside an epoch, at a step of `steps`
-        self._entered: set[str] = set()  # loaders that this body has begun to read in this process
+        self._entered: set[str] = set()  # loaders that this body has started to read in this process
         self._saved: str | None = None  # where in this body a save since the last step was made
-        self._warned: set[str] = set()  # messages that were logged
+        self._warned: set[str] = set()  # logged messages
 
     def feed_of(self, name: str) -> Feed:
         """The feed of a loader; ``""`` names the only one."""
@@ -61,11 +61,11 @@ class EpochBody:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def enter(self, name: str, *, is_whole: bool) -> int | None:
-        """Begin to read a loader; return the epoch that it was in at first, or None where it has no batch left.
+        """Begin to read a loader; return the epoch that it was in at first, or None if it has no batch left.
 
         Args:
             name: of the loader.
-            is_whole: whether the loop asks for the whole epoch, and not for batches up to a step.
+            is_whole: whether the loop asks for the whole epoch, not for batches up to a step.
 
         Raises:
             InvalidArgument: for a second pass outside a loop over another loader.
@@ -128,7 +128,7 @@ class EpochBody:
             self.running -= 1
 
     def _check_no_cycle(self, name: str, stream: BatchStream | None) -> None:
-        """Raise where `itertools.cycle` is about to repeat the batches of this pass: it keeps them in a list that no save has.
+        """Raise if `itertools.cycle` is about to repeat the batches of this pass: it keeps them in a list that no save contains.
 
         Each loader is searched once, inside the loop over another one, because the search goes through all objects.
         """
@@ -153,7 +153,7 @@ class EpochBody:
     # --- from body to body --------------------------------------------------------------------------------------------
 
     def next_epoch(self) -> int:
-        """The epoch at which a new loop over epochs begins; loaders that were left early in a restored position begin their next epoch."""
+        """The first epoch of a new loop over epochs; loaders left early in a restored position start their next epoch."""
         epoch = self._feed.epoch if self.resumed is None else self.resumed
         if self.resumed is None:
             self.opened.clear()
@@ -209,7 +209,7 @@ class EpochBody:
         return self.epoch is not None and not self.running and not self._paused
 
     def left_early(self) -> list[str]:
-        """Loaders that this body has read in, and whose epoch it has not ended."""
+        """Loaders that this body has started to read and whose epoch it has not ended."""
         return [name for name in self.opened if name not in self.read and self.feed_of(name).is_inside]
 
     def _is_ahead(self) -> bool:
@@ -225,7 +225,7 @@ class EpochBody:
     # --- as a value ---------------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any] | None:
-        """The position in the loop over epochs; None outside of one."""
+        """The position in the loop over epochs; None outside such a loop."""
         if self.epoch is None and self.resumed is None:
             return None
         if self.resumed is not None:
@@ -238,7 +238,7 @@ class EpochBody:
         return {"epoch": epoch, "opened": dict(opened), "read": sorted(read), "left": list(left)}
 
     def take(self, body: dict[str, Any] | None) -> Undo:
-        """Take such a position, or None."""
+        """Take a position that `capture` returned, or None."""
         before = self.epoch, self.resumed, self.opened, self.read, self._left
         self.epoch = None
         self.resumed = None if body is None else body["epoch"]

@@ -1,4 +1,4 @@
-"""`LoopData`: where a loop is in its data, from one loader or several; the component ``dataset``."""
+"""`LoopData`: the component ``dataset``: where a loop is in its data, with one loader or several."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ _LOG: Final = logging.getLogger("trainfold")
 
 @final
 class LoopData:
-    """Where a loop is in its data.
+    """The position of a loop in its data.
 
     Args:
         feed: the loader, or several.
@@ -74,7 +74,7 @@ class LoopData:
         return stream
 
     def epochs(self, n: int, *, done: Callable[[], bool]) -> Iterator[int]:
-        """The epochs that are still to do; see ``Live.epochs``."""
+        """The epochs still to do; see ``Live.epochs``."""
         body = self._body
         if body.epoch is not None:
             raise InvalidArgument(
@@ -255,7 +255,7 @@ class LoopData:
         """Keep the run as a restore left it.
 
         Args:
-            chosen: the components that were restored; None for all.
+            chosen: the restored components; None for all.
         """
         self._streams.restored(SinceRestore(self._parts, chosen))
 

@@ -1,4 +1,4 @@
-"""`LoopStreams`: where the random streams are between a restore, or an epoch's end, and the next batch."""
+"""`LoopStreams`: watches the random streams between a restore, or an epoch's end, and the next batch; puts back what must not move."""
 
 from collections.abc import Callable, Mapping
 from typing import final

@@ -1,4 +1,4 @@
-"""`SinceRestore`: what changed between a restore and the first batch, and what of it is put back."""
+"""`SinceRestore`: finds what changed between a restore and the first batch, and puts back what has to be."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -45,7 +45,7 @@ class SinceRestore:
 
     Args:
         parts: returns the components of the run as they are now; None once the run is gone.
-        chosen: the components that were restored; None for all.
+        chosen: the restored components; None for all.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SinceRestore:
         """Put back what the start of the body has changed: it ran before the save, and has now run again.
 
         Raises:
-            RestoreRefused: if it cannot be put back, as where it has added a param group; nothing is put back then.
+            RestoreRefused: if it cannot be put back, for example because a param group was added; nothing is put back then.
         """
         start, self._start = self._start, {}
         parts = self._parts()
