@@ -117,7 +117,10 @@ class ResumePlan:
     def digest(self) -> str:
         """A digest of every decision; equal on all ranks that decide the same."""
         files = [file.digest for file in self.manifest.files]
-        actions = [attrs.evolve(action, part=0) for action in self.actions]  # each rank reads its own part
+        cut = {saved.name for saved in self.manifest.components if len(saved.nodes) > 1}  # each rank reads its own part
+        actions = [
+            ComponentAction(each.name, each.verb, note=each.note) if each.name in cut else each for each in self.actions
+        ]
         drifts = tuple(drift for drift in self.drifts if drift.kind not in OF_RANK_ZERO)
         decided = (self.checkpoint, str(self.manifest.head), files, actions, drifts)
         return digest_of(repr(decided).encode("utf-8", "backslashreplace"))

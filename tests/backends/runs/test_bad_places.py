@@ -82,7 +82,7 @@ def wrong_place(run, tmp_path, case):
     other.mkdir()
     for name in FORMATS[case]:
         (other / name).write_bytes(b"{}")
-    return other, "folder of its own"
+    return other, "use another folder"
 
 
 FORMATS = {

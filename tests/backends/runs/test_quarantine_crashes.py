@@ -135,7 +135,7 @@ def test_a_record_that_cannot_be_read_stops_nothing_and_is_kept_aside(store, dat
     die(store, EIGHT)
     (aside,) = [name for name in store.list() if name.startswith("quarantine-damaged-")]
     assert store.read(aside) == data
-    assert f"what it held is in {aside}" in caplog.text
+    assert f"its old contents are in {aside}" in caplog.text
     assert usable(store) == [SEVEN]
     assert read_inventory(store).problem is None
 

@@ -48,6 +48,21 @@ def test_the_random_streams_of_each_rank_come_back_to_their_rank():
         load(store, like=state_at(0, rng={"seed": -1}))
 
 
+def test_parts_of_ranks_may_have_other_sizes():
+    """H02, V05: what one rank saved for itself may have more tensors than another's, and all ranks still decide the same.
+
+    A position holds random streams if its loader has drawn from them, which the samples of one rank may do and those of another not.
+    """
+    store = MemoryStore()
+
+    def streams(rank):
+        return {"seed": rank, **{f"drawn{index}": torch.full((4,), rank) for index in range(rank)}}
+
+    run_threads(3, lambda world: save(state_at(1, rng=streams(world.rank)), store, collectives=world))
+    loaded = run_threads(3, lambda world: load(store, like=state_at(0, rng=streams(world.rank)), collectives=world).rng)
+    assert [(rng["seed"], len(rng)) for rng in loaded] == [(0, 1), (1, 2), (2, 3)]
+
+
 def test_shards_of_every_rank_make_one_tensor_and_load_into_any_other_cut():
     """N04: saved sharded, loadable unsharded on one process; and into another number of shards."""
     whole = torch.arange(7 * 3, dtype=torch.float32).reshape(7, 3)
