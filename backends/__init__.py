@@ -1,1 +1,1 @@
-"""Effects: where bytes, ranks and time are. Interpreters of plans, and storage formats."""
+"""Effects: storage, ranks and time. Interpreters of plans, and storage formats."""

@@ -1,4 +1,4 @@
-"""The numerical environment: settings of the program and properties of the machine on which the bits of a sum depend."""
+"""The numerical environment: the settings of the program and properties of the machine that determine the bits of a sum."""
 
 import platform
 import sys
@@ -72,7 +72,7 @@ def _machine() -> str:
 
 
 def _matmul_precision() -> Any:
-    """The precision by its one name for all backends; where torch refuses that, because a program has set the backends' own names, by those."""
+    """The precision by its one name for all backends; by the backends' own names if a program has set them: torch refuses the one name then."""
     found = _read(torch.get_float32_matmul_precision)
     if found != _UNKNOWN:
         return found
@@ -84,7 +84,7 @@ def _matmul_precision() -> Any:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """A setting with an old and a new name, which torch refuses to read where a program has used both."""
+    """A setting with an old and a new name; torch refuses to read it if a program has used both."""
     try:
         return setting()
     except (RuntimeError, AttributeError):

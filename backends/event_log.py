@@ -18,7 +18,7 @@ class EventLog:
     """Logs events and hands them to a listener. Another thread defers its events until the owner reports them.
 
     Args:
-        run: where the run is.
+        run: the location of the run.
         listener: gets each event. An exception of it is logged, because it must not fail a save.
 
     Examples:
@@ -35,7 +35,7 @@ class EventLog:
         self._is_calling = False
 
     def check_not_calling(self) -> None:
-        """Check that this is not a call from the listener: a save in the middle of another one's report would disturb it.
+        """Check that the listener is not the caller: a save during the report of another save would disturb that save.
 
         Raises:
             InvalidState: if it is.

@@ -1,11 +1,11 @@
-"""`Helpers`: threads that share the work of a block with its own thread, which never waits for a thread that has not begun.
+"""`Helpers`: threads that share the work of a block with the block's own thread, which never waits for one that has not started.
 
 A thread is made once. At the end of a block it waits for the next block of any thread, so a run of saves starts as many threads as one
 save needs.
 
 ``Thread.start`` waits until the new thread reports that it runs. A thread without the memory for that report dies in silence, and the
 caller waits forever, with the run's lock. So threads are started here without that wait, and a caller that needs a task that has not
-begun does it itself: where no thread can be started, the caller does everything. An executor would not do, because it starts
+begun does it itself: if no thread can be started, the caller does everything. An executor would not do, because it starts
 nothing once Python is shutting down.
 """
 
@@ -27,7 +27,7 @@ LONGEST_SECS: Final = 10.0
 
 
 def start_in_time(thread: threading.Thread, *, longest_secs: float = LONGEST_SECS) -> None:
-    """Start a thread that Python waits for at its end, or give up on it.
+    """Start a thread that Python joins at exit, or give up on it.
 
     Args:
         thread: not started yet. If it begins after this has given up, it must find nothing to do.
@@ -81,7 +81,7 @@ class Task(Generic[T]):
         self._failure: BaseException | None = None
 
     def carry_out(self, helper: "_Helper | None" = None) -> None:
-        """Run it, unless it is claimed already; raises nothing."""
+        """Run the task, unless it is claimed already; never raises."""
         if not self._claim.acquire(blocking=False):
             return
         self._helper = helper
@@ -94,7 +94,7 @@ class Task(Generic[T]):
             self._end.set()
 
     def result(self) -> T:
-        """Return what it returned, or raise what it raised; run it here if it has not begun.
+        """Return or raise the outcome of the task; run it here if no thread has started it.
 
         Raises:
             MemoryError: if the thread that had begun it died in silence.
@@ -110,13 +110,13 @@ class Task(Generic[T]):
         return self._value  # type: ignore[return-value]  # it has ended without a failure
 
     def withdraw(self) -> bool:
-        """Claim it, so that it never runs; False if it runs, or has run."""
+        """Claim the task, so that it never runs; False if it is running or has run."""
         return self._claim.acquire(blocking=False)
 
 
 @final
 class _Helper:
-    """The work of one thread in one block. It sets its own end: `Thread.join` takes a thread for ended when it is interrupted."""
+    """The work of one thread in one block. It signals its own end: an interrupted `Thread.join` takes the thread for ended."""
 
     def __init__(self, waiting: "SimpleQueue[Task[object] | None]", idle: "SimpleQueue[Inbox]") -> None:
         self._waiting = waiting
@@ -142,7 +142,7 @@ _IDLE: "SimpleQueue[Inbox]" = SimpleQueue()  # inboxes of the threads that have 
 
 
 def _forget_idle_threads() -> None:
-    """In a forked child: it does not have its parent's threads."""
+    """Forget the idle threads in a forked child, which does not have its parent's threads."""
     global _IDLE  # noqa: PLW0603 - a new queue: a thread of the parent may have been using the old one
     _IDLE = SimpleQueue()
 
@@ -162,7 +162,7 @@ def _be_a_thread(helper: _Helper) -> None:
 
 @final
 class Helpers:
-    """Threads that work for a block, from its beginning to its end. There are fewer, or none, where the machine has no more.
+    """Threads that work for a block, from its start to its end: fewer, or zero, if the machine cannot start more.
 
     Threads of an earlier block are used again. If one has died meanwhile, the caller does its work.
 
@@ -198,7 +198,7 @@ class Helpers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Start nothing more, and return when everything that has begun has ended: what the tasks work on is reused then."""
+        """Start nothing more, and return when every started task has ended, because the caller reuses their data then."""
         interruption: BaseException | None = None
         while True:
             try:
@@ -210,7 +210,7 @@ class Helpers:
             raise interruption
 
     def give(self, task: Task[T]) -> Task[T]:
-        """Let a free thread run it, or the first thread that asks for its result."""
+        """Let a free thread run the task, or the first thread that asks for its result."""
         self._waiting.put(task)  # type: ignore[arg-type]  # whatever it returns
         return task
 

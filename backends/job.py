@@ -1,4 +1,4 @@
-"""`Job`: an action that runs once, in a thread of its own, and how it ended.
+"""`Job`: an action that runs once, in its own thread, and its outcome.
 
 It is not an executor. Python refuses to start work in one once the main thread has ended, which is when the last state of a run
 may be saved. And an interrupt (Ctrl-C) inside an executor, a future or a condition can leave its lock taken for good. Here the
@@ -61,10 +61,10 @@ class Job(Generic[T]):
         return self._end.is_over
 
     def start(self) -> None:
-        """Run the action in a new thread. If this raises, `withdraw` says whether it will run all the same.
+        """Run the action in a new thread. If this raises, `withdraw` returns whether the action can still be kept from running.
 
         Raises:
-            BaseException: an interrupt of the action, where the caller had to run it.
+            BaseException: an interrupt of the action, if the caller had to run it.
         """
         try:
             start_in_time(threading.Thread(target=_work, args=([self],), name=self._name, daemon=False))
@@ -76,11 +76,11 @@ class Job(Generic[T]):
             self._is_started.set()
 
     def wait_for_start(self) -> None:
-        """Return when `start` has returned, or the job was withdrawn; in the thread of the job."""
+        """Return when `start` has returned, or the job was withdrawn; called in the job's thread."""
         self._is_started.wait()
 
     def carry_out(self) -> None:
-        """Run the action, unless it is claimed already; raises nothing that the action raises."""
+        """Run the action, unless it is claimed already; never raises an error of the action."""
         action = self._action
         if action is None or not self._claim.acquire(blocking=False):
             return
@@ -96,7 +96,7 @@ class Job(Generic[T]):
         end.set()
 
     def withdraw(self) -> bool:
-        """Claim the action, so that it never runs; False if it runs, or has run."""
+        """Claim the action, so that it never runs; False if it is running or has run."""
         withdrawn = self._claim.acquire(blocking=False)
         self._is_started.set()  # a thread that waits for the start goes
         return withdrawn
@@ -118,13 +118,13 @@ class Job(Generic[T]):
 
 
 def _work(jobs: list[Job[Any]]) -> None:
-    """Run the one job of a list, and keep nothing of it: a failure's traceback leads to this frame."""
+    """Run the one job of a list, and keep no reference to it: a failure's traceback leads to this frame."""
     jobs[0].wait_for_start()
     jobs.pop().carry_out()
 
 
 def _outcome(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """What an action returns and raises. The exception keeps nothing alive that the action worked on."""
+    """The result and the exception of an action. The exception keeps none of the action's data alive."""
     try:
         return action(), None
     except BaseException as error:  # noqa: BLE001  # for the thread that waits

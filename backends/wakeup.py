@@ -1,4 +1,4 @@
-"""`Wakeup`: wakes the one thread that waits for a change; `Latch`: says that something is over, for good."""
+"""`Wakeup`: wakes the one thread that waits for a change. `Latch`: records, for good, that something is over."""
 
 import threading
 from contextlib import suppress
@@ -9,7 +9,7 @@ _AT_LEAST_EVERY_SECS: Final = 1.0
 
 @final
 class Wakeup:
-    """One thread waits, and looks for itself each time `wait` returns; any thread rings.
+    """One thread waits, and checks for a change each time `wait` returns; any thread may ring.
 
     It is not a condition: Ctrl-C in the middle of one may leave its lock taken, and then the other thread waits forever. `wait` also
     returns once a second without a ring, in case an interrupt came before one.
@@ -26,7 +26,7 @@ class Wakeup:
         self._is_silent.acquire()
 
     def ring(self) -> None:
-        """Wake the thread that waits, or the next one that does."""
+        """Wake the waiting thread, or the next one that waits."""
         if self._is_silent.locked():
             with suppress(RuntimeError):  # another thread has just rung
                 self._is_silent.release()
@@ -38,7 +38,7 @@ class Wakeup:
 
 @final
 class Latch:
-    """The end of something. It stays set.
+    """A flag for the end of something. It stays set.
 
     Attributes:
         is_over: whether it is set.
@@ -56,16 +56,16 @@ class Latch:
         self._wakeup = Wakeup()
 
     def set(self) -> None:
-        """It is over."""
+        """Record that it is over."""
         self.is_over = True
         self._wakeup.ring()
 
     def wait_briefly(self) -> None:
-        """Return when it is over, or a little later, so that the caller can check whether the end can still come."""
+        """Return when it is over, or after a short time, so that the caller can check whether the end can still come."""
         if not self.is_over:
             self._wakeup.wait()
 
     def wait(self) -> None:
-        """Return when it is over; after an interrupt it can be called again."""
+        """Return when it is over. It can be called again after an interrupt."""
         while not self.is_over:
             self._wakeup.wait()

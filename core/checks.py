@@ -28,7 +28,7 @@ def count(  # noqa: PLR0913 - keywords
     expected: str | None = None,
     error: type[TrainfoldError] = InvalidArgument,
 ) -> int:
-    """A whole number in range, as a plain int; neither a bool nor a number of another type is one.
+    """A whole number in range, as a plain int; a bool or a number of another type is refused.
 
     Args:
         where: the argument's name, for the message.
@@ -53,7 +53,7 @@ def count(  # noqa: PLR0913 - keywords
 
 
 def positive(where: str, value: object, *, fix: str, least: float | None = None, expected: str | None = None) -> float:
-    """A finite number above 0, or from ``least`` on, as a float; also one of numpy, or in a tensor of one element.
+    """A finite number above 0, or from ``least`` on, as a float; it may be numpy's, or a tensor of one element.
 
     Args:
         where: the argument's name, for the message.
@@ -158,7 +158,7 @@ def mapping_given(name: str, given: object, *, values: type = object) -> dict[st
 
 
 def real_given(value: object) -> float | None:
-    """A real number as a float, also one of numpy or in a tensor of one element; None for anything else.
+    """A real number, possibly numpy's or a tensor of one element, as a float; None for anything else.
 
     Examples:
         >>> import numpy as np, torch

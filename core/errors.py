@@ -9,7 +9,7 @@ LISTING: Final = set[str]()  # the names of the errors whose text has lines of i
 
 
 class _Refused(Protocol):
-    """A `Refusal`, whose class is not imported here, because every module imports this one."""
+    """A `Refusal`. Its class is not imported here, because every module imports this one."""
 
     @property
     def reasons(self) -> Sequence[Any]: ...
@@ -50,7 +50,7 @@ class TrainfoldError(Exception):
     )
 
     def __init_subclass__(cls, *, exit_code: int | None = None, has_lines: bool = False) -> None:
-        """Set what a class has of its own; otherwise it has its base's exit code and form."""
+        """Set the class's own exit code and form; without its own it has those of its base."""
         super().__init_subclass__()
         cls.exit_code = cls.exit_code if exit_code is None else exit_code
         cls.has_lines = cls.has_lines or has_lines
@@ -80,7 +80,9 @@ def _rebuild(cls: type[TrainfoldError], where: str, expected: object, found: obj
 
 
 def place(error: BaseException, *, step: int | None = None, rank: int | None = None) -> None:
-    """Record at which step and on which rank an error happened, in its fields and in a note; what is already set stays.
+    """Record the step and the rank of an error in its fields and in a note; what is already set stays.
+
+    To place an error is to say where it happened; it has nothing to do with memory or with the location of a run.
 
     Args:
         error: any error; one that is not trainfold's gets only the note.
@@ -144,7 +146,7 @@ class HorizonUnknown(InvalidArgument):
 
 
 class ScheduleMismatch(TrainfoldError):
-    """The schedule that the step was made with is not the one that the state was trained with."""
+    """The schedule of the step is not the one that the state was trained with."""
 
 
 class ContractMismatch(TrainfoldError):
@@ -172,7 +174,7 @@ class UnattachedOptimizer(InvalidState):
 
 
 class HiddenStateRefused(InvalidState, has_lines=True):
-    """State that changes with training and that no component saves, in a run attached with ``strict=True``."""
+    """No component saves this state, which changes with training; the run is attached with ``strict=True``."""
 
 
 class SwappedWeights(InvalidState):
@@ -180,7 +182,7 @@ class SwappedWeights(InvalidState):
 
 
 class HiddenState(UserWarning):
-    """State that changes with training and that no component saves; it would restart at a resume."""
+    """No component saves this state, which changes with training; it would restart at a resume."""
 
 
 class OptionalLeftOut(UserWarning):
@@ -225,7 +227,7 @@ class _Listing(TrainfoldError, has_lines=True):
 
 
 class SpecMismatch(_Listing):
-    """Two trees differ; all the differences are listed at once, and are in ``differences``, in tree order."""
+    """Two trees differ. The text lists all differences at once; ``differences`` has them in tree order."""
 
     def __init__(self, where: str, differences: Sequence[object]) -> None:
         found, fix = f"{len(differences)} differences", "build the state as it was built when it was saved"
@@ -234,7 +236,7 @@ class SpecMismatch(_Listing):
 
 
 class RestoreRefused(_Listing):
-    """A live run cannot take a state; every reason is listed, and is an error in ``reasons``; nothing was changed."""
+    """A live run cannot take a state; nothing was changed. The text lists every reason; ``reasons`` has them as errors."""
 
     def __init__(self, where: str, reasons: tuple[TrainfoldError, ...]) -> None:
         found, fix = f"{_reasons(len(reasons))} against it", "do as each reason says; nothing was changed"
@@ -243,7 +245,7 @@ class RestoreRefused(_Listing):
 
 
 class CaptureRefused(_Listing):
-    """A live run cannot be saved as it is; every reason is listed, and is an error in ``reasons``."""
+    """A live run cannot be saved as it is. The text lists every reason; ``reasons`` has them as errors."""
 
     def __init__(self, where: str, reasons: tuple[TrainfoldError, ...]) -> None:
         found, fix = (
@@ -274,15 +276,15 @@ class CheckpointTorn(CheckpointError, exit_code=13):
 
 
 class CheckpointDamaged(CheckpointError, exit_code=14):
-    """Bytes of a checkpoint are not the ones that were written: a digest differs."""
+    """Bytes of a checkpoint differ from those that were written: a digest does not match."""
 
 
 class CheckpointUnreadable(CheckpointDamaged):
-    """The device failed to read a checkpoint; its bytes may be whole, so this proves nothing against them."""
+    """The device failed to read a checkpoint. Its bytes may still be intact: this error does not prove damage."""
 
 
 class CheckpointForeign(CheckpointError, exit_code=15):
-    """A directory or file that trainfold did not write, or that belongs to another run."""
+    """A directory or file was not written by trainfold, or belongs to another run."""
 
 
 class FutureVersion(CheckpointError, exit_code=16):
@@ -294,15 +296,15 @@ class CheckpointHostile(CheckpointError, exit_code=17):
 
 
 class CheckpointQuarantined(CheckpointError, exit_code=18):
-    """A checkpoint that was found damaged, or whose loading ended the process too often: it is passed over."""
+    """A checkpoint was found damaged, or loading it killed the process too often; it is passed over."""
 
 
 class RunDamaged(CheckpointError, exit_code=19):
-    """The run had a whole checkpoint and has none now, like an interrupted copy; it is not a new run."""
+    """The run had a whole checkpoint and has lost it, as after an interrupted copy; it is not a new run."""
 
 
 class ResumeRefused(CheckpointError, exit_code=20, has_lines=True):
-    """A plan to resume was refused; every reason is listed, and ``refusal`` is the `Refusal` with the reasons as values."""
+    """A plan to resume was refused. The text lists every reason; ``refusal`` is the `Refusal`, with the reasons as values."""
 
     def __init__(self, where: str, refusal: _Refused) -> None:
         found = f"{_reasons(len(refusal.reasons))} against it:\n{refusal.listed}\n"
@@ -322,7 +324,7 @@ class ManagerPathInvalid(ManagerUnusable):
 
 
 class ManagerNotAllowed(ManagerUnusable):
-    """The path of a manager starts with no prefix of the allow-list; nothing was imported."""
+    """The path of a manager does not start with a prefix on the allow-list; nothing was imported."""
 
 
 class ManagerNotImportable(ManagerUnusable):
@@ -370,19 +372,19 @@ class RunReplaced(SaveFailed, exit_code=35):
 
 
 class RunNotRestored(SaveFailed, exit_code=37):
-    """The run has checkpoints, and the state to save descends from none of them: a restore was forgotten."""
+    """The run has checkpoints, but the state to save does not descend from any of them: a restore was forgotten."""
 
 
 class RankFailed(TrainfoldError, has_lines=True):
-    """A rank failed, so every rank raises this, naming it; the lines are those of its error."""
+    """A rank failed, so every rank raises this error, which names the failed rank and repeats the lines of its error."""
 
 
 class SaveFailedElsewhere(SaveFailed, RankFailed, exit_code=36, has_lines=True):
-    """A save failed because the named rank did: ``except SaveFailed`` sees a failed save on every rank."""
+    """A save failed because the named rank failed; ``except SaveFailed`` catches a failed save on every rank."""
 
 
 class RanksDisagree(TrainfoldError):
-    """Ranks computed different plans or see different checkpoints."""
+    """The ranks computed different plans, or see different checkpoints."""
 
 
 def _reasons(count: int) -> str:

@@ -32,6 +32,6 @@ def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 
 
 def _safe(value: object) -> str:
-    """A text that a page shows and does not act on, whatever a file or a user's object says."""
+    """A text escaped so that a page shows it and does not act on it, whatever a file or a user's object contains."""
     text = printable(value if isinstance(value, str) else shown(value))
     return escape(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…")

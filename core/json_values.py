@@ -1,4 +1,4 @@
-r"""The JSON form of leaves that are not tensors: exact for every int, float, str and bytes, and without pickle.
+r"""The JSON form of leaves other than tensors: exact for every int, float, str and bytes, and without pickle.
 
 Plain JSON where JSON is exact, a tagged object where it is not::
 

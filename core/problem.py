@@ -26,7 +26,7 @@ class Problem:
 
 
 def problem_of(error: TrainfoldError) -> Problem:
-    """The problem that an error describes.
+    """The problem described by an error.
 
     Examples:
         >>> from trainfold.errors import CheckpointTorn

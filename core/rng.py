@@ -1,4 +1,4 @@
-"""Randomness as an argument: keys, keys derived from keys, and a block that draws from one and leaves no trace."""
+"""Randomness as an argument: keys, keys derived from keys, and a block that draws from a key and leaves no trace."""
 
 import hashlib
 import threading
@@ -91,14 +91,14 @@ def seed_of(key: Key) -> int:
 
 @contextmanager
 def forked_rng(key: Key, device: torch.device | str | None = None) -> Iterator[None]:
-    """Run a block with torch's default generators seeded from a key; afterwards they are as they were, bit for bit.
+    """Run a block with torch's default generators seeded from a key; afterwards their state is restored, bit for bit.
 
     The generator of the CPU, and that of ``device`` if it is a CUDA device, are seeded and put back, also if the block
     raises. Threads take turns, because these generators are global.
 
     Args:
         key: the source of the block's random numbers.
-        device: where the block computes; None for the CPU.
+        device: the device on which the block computes; None for the CPU.
 
     Examples:
         >>> before = torch.get_rng_state()

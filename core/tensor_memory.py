@@ -1,4 +1,4 @@
-"""The memory of a tensor: its bytes, without a copy if they are contiguous on a CPU, and whether it is plain memory at all."""
+"""The memory of a tensor: its bytes, without a copy if they are contiguous on a CPU, and a check that it is plain memory."""
 
 from typing import Any, final
 
@@ -16,7 +16,7 @@ _FIXES = {
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, contiguous, row-major and little-endian, without a copy if it is so on a CPU.
+    """The bytes of a tensor, contiguous, row-major and little-endian; no copy if the tensor is so already, on a CPU.
 
     Args:
         tensor: any shape, any dtype of ``STORED``, on any device.

@@ -1,4 +1,4 @@
-"""The only module that imports optree: it fixes the namespace and the rule for None.
+"""The trees of state. This is the only module that imports optree, so that it can fix the namespace and the rule for None.
 
 None is a leaf, so an empty slot of an optimizer is kept. Dict keys are visited in sorted order if they can be sorted, otherwise in
 the order of insertion; a rebuilt tree has its dicts in their original order.
@@ -112,6 +112,6 @@ def named_leaves(tree: Tree, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def registered_classes() -> list[type[Any]]:
-    """The node classes registered in trainfold's namespace, and those that optree knows everywhere."""
+    """The node classes in trainfold's namespace and in optree's global one."""
     known: Any = optree.register_pytree_node
     return [*known.get(namespace=NAMESPACE)]

@@ -1,4 +1,4 @@
-"""`Arena`: pre-faulted memory for copies on the critical path: large pages, given back at once."""
+"""`Arena`: pre-faulted memory for copies on the critical path: huge pages, returned to the system as soon as they are free."""
 
 import ctypes
 import mmap
@@ -13,7 +13,7 @@ ALIGNMENT_BYTES: Final = 64
 
 @final
 class Arena:
-    """One piece of anonymous memory, handed out from its start to its end.
+    """One anonymous mapping, handed out from its start to its end.
 
     A copy into fresh pages costs about ten times as much as one into present pages, so `make_present` pays for them in a background
     thread. The memory is given back when the arena and everything taken from it are gone.
@@ -36,7 +36,7 @@ class Arena:
         self._used = 0
 
     def make_present(self, size_bytes: int) -> None:
-        """Fault in the first pages, without the GIL. Where the kernel cannot, they are faulted in when they are written to.
+        """Fault in the first pages, without the GIL. If the kernel cannot, the first write to each page faults it in.
 
         They may be taken and written to meanwhile: no byte is changed.
         """
@@ -48,7 +48,7 @@ class Arena:
 
     @property
     def left_bytes(self) -> int:
-        """How much can still be taken."""
+        """The bytes that can still be taken."""
         return self.size_bytes - self._used
 
     def take(self, size_bytes: int) -> torch.Tensor:
@@ -65,7 +65,7 @@ class Arena:
 
 
 def padded(size_bytes: int) -> int:
-    """How much of an arena a piece takes up.
+    """The bytes of an arena that a copy takes up.
 
     Examples:
         >>> padded(65)

@@ -1,4 +1,4 @@
-"""`CopyRoom`: how many bytes of a hold may be copied, which of them are, and the memory for the copies."""
+"""`CopyRoom`: the limit on the bytes that a hold copies, the choice of those bytes, and the memory for the copies."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -47,11 +47,11 @@ class CopyRoom:
         return copies
 
     def reserve(self, leaves: Sequence[HeldLeaf], size_bytes: int) -> tuple[Arena, int] | None:
-        """Memory for all that may be copied, so that there is never a second one beside it; and how much of it to make present.
+        """Memory for all possible copies, so that a second one is never needed; and how much of it to make present.
 
         Args:
             leaves: what is held.
-            size_bytes: how much was asked for; None is returned where there is no room for any of it.
+            size_bytes: how much was asked for; None is returned if there is no room for any of it.
         """
         room = self._left(leaves)
         present = size_bytes if room is None else min(size_bytes, room)
@@ -61,17 +61,17 @@ class CopyRoom:
         return self._ready, present
 
     def arena_for(self, chosen: Sequence[tuple[HeldLeaf, int]]) -> Arena:
-        """Memory for these copies: what was reserved, if that is enough."""
+        """Memory for these copies: the reserved one, if it is large enough."""
         wanted = sum(padded(leaf.copied_from - start) for leaf, start in chosen if _is_on_cpu(leaf))
         ready, self._ready = self._ready, None
         return ready if ready is not None and ready.left_bytes >= wanted else Arena(wanted)
 
     def release(self) -> None:
-        """Give back what was reserved."""
+        """Give back the reserved memory."""
         self._ready = None
 
     def choose(self, leaves: Sequence[HeldLeaf]) -> list[tuple[HeldLeaf, int]]:
-        """What to copy for an update, from which byte on: the last of the unread bytes, because the first ones are read soonest."""
+        """What to copy for an update, and from which byte on: the last of the unread bytes, because the writer reads the first ones soonest."""
         room = self._left(leaves)
         chosen = []
         for leaf in reversed(leaves):
@@ -89,12 +89,12 @@ class CopyRoom:
         return chosen[::-1]
 
     def count(self, size_bytes: int) -> None:
-        """So many bytes were copied for an update."""
+        """Count the bytes copied for an update."""
         self.copied_bytes += size_bytes
         self.protected_bytes += size_bytes
 
     def _left(self, leaves: Sequence[HeldLeaf]) -> int | None:
-        """How many bytes may be copied beside a leaf that the writer copies whole, one at a time, because its bytes are not in order."""
+        """How many bytes may be copied beside a leaf whose bytes are not in order: the writer copies such a leaf whole, one at a time."""
         if self._max_bytes is None:
             return None
         whole = (leaf.size_bytes for leaf in leaves if leaf.live is not None and not is_flat(leaf.live))

@@ -1,4 +1,4 @@
-"""`HeldLeaf`: one leaf that a writer reads while its owner may be about to write to it, and how far that has come."""
+"""`HeldLeaf`: one leaf that a writer reads while its owner may be about to write to it, and how far the writer has come."""
 
 import threading
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _UNREAD: Final = -1
 
 @final
 class Handover:
-    """What the writer and the owner of held leaves share: a lock, what wakes each of them, and what was noticed.
+    """State shared by the writer and the owner of held leaves: a lock, their wakeups, and the writes that were noticed.
 
     Attributes:
         mutex: taken in `with` only, and with no condition around it: see `Wakeup`.
@@ -55,7 +55,7 @@ class Handover:
 @final
 @attrs.define(eq=False)
 class Move:
-    """The copying of some leaves by their owner. It ends with one assignment, wherever it is interrupted."""
+    """A copy of some leaves, made by their owner. One assignment ends it, wherever it is interrupted."""
 
     is_over: bool = False
 
@@ -79,9 +79,9 @@ class HeldLeaf:
         ring: reads it, on a device.
         read: how many bytes have been read.
         pinned_to: the writer is reading the bytes ``[read, pinned_to)``.
-        copied_from: where the copy begins.
+        copied_from: the first byte of the copy.
         copy: the bytes from there on.
-        home: where the live tensor's memory was when it was held; None where that is unknown.
+        home: the address of the live tensor's memory when it was held; None if it is unknown.
     """
 
     name: LeafName
@@ -109,19 +109,19 @@ class HeldLeaf:
 
     @property
     def moving_from(self) -> int | None:
-        """From which byte on the owner is copying it now."""
+        """The byte from which on the owner is copying the leaf now."""
         return None if self._moving is None or self._moving[0].is_over else self._moving[1]
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the live tensor has other memory than when it was held, and not by ``share_memory_()``, which copies its bytes."""
+        """Whether the live tensor's memory was replaced since it was held, other than by ``share_memory_()``, which copies the bytes."""
         live = self.live
         if live is None or self.home is None or live.data_ptr() == self.home:
             return False
         return live.is_cuda or not live.untyped_storage().is_shared()
 
     def move(self, move: Move, start: int) -> None:
-        """The owner copies it from this byte on, until the move is over."""
+        """Note that the owner copies the leaf from this byte on, until the move is over."""
         self._moving = move, start
 
     def copy_of(self, live: torch.Tensor, start: int, arena: Arena) -> torch.Tensor:
@@ -138,22 +138,22 @@ class HeldLeaf:
         return steadily(live, lambda source: copy.copy_(byte_view(source)[start : self.copied_from]))
 
     def moved(self, copy: torch.Tensor, start: int) -> None:
-        """The owner has copied it from this byte on; on the CPU, to where its bytes lie in order."""
+        """Note that the owner has copied the leaf from this byte on; on the CPU, into memory with its bytes in order."""
         self.is_flat = self.is_flat or copy.is_cpu  # first: an interrupt may come in between
         self.copy, self.copied_from, self._moving = copy, start, None
 
     def release(self) -> None:
-        """Nothing more is read from it."""
+        """Read nothing more from the leaf."""
         self.live = self.copy = self._array = None
 
     # --- the writer's thread -----------------------------------------------------------------------------------------
 
     def pieces(self, piece_bytes: int, place: Place | None = None) -> Iterator[memoryview]:
-        """The bytes as they were when the leaf was held, in order; they are read once.
+        """The bytes of the leaf as they were when it was held, in order; they can be read once.
 
         Args:
             piece_bytes: the largest piece. Each is used before the next one is asked for.
-            place: where they are wanted; None for a buffer made here. Pieces from a device come from its ring.
+            place: returns the memory to write a piece into; None for a buffer made here. Pieces from a device come from its ring.
 
         Raises:
             SaveFailed: if the leaf was written to without `Hold.protect`.
@@ -176,7 +176,7 @@ class HeldLeaf:
 
     @contextmanager
     def _unmoved(self) -> Iterator[None]:
-        """Wait while the owner copies the next bytes, and keep it from beginning with that meanwhile."""
+        """Wait while the owner copies the next bytes, and keep it from starting such a copy meanwhile."""
         while True:
             with self.handover.mutex:
                 moving_from = self.moving_from
@@ -186,7 +186,7 @@ class HeldLeaf:
             self.handover.writer.wait()
 
     def _take_piece(self, wanted: memoryview) -> memoryview | None:
-        """Copy the next piece to where it is wanted; None if its memory has moved meanwhile, and it has to be read again.
+        """Copy the next piece into the wanted memory; None if the leaf's memory was replaced meanwhile, so the piece must be read again.
 
         The live bytes themselves are not written: a slow disk must not delay an update.
         """
@@ -224,7 +224,7 @@ class HeldLeaf:
         return begun
 
     def _flatten(self) -> None:
-        """Copy a leaf whose bytes do not lie in order, or not on the CPU; from then on the live one may change."""
+        """Copy a leaf whose bytes are not in order, or not on the CPU; from then on the live tensor may change."""
         handover = self.handover
         with self._unmoved():
             handover.check(self.name)
@@ -253,7 +253,7 @@ class HeldLeaf:
         return source, start, min(self.read + piece_bytes, end)
 
     def _array_of(self, source: torch.Tensor) -> Bytes:
-        """The memory that it is read from; looked up again for each piece, because it may move."""
+        """The memory that the leaf is read from; looked up again for each piece, because it may be replaced."""
         address = source.data_ptr()
         if self._array is None or self._array[0] is not source or self._array[1] != address:
             self._array = source, address, byte_array(byte_view(source))
@@ -270,7 +270,7 @@ class HeldLeaf:
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a tensor lie in order, where they can be read."""
+    """Whether the bytes of a tensor are in order and readable in place."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) and (tensor.is_cpu or tensor.is_cuda)
 
 

@@ -1,4 +1,4 @@
-"""`Hold`: a background reader of a state's leaves. An update may overtake it: then the unread bytes are copied or waited for."""
+"""`Hold`: a background reader of a state's leaves. An update that overtakes it first copies or waits for the unread bytes."""
 
 import os
 import threading
@@ -88,7 +88,7 @@ class Hold:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be read, or looked at."""
+        """Whether the hold will read nothing more, and look at nothing more."""
         return self._handover.is_over and self._watch.is_over
 
     @property
@@ -121,7 +121,7 @@ class Hold:
         return {name[1]: leaf for name, leaf in self._leaves.items() if name[0] == component}
 
     def prepare(self, size_bytes: int) -> None:
-        """Get memory for copies ready, so that `protect` need not wait for it.
+        """Prepare memory for copies, so that `protect` need not wait for it.
 
         Args:
             size_bytes: how much, such as the last save had to copy.
@@ -147,7 +147,7 @@ class Hold:
         yield from leaf.pieces(piece_bytes, place)
 
     def check_unchanged(self) -> None:
-        """Look once more at what was read, when all of it is written and nothing is committed.
+        """Look once more at the leaves that were read, after they are written and before the commit.
 
         Raises:
             SaveFailed: if a leaf was written to without `protect`, at whatever time since the hold was made.
@@ -158,7 +158,7 @@ class Hold:
             self._watch.check()
 
     def check_written(self, component: str, digests: Mapping[str, str]) -> None:
-        """Compare what was written of a component, path by path, with what was held; without ``check`` nothing is compared.
+        """Compare the written bytes of a component, path by path, with the held ones; without ``check`` nothing is compared.
 
         Raises:
             SaveFailed: if the bytes of a leaf are not those that it had in the call.
@@ -183,20 +183,20 @@ class Hold:
         self._handover.writer.ring()
 
     def forget(self) -> None:
-        """Free what is left, in the writer's thread and not in the owner's next call; the writer asks for nothing more."""
+        """Free the rest, in the writer's thread rather than in the owner's next call; the writer asks for nothing more."""
         with self._mutex:
             self._leaves, self._order = {}, []
 
     # --- the owner's thread ------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Return when the unannounced leaves that had no room have been read; the call that saves ends with it."""
+        """Return when the unannounced leaves that had no room have been read; the saving call ends with this."""
         if self._waited:
             with self._protecting:
                 self._wait_for(lambda: [self._leaves[name] for name in self._waited])
 
     def protect(self) -> None:
-        """Return when the leaves may be written to. Calling it again costs next to nothing.
+        """Return when the leaves may be written to. A second call costs next to nothing.
 
         In a forked process it returns at once: the writer is in the parent, and so is the memory that it reads.
         """
@@ -205,7 +205,7 @@ class Hold:
                 self._protect()
 
     def written(self) -> frozenset[LeafName]:
-        """The leaves that were written to without `protect`, and not only the one that made the save fail.
+        """All leaves that were written to without `protect`, not only the one that made the save fail.
 
         After `release` it is asked once, and releases them.
         """
@@ -241,7 +241,7 @@ class Hold:
             ring.order_writes()
 
     def _copy(self, chosen: list[tuple[HeldLeaf, int]]) -> None:
-        """Copy leaves; the writer waits for one while it is being copied, and continues from the copy."""
+        """Copy leaves. The writer waits for a leaf while it is being copied, and continues from the copy."""
         try:
             with self._mutex:
                 arena = self._room.arena_for(chosen)
@@ -262,7 +262,7 @@ class Hold:
             return  # no memory: what is not copied is waited for
 
     def _wait_for(self, leaves: Callable[[], Iterable[HeldLeaf]]) -> None:
-        """Return when the writer needs these leaves no more as they are."""
+        """Return when the writer no longer needs these leaves unchanged."""
         while True:
             with self._mutex:
                 self._unpack()
@@ -271,7 +271,7 @@ class Hold:
             self._handover.owner.wait()
 
     def _unpack(self) -> None:
-        """Look at what was given, in the thread that needs it first; again, if an interrupt came in between."""
+        """Unpack the given leaves, in the first thread that needs them; repeated if an interrupt came in between."""
         if self._given is not None:
             tensors, homes, copies = self._given
             self._leaves = {
@@ -296,7 +296,7 @@ class Hold:
 
 
 def _addresses(tensors: Collection[torch.Tensor]) -> list[int | None]:
-    """Where the memory of each is now."""
+    """The current address of each leaf's memory."""
     try:
         return list(map(torch.Tensor.data_ptr, tensors))
     except RuntimeError:  # one of them has no memory, and is refused by name elsewhere

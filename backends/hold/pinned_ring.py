@@ -1,4 +1,4 @@
-"""`PinnedRing`: reads a CUDA device's tensors through a few pinned buffers on its own stream, in the order of events."""
+"""`PinnedRing`: reads the tensors of a CUDA device through a few pinned buffers, on its own stream, ordered by events."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ Begun: TypeAlias = tuple[torch.Tensor, Any]
 
 @final
 class PinnedRing:
-    """Copies pieces to the host beside the computation, some of them ahead of the one that is being written.
+    """Copies pieces to the host in parallel with the computation, a few ahead of the one being written.
 
     Reads come after what was in the current stream when the ring was made. Writes after `order_writes` wait for the reads that have
     begun, on the device and not on the host.
@@ -33,19 +33,19 @@ class PinnedRing:
         self._latest: Any = None
 
     def wait_for_current(self) -> None:
-        """Make later reads come after what is in the current stream now, such as a copy that was made in it."""
+        """Make later reads wait for the work now in the current stream, such as a copy made in it."""
         self._stream.wait_stream(_CUDA.current_stream(self._device))
 
     def order_writes(self) -> None:
-        """Make what comes next in the current stream wait for the reads that have begun."""
+        """Make later work in the current stream wait for the reads that have started."""
         if self._latest is not None:
             _CUDA.current_stream(self._device).wait_event(self._latest)
 
     def pieces(self, begin_next: Callable[[], Begun | None]) -> Iterator[torch.Tensor]:
-        """The pieces that a function begins to read, on the host, in order.
+        """The pieces whose reads a function starts, on the host, in order.
 
         Args:
-            begin_next: calls `begin` with the next bytes, or returns None where there are no more.
+            begin_next: calls `begin` with the next bytes, or returns None if there are no more.
 
         Yields:
             Each piece; it is valid until the next one is asked for.
@@ -63,7 +63,7 @@ class PinnedRing:
                 yield host
 
     def begin(self, piece: torch.Tensor) -> Begun:
-        """Begin to read some bytes; they may be written to once `order_writes` was called.
+        """Start to read some bytes; they may be written to after a call of `order_writes`.
 
         Returns:
             Where they will be, and the event after which they are.

@@ -1,4 +1,4 @@
-"""Which leaves of a run are steady: only an announced update writes to them, so that a save may hold them and not copy them."""
+"""Which leaves of a run are steady: only an announced update writes to them, so a save may hold them instead of copying them."""
 
 from collections.abc import Collection, Mapping
 from typing import Final
@@ -17,7 +17,7 @@ def steady_leaves(
     frozen: Collection[torch.Tensor] = (),
     rescaled: Collection[torch.Tensor] = (),
 ) -> set[LeafName]:
-    """The leaves that change at no other moment than in a step of an optimizer that announces its steps.
+    """The leaves that change only in a step of an optimizer that announces its steps.
 
     Parameters are compared by address, because other tensors may share their memory, such as those of a `state_dict`.
 

@@ -1,4 +1,4 @@
-"""`WriteWatch`: notices writes to tensors that were not announced, by torch's version counters and, where asked, by their bytes."""
+"""`WriteWatch`: detects unannounced writes to tensors, by torch's version counters and, on request, by their bytes."""
 
 import sys
 import threading
@@ -35,7 +35,7 @@ _LONGEST_NAP_SECS: Final = 0.02
 
 @final
 class WriteWatch:
-    """Remembers the version counters of tensors, and says which have moved. It is not locked: its hold does that.
+    """Remembers the version counters of tensors, and finds those that have changed. It has no lock: its hold locks it.
 
     Torch moves the counter when a kernel returns, so a write in progress shows later: see `wait_for_kernels`.
 
@@ -66,22 +66,22 @@ class WriteWatch:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be looked at."""
+        """Whether the watch will look at nothing more."""
         return not self._seen[0]
 
     def wait_for_kernels(self) -> None:
-        """Return when the thread that made this has left the kernel that it is in; call it without a lock."""
+        """Return when the thread that made this watch has left its current kernel; call it without a lock."""
         if not self.is_over:
             wait_until_it_moves(self._owner)
 
     def keep(self, names: Collection[LeafName]) -> None:
-        """Look at no others from now on."""
+        """Watch only these tensors from now on."""
         watched, _ = self._seen
         kept = {name: version for name, version in zip(*self._seen, strict=True) if name in names}
         self._seen = {name: watched[name] for name in kept}, list(kept.values())
 
     def look_at(self, name: LeafName) -> None:
-        """Look at one, if it is watched."""
+        """Look at one tensor, if it is watched."""
         watched, versions = self._seen
         if self._version_of is None:
             self._version_of = dict(zip(watched, versions, strict=True))
@@ -90,7 +90,7 @@ class WriteWatch:
             self._note(name)
 
     def look(self) -> None:
-        """Look at all of them."""
+        """Look at all watched tensors."""
         watched, versions = self._seen
         now = list(map(_VERSION, watched.values()))
         if now != versions:
@@ -99,13 +99,13 @@ class WriteWatch:
                     self._note(name)
 
     def end(self) -> None:
-        """Look at all of them for the last time: from now on they may be written to."""
+        """Look at all watched tensors for the last time: from now on they may be written to."""
         self.look()
         self._look_at_bytes()
         self._seen = {}, []
 
     def compare(self, name: LeafName, digest: str) -> None:
-        """Compare the digest of the bytes that were written for a leaf with that of the bytes that were held."""
+        """Compare the digest of the bytes written for a leaf with that of the bytes held."""
         if self.digests.get(name, digest) != digest:
             self._note(name, found=_AROUND, fix=_AROUND_FIX)
 
@@ -137,7 +137,7 @@ class WriteWatch:
 
 
 def steadily(tensor: torch.Tensor, copy: Callable[[torch.Tensor], T]) -> T:
-    """What a function copies from a tensor whose memory may move meanwhile: ``share_memory_()`` frees the old memory.
+    """The result of a function that copies from a tensor whose memory may be replaced meanwhile: ``share_memory_()`` frees the old one.
 
     Examples:
         >>> steadily(torch.ones(2), torch.clone)
@@ -153,7 +153,7 @@ def steadily(tensor: torch.Tensor, copy: Callable[[torch.Tensor], T]) -> T:
 
 
 def is_gone(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor was given back, as ``untyped_storage().resize_(0)`` does.
+    """Whether the memory of a tensor was freed, as by ``untyped_storage().resize_(0)``.
 
     Examples:
         >>> weight = torch.ones(2)
@@ -165,7 +165,7 @@ def is_gone(tensor: torch.Tensor) -> bool:
 
 
 def wait_until_it_moves(thread: int, *, longest_secs: float = LONGEST_SECS) -> bool:
-    """Wait until a thread has left the operation that it is in, such as a kernel that writes to a tensor.
+    """Wait until a thread has left its current operation, such as a kernel that writes to a tensor.
 
     A kernel moves the version counter of what it writes to before it returns to Python. So once the thread's place in its Python
     code has moved, the counters show everything that was being written before. A thread in the module `threading` waits for a
@@ -195,7 +195,7 @@ def wait_until_it_moves(thread: int, *, longest_secs: float = LONGEST_SECS) -> b
 
 
 def _place(thread: int) -> tuple[FrameType, int] | None:
-    """Where a thread is in its Python code; None where it is in no operation."""
+    """The position of a thread in its Python code; None if it is not in an operation."""
     frame = sys._current_frames().get(thread)  # noqa: SLF001  # public but for its name
     if frame is None or any(frame.f_globals is each for each in _WAITING):
         return None

@@ -1,4 +1,4 @@
-"""Run an action on every rank, so that a failure on one rank raises on all of them and no rank hangs."""
+"""`on_all_ranks`: runs an action on every rank. A failure on one rank raises on all of them, and no rank hangs."""
 
 from collections.abc import Callable
 from typing import TypeVar

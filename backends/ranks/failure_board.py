@@ -1,4 +1,4 @@
-"""The notice board of a world: which rank failed and why, and which ranks are still alive, in a key-value store.
+"""`NoticeBoard`: records in a key-value store which rank failed and why, and which ranks are still alive.
 
 A transport reports that a peer is gone, but not which one or why. A failing rank posts its error on the board before it ends. If no rank has
 posted one, the ranks call the roll there.
@@ -20,7 +20,7 @@ _ROLL_SECS = 0.02
 
 
 class KeyValues(Protocol):
-    """The used part of `torch.distributed.Store`."""
+    """The part of `torch.distributed.Store` that is used here."""
 
     def set(self, key: str, value: str, /) -> None:
         """Set a value."""
@@ -115,7 +115,7 @@ class NoticeBoard:
         return fault
 
     def linger(self, fault: Fault) -> None:
-        """Acknowledge a fault. Rank 0, which may host the store, waits for the ranks that can still read it."""
+        """Acknowledge a fault. Rank 0, which may host the store, waits for the ranks that can still read the fault."""
         self._store.set(f"heard/{self._rank}", "1")
         if self._rank == 0:
             self._wait_for("heard", without=fault.ranks)

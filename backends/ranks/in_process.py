@@ -1,4 +1,4 @@
-"""Ranks that are not processes: a world of one, and N ranks as threads of one process, for tests and laws."""
+"""Ranks without processes of their own: a world of one rank, and N ranks as threads of one process, for tests and laws."""
 
 import copy
 import threading
@@ -151,7 +151,7 @@ class ThreadCollectives:
         self._room.fail(self.rank, error)
 
     def duplicate(self) -> "ThreadCollectives":
-        """The same ranks in another room, which fails if this one does."""
+        """The same ranks in another room, which fails if this room does."""
         numbers = self._meet(Call("duplicate"), self._copies)
         self._copies += 1
         return ThreadCollectives(self.rank, self._room.copy(numbers[0]), None)

@@ -1,4 +1,4 @@
-"""The arithmetic of a sum over ranks: each rank adds one part of all tensors, in rank order, and sends its sums to the others.
+"""The arithmetic of a sum over ranks: each rank adds up one part of all tensors, in rank order, and sends its sums to the others.
 
 It takes two exchanges, with as many bytes as a ring all-reduce. Only one rank adds each element, in rank order, so every rank gets the same
 bits, whatever its processor does with the last bit or with a NaN. (A ring adds each part in an order that starts at another rank, so that its

@@ -87,7 +87,7 @@ class TorchCollectives:
         self._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=grace_secs)
 
     def __del__(self) -> None:
-        """Release the sockets of a group that we made, unless an exchange is running or Python is shutting down.
+        """Release the sockets of a group made here, unless an exchange is running or Python is shutting down.
 
         Not `weakref.finalize`: its registry would keep the group until torch is unloaded, and abort the process.
         """
@@ -360,7 +360,7 @@ def _digest(call: Call) -> int:
 
 
 def _is_of_transport(error: BaseException) -> bool:
-    """Whether an error, perhaps of a model that communicates, comes from the transport because another rank ended."""
+    """Whether an error comes from the transport because another rank ended; it may be from a model that communicates."""
     import torch.distributed as dist
 
     kinds = (dist.DistBackendError, dist.DistNetworkError)
@@ -368,7 +368,7 @@ def _is_of_transport(error: BaseException) -> bool:
 
 
 def _first_sentence(error: BaseException) -> str:
-    """The text of an error without the advice that gloo adds."""
+    """The text of an error, without the advice added by gloo."""
     return str(error).partition(_ADVICE)[0]
 
 

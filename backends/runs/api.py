@@ -1,4 +1,7 @@
-"""`save`, `plan` and `load` a state on a store: the public calls, which check their arguments and delegate."""
+"""`trainfold.save`, `trainfold.plan` and `trainfold.load`: they check their arguments and delegate.
+
+The save itself is `save_snapshot` in `trainfold.backends.runs.save`; the load is `load_run` in `trainfold.backends.runs.load`.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -97,7 +100,7 @@ def plan(  # noqa: PLR0913 - keywords
     reset: Mapping[str, str] | None = None,
     contract: Mapping[str, Any] | None = None,
 ) -> ResumePlan | Refusal:
-    """Say what a resume would do. It reads manifests and loads nothing.
+    """Plan a resume: read the manifests, and load nothing.
 
     Args:
         run: a directory, or a store.
@@ -136,7 +139,7 @@ def load(  # noqa: PLR0913 - keywords
     contract: Mapping[str, Any] | None = None,
     collectives: Collectives | None = None,
 ) -> S:
-    """Load the newest whole checkpoint of the current timeline, or the step asked for, into a new state.
+    """Load the newest whole checkpoint of the current timeline, or that of a given step, into a new state.
 
     Every byte that is used is checked against its digest. If the newest checkpoint is damaged and no step was asked for, the next older one is
     loaded, with a `CheckpointPassedOver` warning each time.

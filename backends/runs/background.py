@@ -1,4 +1,4 @@
-"""A save in the background: a job that takes the snapshot in its thread and reads the leaves through a hold."""
+"""`BackgroundSave`: a save in the background. Its job takes the snapshot in its own thread and reads the leaves through a hold."""
 
 import logging
 from collections.abc import Callable
@@ -24,14 +24,14 @@ _THREAD: Final = "trainfold-save"
 @final
 @attrs.frozen(kw_only=True, eq=False)
 class BackgroundSave:
-    """What a save in the background needs.
+    """The arguments of a save in the background.
 
     Attributes:
         store: the run. The caller holds its lock.
         take: makes the snapshot, in the thread, or raises what this rank has to report to the others.
         hold: of the snapshot's tensors. It is released when the save has ended.
         collectives: the ranks. Nothing else may use them while the save is under way.
-        descends_from: the checkpoint that the state comes from; None where that is unknown.
+        descends_from: the checkpoint that the state comes from; None if it is unknown.
         ready_bytes: memory for copies to get ready, such as the last save needed.
         owner: an object to keep alive until the save has ended, because it holds the run's lock.
     """
@@ -54,7 +54,7 @@ class BackgroundSave:
 
 
 def background_action(store: Store, action: Callable[[], None], *, after: Job[Any] | None) -> Job[None]:
-    """A job that has not started yet, such as deleting old checkpoints. Its failure is logged.
+    """A job, not started yet, for work such as deleting old checkpoints. Its failure is logged.
 
     Args:
         store: the run.

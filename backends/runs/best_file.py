@@ -45,7 +45,10 @@ _T = TypeVar("_T")
 
 
 class BestIgnored(UserWarning):
-    """A run's ``best.json`` is about something else, or its checkpoint is gone: the best starts without a score."""
+    """An entry of a run's ``best.json`` does not count: it has another run, metric or direction, or its checkpoint cannot be used.
+
+    If no entry counts, the best starts without a score.
+    """
 
 
 def save_best(
@@ -101,7 +104,7 @@ def save_best(
 
 
 def load_best(run: Run, wanted: BestRecord, *, collectives: Collectives | None = None) -> BestRecord:
-    """The best that a run continues with: the saved one, or ``wanted`` itself without a saved one.
+    """The best that a run continues with: the saved one, or ``wanted`` itself if there is no saved one.
 
     The saved one counts only if it is of the same run, metric and direction, and if the checkpoint that it names can still be
     loaded, and was not deleted, damaged, or left behind by a rewind. It gets the ``min_delta`` of ``wanted``. A `BestIgnored`

@@ -1,4 +1,4 @@
-"""`best_json_lock`: the lock between naming a checkpoint in ``best.json`` and deleting checkpoints that it does not name.
+"""`best_json_lock`: keeps one thread from naming a checkpoint in ``best.json`` while another deletes those not named there.
 
 A manager deletes old checkpoints in its own thread. It holds this lock from reading ``best.json`` to the last deletion, so that no
 other thread of this process names one of them meanwhile. The lock of the run keeps other processes' writers out.
@@ -13,7 +13,7 @@ _lock = threading.RLock()
 
 
 def best_json_lock() -> AbstractContextManager[Any]:
-    """The lock of this process; a forked child has a lock of its own.
+    """The lock of this process; a forked child has its own.
 
     Examples:
         >>> with best_json_lock(), best_json_lock():

@@ -31,7 +31,7 @@ def best_checkpoint(store: Store) -> str | None:
 
 
 def measured_best(store: Store) -> str | None:
-    """As `best_checkpoint`, if that checkpoint is the one that was measured; a missing or damaged one counts as such.
+    """As `best_checkpoint`, if that checkpoint is the measured one; a missing or damaged one counts as measured.
 
     Raises:
         CheckpointError: if there is a best that cannot be read.
@@ -70,7 +70,7 @@ def best_checkpoints(store: Store) -> dict[str, str]:
 
 
 def best_scores(store: Store) -> dict[tuple[str, int], float]:
-    """The scores in ``best.json``: (checkpoint, timeline) -> score; a step that was trained again has another timeline.
+    """The scores in ``best.json``: (checkpoint, timeline) -> score. A step trained again is on another timeline.
 
     Raises:
         CheckpointError: if there is a best that cannot be read.

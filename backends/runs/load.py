@@ -1,4 +1,4 @@
-"""`load_run`: reads a run, plans the resume and carries out the plan. A checkpoint that turns out to be bad is passed over for an older one."""
+"""`load_run`: reads a run, plans the resume and carries out the plan. If a checkpoint proves bad, an older one is loaded instead."""
 
 import logging
 import warnings
@@ -91,7 +91,7 @@ def plan_run(
     contract: Mapping[str, Any] | None,
     collectives: Collectives,
 ) -> ResumePlan | Refusal:
-    """The plan that `load_run` would carry out; see `trainfold.plan`. It takes the arguments of `load_run`."""
+    """The plan that `load_run` would carry out for the same arguments; see `trainfold.plan`."""
     known = passed_over(store, request, collectives)
     target = resume_target(like, contract, collectives)
     return _planned(store, with_quarantined(read_inventory(store), known), target, request)[1]
@@ -153,7 +153,7 @@ def load_run(  # noqa: PLR0913 - keywords
 
 
 def passed_over(store: Store, request: ResumeRequest, world: Collectives) -> Mapping[str, Problem]:
-    """The checkpoints in quarantine, for `with_quarantined`. A request for a step takes its checkpoint out, so that there are none then."""
+    """The checkpoints in quarantine, for `with_quarantined`; empty if a step is requested, because the request overrides the quarantine."""
     return {} if request.step is not None else on_rank_zero(world, lambda: quarantined(store))
 
 
@@ -188,7 +188,7 @@ def _planned(
 
 
 def examined(store: Store, inventory: Inventory, request: ResumeRequest, wanted: Collection[str] = ()) -> Inventory:
-    """Read the manifests that a request needs, newest first, until one of them has what it asks for.
+    """Read the manifests that a request needs, newest first, until one of them satisfies it.
 
     Args:
         store: the run.
@@ -230,7 +230,7 @@ def _agree(outcome: ResumePlan | Refusal, store: Store, world: Collectives) -> N
 
 
 def _attempt(outcome: ResumePlan, like: TrainState, store: Store) -> tuple[TrainState | None, TrainfoldError | None]:
-    """The state, or the error. It is not raised here, because the other ranks wait for the result."""
+    """The state, or the error. The error is not raised here, because the other ranks wait for the result."""
     try:
         return run_resume(outcome, like, store=store), None
     except TrainfoldError as error:
@@ -242,7 +242,7 @@ def _attempt(outcome: ResumePlan, like: TrainState, store: Store) -> tuple[Train
 
 
 def _failed(failure: TrainfoldError) -> _Failed:
-    """What the other ranks get: the problem, whether an older checkpoint may not have it, and the outcome of the attempt."""
+    """The report to the other ranks: the problem, whether an older checkpoint may be free of it, and the outcome of the attempt."""
     return problem_of(failure), isinstance(failure, CheckpointError), outcome_of(failure)
 
 

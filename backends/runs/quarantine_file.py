@@ -42,7 +42,7 @@ _TRIES = 5
 
 
 class QuarantineIgnored(UserWarning):
-    """The ``quarantine.json`` of a run cannot be read, and no checkpoint is passed over for it."""
+    """The ``quarantine.json`` of a run cannot be read, so no checkpoint is passed over because of it."""
 
 
 def quarantined(store: Store, *, limit: int = LIMIT) -> dict[str, Problem]:
@@ -138,7 +138,7 @@ class _Found:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it may be replaced: not if a newer trainfold wrote it, or if it cannot be set aside."""
+        """Whether this file may be replaced: not if a newer trainfold wrote it, or if it cannot be set aside."""
         return self.error is None or (self.data is not None and not isinstance(self.error, FutureVersion))
 
 

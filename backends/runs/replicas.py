@@ -1,4 +1,4 @@
-"""One rank writes what all ranks have; digests prove before a save that it is equal on all of them."""
+"""Replicated tensors, which only one rank writes: before a save, digests prove that they are equal on all ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def copies_of(
     proof: Proof,
     sent: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, str]]:
-    """The digest of every tensor that must be equal on all ranks. Scalars are in the descriptions, which are compared anyway.
+    """The digest of every tensor that must be equal on all ranks. Scalars need none: they are in the descriptions, which are compared.
 
     Args:
         described: component -> its structure.
@@ -59,7 +59,7 @@ def copies_of(
 
 
 def _digest(leaf: Any, path: str, proof: Proof) -> str:
-    """The digest of the piece of a leaf that a turn compares; of the whole leaf if it is small or if steps do not keep it equal."""
+    """The digest of the part of a leaf that a turn compares; of the whole leaf if it is small or if steps do not keep it equal."""
     if proof.turn is None or not isinstance(leaf, torch.Tensor) or leaf.nbytes <= SMALL_BYTES:
         return leaf_digest(leaf, path)
     if not is_trained(path) or not leaf.is_contiguous():

@@ -1,4 +1,4 @@
-"""`run_resume`: carries out a `ResumePlan`. It loads into fresh memory and decides nothing."""
+"""`run_resume`: carries out a `ResumePlan`. It loads into fresh memory and makes no decisions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +32,7 @@ from trainfold.core.state.state import ModelState, OptimizerState, Origin, OwnOp
 
 
 def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainState:
-    """Load what a plan says into fresh memory and return the new state; ``like`` is not changed.
+    """Load the tensors of a plan into fresh memory and return the new state; ``like`` is not changed.
 
     Args:
         plan: the decisions.
@@ -126,7 +126,7 @@ def _loaded(
     targets: Mapping[str, Any],
     wanted: Any,
 ) -> Any:
-    """A component in the structure of the target, with the saved values; the target's own where the plan keeps them."""
+    """A component in the structure of the target, with the saved values, or the target's own if the plan keeps them."""
     kept = frozenset(action.kept)
     values = []
     for path, target in targets.items():
@@ -150,7 +150,7 @@ def _cast(value: torch.Tensor, dtype: str | None, *, as_numpy: bool) -> Any:
 
 
 def _box_of(leaf: Any) -> Box | None:
-    """The slice of the global tensor that a leaf of this run holds; None for all of it."""
+    """The slice of the global tensor held by a leaf of this run; None for all of it."""
     if not isinstance(leaf, Shard):
         return None
     return tuple((start, start + size) for start, size in zip(leaf.starts, leaf.tensor.shape, strict=True))

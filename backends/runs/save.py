@@ -1,4 +1,7 @@
-"""Saving a state on every rank: describe, agree, plan, write, commit, clean up. What is written and where is decided in core."""
+"""`save_snapshot`: a save on every rank: describe, agree, plan, write, commit, clean up. Core decides which bytes go to which file.
+
+`trainfold.save` is not here: it is `save` in `trainfold.backends.runs.api`, which checks its arguments and calls `save_snapshot`.
+"""
 
 import logging
 import uuid
@@ -49,13 +52,13 @@ class SaveResult:
     """What a save did.
 
     Attributes:
-        run: where the run is.
+        run: the location of the run.
         checkpoint: the directory.
         step: the step.
         timeline: the timeline that the checkpoint belongs to.
         size_bytes: the size of its data files.
         fingerprints: component -> digest.
-        forks: where its lineage left earlier timelines, as (timeline, step).
+        forks: the points at which its lineage left earlier timelines, as (timeline, step).
         run_id: the id of the run.
         omitted: components that the run has and that were not saved.
     """
@@ -72,7 +75,7 @@ class SaveResult:
 
     @property
     def descent(self) -> Descent:
-        """The descent of a state that continues from here."""
+        """The descent of a state that continues from this checkpoint."""
         return Descent(self.timeline, self.step, self.forks)
 
 
@@ -202,7 +205,7 @@ def _without(each: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
 
 
 def begin_checkpoint(store: Store, step: int, *, descends_from: Descent | None = None) -> tuple[Head, bytes | None]:
-    """Make the run if it is new, and decide what its next checkpoint is. The caller holds the run's lock.
+    """Create the run if it is new, and choose the identity of its next checkpoint. The caller holds the run's lock.
 
     Args:
         store: the run.

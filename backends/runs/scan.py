@@ -1,4 +1,4 @@
-"""Reading what a run holds: names and heads first, and a whole manifest only if a plan needs it."""
+"""`read_inventory` and `examine`: read the contents of a run: names and heads first, a whole manifest only if a plan needs it."""
 
 import itertools
 
@@ -103,7 +103,7 @@ def run_document(run_id: str) -> bytes:
 
 
 def check_place(store: Store) -> None:
-    """Check that a run is here, or may start here. Reads only names and writes nothing.
+    """Check that the store holds a run, or that one may start there. Reads only names and writes nothing.
 
     A folder with a user's logs and configs may become a run. A checkpoint, a folder of runs, checkpoints whose run file is lost, and weights of
     another format may not.
@@ -194,7 +194,7 @@ def _run_problem(store: Store, run_id: str | None, names: list[str], entries: tu
 
 
 def _check_new(store: Store, names: list[str], entries: tuple[Entry, ...]) -> None:
-    """Check that a place without a run file is not something that a user may have meant as a run."""
+    """Check that a directory without a run file holds nothing that a user may have meant as a run."""
     if any(entry.head is not None for entry in entries):
         raise CheckpointForeign(store.url, expected=RUN_FILE, found="checkpoints without it",
                                 fix=_run_file_fix(entries))  # fmt: skip

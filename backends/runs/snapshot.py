@@ -1,4 +1,4 @@
-"""`Snapshot`: a state as it is to be saved; all of it but the values of its tensors is copied."""
+"""`Snapshot`: the state of a save. Everything but the values of its tensors is copied."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import repeat
@@ -29,12 +29,12 @@ from trainfold.core.state.state import OptimizerState, TrainState
 @final
 @attrs.frozen(eq=False)
 class Snapshot:
-    """A state to save. Everything but the values of its tensors is copied, so that only these can still change.
+    """The state of a save. Everything but the values of its tensors is copied, so only those values can still change.
 
     Attributes:
         step: the step of the state.
-        described: component -> its structure, scalars included.
-        tensors: component -> leaf path -> the tensor leaf itself.
+        described: component -> its structure, scalars included, and the specs of its tensors.
+        tensors: component -> leaf path -> the tensor leaf itself, with its values.
         omitted: components that the state has and that are not saved.
         contract: what must be equal at a resume.
         own: components whose tensors belong to the snapshot alone.
@@ -65,7 +65,7 @@ class Snapshot:
         return found
 
     def with_own(self, name: str, component: Any, *, is_saved: bool) -> "Snapshot":
-        """The snapshot with another component, which was made for it and belongs to it alone.
+        """The snapshot with one more component, made for this snapshot and owned by it alone.
 
         Args:
             name: a name that the snapshot does not have yet.
@@ -104,7 +104,7 @@ class Snapshot:
         return attrs.evolve(self, described=described, tensors=tensors, copies=None if self.copies is None else copies)
 
     def arrays(self) -> set[LeafName]:
-        """The names of NumPy arrays, whose writes cannot be noticed."""
+        """The names of NumPy arrays; writes to them cannot be detected."""
         return {
             (component, path)
             for component, leaves in self.tensors.items()
@@ -159,7 +159,7 @@ def describe_state(
 
 
 def full_contract(state: TrainState, contract: Mapping[str, Any] | None) -> dict[str, Json]:
-    """Everything that must be equal at a resume: the environment, the contract of the state, and that of the caller. Later ones win."""
+    """Everything that must be equal at a resume: the environment, the state's contract, the caller's contract. Later entries win."""
     given = {**environment_of(state), **contract_of(state), **mapping_given("contract", contract)}
     return checked_contract(given)
 

@@ -1,4 +1,4 @@
-"""Writes a stream of bytes at disk speed: with O_DIRECT where the filesystem has it, through pooled aligned buffers.
+"""Writes a stream of bytes at disk speed: through pooled aligned buffers, with O_DIRECT if the filesystem supports it.
 
 One thread fills a buffer, while the caller's iterator hashes the parts hot in cache, and two others write the buffers
 before it. Direct writes leave the page cache to the training process and cost a tenth of the CPU time of buffered ones.
@@ -35,7 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @final
 class _Pool:
-    """Buffers kept for reuse: fresh memory is paid for in page faults, at a tenth of the speed of a copy."""
+    """Buffers kept for reuse: fresh memory costs page faults, which run at a tenth of the speed of a copy."""
 
     def __init__(self) -> None:
         self._free: list[Bytes] = []
@@ -76,12 +76,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def release_buffers() -> None:
-    """Free the buffers that wait for reuse, when nothing more is to be written for a while."""
+    """Free the buffers kept for reuse; for a caller that will not write for a while."""
     _POOL.clear()
 
 
 def try_direct(fd: int) -> bool:
-    """Switch an open file to O_DIRECT; False if the filesystem does not have it."""
+    """Switch an open file to O_DIRECT; False if the filesystem does not support it."""
     if not _O_DIRECT:
         return False
     try:
@@ -138,7 +138,7 @@ class _Queue:
     offset: int = 0
 
     def place(self, size_bytes: int) -> memoryview:
-        """The memory for the next bytes, as many as fit; waits for a free buffer."""
+        """The memory for the next bytes, as many as fit; waits for a free buffer. See `Place`."""
         if not self.free:
             self._take_back()
         return self.free[0].data[self.filled : min(self.filled + size_bytes, BUFFER_BYTES)]
@@ -218,7 +218,7 @@ def _write_small(fd: int, parts: Iterable[Buffer], size_bytes: int) -> int:
 
 
 def _allocate(fd: int, size_bytes: int) -> None:
-    """Reserve the blocks ahead: a full disk is found before the first byte, and single writes need no new metadata.
+    """Reserve the blocks ahead: a full disk is detected before the first byte, and single writes need no new metadata.
 
     Not ``os.posix_fallocate``: glibc emulates it by touching each block where the filesystem cannot do it.
     """

@@ -1,4 +1,4 @@
-"""A disk in memory: the effects of stores on it, the faults that stop them, and what a crash leaves."""
+"""A simulated disk in memory: the effects of stores, the faults that stop them, and the files that a crash leaves."""
 
 import errno
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from trainfold.backends.stores.names import split_name
 @final
 @attrs.frozen
 class Effect:
-    """One thing that a store did to its disk.
+    """One change that a store made to its disk.
 
     Attributes:
         kind: ``reserve``, ``begin``, ``part``, ``finish``, ``sync`` (of a directory), ``commit``, ``delete``,
@@ -89,7 +89,7 @@ class Disk:
         self.unsynced: dict[str, bytes | None] = {}  # a name, and what was there when its directory was last synced
 
     def do(self, effect: Effect) -> None:
-        """Let an effect happen."""
+        """Carry out an effect."""
         kind, name = effect.kind, effect.name
         if kind == "begin":
             self.open[effect.writer] = (name, bytearray())
@@ -110,7 +110,7 @@ class Disk:
             self.unsynced = {known: old for known, old in self.unsynced.items() if split_name(known)[0] != name}
 
     def crash(self, *, keep_unsynced: bool, torn_write: bool) -> None:
-        """Become what the next boot finds; see `MemoryStore.after_crash`."""
+        """Change to the disk that the next boot finds; see `MemoryStore.after_crash`."""
         if not keep_unsynced:
             for name, old in self.unsynced.items():
                 self._set(name, old)

@@ -1,4 +1,4 @@
-"""Checkpoints kept beside their run at no cost: hard links to their files, which stay when the run deletes the originals."""
+"""`keep_checkpoint`: keeps a checkpoint outside its run at no cost: hard links to its files survive when the run deletes the originals."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A store in a directory of a local filesystem, with the commit protocol that survives power cuts."""
+"""`LocalStore`: a store in a directory of a local filesystem. Its commit protocol survives power cuts."""
 
 import errno
 import logging
@@ -74,7 +74,7 @@ class LocalStore:
 
     @property
     def url(self) -> str:
-        """The path as it was given."""
+        """The path that the caller gave, unchanged."""
         return self._url
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ class LocalStore:
         return None if found is None else found.st_mtime
 
     def list(self, prefix: str = "") -> list[str]:
-        """See `Store.list`. Links to a sibling, as `point` makes them, are hints and left out."""
+        """See `Store.list`. Links to a sibling, such as `point` makes, are hints and left out."""
         try:
             with open_directory(self._root, prefix_directory(prefix)) as parent, os.scandir(parent) as entries:
                 return sorted(
@@ -309,7 +309,7 @@ class LocalStore:
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
-        """Check first that this store still holds the lock that it took, on the directory that is there now; else touch nothing."""
+        """Check first that this store still holds its lock, on the directory that now has the path; else touch nothing."""
         with self._named_errors(name):
             if (held := self._held) is not None:
                 run_lock.check(held)

@@ -1,4 +1,4 @@
-"""A store in memory that logs its effects, fails where a test wants it to, and shows the disk after any crash."""
+"""`MemoryStore`: a store in memory that logs its effects, fails on demand, and shows the disk after any crash."""
 
 import errno
 import threading
@@ -66,7 +66,7 @@ class MemoryStore:
 
     @property
     def effects(self) -> tuple[Effect, ...]:
-        """Everything that was done to the disk so far."""
+        """All effects on the disk so far."""
         with self._mutex:
             return tuple(self._effects)
 
@@ -186,14 +186,14 @@ class MemoryStore:
     # --- crashes -------------------------------------------------------------------------------------------------
 
     def point_target(self, name: str) -> str | None:
-        """Where a hint points, for tests."""
+        """The target of a hint, for tests."""
         with self._mutex:
             return self._disk.hints.get(name)
 
     def after_crash(
         self, prefix_length: int, *, keep_unsynced: bool = False, torn_write: bool = False
     ) -> "MemoryStore":
-        """The disk that is found after the machine died after the first ``prefix_length`` effects.
+        """The disk after a crash that came after the first ``prefix_length`` effects.
 
         Args:
             prefix_length: how many effects happened.

@@ -1,4 +1,4 @@
-"""Which names a store accepts."""
+"""The names that a store accepts."""
 
 import re
 from typing import Final
@@ -52,7 +52,7 @@ def prefix_directory(prefix: str) -> str:
 
 
 def hostile_name(name: str) -> CheckpointHostile:
-    """The error for a name that no trainfold writes."""
+    """The error for a name that no version of trainfold writes."""
     return CheckpointHostile(
         repr(name[:200]),
         expected="one or two components of A-Z a-z 0-9 . _ -, not starting with a dot",

@@ -1,4 +1,4 @@
-"""What an `OSError` means for a save: the one place that turns errors of the machine into errors with a name and a fix."""
+"""What an `OSError` means for a save. Only this module turns errors of the machine into errors with a name and a fix."""
 
 import errno
 import os
@@ -54,7 +54,7 @@ def save_failure(error: OSError, where: str, *, needed: str = "the planned bytes
 
 @contextmanager
 def named_failures(where: str) -> Iterator[None]:
-    """Turn each `OSError` and `MemoryError` of a block into a `SaveFailed`, whether a write or a look at the directory raised it."""
+    """Turn each `OSError` and `MemoryError` of a block into a `SaveFailed`, whether it came from a write or from reading the directory."""
     try:
         yield
     except OSError as error:
@@ -64,7 +64,7 @@ def named_failures(where: str) -> Iterator[None]:
 
 
 def no_memory(where: str) -> SaveFailed:
-    """The error for a save that Python has no memory for.
+    """The error for a save that ran out of memory.
 
     Examples:
         >>> print(no_memory("runs/a").found)
@@ -75,7 +75,7 @@ def no_memory(where: str) -> SaveFailed:
 
 @contextmanager
 def failures_elsewhere() -> Iterator[None]:
-    """Turn the failure of another rank into a `SaveFailed`, so that every rank's error is one of a save.
+    """Turn the failure of another rank into a `SaveFailed`, so that every rank raises an error of a save.
 
     Examples:
         >>> with failures_elsewhere():
@@ -128,7 +128,7 @@ def torn(where: str, *, expected_bytes: int, found_bytes: int) -> CheckpointTorn
 
 
 def wrong_size(where: str, *, planned_bytes: int, given: str) -> SaveFailed:
-    """The error for a write whose parts have another number of bytes than the caller announced."""
+    """The error for a write whose parts do not add up to the announced number of bytes."""
     return SaveFailed(
         where,
         expected=f"parts of {planned_bytes} bytes in all",

@@ -1,4 +1,7 @@
-"""Where a run is: turns what a user typed, a path or a ``file://`` URL, into a path of this machine."""
+"""`local_path`: turns a user's path or ``file://`` URL into a path of this machine.
+
+Here a place is the location of a run, as in `Store.url`; a `Place` of `stores.protocol` is memory for bytes.
+"""
 
 import re
 from typing import Final
@@ -11,7 +14,7 @@ _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
 
 
 def local_path(place: str) -> str:
-    """The path on this machine that a place stands for.
+    """Return the path on this machine of a run's location.
 
     Args:
         place: a path, or a ``file://`` URL of this machine.

@@ -1,4 +1,7 @@
-"""`Store`: the few verbs over names that a place for checkpoints must have. `contracts.check_store` tests an implementation."""
+"""`Store`: the few verbs over names that a store of checkpoints must have. `contracts.check_store` tests an implementation.
+
+A `Place` is memory into which a store wants the next bytes; it is not the location of a run, which is `Store.url`.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -9,18 +12,18 @@ __all__ = ["Buffer", "Place", "Placeable", "Store"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 Place: TypeAlias = Callable[[int], memoryview]
-"""Returns the memory for the next bytes, at most as many as asked for; waits until there is room."""
+"""Memory to write into: called with a size, it returns room for at most that many bytes, and waits until there is some."""
 
 
 @runtime_checkable
 class Placeable(Protocol):
-    """Parts that a `Store` may iterate over, or may have written to a place of its choice, which saves a copy."""
+    """Parts of a file. A `Store` iterates over them, or has them written into memory of its choice, which saves a copy."""
 
     def __iter__(self) -> Iterator[Buffer]:
         """The parts."""
 
     def placed(self, place: Place) -> Iterator[Buffer]:
-        """The same parts; those that are not in memory yet are made in the memory that ``place`` returns."""
+        """The same parts; a part that is not in memory yet is made in the memory returned by ``place``."""
 
 
 @runtime_checkable
@@ -40,7 +43,7 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """The name of this place in messages, such as a path or ``s3://bucket/run``."""
+        """The location of the run in messages, such as a path or ``s3://bucket/run``."""
 
     def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
         """Write a file whose contents are durable on return; its directory entry is durable after the next `commit` in it.
@@ -79,7 +82,7 @@ class Store(Protocol):
         """The size of a file in bytes; None if there is no such file, or ``name`` is a directory."""
 
     def committed_at(self, name: str) -> float | None:
-        """When a committed name got its contents, in seconds since 1970; None if there is no such name, or the place does not know.
+        """When a committed name got its contents, in seconds since 1970; None if there is no such name, or the store does not know.
 
         A commit of the same contents again does not change the time.
 
@@ -120,10 +123,10 @@ class Store(Protocol):
         """
 
     def point(self, name: str, target: str) -> None:
-        """Replace the hint ``name``, such as ``latest``, by one to ``target``: best effort, for people, never authority."""
+        """Replace the hint ``name``, such as ``latest``, by one to ``target``: best effort, for people; nothing depends on it."""
 
     def pointers(self) -> dict[str, str]:
-        """The hints of this place, from any program: name -> target. Retention keeps their targets."""
+        """The hints in this store, from any program: name -> target. Retention keeps their targets."""
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold the right to commit into this run, until the ``with`` block or the process ends.

@@ -1,4 +1,4 @@
-"""`RecordFile`: entries in a file that survives the death of the writing process."""
+"""`RecordFile`: a file of entries that survives the death of the writing process."""
 
 import os
 from collections.abc import Callable

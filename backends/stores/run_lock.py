@@ -1,4 +1,4 @@
-"""The lock of a run on a filesystem: one writer. Its death frees the lock, and each write checks first that the lock still holds."""
+"""The lock of a run on a filesystem, for its one writer. The writer's death frees the lock; each write first checks that it still holds."""
 
 import fcntl
 import os
@@ -18,7 +18,7 @@ _HOLDER_BYTES: Final = 256
 @final
 @attrs.frozen
 class HeldLock:
-    """A lock that a process took, and the file that it locked.
+    """A lock that a process has taken, and the locked file.
 
     Attributes:
         root: the directory.
@@ -154,7 +154,7 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def is_abandoned(fd: int) -> bool:
-    """Whether no program writes this staging file any more. If so, it is locked from now on, until ``fd`` is closed."""
+    """Whether no program writes this staging file any more. If so, the file is locked until ``fd`` is closed."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

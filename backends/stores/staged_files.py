@@ -21,7 +21,7 @@ _COUNTER: Final = itertools.count()
 
 
 def check_path(path: str) -> None:
-    """Check that the system could open a path; which length is too long depends on the filesystem.
+    """Check that the system could open a path; the longest allowed path depends on the filesystem.
 
     Raises:
         InvalidArgument: for an empty path, one with a NUL byte, or one that has no bytes in the filesystem's encoding.
@@ -42,7 +42,7 @@ def too_long(path: str) -> InvalidArgument:
 
 
 def path_of(root: str, directory: str) -> str:
-    """The path of a directory of a run, whose name has been checked already."""
+    """The path of a directory of a run; the caller has checked its name."""
     return f"{root}/{directory}" if directory else root
 
 

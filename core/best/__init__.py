@@ -1,1 +1,1 @@
-"""The decision which checkpoint is the best. May import `format` and what lies below it."""
+"""Which checkpoint is the best: decisions as values. May import `format` and what lies below it."""

@@ -66,7 +66,7 @@ class BestFile:
 
     @property
     def scores(self) -> dict[tuple[str, int], float]:
-        """(checkpoint, timeline) -> score, of every entry; a step that was trained again has another timeline."""
+        """(checkpoint, timeline) -> score, for every entry; a step trained again is on another timeline."""
         entries = (*self.entries, (BestEntry(self.record.score, self.step), self.timeline))
         return {(directory_of(entry.step), of): entry.score for entry, of in entries if entry.score is not None}
 
@@ -120,7 +120,7 @@ def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[tuple[
 
 
 def best_from_json(data: bytes, where: str = BEST_FILE) -> tuple[BestRecord, int]:
-    """The record in a file's bytes, and the timeline that its step is of; raises as `best_file_from_json`."""
+    """The record in a file's bytes, and the timeline of its step; raises as `best_file_from_json`."""
     file = best_file_from_json(data, where)
     return file.record, file.timeline
 

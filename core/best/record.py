@@ -1,4 +1,4 @@
-"""`BestRecord`: the best result of a run so far, and the decision whether a new one beats it.
+"""`BestRecord`: the best result of a run so far, and whether a new one beats it.
 
 The direction is explicit and never guessed from the name, a score that is missing or not finite never wins, and all ranks take rank
 0's decision.
@@ -121,7 +121,7 @@ def updated(record: BestRecord, result: Mapping[str, Any], *, step: int) -> Best
 def decide_best(
     record: BestRecord, result: Mapping[str, Any], *, step: int, collectives: Collectives | None = None
 ) -> tuple[BestRecord, bool]:
-    """Decide on rank 0 and broadcast the decision once, so that all ranks act alike whatever they hold.
+    """Decide on rank 0 and broadcast the decision once, so that all ranks act alike, whatever record each of them has.
 
     Args:
         record: the best so far; rank 0's counts.
@@ -205,7 +205,7 @@ def carried_best(
 
 
 def score_of(record: BestRecord, result: Mapping[str, Any]) -> float | None:
-    """The score of a result for a record: a finite float; None for a result that can never win.
+    """The score of a result under a record: a finite float; None for a result that can never win.
 
     Raises:
         InvalidArgument: as `is_better`.

@@ -1,4 +1,4 @@
-"""`plan_best`: which of the N best stay when a new result comes, decided before anything is deleted; and `rewound`."""
+"""`plan_best`: which of the N best stay after a new result, decided before anything is deleted; and `rewound`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, final
@@ -47,7 +47,7 @@ class BestPlan:
 
 
 def plan_best(kept: Iterable[BestEntry], newcomer: BestEntry, *, n: int, direction: Direction) -> BestPlan:
-    """Decide which of the N best stay: the newcomer is compared with the worst one kept.
+    """Decide which of the N best stay: the new result is compared with the worst one kept.
 
     Laws: after any history the kept entries are its first ``n``, sorted by score and then by step, whatever order they came in.
     So no entry is dropped for a worse one, and of equal scores the earlier step stays. With ``n=1`` and rising steps it equals
@@ -131,7 +131,7 @@ def decide_best_n(  # noqa: PLR0913 - keywords
 
 
 def rewound(best: _Kept, step: int) -> _Kept:
-    """The best without what was measured after a step, for a run that goes back to it.
+    """The best without the results measured after a step, for a run that goes back to that step.
 
     Args:
         best: a `BestRecord`, or the tuple of entries that `plan_best` keeps.

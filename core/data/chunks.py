@@ -1,4 +1,4 @@
-"""Chunks: batches as columns that share dimension 0, cut and joined so that a forward sees the same memory for any batch size."""
+"""Chunks: batches as columns with equal dimension 0, cut and joined so that a forward sees the same memory for any batch size."""
 
 from collections.abc import Sequence
 from typing import Any, Final, final
@@ -25,7 +25,7 @@ class Columns:
     """A batch, or a part of it, as columns: tensors, arrays, or lists with one value for each sample.
 
     Attributes:
-        values: the columns; None where the batch has None.
+        values: the columns; None if the batch has None.
         structure: the structure of the batch around them.
         paths: the path of each column, for messages.
         samples: the number of samples in each column.
@@ -84,7 +84,7 @@ def columns_of(batch: Any) -> Columns:
 
 
 def joined(parts: Sequence[Columns]) -> Any:
-    """Join parts, in their order, to one batch.
+    """Join parts, in their order, into one batch.
 
     Law: its tensors depend on the samples alone, including their strides and the alignment of their memory.
 
@@ -139,7 +139,7 @@ def _joined(path: str, pieces: list[Any]) -> Any:
 
 
 def _described(piece: Any) -> str:
-    """Describe what must be equal in pieces that are joined."""
+    """Describe the properties in which joined parts must agree."""
     if isinstance(piece, torch.Tensor):
         return f"{piece.dtype}, {[*piece.shape[1:]]} a sample, on {piece.device}"
     if isinstance(piece, np.ndarray):

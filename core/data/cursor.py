@@ -172,7 +172,7 @@ def make_cursor(length: int, *, seed: int = 0, epoch: int = 0, next_index: int =
 
 
 def check_cursor(cursor: DataCursor, *, length: int) -> DataCursor:
-    """Check a position that comes from elsewhere, such as a checkpoint, against the dataset that it will read.
+    """Check a position from elsewhere, such as a checkpoint, against the dataset to be read.
 
     Args:
         cursor: the position.

@@ -122,7 +122,7 @@ def make_eval_cursor(
 
 
 def check_eval_cursor(cursor: DistributedEvalCursor, *, length: int) -> DistributedEvalCursor:
-    """Check a position that comes from elsewhere, such as a checkpoint, against the samples that it will read.
+    """Check a position from elsewhere, such as a checkpoint, against the samples to be read.
 
     Raises:
         InvalidState: if a field is out of range.
@@ -209,7 +209,7 @@ def eval_batches(
     limit: int | None = None,
     chunk: int = 1,
 ) -> EvalBatches[T]:
-    """Return this rank's batches from a position on.
+    """Return this rank's batches, starting at a position.
 
     Args:
         cursor: the position of the first batch, the same on every rank.

@@ -1,4 +1,4 @@
-"""A tally as one vector of integers, which the ranks add up with one collective call to combine what they have seen.
+"""A tally as one vector of integers. One collective call adds up the vectors of all ranks.
 
 Each rank first sends the lengths of its leaves. The vector's layout follows from those of all ranks, so a rank without data, or with
 data of other lengths, takes part in the same call. Additive accumulators are added in place. For any other accumulator each rank has
@@ -57,7 +57,7 @@ Layout = tuple[MetricLayout, ...]
 
 
 def layout_of(suite: Suite, tally: Tally, *, world_size: int) -> Layout:
-    """What this rank sends to the others before the vector.
+    """The layout of this rank's tally, which it sends to the others before the vector.
 
     Raises:
         InvalidState: if an accumulator has leaves other than int64 tensors, or integers so large that a sum over the ranks

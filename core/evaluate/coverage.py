@@ -1,4 +1,4 @@
-"""`span_of` and `together`: which samples an evaluation has seen, decided from the batches that were drawn and not from a promise."""
+"""`span_of` and `together`: which samples an evaluation has seen, measured from the batches drawn, not from a promise."""
 
 from collections.abc import Sequence
 from typing import final
@@ -12,7 +12,7 @@ from trainfold.core.evaluate.suite import Tally
 @final
 @attrs.frozen
 class DrawnPart:
-    """The batches that one rank has of a cursor, and how many of them were drawn.
+    """One rank's batches of a cursor, and how many of them were drawn.
 
     Attributes:
         begin: the position of the first sample.
@@ -68,7 +68,7 @@ def span_of(  # noqa: PLR0913 - keywords, one for each fact
     is_whole: bool,
     cut: Cut | None = None,
 ) -> Span:
-    """Which samples a rank has seen, those of the start included.
+    """Which samples a rank has seen, including those of the start tally.
 
     Law: the index is known only if every batch that was drawn from the one cursor was evaluated, in order, from the end of the start on.
 

@@ -1,4 +1,4 @@
-"""`Evaluation`: the results of an evaluation by name, with what is needed to judge them."""
+"""`Evaluation`: the results of an evaluation by name, and the tally behind them."""
 
 from collections.abc import Mapping
 from typing import Any, final

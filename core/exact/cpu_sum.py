@@ -1,4 +1,4 @@
-"""`sum_on_cpu`: the exact sum of a tensor of any size on the CPU, block by block, each by the fastest method that is exact."""
+"""`sum_on_cpu`: the exact sum of a tensor of any size on the CPU, block by block, each by the fastest exact method."""
 
 from typing import TypeAlias
 

@@ -53,7 +53,7 @@ FORMATS = {
 
 
 def units_of_bits(patterns: Iterable[int], form: FloatBits) -> tuple[int, tuple[int, int, int]]:
-    """The sum of floats given as signed integers of the same bits, in units of 2**-1074; and how many are NaN, inf, -inf.
+    """The sum of floats, given as signed integers with the same bits, in units of 2**-1074; and the counts of NaN, inf and -inf.
 
     Examples:
         >>> units_of_bits(torch.tensor([1.5, 0.5]).view(torch.int32).tolist(), FORMATS[torch.float32]) == (

@@ -21,7 +21,7 @@ _LIMIT = 1 << (8 * _BYTES - 1)
 
 
 def carried(limbs: torch.Tensor) -> torch.Tensor:
-    """Limbs of the same sum, after each passed the bits above its 32 to the next; the last keeps its own.
+    """Limbs of the same sum, after one carry: each but the last passes the bits above its lowest 32 to the next.
 
     The result lies within 2**31 of a limb without a carry, so there is room for 2**28 more terms. The call does not wait for a
     device.

@@ -1,4 +1,4 @@
-"""`ExactSum`: an exact sum of floats, so that no order, batch size or number of ranks can change a bit of it.
+"""`ExactSum`: an exact sum of floats. No order, batch size or number of ranks can change a bit of it.
 
 Terms are added as integers, which is associative and commutative. The sum is rounded once, when its value is read.
 """

@@ -1,4 +1,4 @@
-"""The exact sum of one tensor, as an integer in units of 2**-1074, the smallest float64, of which every float is a multiple.
+"""The exact sum of one tensor, as an integer in units of 2**-1074: every float is a multiple of this smallest float64.
 
 On a CPU, sums of rows in float64 are exact if the exponents of the terms lie close enough together, which is checked first. Terms
 that lie farther apart go through bins of 32 bits, which hold any float. Subnormal terms are read as bits and never by arithmetic,
@@ -54,7 +54,7 @@ def halves_of_ints(terms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sum_of_floats(terms: torch.Tensor, *, digits: int) -> int | None:
-    """The sum of a tensor on the CPU in units of 2**-1074, or None if terms are not plain or lie too far apart.
+    """The sum of a tensor on the CPU in units of 2**-1074, or None if terms are not plain or too far apart.
 
     Args:
         terms: float32 or float64, one dimension, contiguous, not empty, at most ``BLOCK`` elements.
@@ -174,7 +174,7 @@ def _sum_of_multiples(values: torch.Tensor, grid: int) -> int:
 
 
 def bins_of(terms: torch.Tensor, columns: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """What terms add to each limb, and how many are NaN, infinity, minus infinity; the call does not wait for a device.
+    """The amount that terms add to each limb, and the counts of NaN, infinity and minus infinity; does not wait for a device.
 
     Args:
         terms: integers, booleans, or floats of a dtype in `FORMATS`, of any shape and on any device. At most 2**28: each adds

@@ -78,7 +78,7 @@ def as_tensor(leaf: Any, path: str) -> torch.Tensor:
 
 
 def check_type(leaf: Any, path: str) -> None:
-    """Refuse a leaf whose type would be lost: outside of modules and optimizers, a load returns a plain tensor or array.
+    """Refuse a leaf whose type a load would lose: outside of modules and optimizers, a load returns a plain tensor or array.
 
     Args:
         leaf: a tensor, a `Shard` or a numpy array that is not a parameter, buffer or slot of an object.

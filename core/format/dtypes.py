@@ -12,7 +12,7 @@ import attrs
 @final
 @attrs.frozen
 class StoredAs:
-    """How a torch dtype lies in a safetensors file.
+    """The representation of a torch dtype in a safetensors file.
 
     Attributes:
         name: the safetensors dtype.

@@ -26,7 +26,7 @@ END = b'"}\n'
 @final
 @attrs.frozen
 class Head:
-    """What orders and identifies a checkpoint.
+    """The identity of a checkpoint, and its position in the order of checkpoints.
 
     Attributes:
         run_id: the run that it belongs to.
@@ -91,7 +91,7 @@ class TensorRecord:
 
     @property
     def spec(self) -> LeafSpec:
-        """What it holds, without the values."""
+        """The spec of the tensor: what it holds, without the values."""
         return LeafSpec(self.dtype, self.shape)
 
 
@@ -109,7 +109,7 @@ class ComponentRecord:
 @final
 @attrs.frozen
 class Manifest:
-    """Everything that can be known of a checkpoint without reading its tensors.
+    """All information about a checkpoint except the bytes of its tensors.
 
     Attributes:
         head: identity and order.

@@ -98,7 +98,7 @@ def check_structures(manifest: Manifest, where: str) -> None:
 
 
 def _check_step(manifest: Manifest, where: str) -> None:
-    """The step of the head, which orders checkpoints, and that of the trainer, from which a run goes on, have to be equal."""
+    """Check that the head's step, which orders checkpoints, equals the trainer's step, from which a run continues."""
     trainer = manifest.component("trainer")
     for node in () if trainer is None else trainer.nodes:
         step = (
@@ -118,7 +118,7 @@ def _places(node: Json, name: str, where: str) -> list[Leaf]:
 
 
 def decode_head(data: bytes, where: str) -> Head:
-    """The head in the first bytes of a manifest. It orders checkpoints; only `decode_manifest` proves a checkpoint.
+    """The head in the first bytes of a manifest. A head suffices to order checkpoints; only `decode_manifest` proves one.
 
     Raises:
         CheckpointForeign: if the first line is not the head of a manifest.

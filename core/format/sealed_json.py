@@ -1,4 +1,4 @@
-"""Sealed JSON: one object as a small file of a run, with its format, its version, and the digest of all bytes before the digest."""
+"""Sealed JSON: a small file of a run: one object with its format and version, and then the digest of all preceding bytes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar, final

@@ -43,7 +43,7 @@ use this checkpoint; fall back to an older one
 
 
 def hostile(where: str, expected: object, found: object) -> CheckpointHostile:
-    """The error for contents that no trainfold writes. Text from the file cannot add lines to it."""
+    """The error for contents that no version of trainfold writes. Text from the file cannot add lines to it."""
     shown_where, shown_found = printable(where), printable(found) if isinstance(found, str) else found
     return CheckpointHostile(
         shown_where, expected=expected, found=shown_found, fix="do not use this checkpoint; fall back to an older one"

@@ -1,4 +1,4 @@
-"""Schema versions of the manifest, and the upgrade of old documents, one function a step."""
+"""Schema versions of the manifest, and the upgrade of old documents, with one function for each version."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ def upgraded(
     current: int = SCHEMA_VERSION,
     upgrades: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = UPGRADES,
 ) -> dict[str, Any]:
-    """The document in the current schema; ``schema_version`` keeps saying what was written.
+    """The document in the current schema; its ``schema_version`` remains that of the file.
 
     Args:
         document: a parsed manifest.

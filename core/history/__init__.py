@@ -1,1 +1,1 @@
-"""What a run holds and where each checkpoint comes from: inventory, lineage, quarantine. May import `format` and what lies below it."""
+"""The checkpoints of a run and their descent: inventory, lineage, quarantine. May import `format` and what lies below it."""

@@ -1,4 +1,4 @@
-"""`Inventory`: what a run holds, as a value, and the order in which its checkpoints are preferred."""
+"""`Inventory`: the checkpoints of a run as a value, and the order in which they are preferred."""
 
 from collections.abc import Mapping
 from typing import Final, final
@@ -43,7 +43,7 @@ class Inventory:
     """What a run holds.
 
     Attributes:
-        run: where it is, for messages.
+        run: its location, for messages.
         run_id: the id in ``run.json``; None if there is no run.
         entries: every step directory, sorted by name; foreign names are ignored.
         problem: what is wrong with the run itself, or None.
@@ -123,7 +123,7 @@ def head_order(head: Head) -> tuple[int, int]:
 
 
 def is_within(head: Head, limits: Mapping[int, int | None]) -> bool:
-    """Whether a checkpoint lies on a lineage: timeline -> the last step on it, None for all of them."""
+    """Whether a checkpoint is on a lineage, given as timeline -> the last step on it, or None for all steps."""
     if head.timeline not in limits:
         return False
     limit = limits[head.timeline]

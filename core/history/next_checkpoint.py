@@ -1,4 +1,4 @@
-"""`next_checkpoint`: the identity of the checkpoint that is about to be saved: its timeline, its parent and its revision."""
+"""`next_checkpoint`: the identity of the checkpoint about to be saved: its timeline, parent and revision."""
 
 from collections.abc import Collection
 
@@ -13,7 +13,7 @@ from trainfold.core.state.descent import BEGINNING, Descent
 def next_checkpoint(
     inventory: Inventory, run_id: str, step: int, *, files: Collection[str] = (), descends_from: Descent | None = None
 ) -> Head:
-    """The head of the next checkpoint, with a revision that no file of the step has yet.
+    """The head of the next checkpoint, with a revision that differs from those of all files of the step.
 
     Law: a step that has a manifest gets a higher revision than its files have, so that the old checkpoint stays whole until the new
     manifest replaces the old one. A step without a manifest has revision 0: what it holds was never a checkpoint.
@@ -43,7 +43,7 @@ def next_checkpoint(
 
 
 def _revision_in(files: Collection[str]) -> int:
-    """The highest revision in the names of files, where the manifest cannot be read."""
+    """The highest revision in the names of files, for a manifest that cannot be read."""
     parts = (part for name in files for part in name.split("."))
     return max((int(part[1:]) for part in parts if part[:1] == "r" and part[1:].isdecimal()), default=0)
 
@@ -94,7 +94,7 @@ def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: De
 
 
 def _by_steps(inventory: Inventory, newest: Head | None, step: int) -> Descent | None:
-    """What a state of that step descends from if only steps are known; None for a run that starts from scratch."""
+    """The descent of a state of that step if only steps are known; None for a run that starts from scratch."""
     if newest is not None and newest.step <= step:
         return Descent(newest.timeline, newest.step)
     usable = [entry.head for entry in lineage(inventory) if entry.head is not None and entry.head.step < step]

@@ -1,4 +1,4 @@
-"""`Attempts`: which checkpoints were tried and did not load, so that no run restarts for ever on the same bad one.
+"""`Attempts`: the failed attempts to load each checkpoint, so that no run restarts forever on the same bad one.
 
 An attempt is recorded before a checkpoint is loaded and removed after it. A record that stays is a process that died while loading. A
 checkpoint whose loads die too often, or whose bytes are proved wrong, is quarantined: a load passes over it with a warning and never
@@ -83,7 +83,7 @@ class Attempts:
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
-    """How an attempt ended, from what was raised in it; None if nothing was.
+    """How an attempt ended, from the error raised in it; None if it did not raise.
 
     Examples:
         >>> outcome_of(CheckpointTorn("step-7/a", expected="9 bytes", found="8", fix="")).ending
@@ -101,7 +101,7 @@ def outcome_of(error: BaseException | None) -> Outcome:
 
 
 def worst_outcome(outcomes: Iterable[Outcome]) -> Outcome:
-    """How an attempt of several ranks ended: the worst outcome, and of equal ones the first.
+    """How an attempt of several ranks ended: the worst outcome, or the first of equally bad ones.
 
     Examples:
         >>> worst_outcome([Outcome("loaded"), Outcome("damaged", "a digest"), Outcome("damaged", "another")])
@@ -130,7 +130,7 @@ def after_attempt(attempts: Attempts, checkpoint: str, digest: str) -> Attempts:
 
 
 def after_success(attempts: Attempts, checkpoint: str) -> Attempts:
-    """The attempts after a checkpoint has loaded: it has no record any more.
+    """The attempts after a checkpoint has loaded: its record is gone.
 
     Examples:
         >>> after_success(after_attempt(Attempts(), "step-00000120", "xxh3:00"), "step-00000120")
@@ -199,7 +199,7 @@ def quarantine_problem(tried: Tried, run: str) -> Problem:
 
 
 def with_quarantined(inventory: Inventory, problems: Mapping[str, Problem]) -> Inventory:
-    """The inventory in which quarantined checkpoints have a problem: they are neither loaded nor counted as kept.
+    """The inventory with a problem for each quarantined checkpoint, which is then neither loaded nor counted as kept.
 
     Args:
         inventory: what a run holds.

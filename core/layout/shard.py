@@ -1,4 +1,4 @@
-"""`Shard`: a leaf that is one rank's slice of a global tensor."""
+"""`Shard`: a leaf for one rank's slice of a global tensor."""
 
 from typing import final
 

@@ -1,4 +1,4 @@
-"""`World` and the `Collectives` protocol: all that core knows about ranks."""
+"""`World` and the `Collectives` protocol: core knows nothing else about ranks."""
 
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final, runtime_checkable
 
@@ -54,7 +54,7 @@ class Collectives(Protocol):
         """Return the sums over the ranks of tensors of equal shapes, added in rank order; every rank gets the same bits."""
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
-        """Return the value of rank ``source``: a small object, such as JSON or attrs can hold."""
+        """Return the value of rank ``source``: a small object, such as a JSON value or a class of attrs."""
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order, on every rank; small objects."""
@@ -63,10 +63,10 @@ class Collectives(Protocol):
         """Return once every rank has called this; raise `RankFailed` after the deadline."""
 
     def fail(self, error: BaseException) -> Any:
-        """Report to the other ranks that this rank has failed and takes part in no further call."""
+        """Report to the other ranks that this rank has failed and will not take part in any further call."""
 
     def duplicate(self) -> "Collectives":
-        """Return independent collectives over the same ranks, for another thread: calls on either do not wait for the other.
+        """Return independent collectives over the same ranks, for another thread: neither object's calls wait for the other's.
 
         Every rank must call this, like the other methods.
         """

@@ -1,4 +1,4 @@
-"""`AcceptanceRate`: the share of drafts accepted at each position, among the drafts that reach it."""
+"""`AcceptanceRate`: the share of drafts accepted at each position, among the drafts that reach the position."""
 
 import math
 from fractions import Fraction
@@ -37,7 +37,7 @@ class AcceptanceRate:
     """The conditional acceptance rate at each position of drafts: a list with a float for each position that was reached.
 
     A draft reaches a position if the position is valid and all earlier ones were valid and accepted. The list ends before the
-    first position that no draft reached; None where there was no draft.
+    first position that no draft reached; None if there was no draft.
 
     Examples:
         >>> metric = AcceptanceRate()

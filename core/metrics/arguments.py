@@ -1,4 +1,4 @@
-"""Checks of the outputs passed to metrics, by types, dtypes and shapes alone, so that no check waits for a device."""
+"""Checks of the outputs passed to metrics. They read only types, dtypes and shapes, so they never wait for a device."""
 
 import math
 import numbers
@@ -50,7 +50,7 @@ def real(where: str, value: Any) -> torch.Tensor:
 
 
 def integers(where: str, value: Any, *, fix: str) -> torch.Tensor:
-    """As `real`, in int64, where only integers and booleans have a meaning.
+    """As `real`, in int64, for outputs of which only integers and booleans have a meaning.
 
     Raises:
         InvalidArgument: for floats, and all that `real` refuses.

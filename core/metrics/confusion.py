@@ -1,4 +1,4 @@
-"""`Confusion` and `F1`: how often each class was taken for each other one, and the score that follows from the counts."""
+"""`Confusion` and `F1`: how often each class was predicted as each other class, and the score computed from these counts."""
 
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, TypeAlias, final, get_args
@@ -26,7 +26,7 @@ class Pairs:
 
     Attributes:
         counts: int64[C, C]; row: target, column: prediction.
-        outside: int64[]; pairs with an index that is not a class, where the target is not ``ignore_index``.
+        outside: int64[]; pairs with an index that is not a class, unless the target is ``ignore_index``.
     """
 
     counts: torch.Tensor
@@ -108,7 +108,7 @@ class Confusion(_OfPairs):
 
     Attributes:
         classes: C, their number, >= 1.
-        ignore_index: targets with this number do not count; None where all do.
+        ignore_index: targets with this number do not count; None if all do.
 
     Raises:
         InvalidArgument: if ``classes`` is not an int >= 1.
@@ -121,7 +121,7 @@ class Confusion(_OfPairs):
     """
 
     def result(self, acc: Pairs) -> list[list[int]] | None:
-        """The matrix; None where no pair counted.
+        """The matrix; None if no pair counted.
 
         Raises:
             InvalidArgument: if an index was not a class, and for another number of classes.
@@ -141,7 +141,7 @@ class F1(_OfPairs):
         classes: C, their number, >= 1.
         average: ``"macro"``, the mean over classes; ``"micro"``, of the sums over classes, which is the accuracy where each
             sample has one class; ``"none"``, a list with a number or None for each class.
-        ignore_index: targets with this number do not count; None where all do.
+        ignore_index: targets with this number do not count; None if all do.
 
     Raises:
         InvalidArgument: if ``classes`` is not an int >= 1, or for another average.
@@ -163,7 +163,7 @@ class F1(_OfPairs):
         choice("F1.average", self.average, get_args(Average), fix="choose one of these")
 
     def result(self, acc: Pairs) -> float | list[float | None] | None:
-        """The score, or with ``average="none"`` one for each class; None where no pair counted.
+        """The score, or with ``average="none"`` one for each class; None if no pair counted.
 
         Raises:
             InvalidArgument: if an index was not a class, and for another number of classes.

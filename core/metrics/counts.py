@@ -49,7 +49,7 @@ def merge_counts(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def check_counts(where: str, counts: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse counts whose shape has a meaning and differs: padded and added up they would be wrong.
+    """Refuse counts of different shapes if the shape has a meaning: padding and adding them would give wrong counts.
 
     Raises:
         InvalidArgument: naming both shapes.

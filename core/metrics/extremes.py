@@ -1,4 +1,4 @@
-"""`Min` and `Max`: the smallest and the largest number, as integer keys that order as the numbers do."""
+"""`Min` and `Max`: the smallest and the largest number, as integer keys in the order of the numbers."""
 
 import math
 from typing import Any, ClassVar, final
@@ -62,7 +62,7 @@ class _OneExtreme:
         return self._merged(_on_cpu(one), _on_cpu(other))
 
     def result(self, acc: Extreme) -> float | None:
-        """The extreme; None where there was no number, NaN where one was NaN."""
+        """The extreme; None if there was no number, NaN if one was NaN."""
         if int(acc.special[0]):
             return math.nan
         return _flipped(acc.key.cpu()).view(torch.float64).item() if int(acc.seen) else None

@@ -120,7 +120,7 @@ class Histogram(_OfBins):
     """
 
     def result(self, acc: Bins) -> dict[str, int | list[int]] | None:
-        """The counts; None where nothing was seen.
+        """The counts; None if nothing was seen.
 
         Raises:
             InvalidArgument: for another number of bins.
@@ -170,7 +170,7 @@ class Quantiles(_OfBins):
             )
 
     def result(self, acc: Bins) -> list[float | None] | None:
-        """The quantiles; None where nothing was seen.
+        """The quantiles; None if nothing was seen.
 
         Raises:
             InvalidArgument: for another number of bins.

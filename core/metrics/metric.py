@@ -35,7 +35,7 @@ class Metric(Protocol):
 
     Laws, which `trainfold.properties.contracts.check_metric` checks for your own metric: ``merge`` is commutative and
     associative and ``zero()`` is its neutral element, all to the bit; observing a batch equals observing its parts and merging;
-    no argument is changed; the result is None where nothing counted; and a NaN that changed something shows, in the result or
+    no argument is changed; the result is None if nothing counted; and a NaN that changed something shows, in the result or
     in ``special``.
     """
 
@@ -52,7 +52,7 @@ class Metric(Protocol):
         ...
 
     def result(self, acc: Any, /) -> Any:
-        """The number, or a list or dict of numbers, rounded once; None where nothing was seen or a denominator is 0."""
+        """The number, or a list or dict of numbers, rounded once; None if nothing was seen or a denominator is 0."""
         ...
 
 

@@ -85,7 +85,7 @@ class _OfTotal:
 @final
 @attrs.frozen
 class Sum(_OfTotal):
-    """The sum of all elements, exact, rounded once; None where there was no element.
+    """The sum of all elements, exact, rounded once; None if there was no element.
 
     NaN if an element was NaN, or if there were infinities of both signs.
 
@@ -106,7 +106,7 @@ class Sum(_OfTotal):
 @final
 @attrs.frozen
 class Mean(_OfTotal):
-    """The mean of all elements: their exact sum over their number, rounded once; None where there was no element.
+    """The mean of all elements: their exact sum over their number, rounded once; None if there was no element.
 
     Every element has the same weight, whatever batch it was in. For a weighted mean, or one over tokens, use `Ratio`.
 
@@ -128,7 +128,7 @@ class Mean(_OfTotal):
 class Variance:
     """The variance of all elements, exact, rounded once: ``(n * sum(x**2) - sum(x)**2) / (n * (n - ddof))``.
 
-    With exact sums the textbook formula is safe: the terms that cancel were never rounded. None where ``n <= ddof``; NaN if an
+    With exact sums the textbook formula is safe: the terms that cancel were never rounded. None if ``n <= ddof``; NaN if an
     element was not finite.
 
     Attributes:

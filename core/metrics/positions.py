@@ -58,10 +58,10 @@ class _OfPositions:
 @final
 @attrs.frozen
 class PositionAccuracy(_OfPositions):
-    """The accuracy at each position: a list with a float, or None where nothing counted, for each position.
+    """The accuracy at each position: a list with a float, or None if nothing counted, for each position.
 
     Batches may have different lengths. The list ends with the last position at which something counted, so padding changes
-    nothing; the result is None where nothing counted anywhere.
+    nothing; the result is None if nothing counted anywhere.
 
     Raises:
         InvalidArgument: from ``result``, if a numerator exceeds its denominator.
@@ -106,7 +106,7 @@ class AcceptanceLength(_OfPositions):
     ``a_i`` is the acceptance at position i over all batches and ranks, an exact fraction. The products are of these fractions,
     never of those of one batch: the mean of products is not the product of means. The result is rounded once, at the end.
 
-    None where nothing counted at position 0. The series ends before the first position at which nothing counted, since
+    None if nothing counted at position 0. The series ends before the first position at which nothing counted, since
     no draft is known to reach beyond it.
 
     Raises:

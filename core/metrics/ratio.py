@@ -48,7 +48,7 @@ class _OfQuotient:
 @final
 @attrs.frozen
 class Ratio(_OfQuotient):
-    """The sum of numerators over the sum of denominators, an exact fraction, rounded once; None where the denominator is 0.
+    """The sum of numerators over the sum of denominators, an exact fraction, rounded once; None if the denominator is 0.
 
     A loss per token is the sum of the token losses over the number of tokens; an accuracy is the number of correct items over
     the number that count. Denominators may be fractions (weights). NaN if a numerator was NaN or a denominator was not finite;
@@ -117,7 +117,7 @@ class Perplexity(_OfQuotient):
         return Quotient(exact_add(acc.num, terms), exact_add(acc.den, counted))
 
     def result(self, acc: Quotient) -> float | None:
-        """The perplexity; infinity where it is larger than any float64."""
+        """The perplexity; infinity if it is larger than any float64."""
         found = ratio_of(exact_value(acc.num), exact_value(acc.den))
         return None if found is None else rounded_exp(found)
 

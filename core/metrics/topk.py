@@ -58,7 +58,7 @@ class TopK:
 
     Attributes:
         k: how many of the largest logits are searched, >= 1.
-        ignore_index: targets with this number do not count; None where all do.
+        ignore_index: targets with this number do not count; None if all do.
 
     Raises:
         InvalidArgument: if k is not an int >= 1.
@@ -129,7 +129,7 @@ class TopK:
         return merged
 
     def result(self, acc: Hits) -> float | None:
-        """The share; None where no target counted.
+        """The share; None if no target counted.
 
         Raises:
             InvalidArgument: if a target was not a class.

@@ -1,4 +1,4 @@
-"""`BoundOptimizer`: a torch optimizer that works on the tensors of an `OptimizerState`, so that a step walks no leaves.
+"""`BoundOptimizer`: a torch optimizer that works on the tensors of an `OptimizerState`, so that a step need not walk leaves.
 
 It is mutable, and one step at a time uses it. The torch optimizer's ``state[p]`` dicts are the dicts of
 ``OptimizerState.slots``, and its parameters alias the tensors of the state.
@@ -224,7 +224,7 @@ def group_hyper(group: Mapping[str, Any]) -> dict[str, Any]:
 def check_slots(
     slots: Mapping[str, Mapping[str, Any]], groups: Sequence[ParamGroup], params: Mapping[str, torch.Tensor]
 ) -> None:
-    """Check that each parameter has all of its slots, or no slots; with some of them the state is damaged.
+    """Check that each parameter has all of its slots, or no slots; a state with only some of them is damaged.
 
     The slots of a parameter are those of all parameters of its group with the same number of dimensions and dtype.
 

@@ -1,4 +1,4 @@
-"""Labels of param groups in a contract: the alphabetically first parameter, which differs when a group has changed."""
+"""Labels of param groups in a contract: a group's alphabetically first parameter, so a changed group may get another label."""
 
 from collections.abc import Mapping, Sequence
 

@@ -195,7 +195,7 @@ def describe(schedule: ScheduleFunction | None) -> dict[str, Scalar] | None:
 
 
 def check_same(saved: object, wanted: Mapping[str, Scalar] | None) -> None:
-    """Refuse to train a state under another schedule than its own.
+    """Refuse to train a state under a schedule other than its own.
 
     A scheduler component that is not a description, such as the state of a stateful scheduler, passes if the step has
     no schedule.

@@ -1,1 +1,1 @@
-"""What a rehearsal asks of a program, and what it concludes from the program's records. May import `layout` and the ground floor."""
+"""The orders that a rehearsal gives a program, and its conclusions from the program's records. May import `layout` and the ground floor."""

@@ -1,4 +1,4 @@
-"""`RecordedLine`: one line of the record of a program that may die at any moment."""
+"""`RecordedLine`: one line in the record of a program that may die at any moment."""
 
 import json
 from typing import Any, Literal, TypeAlias, final, get_args

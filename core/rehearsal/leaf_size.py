@@ -1,4 +1,4 @@
-"""`LeafSize`: the size of a difference between two tensors, piece by piece: how far apart, how many elements, and which first."""
+"""`LeafSize`: the size of a difference between two tensors: how far apart, how many elements, and which first."""
 
 from collections.abc import Iterable
 from typing import Final, TypeAlias, final

@@ -1,4 +1,4 @@
-"""Numbers as exact text: two texts are equal if, and only if, the numbers have the same bits."""
+"""Numbers as exact text: two texts are equal if and only if the numbers have the same bits."""
 
 import math
 
@@ -35,7 +35,7 @@ def float_of(text: str) -> float:
 
 
 def relative_difference(one: str, other: str) -> float:
-    """How far apart two numbers are, relative to the larger one; 0 for equal texts, infinite for what is not finite.
+    """How far apart two numbers are, relative to the larger one; 0 for equal texts, infinite if a number is not finite.
 
     Examples:
         >>> relative_difference(exact_text(2.0), exact_text(1.0)), relative_difference("nan", "nan")

@@ -1,4 +1,4 @@
-"""`Orders`: what a rehearsal asks of the managers of a program, as the text of an environment variable (ADR-0013)."""
+"""`Orders`: the orders of a rehearsal to the managers of a program, as the text of an environment variable (ADR-0013)."""
 
 import json
 from collections.abc import Mapping

@@ -61,7 +61,7 @@ variable: record the plain value, or attach the average under extra=
 
 
 def _of_ends(found: Sequence[RunDifference]) -> tuple[str, ...]:
-    """Why a loop ended at another step although everything before is the same."""
+    """Why a loop ended at another step although everything before that step is the same."""
     if found[0].kind != "end":
         return ()
     return (

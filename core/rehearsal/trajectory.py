@@ -58,7 +58,7 @@ class Stretch:
 @final
 @attrs.frozen
 class RunDifference:
-    """One thing in which a process differs from the run that it is compared with.
+    """One difference between a process and the run that it is compared with.
 
     Attributes:
         step: for a value, the optimizer step that was under way; for a component, the last one done.
@@ -84,7 +84,7 @@ class RunDifference:
 @final
 @attrs.frozen
 class Restless:
-    """What differs between two runs of a program although both train the same.
+    """The differences between two runs of a program although both train the same.
 
     Attributes:
         streams: the prefix of the paths of a stream's leaves -> the name of the stream, which the program does not seed.
@@ -158,7 +158,7 @@ def differences(one: Stretch, other: Stretch, *, leaving_out: Restless = NOTHING
 
 
 def restless_parts(noise: Sequence[RunDifference]) -> Restless | None:
-    """The parts of a program that do not repeat themselves, if everything that is trained does.
+    """The parts of a program that do not repeat, provided that everything trained does.
 
     A recorded value is one of them if no component differs: its cause has not reached the training.
 
@@ -263,7 +263,7 @@ def _tail(texts: Texts, length: int) -> Texts:
 @final
 @attrs.frozen
 class Again:
-    """A value that a resumed process computed again, beside what the killed process had computed before it died.
+    """A value that a resumed process computed again, next to the value that the killed process had computed before.
 
     Attributes:
         step: the step.

@@ -1,4 +1,4 @@
-"""Which checkpoint a resume takes: the newest that is usable and has the wanted components, or the step that was asked for."""
+"""Which checkpoint a resume takes: the newest usable one with the wanted components, or that of a given step."""
 
 import itertools
 from collections.abc import Collection
@@ -45,7 +45,7 @@ def next_to_examine(inventory: Inventory, request: ResumeRequest, wanted: Collec
 
 
 def left_out(manifest: Manifest, request: ResumeRequest, wanted: Collection[str]) -> tuple[str, ...]:
-    """The components that a resume would miss in a checkpoint that was saved without them on purpose.
+    """The components that a resume needs but that a checkpoint omits on purpose.
 
     These are the components that its manifest lists as omitted, and the model, the optimizer and the counters, because a checkpoint
     without one of them is an export. The script has added any other absent component since, so that no older checkpoint has it either.
@@ -75,7 +75,7 @@ def kind_of_absence(name: str, manifest: Manifest) -> str:
 
 
 def chosen_manifest(inventory: Inventory, request: ResumeRequest, wanted: Collection[str]) -> Manifest | None:
-    """The newest usable manifest that has the wanted components; if there is none, the newest usable one.
+    """The newest usable manifest with the wanted components; if there is none, the newest usable one.
 
     Args:
         inventory: the run, with the manifests that `next_to_examine` asked for.
@@ -172,7 +172,7 @@ def newer_with_problems(inventory: Inventory, manifest: Manifest) -> tuple[Probl
 
 
 def left_behind(inventory: Inventory, manifest: Manifest) -> tuple[str, ...]:
-    """A note on the steps that rewinds have left behind, if there are any."""
+    """A note on the steps left behind by rewinds, if there are any."""
     left = sorted(
         entry.head.step for entry in inventory.entries
         if entry.head is not None and entry.head.timeline < manifest.head.timeline

@@ -1,4 +1,4 @@
-"""The comparison of a saved component with the one that a run has, leaf by leaf."""
+"""The comparison of a saved component with the run's own, leaf by leaf."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ def compare_component(  # noqa: PLR0911, PLR0913 - one return for each way to ta
 
 
 def _alike(node: Json, records: Sequence[TensorRecord], wanted: Described) -> bool:
-    """Whether nothing differs. This is the usual case, and it is found without a list of 1e5 leaves."""
+    """Whether nothing differs: the usual case, decided without a list of 1e5 leaves."""
     return (
         node == wanted.node
         and len(records) == len(wanted.tensors)

@@ -1,4 +1,4 @@
-"""Drift: what differs between a checkpoint and the run that resumes, and the verdict on each kind of difference."""
+"""`Drift`: a difference between a checkpoint and the run that resumes, and the verdict on each kind of difference."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeAlias, final
@@ -119,7 +119,7 @@ class Drift:
 
     @property
     def recipe(self) -> str | None:
-        """The recipe for it on the page docs/how-to/change-a-run.md."""
+        """The recipe for this drift on the page docs/how-to/change-a-run.md."""
         if self.kind == "shape" and not self.is_of_buffer:
             return None
         last = self.where.rpartition(".")[2]
@@ -158,7 +158,7 @@ class Drift:
 
 
 def recipes_of(drifts: Sequence[Drift]) -> tuple[str, ...]:
-    """The recipes that help, each once, those for causes first. The recipe for an unfrozen layer covers what follows from it.
+    """The recipes that help, each once, those for causes first. The recipe for an unfrozen layer covers its consequences.
 
     Examples:
         >>> drifts = [make_drift(kind, kind, saved=1, wanted=2, policy={}) for kind in ("batch_size", "missing")]

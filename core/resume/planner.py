@@ -1,4 +1,4 @@
-"""`plan_resume`: which checkpoint, which components, what happens to every leaf; or every reason why the run cannot resume.
+"""`plan_resume`: decides on the checkpoint, the components and every leaf of a resume, or lists every reason against it.
 
 Nothing is loaded and nothing is changed here. The plan is a value: it prints, compares, and has the same digest on every rank that sees
 the same run.

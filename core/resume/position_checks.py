@@ -1,4 +1,4 @@
-"""Checks of what a checkpoint says of its random key and its place in the data, before anything is loaded.
+"""Checks of a checkpoint's random key and position in the data, before anything is loaded.
 
 The classes themselves take any value, because trees put specs into them.
 """
@@ -21,7 +21,7 @@ _CHECKED: Final = frozenset({"trainfold.Key", "trainfold.DataCursor"})
 
 
 def with_positions_checked(inventory: Inventory, request: ResumeRequest) -> Inventory:
-    """The inventory in which a checkpoint has a problem if it cannot be resumed where it says that it stands.
+    """The inventory with a problem for each checkpoint that cannot be resumed at the position that it claims.
 
     Components that the request leaves out or resets are not checked. Every rank checks the parts of all ranks, so that all of them choose
     the same checkpoint.

@@ -39,7 +39,7 @@ class ShardRead(NamedTuple):
 
 @final
 class TensorRead(NamedTuple):
-    """One stored tensor of which all or a slice is needed.
+    """One stored tensor, needed whole or in part.
 
     Attributes:
         path: the first leaf that it is for; tied leaves share one tensor.
@@ -55,14 +55,14 @@ class TensorRead(NamedTuple):
 
     @property
     def is_one_shard(self) -> bool:
-        """Whether one stored shard is exactly what is needed, so that nothing has to be assembled."""
+        """Whether one stored shard is exactly the needed tensor, so that nothing has to be assembled."""
         return self.box is None and len(self.record.shards) == 1
 
 
 @final
 @attrs.frozen
 class ComponentReads:
-    """What is read for one component.
+    """The reads of one component.
 
     Attributes:
         leaves: leaf path -> the saved leaf, in the order of the saved structure.

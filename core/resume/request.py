@@ -1,4 +1,4 @@
-"""`ResumeRequest`, what the caller asks for, and `Target`, the run that resumes."""
+"""`ResumeRequest`: what the caller wants to load. `Target`: the run that resumes."""
 
 from collections.abc import Mapping, Sequence
 from typing import final
@@ -35,7 +35,7 @@ class Target:
 @final
 @attrs.frozen
 class ResumeRequest:
-    """What the caller asks for. Make it with `resume_request`.
+    """What the caller wants to load. Make it with `resume_request`.
 
     Attributes:
         step: an explicit step, or None for the newest of the current timeline.

@@ -1,4 +1,4 @@
-"""`ResumePlan`, what a resume does with every component, or `Refusal`, every reason why it cannot. Both are values that print."""
+"""`ResumePlan`: what a resume does with every component. `Refusal`: every reason why it cannot. Both are values that print."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeAlias, final
@@ -57,7 +57,7 @@ class ResumePlan:
     """What a resume will do. Prints as a table.
 
     Attributes:
-        run: where the run is.
+        run: the location of the run.
         checkpoint: the directory of the chosen checkpoint.
         manifest: its proved manifest.
         actions: one for each component.
@@ -98,7 +98,7 @@ class ResumePlan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should read: checkpoints passed over, drifts with the verdict ``warn``, and state that was not saved."""
+        """Warnings for the user: checkpoints passed over, drifts with the verdict ``warn``, and state that was not saved."""
         return (
             *(f"passed over {problem}" for problem in self.passed_over),
             *(str(drift) for drift in self.drifts if drift.verdict == "warn"),
@@ -107,7 +107,7 @@ class ResumePlan:
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """What a policy with ``adapt`` costs: the leaves that start at the script's values, and those that are dropped."""
+        """The losses under a policy with ``adapt``: the leaves that start at the script's values, and those that are dropped."""
         return tuple(
             printable(f"{self.run}/{self.checkpoint}: {what}: {_some([each.where for each in those])}")
             for kind, what in _LOSSES.items()
@@ -162,7 +162,7 @@ class Refusal:
     """Every reason why a resume would not be exact. Prints as a list.
 
     Attributes:
-        run: where the run is.
+        run: the location of the run.
         checkpoint: the checkpoint that was considered; None if there was none.
         reasons: drifts that the policy refuses, and problems of checkpoints.
     """

@@ -1,1 +1,1 @@
-"""What is saved, when, and what stays: decisions as values. May import `best`, `history`, `format` and what lies below them, and not `resume`."""
+"""What to save, when, and which checkpoints to keep: decisions as values. May import `best`, `history`, `format` and what lies below them, and not `resume`."""

@@ -43,7 +43,7 @@ def choose_cadence(current: int | None, *, save_secs: float, step_secs: float, w
 
 
 def describe_cadence(every: int, *, save_secs: float, step_secs: float) -> str:
-    """What was chosen and why, for the log.
+    """The chosen cadence and the reason for it, for the log.
 
     Examples:
         >>> describe_cadence(200, save_secs=0.2, step_secs=0.5)

@@ -1,4 +1,4 @@
-"""`advise_cadence`: how often to save to lose the least time, from the cost of a save and the failure rate."""
+"""`advise_cadence`: the cadence that loses the least time, from the cost of a save and the failure rate."""
 
 import math
 from typing import final
@@ -41,7 +41,7 @@ class Choice:
 @final
 @attrs.frozen
 class Cadence:
-    """The cadence that loses least, with alternatives. Prints as a table.
+    """The cadence that loses the least time, with alternatives. Prints as a table.
 
     Attributes:
         every_steps: steps between two saves.
@@ -122,7 +122,7 @@ def lost_fraction(  # noqa: PLR0913 - keywords
     restart_secs: float = 0.0,
     write_secs: float = 0.0,
 ) -> float:
-    """The fraction of time that a run with this cadence loses; exact if failures are a Poisson process.
+    """The fraction of its time that a run with this cadence loses; exact if failures are a Poisson process.
 
     An attempt lasts ``t``, exponential with mean M. After the restart R it repeats periods p of work w and a save. The work that is durable by
     ``t`` is ``floor((t - R - d) / p)`` times w, where d is how much longer a write takes than the call of its save. Its mean is

@@ -20,7 +20,7 @@ class Event:
 
     Attributes:
         kind: what happened.
-        run: where the run is.
+        run: the location of the run.
         step: the step of the save when it was requested, or of the checkpoint; None if the event has none.
         checkpoint: the directory of the checkpoint, or None.
         detail: more, in words.

@@ -1,4 +1,7 @@
-"""`FilePlan`: one safetensors file, byte by byte: its header, and where each tensor lies."""
+"""`FilePlan`: one safetensors file, byte by byte: its header and the byte range of each tensor.
+
+A piece here is what a file stores of one tensor, all of it or a slice; in `backends` a piece is a run of bytes of a copy or a write.
+"""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -20,7 +23,7 @@ _LENGTH_BYTES: Final = 8  # of the header's length, before its text
 @final
 @attrs.frozen
 class TensorPlacement:
-    """Where a tensor, or a slice of one, lies in a file.
+    """The byte range of a tensor, or of a slice of one, in a file. It says nothing of memory; see `Place` of the stores for that.
 
     Attributes:
         path: the leaf path.
@@ -52,7 +55,7 @@ class FilePlan:
         rank: the rank that writes it.
         header: the 8-byte length and the JSON header, padded so that the data begins at a multiple of 4096.
         size_bytes: the size of the whole file.
-        tensors: the tensors in the order of their bytes.
+        tensors: a placement for each stored tensor, in the order of the bytes; the values are elsewhere, in `Snapshot.tensors`.
     """
 
     name: str
@@ -64,13 +67,13 @@ class FilePlan:
 
 
 def plan_file(name: str, component: str, rank: int, pieces: Iterable[tuple[str, LeafSpec, Box]]) -> FilePlan:
-    """Lay out one file: its header, and every piece without gaps.
+    """Lay out one file: the header, then every piece, without gaps.
 
     Args:
         name: a single path component.
         component: the component whose tensors it holds.
         rank: the rank that writes it.
-        pieces: leaf path, spec and box of each tensor, or slice of one, in it.
+        pieces: the leaf path, spec and box of each stored tensor, or of the stored slice of it.
     """
     # Wide dtypes first: the format allows no gaps between tensors, and this order keeps each one aligned to its item size.
     ordered = sorted(pieces, key=lambda piece: -STORED[piece[1].dtype].itemsize)

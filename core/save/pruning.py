@@ -1,4 +1,4 @@
-"""`plan_pruning`: what may be deleted from a run after a commit, decided over its inventory before anything is deleted.
+"""`plan_pruning`: which checkpoints and leftovers may be deleted after a commit, decided from the inventory before any deletion.
 
 An interpreter asks in two steps, because a proof costs reads: `to_prove` and `may_be_torn` name what it must look at, and `plan_pruning`
 decides with what it found.
@@ -41,7 +41,7 @@ class Pruning:
 
 
 def to_prove(inventory: Inventory, written: Saved, *, with_left_behind: bool) -> tuple[str, ...]:
-    """The checkpoints that take part in the plan if all their files are there.
+    """The checkpoints that take part in the plan if all of their files exist.
 
     Args:
         inventory: the run; what is in quarantine has a problem in it, and so takes no part.
@@ -54,7 +54,7 @@ def to_prove(inventory: Inventory, written: Saved, *, with_left_behind: bool) ->
 
 
 def may_be_torn(inventory: Inventory, written: Saved) -> tuple[str, ...]:
-    """The directories whose file names decide whether they are left of a save or a deletion that did not finish.
+    """The directories whose file names decide whether they are leftovers of an unfinished save or deletion.
 
     They have no manifest that can be read, and a lower step than the checkpoint just written: nothing writes into them any more.
     """
@@ -112,7 +112,7 @@ def plan_pruning(  # noqa: PLR0913 - keywords
 
 
 def best_still_there(inventory: Inventory, best: BestFile) -> str | None:
-    """The best of the kept checkpoints that the present lineage goes through; None where a rewind has left all of them behind.
+    """The best of the kept checkpoints on the current lineage; None if a rewind has left all of them behind.
 
     Args:
         inventory: the run.

@@ -1,4 +1,4 @@
-"""Replicas: what must be equal on all ranks is proved by digests, and the first difference is named."""
+"""Replicas: digests prove that replicated state is equal on all ranks, and the first difference is named."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal, final
@@ -39,9 +39,9 @@ class Proof:
     """How much of the replicated state a save compares.
 
     Attributes:
-        level: ``none``: only structures and contracts; ``quick``: everything once, and then a piece of every tensor at each save; ``tensor``:
+        level: ``none``: only structures and contracts; ``quick``: everything once, and then a part of every tensor at each save; ``tensor``:
             everything at each save; ``full``: also everything after each restore.
-        turn: which piece, in [0, TURNS); None for all.
+        turn: which of the `TURNS` parts of each tensor to compare, in [0, TURNS); None for all.
     """
 
     level: Level = "tensor"
@@ -59,7 +59,7 @@ def level_of(name: str) -> Level:
 
 
 def proof_of(level: Level, *, saves: int) -> Proof:
-    """What a save compares, from the number of saves since everything was compared.
+    """What a save compares, given the number of saves since the last full comparison.
 
     Examples:
         >>> proof_of("quick", saves=0).turn, proof_of("quick", saves=1).turn, proof_of("quick", saves=17).turn
@@ -79,7 +79,7 @@ def is_buffer(path: str) -> bool:
 
 
 def is_trained(path: str) -> bool:
-    """Whether equal gradients keep a leaf equal on all ranks: a parameter, or what an optimizer stores for it.
+    """Whether equal gradients keep a leaf equal on all ranks: a parameter, or an optimizer's slot for it.
 
     Examples:
         >>> is_trained("ema.params['w']"), is_trained("optimizer.slots['w']['exp_avg']"), is_trained("queue.value['keys']")
@@ -89,7 +89,7 @@ def is_trained(path: str) -> bool:
 
 
 def absent_optional(ranks: Sequence[Collection[str]], optional: Sequence[frozenset[str]]) -> frozenset[str]:
-    """The components that every rank calls optional and that some rank does not have; a save leaves them out.
+    """The components that every rank calls optional and that at least one rank lacks; a save leaves them out.
 
     Args:
         ranks: the components of each rank.
@@ -103,7 +103,7 @@ def absent_optional(ranks: Sequence[Collection[str]], optional: Sequence[frozens
 
 
 def summary(leaves: Leaves, contract: Mapping[str, Json]) -> dict[str, str]:
-    """The digests that ranks exchange: one for each component, and one for the contract.
+    """The digests exchanged by the ranks: one for each component, and one for the contract.
 
     Args:
         leaves: component -> leaf path -> digest.
@@ -121,7 +121,7 @@ def _is_own(key: str) -> bool:
 
 
 def first_in_doubt(summaries: Sequence[Mapping[str, str]]) -> str | None:
-    """The first component, or ``contract``, whose digest is not the same on all ranks.
+    """The first component, or ``contract``, whose digest differs between ranks.
 
     Examples:
         >>> first_in_doubt([{"model": "a", "contract": "c"}, {"model": "b", "contract": "c"}])
@@ -167,7 +167,7 @@ def disagreement(name: str, found: Sequence[tuple[int, str, str]], first: str) -
 
 
 def first_difference(name: str, one: Described, other: Described) -> tuple[str, str, str]:
-    """The first leaf that two ranks describe differently, and what each has there."""
+    """The first leaf that two ranks describe differently, with both descriptions."""
     if not is_same(one.node, other.node):
         return _first_node(name, one.node, other.node)
     mine, theirs = (
@@ -204,7 +204,7 @@ def _short(value: object, limit: int = 80) -> str:
 
 
 def structures_differ(where: str, mine: object, theirs: object, rank: int) -> RanksDisagree:
-    """The error for a component whose structure is not the same on all ranks.
+    """The error for a component whose structure differs between ranks.
 
     Args:
         where: the first leaf that differs.

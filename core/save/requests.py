@@ -1,4 +1,4 @@
-"""`StopRequest`: what a signal, a control file or a user may request of a running loop, and how the requests of all ranks are merged."""
+"""`StopRequest`: a request to a running loop by a signal, a control file or a user, and how the requests of all ranks are merged."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, TypeAlias, get_args

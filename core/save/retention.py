@@ -1,4 +1,4 @@
-"""`Retention`: policies that say which complete checkpoints stay, and the plan of what may be deleted."""
+"""`Retention`: a policy for which complete checkpoints stay, and the plan of those that may be deleted."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import final
@@ -18,7 +18,7 @@ __all__ = ["Retention", "RetentionPlan", "Rule", "Saved", "check_keep_last", "ke
 @final
 @attrs.frozen
 class Retention:
-    """Keeps what any of its rules keeps. Make it with `keep_last` and the like; ``a | b`` keeps what either keeps.
+    """Keeps each checkpoint that any of its rules keeps. Make it with `keep_last` and the like; ``a | b`` keeps what either keeps.
 
     Laws: ``(a | b).kept(...) == a.kept(...) | b.kept(...)``, so no rule uses up the budget of another. The order of the rules and of the
     checkpoints makes no difference. Each checkpoint competes only with those that have all of its components, so an export of the model
@@ -185,7 +185,7 @@ def plan_retention(
 def plan_left_behind(
     checkpoints: Iterable[Saved], *, policy: Retention | None, protected: Mapping[str, str]
 ) -> RetentionPlan:
-    """Decide which of the checkpoints that rewinds have left behind stay, and which may be deleted.
+    """Decide which of the checkpoints left behind by rewinds stay, and which may be deleted.
 
     Laws: without a policy all of them stay. With a policy, those stay that it keeps of them alone, and the protected ones. The present lineage
     of the run neither counts nor is deleted.

@@ -11,7 +11,7 @@ from trainfold.core.best.score import Direction
 @final
 @attrs.frozen
 class Saved:
-    """One complete checkpoint, as far as rules need to know it.
+    """The facts about one complete checkpoint that rules use.
 
     Attributes:
         name: its directory.

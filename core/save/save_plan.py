@@ -168,7 +168,7 @@ def _files(
 def _assign(
     component: ComponentPlan, ranks: list[Described], of_rank_zero: Collection[str]
 ) -> dict[int, list[tuple[str, LeafSpec, Box]]]:
-    """Which rank writes what: its own part if the component belongs to each rank; otherwise balanced by bytes, the largest piece first."""
+    """Which rank writes what: its own part if the component belongs to each rank; else balanced by bytes, the largest tensor or slice first."""
     sharded = any(spec.slices for each in ranks for spec in each.tensors.values())
     if len(component.nodes) > 1 or (len(ranks) == 1 and not sharded):
         return {

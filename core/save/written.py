@@ -1,4 +1,4 @@
-"""`manifest_of`: the manifest of a save, from its plan and the digests of the files that all ranks have written."""
+"""`manifest_of`: the manifest of a save, from its plan and the digests of the files written by all ranks."""
 
 from collections.abc import Mapping
 from typing import final

@@ -1,4 +1,4 @@
-"""Shared storage: which tensors have bytes in common, so that a write to one would change the other."""
+"""Shared storage: which tensors have bytes in common, so that a write to one changes the other."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The audit: finds state that changes with training and that no component saves, from two looks at a run.
+"""The audit: compares two looks at a run to find state that changes with training and that no component saves.
 
 A look is a mapping of facts: path -> what is there. This module compares two looks and writes the warning.
 """
@@ -58,7 +58,7 @@ _SAMPLER: Final = re.compile(r"loader(\[[^\[\]]*\])?\.(batch_)?sampler")
 @final
 @attrs.frozen
 class Fact:
-    """What a look found at one place.
+    """The finding of a look at one position of a run.
 
     Attributes:
         kind: one of the kinds above.
@@ -137,7 +137,7 @@ def _is_nothing(fact: Fact | None) -> bool:
 
 
 def attribute_of(path: str) -> str:
-    """Return the attribute that a place in a container belongs to.
+    """Return the attribute that an entry of a container belongs to.
 
     Examples:
         >>> attribute_of("model.counts['cat'][3]"), attribute_of("model.blocks[0].p")
@@ -147,7 +147,7 @@ def attribute_of(path: str) -> str:
 
 
 def attributes_of(found: Mapping[str, Fact], *, accepted: Collection[str] = ()) -> dict[str, str]:
-    """Return attribute -> what it holds, for each changed attribute that the script has not accepted.
+    """Return attribute -> its content, for each changed attribute that the script has not accepted.
 
     Args:
         found: the result of `changed`.
@@ -212,7 +212,7 @@ def unsaved_of(contract: Mapping[str, object]) -> dict[str, str]:
 
 
 def not_restored(contract: Mapping[str, object], loaded: Collection[str]) -> dict[str, str]:
-    """Return the unsaved state that a checkpoint lists and that belongs to the loaded components.
+    """Return the unsaved state that a checkpoint lists, as far as it belongs to the loaded components.
 
     Args:
         contract: the contract of the checkpoint.

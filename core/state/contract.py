@@ -1,4 +1,4 @@
-"""The resume contract: plain keys and values that must be equal for a resume to continue the same run."""
+"""The resume contract: plain keys and values. A resume continues the same run only if they are equal."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -80,7 +80,7 @@ def settings_of(state: TrainState) -> dict[str, Any]:
 
 
 def settings_at_risk(state: TrainState) -> dict[str, Json]:
-    """Return the settings before the first step, if groups hold lists or tensors, which a donating step may change in place.
+    """Return the settings before the first step if groups hold lists or tensors, because a donating step may change those in place.
 
     Args:
         state: the state that the step is about to consume.

@@ -15,7 +15,7 @@ _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fs
 @final
 @attrs.frozen(eq=False)
 class BufferSlot:
-    """The place of a buffer in a module, which a forward may write to or replace.
+    """The location of a buffer in a module; a forward may write to the buffer or replace it.
 
     Attributes:
         owner: the dict of the submodule that holds the buffer.

@@ -13,7 +13,7 @@ _ADDRESS_FREE_REPR_LIMIT = 4
 
 
 class Reader(Protocol):
-    """A reader of leaves in the background, such as the hold of an async save."""
+    """A background reader of leaves, such as the hold of an async save."""
 
     @property
     def is_over(self) -> bool:

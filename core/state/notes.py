@@ -1,4 +1,4 @@
-"""Notes: entries of a contract that are not conditions of a resume: unsaved state, trained parameters, first learning rates."""
+"""Notes: entries of a contract that do not restrict a resume: unsaved state, trained parameters, first learning rates."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
@@ -26,7 +26,7 @@ def notes_of(contract: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of_later(contract: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a checkpoint of objects that this run has not attached yet; they are not compared yet.
+    """Return a checkpoint's settings of objects that this run has not attached yet, and that are therefore not compared yet.
 
     Args:
         contract: the contract of the checkpoint.
@@ -111,7 +111,7 @@ def with_rate(began: Sequence[float], rate: float) -> list[float]:
 
 
 def restarts(began: Sequence[float], saved: float, first: float) -> bool:
-    """Whether the first change of a rate after a resume jumps back to the first rates of the run: its schedule has restarted.
+    """Whether a rate's first change after a resume jumps back to the first rates of the run, because its schedule has restarted.
 
     A rate that is computed from the step continues, so its first change is a different one.
 

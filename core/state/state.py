@@ -94,7 +94,7 @@ class OptimizerState:
 @tree.register_node(namespace=tree.NAMESPACE)
 @attrs.frozen
 class OwnOptimizerState:
-    """An optimizer whose state is more than slots of parameters and groups.
+    """The state of an optimizer that has more state than groups and slots of parameters.
 
     Attributes:
         base: class, groups, and the slots of parameters; without slots if the class overrides ``state_dict()``.
@@ -126,7 +126,7 @@ class Opaque:
 @final
 @attrs.frozen(eq=False)
 class Origin:
-    """The origin of a state, which is not part of its value: all origins are equal.
+    """The origin of a state. It is not part of the state's value: all origins compare equal.
 
     Attributes:
         runs: the id of a run -> the checkpoint of that run that the state was loaded from, or saved as.
@@ -185,7 +185,7 @@ class TrainState:
 if TYPE_CHECKING:
 
     class TrainableState(TrainState):  # type: ignore[misc]  # final at run time: this only narrows types
-        """A state with a model and counters, as `init_state` and steps return it; type checkers need no assert for them."""
+        """A state that has a model and counters, as returned by `init_state` and steps; type checkers need no assert for them."""
 
         model: ModelState
         trainer: Progress

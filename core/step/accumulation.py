@@ -95,7 +95,7 @@ def accumulation_steps(*, per_step: int, per_microbatch: int, world_size: int = 
 def check_plan(
     *, microbatches: int | None, accumulate: int, epochs: int = 1, max_steps: int | None = None, tail: Tail = "raise"
 ) -> int | None:
-    """Reject an impossible accumulation plan before a model exists.
+    """Refuse an impossible accumulation plan before a model exists.
 
     A window may span epochs. A run that stops at ``max_steps`` never reaches the incomplete window.
 

@@ -1,4 +1,4 @@
-"""Gradients of a window: forward and backward of each microbatch, normalised once, checked before any update."""
+"""The gradients of a window: forward and backward of each microbatch, normalised once and checked before any update."""
 
 import math
 from collections.abc import Callable

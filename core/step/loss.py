@@ -36,7 +36,7 @@ class Loss:
 @final
 @attrs.define(eq=False)
 class Totals:
-    """The sums of a window, as numbers or as tensors that are not read yet, because reading waits for a device.
+    """The sums of a window, as numbers or as tensors not read yet, because reading waits for a device.
 
     Attributes:
         loss: the sum of the losses.

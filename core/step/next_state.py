@@ -1,4 +1,4 @@
-"""The state after a step: the successor of an update, or the state past a batch that was skipped."""
+"""The state after a step: the state after an update, or the state advanced past a skipped batch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -54,7 +54,7 @@ def next_state(  # noqa: PLR0913 (every one is named where it is called)
 
 
 def skipped_state(state: TrainableState, samples: int) -> TrainableState:
-    """Return the state advanced past a batch that was not used, because the caller cannot advance a step that raised."""
+    """Return the state advanced past an unused batch, because the caller cannot advance a step that raised."""
     dataset = state.dataset.advance(samples) if isinstance(state.dataset, DataCursor) else state.dataset
     trainer = attrs.evolve(state.trainer, samples=state.trainer.samples + samples)
     return state.evolve(trainer=trainer, dataset=dataset)
@@ -71,7 +71,7 @@ def consume(state: TrainableState) -> None:
 
 
 def check_updated(result: Any) -> tuple[Mapping[str, torch.Tensor], Any]:
-    """Return the parameters and the optimizer state that a user's own update function returned.
+    """Return the parameters and the optimizer state from the result of a user's own update function, checked.
 
     Raises:
         InvalidArgument: if it returned anything else.

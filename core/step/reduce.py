@@ -1,4 +1,4 @@
-"""The one exchange of a step: gradients, loss, weight and metrics are summed over the ranks at the boundary."""
+"""The one exchange of a step, at the boundary: gradients, loss, weight and metrics are summed over the ranks."""
 
 import hashlib
 import math

@@ -63,7 +63,7 @@ def key_of(state: TrainState) -> Key:
 
 
 def check_contract(state: TrainState, contract: Mapping[str, Json]) -> None:
-    """Refuse a state that another kind of step has trained: the run would continue with slightly different updates.
+    """Refuse a state trained by another kind of step: the run would continue with slightly different updates.
 
     Raises:
         ContractMismatch: naming every key that differs.

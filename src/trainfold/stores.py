@@ -1,4 +1,4 @@
-"""Places for checkpoints.
+"""Stores of checkpoints: in a directory, in memory, and the protocol for your own.
 
 The names are re-exports, each documented where it lives.
 """

@@ -1,4 +1,4 @@
-"""`HeaderCheck`: whether the headers of the files that a load reads are, byte by byte, those that were written."""
+"""`HeaderCheck`: whether the file headers that a load depends on are byte for byte those that were written."""
 
 from collections.abc import Iterable
 from typing import Final, final
@@ -18,7 +18,7 @@ _LENGTH_BYTES: Final = 8
 
 @final
 class HeaderCheck:
-    """Compares each header once with the one that the manifest implies. A load itself uses the manifest and never trusts a header.
+    """Compares each header once with the one implied by the manifest. The load itself uses the manifest and never trusts a header.
 
     A header with the same contents in other bytes may come from another writer of the format, which is free in its spaces and the order of its
     keys. Then the whole file is read, and its digest decides. A header with other contents is refused without reading the file.

@@ -1,4 +1,4 @@
-"""`PlanReader`: carries out a `ReadPlan` on a store; which bytes are read is not decided here."""
+"""`PlanReader`: carries out a `ReadPlan` on a store. The plan decides which bytes are read."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, final
@@ -34,7 +34,7 @@ class PlanReader:
         self._headers: Final = HeaderCheck(store, directory, manifest)
 
     def read(self, reads: ComponentReads, targets: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-        """Read what a component needs.
+        """Read the tensors of a component.
 
         Args:
             reads: the component's part of the plan.
@@ -59,7 +59,7 @@ class PlanReader:
         return found
 
     def _assembled(self, read: TensorRead) -> torch.Tensor:
-        """A slice that is spread over several shards, or is a part of one."""
+        """A slice assembled from several shards, or from a part of one."""
         record = read.record
         box = whole_box(record.shape) if read.box is None else read.box
         where = f"{self._store.url}/{self._directory} {record.path}"
@@ -88,7 +88,7 @@ class PlanReader:
 
 
 def _within(part: Box, box: Box) -> tuple[slice, ...]:
-    """Where a part of a box lies in the memory of the box."""
+    """The slices of a part of a box in the memory of the box."""
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True))
 
 

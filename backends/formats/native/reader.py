@@ -1,4 +1,4 @@
-"""Reading tensors by byte range straight into their memory. Every size is checked first, and every byte that is used is verified."""
+"""`read_tensors`: reads byte ranges straight into the memory of tensors. Sizes are checked first; every byte used is verified."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ ReadInto = Callable[[memoryview, int], None]
 
 @runtime_checkable
 class OpensFiles(Protocol):
-    """A `Store` that can keep a file open over many reads. It is an optimization that a store need not have."""
+    """A `Store` that can keep a file open over many reads: an optional optimization."""
 
     def opened(self, name: str) -> AbstractContextManager[ReadInto]:
         """Yields a function ``(buffer, start)`` that does what `Store.read_into` does."""
@@ -123,7 +123,7 @@ def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Te
 
 
 def fresh_tensor(shape: tuple[int, ...], dtype: str, where: str) -> torch.Tensor:
-    """New CPU memory for a tensor of a checkpoint. A file with holes can claim terabytes and be small on disk.
+    """New CPU memory for a tensor of a checkpoint, checked first: a sparse file can claim terabytes and be small on disk.
 
     Raises:
         CheckpointHostile: if the memory cannot be allocated.
@@ -139,7 +139,7 @@ def fresh_tensor(shape: tuple[int, ...], dtype: str, where: str) -> torch.Tensor
 
 
 def _check_memory(store: Store, requests: Sequence[ReadRequest]) -> None:
-    """Refuse what cannot fit before any memory is touched. With overcommitted memory the allocator would not refuse it."""
+    """Refuse a tensor that cannot fit, before any memory is touched. With overcommitted memory the allocator would not refuse it."""
     fresh = [request for request in requests if request.out is None]
     wanted = sum(request.stop - request.start for request in fresh)
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,7 @@
-"""Writing one safetensors file of a plan: bytes are streamed in the order of the plan and hashed while they are in the cache."""
+"""`write_file`: writes one safetensors file of a plan. Bytes are streamed in the order of the plan and hashed while in the cache.
+
+A piece here is a run of consecutive bytes of a tensor, at most `PIECE_BYTES`; in `core.save.file_layout` it is a tensor or a slice.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Final, Protocol, final, runtime_checkable
@@ -19,7 +22,7 @@ PIECE_BYTES: Final = 1 << 20  # small enough to stay in cache between the copy a
 
 @runtime_checkable
 class Source(Protocol):
-    """A tensor whose bytes are read piece by piece, because the training uses it too."""
+    """A tensor that the training uses too, so its bytes are read piece by piece."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -30,7 +33,7 @@ class Source(Protocol):
         """Its shape."""
 
     def pieces(self, piece_bytes: int, place: Place | None = None) -> Iterator[memoryview]:
-        """Its bytes in order. Each piece is used before the next one is requested. With ``place``, the bytes lie in the memory that it gives."""
+        """Its bytes in order. The writer uses each piece before it requests the next. With ``place``, the bytes are in the memory it returns."""
 
 
 def write_file(
@@ -39,7 +42,7 @@ def write_file(
     """Write one file of a save. Its contents are durable on return.
 
     Args:
-        plan: the file: its header and where each tensor lies.
+        plan: the file: its header and the byte range of each tensor.
         tensors: leaf path -> tensor, on any device, or a source, with the dtype and shape of the plan.
         store: the run.
         directory: the directory of the checkpoint.

@@ -38,7 +38,7 @@ class Described:
 
     Attributes:
         node: the JSON structure, scalars included.
-        tensors: path -> spec of each stored tensor, in the order of their indices; a tied tensor has its first path.
+        tensors: path -> spec, and not value, of each stored tensor, in the order of their indices; a tied tensor has its first path.
     """
 
     node: Json
@@ -73,7 +73,7 @@ def describe(component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]
 
 @final
 class Describer:
-    """Describes the same run many times, such as at each save, without walking unchanged `Leaves` again.
+    """Describes the same run repeatedly, such as at each save, and does not walk unchanged `Leaves` again.
 
     Parameters and slots are nearly all leaves of a state, and their names, dtypes and shapes hardly ever change. So they are only
     compared with those of the last time, and the description of them is used again. Everything else in a component is described
@@ -159,7 +159,7 @@ class _Encoder:
         return self._registered(value, level, path, depth)
 
     def _leaves(self, items: dict[str, Any], path: str, depth: int) -> Json:
-        """Only the first tensors of a component can come from an earlier walk: the indices of later ones depend on those before."""
+        """Only the first tensors of a component can come from an earlier walk: later indices depend on the tensors before them."""
         seen = None if self._outlines is None or self.tensors else _seen(items)
         if self._outlines is None or seen is None:
             return self._kept(items, path, depth)

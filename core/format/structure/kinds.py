@@ -1,4 +1,4 @@
-"""Kinds of JSON nodes: what may stand at a place of a structure, and the first place that holds something else.
+"""Kinds of JSON nodes: what each position of a structure may hold, and the first position that holds something else.
 
 A kind is built from smaller ones, as a type hint is. Nothing is rebuilt, and no tensor byte is read. This module imports no torch.
 """
@@ -18,10 +18,10 @@ _PAIRED = frozenset({"map", "odict"})
 @final
 @attrs.frozen
 class Misfit:
-    """A place of a structure that holds something other than its class says.
+    """A position of a structure whose node does not match the type hints of its class.
 
     Attributes:
-        path: the place.
+        path: the position.
         expected: the kind that belongs there.
         found: what is there.
     """
@@ -31,20 +31,20 @@ class Misfit:
     found: str
 
     def below(self, place: str) -> "Misfit":
-        """The same misfit as its parent sees it."""
+        """The same misfit, seen from the parent node."""
         return attrs.evolve(self, path=place + self.path)
 
 
 @final
 @attrs.frozen
 class Kind:
-    """What a place asks of a JSON node.
+    """The requirement of a position on its JSON node.
 
     Attributes:
         hint: the kind as a type hint, such as ``"Leaves[Tensor]"``; kinds with equal hints are equal.
         text: the kind in words, for messages.
         fits: whether a node is of the kind, seen from outside.
-        inside: the first misfit in a node that fits; None where a node of the kind has no inside.
+        inside: the first misfit in a node that fits; None if a node of the kind has no inside.
         is_closed: whether ``inside`` proves that no tensor is in there that the kind does not name.
     """
 
@@ -55,7 +55,7 @@ class Kind:
     is_closed: bool = attrs.field(default=True, eq=False)
 
     def misfit(self, node: Json, nodes: "Nodes") -> Misfit | None:
-        """The first misfit in a node, which stands at the path ``""``."""
+        """The first misfit in a node; the node itself has the path ``""``."""
         if not self.fits(node):
             return Misfit("", self.text, shown(node))
         return None if self.inside is None else self.inside(node, nodes)
@@ -84,7 +84,7 @@ Nodes: TypeAlias = Mapping[str, NodeKind]
 
 
 def either(*kinds: Kind) -> Kind:
-    """A node of any of these kinds; the first one that fits from outside decides."""
+    """A node of any of these kinds; the first kind that fits from outside decides."""
 
     def inside(node: Json, nodes: Nodes) -> Misfit | None:
         return next(kind for kind in kinds if kind.fits(node)).misfit(node, nodes)
@@ -162,7 +162,7 @@ def _first(pairs: Iterable[tuple[object, Json]], kind: Kind, nodes: Nodes) -> Mi
 
 
 def _in_anything(node: Json, nodes: Nodes) -> Misfit | None:
-    """The first misfit below a place that may hold anything: the nodes in it are checked."""
+    """The first misfit below a position that may hold anything: the nodes in it are checked."""
     if type(node) is not dict or "t" in node:
         return None
     if "node" in node:
@@ -202,7 +202,7 @@ def _in_node(node: Mapping[str, Json], nodes: Nodes) -> Misfit | None:
 
 
 def _in_static(node: Json, name: str, kind: Kind, nodes: Nodes) -> Misfit | None:
-    """A static field holds no tensors. Where the kind does not prove that, the field is walked."""
+    """The misfit of a static field that holds a tensor, or None. The field is walked if its kind does not rule tensors out."""
     if not kind.is_closed:
         try:
             tensor = next((leaf for leaf in places(node, f".{name}") if leaf.tensor is not None), None)

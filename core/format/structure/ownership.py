@@ -1,4 +1,4 @@
-"""Whether each rank has its own copy of a component, or all ranks share one. The structure that describes it decides."""
+"""Whether each rank has its own copy of a component, or all ranks share one. The component's structure decides."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -26,7 +26,7 @@ def is_opaque(node: Json) -> bool:
 
 
 def is_between_epochs(node: Json) -> bool:
-    """Whether a loader certainly stands between two epochs, where every rank's share of the data ends.
+    """Whether a loader is certainly between two epochs: every rank's share of the data ends there.
 
     Examples:
         >>> is_between_epochs({"node": "trainfold.Opaque", "fields": {"value": {"dict": {"epoch": 1, "batches": 0}}}})

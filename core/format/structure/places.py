@@ -1,4 +1,4 @@
-"""The walk over a JSON node: every leaf with its path, and the containers around the leaves where a caller builds them.
+"""The walk over a JSON node: every leaf with its path, and the containers around the leaves if the caller builds them.
 
 Containers carry a tag, so that tuple and list, int and string keys, and trainfold's own nodes come back as they were. A tensor stands
 as ``{"t": index}`` into the component's tensor table; tied tensors share an index. This module imports no torch: commands that read a
@@ -19,13 +19,13 @@ KEYS = frozenset({tuple, str, int, bool, float, bytes, type(None)})  # what keys
 
 
 class Leaf(NamedTuple):
-    """A place in a decoded structure: where it is and what stands there.
+    """A leaf of a decoded structure: its path and its content.
 
     Attributes:
         path: the leaf path.
         tensor: the tensor's index, or None for a scalar.
         value: the scalar, or None for a tensor.
-        as_numpy: whether the tensor stands there as a numpy array.
+        as_numpy: whether the tensor is a numpy array there.
     """
 
     path: str
@@ -65,7 +65,7 @@ class Walk:
         self._build = build
 
     def node(self, node: Json, path: str, depth: int) -> Any:  # noqa: PLR0911, C901 - one return for each tag
-        """Walk over a node, and return what it stands for.
+        """Walk over a node, and return the value that it represents.
 
         Raises:
             CheckpointHostile: for a node that no trainfold writes.
@@ -145,7 +145,7 @@ def _plain(leaf: Leaf, _as_numpy: bool) -> Any:  # noqa: FBT001 - a visitor of W
 
 
 def hostile_node(path: str, expected: str, found: object) -> CheckpointHostile:
-    """The error for a node that no trainfold writes."""
+    """The error for a node that no version of trainfold writes."""
     return CheckpointHostile(
         printable(path), expected=expected, found=found, fix="do not use this checkpoint; fall back to an older one"
     )

@@ -51,7 +51,7 @@ def make_node(name: str, values: Mapping[str, Any], static: Mapping[str, Any], p
         name: the class, as the format names it.
         values: the fields that are part of the tree.
         static: the other fields.
-        path: where it stands, for errors.
+        path: its path, for errors.
 
     Raises:
         CheckpointHostile: for other fields than the class has, or values that it refuses.
@@ -75,7 +75,7 @@ def make_node(name: str, values: Mapping[str, Any], static: Mapping[str, Any], p
 
 
 def class_name(kind: type[Any]) -> str:
-    """The name of a node class in the format; those of trainfold's own have no module in it, so that they can move."""
+    """The name of a node class in the format. Names of trainfold's own classes omit the module, so that the classes can move."""
     module = "trainfold" if kind.__module__.startswith("trainfold.") else kind.__module__
     return f"{module}.{kind.__qualname__}"
 

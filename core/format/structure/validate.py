@@ -1,4 +1,4 @@
-"""Whether a component's structure is what its classes say: a parameter's name is text, masters are tensors by name, a counter is an int.
+"""Whether a component's structure matches its classes: a parameter's name is text, masters are tensors by name, a counter is an int.
 
 `places` proves that a node is well formed; this proves that it is the node that it claims to be.
 """
@@ -10,7 +10,7 @@ from trainfold.core.json_values import Json
 
 
 def misfit_of(node: Json, name: str) -> Misfit | None:
-    """The first place of a component's structure that does not hold what its class says, or None.
+    """The first position of a component's structure that does not match its class, or None.
 
     Args:
         node: the structure; well formed, as `trainfold.core.format.structure.places.places` proves.

@@ -1,1 +1,1 @@
-"""The only mutable objects of core: those that one step in flight computes with. Only `step` may import it."""
+"""The only mutable objects of core: the working objects of one step in flight. Only `step` may import it."""

@@ -19,7 +19,7 @@ _SILENT = "torch.distributed.algorithms._checkpoint"  # activation checkpointing
 
 @final
 class ModuleSpec:
-    """The structure of a user's model without its parameters; templates are made from it.
+    """The structure of a user's model without its parameters, from which templates are made.
 
     Args:
         model: read once; never changed or kept.
@@ -237,7 +237,7 @@ def _copied(model: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
 
 
 def _uncopyable(model: torch.nn.Module, memo: dict[int, Any]) -> str:
-    """The first attribute of a submodule that cannot be copied, as a path."""
+    """The path of the first attribute of a submodule that cannot be copied."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             try:

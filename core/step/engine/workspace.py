@@ -1,4 +1,4 @@
-"""`StepWorkspace`: the mutable objects that one step in flight computes with, and the pool of idle ones."""
+"""`StepWorkspace`: the mutable working objects of one step in flight, and the pool of idle ones."""
 
 import contextlib
 import sys
