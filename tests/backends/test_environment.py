@@ -1,4 +1,4 @@
-"""The numerical environment: what else the bits of a sum depend on, said when it differs at a resume (W09)."""
+"""The numerical environment: a resume warns if a setting differs that the bits of a sum depend on (W09)."""
 
 import contextlib
 import subprocess
@@ -122,7 +122,7 @@ def test_the_same_environment_is_not_mentioned(make):
 
 @pytest.mark.parametrize("make", [functional, captured])
 def test_a_checkpoint_without_an_environment_is_resumed_without_a_word(make, monkeypatch):
-    """V09: those of earlier versions have none, and nobody can know what it was."""
+    """V09: checkpoints of earlier versions have none, and it cannot be recovered."""
     store = MemoryStore()
     with monkeypatch.context() as patched:
         patched.setattr("trainfold.backends.runs.snapshot.environment_of", lambda state: {})
@@ -141,7 +141,7 @@ def test_the_environment_is_that_of_the_save_and_not_of_the_start():
 
 
 def test_ranks_on_unequal_machines_resume_together():
-    """V05: what is saved is rank 0's environment, so another number of threads on rank 1 is no change, and decides nothing."""
+    """V05: rank 0's environment is saved, so another number of threads on rank 1 does not count as a change."""
     for threads_then, verdict in ((1, "refuse"), (9, "adapt")):
         store = MemoryStore()
         save(functional(), store, contract={"environment.threads": threads_then})

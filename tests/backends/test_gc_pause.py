@@ -1,4 +1,4 @@
-"""The pause of the garbage collector: it is for the whole process, so only one thread may make it, and it leaves nothing behind."""
+"""The pause of the garbage collector affects the whole process, so one thread at a time makes it, and it leaves no trace."""
 
 import gc
 import threading

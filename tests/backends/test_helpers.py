@@ -1,4 +1,4 @@
-"""Threads that share work: each task is done once, whether or not there are threads, and nobody waits for one that never begins."""
+"""Threads that share work: each task runs once, with or without threads, and no caller waits for a task that never starts."""
 
 import _thread
 import os
@@ -165,7 +165,7 @@ def test_a_failure_is_raised_where_the_result_is_wanted():
 
 
 def test_a_thread_that_dies_with_a_task_in_its_hands_is_no_hang():
-    """Where even the call that tells of its end gets no memory."""
+    """If even the call that reports its end gets no memory."""
     task = Task(lambda: 7)
     helper = type("Helper", (), {"end": type("End", (), {"is_over": True})()})()
     assert task.withdraw()  # it has claimed it

@@ -1,4 +1,4 @@
-"""Jobs: each runs once, after the one that it names, and to the end, however the program ends."""
+"""Jobs: each runs once, after the job that it names, and to its end, however the program ends."""
 
 import gc
 import subprocess
@@ -183,7 +183,7 @@ def _interrupt(_):
 
 
 def test_what_a_job_raises_holds_on_to_nothing():
-    """Also while somebody keeps it, and without the collector of cycles."""
+    """Also while a caller keeps the exception, and without the garbage collector."""
 
     class Thing:
         pass

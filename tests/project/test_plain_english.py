@@ -14,6 +14,8 @@ from time import process_time
 SOURCES = ("core", "backends", "adapters", "properties", "src/trainfold", "examples")
 PAGES = ("docs", "README.md")
 TESTS = (
+    "tests/adapters",
+    "tests/backends",
     "tests/compat",
     "tests/crash",
     "tests/fuzz",

@@ -1,4 +1,4 @@
-"""torchmetrics in our suites: states through int64 and back, ranks merged in rank order, and what stays inexact."""
+"""torchmetrics in our suites: states pass through int64, ranks merge in rank order, and some results stay inexact."""
 
 import copy
 import math
@@ -148,7 +148,7 @@ def test_one_rank_gets_what_torchmetrics_computes(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_get_what_torchmetrics_merges_without_a_difference_between_ranks(kind):
-    """With a rank that has nothing; against one instance of torchmetrics per rank, their states joined in rank order."""
+    """One rank has no data; the reference is one torchmetrics instance per rank, with the states joined in rank order."""
     make, batch = KINDS[kind]
     metric = TorchMetric(make)
     sizes = [[4, 1], [], [7]]
@@ -211,7 +211,7 @@ def test_zero_is_neutral_and_merging_is_associative_up_to_the_rounding_of_the_st
 
 
 def test_what_saw_nothing_adds_nothing_whatever_its_default_is():
-    """A state that begins at 5 is 5 too high once for each rank with data, as in torchmetrics, and not for those without."""
+    """A state with the default 5 is 5 too high for each rank with data, as in torchmetrics, but not for ranks without."""
     metric = TorchMetric(lambda: Own(torch.tensor(5.0), "sum"))
     acc = metric.observe(metric.zero(), torch.tensor(1.0))
     assert bits(metric.merge(metric.zero(), acc)) == bits(metric.merge(acc, metric.zero())) == bits(acc)
@@ -267,7 +267,7 @@ def test_an_empty_batch_is_none_at_all():
 
 
 def test_a_float32_state_depends_on_the_batch_size_where_our_own_metric_does_not():
-    """2**24 and then 64 ones: one by one each is rounded away. The docstring says so; here are the figures."""
+    """2**24 and then 64 ones: one by one, each is rounded away. The docstring warns of it; the figures are here."""
     values = torch.tensor([2.0**24, *[1.0] * 64])
 
     def measured(size):
@@ -282,7 +282,7 @@ def test_a_float32_state_depends_on_the_batch_size_where_our_own_metric_does_not
 
 
 def test_the_laws_find_a_float32_sum_out():
-    """The law that our metrics keep is broken, with a counterexample."""
+    """The law of our metrics fails, with a counterexample."""
     values = torch.tensor([2.0**24, *[1.0] * 4])
     with pytest.raises(laws.LawBroken):
         laws.batch_invariant(TorchMetric(torchmetrics.SumMetric), values)
@@ -349,7 +349,7 @@ def test_what_holds_other_metrics_or_is_none_is_refused_when_it_is_made(make):
 
 
 def test_a_list_without_a_reduction_keeps_its_tensors_apart():
-    """As torchmetrics gathers it: one list of what all ranks have, whatever the shapes."""
+    """As torchmetrics gathers it: one list with the tensors of all ranks, whatever their shapes."""
     metric = TorchMetric(lambda: Own([], None))
     one = metric.observe(metric.zero(), torch.zeros(2, 2))
     other = metric.observe(metric.zero(), torch.ones(3))
@@ -400,7 +400,7 @@ def test_an_update_that_fails_leaves_no_trace():
 
 
 def test_torchmetrics_own_synchronisation_is_off():
-    """The schedule is ours alone, also where a process group is there."""
+    """Only our schedule communicates, also if a process group exists."""
 
     def refuse(*_args, **_kwargs):
         raise AssertionError("a collective call of torchmetrics")
@@ -436,7 +436,7 @@ def test_torchmetrics_is_imported_by_nobody_but_its_user():
 
 
 def test_a_metric_of_the_users_own_is_not_touched():
-    """Whoever writes ``lambda: mine`` keeps what it has seen; so do two threads that both make it."""
+    """With ``lambda: mine`` the metric keeps what it has seen, also if two threads both make it."""
     mine = torchmetrics.MeanSquaredError()
     mine.update(torch.ones(2), torch.zeros(2))
     metric = TorchMetric(lambda: mine)

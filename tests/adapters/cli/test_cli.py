@@ -1,4 +1,4 @@
-"""The command line: what it says, where it says it, and the exit codes."""
+"""The command line: its output, the stream that it goes to, and the exit codes."""
 
 import os
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_ls_lists_every_checkpoint_and_says_which_is_resumed(run, call, answered
 
 
 def test_ls_shows_what_is_in_quarantine_and_what_is_resumed_instead(run, call, answered):
-    """P07: as a resume passes it over, so does the list."""
+    """P07: a resume skips it, and the list shows the same."""
     for _ in range(LIMIT):
         begin_attempt(LocalStore(run), "step-00000006")
     lines = call("ls", run)[0].splitlines()
@@ -84,7 +84,7 @@ def test_an_empty_run_is_not_a_missing_one(run, tmp_path, answered):
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "plan"])
 def test_a_foreign_directory_is_named_and_left_as_it_is(tmp_path, command, call):
-    """R09: the path and the fix, on the standard error, and nothing on the standard output."""
+    """R09: the path and the fix go to standard error, and nothing goes to standard output."""
     (tmp_path / "thesis.tex").write_text("mine")
     out, err = call(command, tmp_path, code=11)
     assert out == ""
@@ -219,7 +219,7 @@ def positions(tmp_path, loader):
 
 
 def test_plan_says_how_many_workers_each_loader_had_and_whether_streams_have_moved(tmp_path, answered, call):
-    """W02, V18: what a script has to say at a resume, without a script."""
+    """W02, V18: the values that a script must set at a resume, read without the script."""
     loader = torch.utils.data.DataLoader
     data = torch.arange(8.0).unsqueeze(1)
     run = positions(
@@ -234,7 +234,7 @@ def test_plan_says_how_many_workers_each_loader_had_and_whether_streams_have_mov
 
 
 def test_plan_says_where_an_older_trainfold_has_not_written_the_workers(answered, call):
-    """W02, G13: the position of a checkpoint that is kept for this."""
+    """W02, G13: the position of an old checkpoint that is kept for this test."""
     run = Path(__file__).parents[2] / "compat" / "positions" / "v1" / "map" / "run"
     found, _ = answered("plan", run)
     assert [each["num_workers"] for each in found["loaders"]] == [None]

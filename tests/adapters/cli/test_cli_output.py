@@ -1,4 +1,4 @@
-"""Usage errors, pipes and terminals, outputs that are full or closed, and hostile names."""
+"""Usage errors, pipes and terminals, full or closed outputs, and hostile names."""
 
 import json
 import os
@@ -149,7 +149,7 @@ def in_a_terminal(answer, columns):
 
 @pytest.mark.parametrize("columns", [60, 70, 80, 100, 132, 200, 240])
 def test_ls_has_one_line_for_each_checkpoint_in_a_terminal_of_any_usual_width(run, columns):
-    """R03: name, step and status are in it; what has no room is said to be missing."""
+    """R03: it has name, step and status; columns without room are listed as missing."""
     (run / "step-00000008").mkdir()
     flip(run / "step-00000004" / "manifest.json", -40)
     lines = in_a_terminal(list_run(run), columns)
@@ -203,7 +203,7 @@ def trainfold_to(output, *arguments, errors=subprocess.PIPE, unbuffered=""):
     ],
 )
 def test_an_output_that_is_full_is_told_in_one_line_and_has_an_exit_code(saved, arguments, unbuffered):
-    """C15, R09: not a traceback, and not the code of an answer that nobody got."""
+    """C15, R09: no traceback, and not the exit code of an answer that could not be written."""
     command = ["ls", saved, *arguments[1:]] if arguments[0] == "ls" else arguments
     with Path("/dev/full").open("w") as full:
         done = trainfold_to(full, *command, unbuffered=unbuffered)
@@ -226,7 +226,7 @@ def test_an_output_that_is_closed_is_told_too(saved):
 
 @pytest.mark.parametrize(("arguments", "unbuffered"), [(["ls"], ""), (["ls", "--json"], "1"), (["--help"], "")])
 def test_a_reader_that_has_seen_enough_hears_nothing(saved, arguments, unbuffered):
-    """`trainfold ls RUN | head -1`: the pipe may be closed before anything is written."""
+    """`trainfold ls RUN | head -1`: the pipe may close before anything is written."""
     reader, writer = os.pipe()
     os.close(reader)
     command = ["ls", saved, *arguments[1:]] if arguments[0] == "ls" else arguments
@@ -263,7 +263,7 @@ def test_looking_takes_no_lock(run, answered):
 
 
 def test_a_fix_names_only_commands_that_there_are():
-    """R09: a next move that is none helps nobody."""
+    """R09: a fix that names a missing command does not help."""
     package = Path(trainfold.__file__).parent
     named = {
         name

@@ -1,4 +1,4 @@
-"""`trainfold completion`: scripts that shells can run, made from the commands and options that there are."""
+"""`trainfold completion` prints scripts that shells can run, generated from the existing commands and options."""
 
 import subprocess
 

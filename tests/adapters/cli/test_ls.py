@@ -45,7 +45,7 @@ def test_dates_are_those_of_the_machine(run):
 
 
 def test_a_checkpoint_from_the_future_is_of_age_zero(run):
-    """Clocks are set; a list is no place to fail."""
+    """Clocks can be changed; a listing must not fail because of it."""
     assert cells(list_run(run, clock=NOW - 86400), "age")[-1] == ("0 s",)
 
 
@@ -70,7 +70,7 @@ def test_a_best_that_cannot_be_read_does_not_keep_a_run_from_being_listed(run):
 
 
 def test_what_a_rewind_has_left_behind_is_marked_and_its_timeline_shown(run):
-    """E16: the list tells the lineage of a resume from what it does not go through."""
+    """E16: the list separates the lineage of a resume from the checkpoints outside of it."""
     with CheckpointManager(run) as manager:
         state = TrainState(trainer=Progress(), extra={"ema": 1.0})
         state = manager.load(state, manager.should_load(state, step=10))

@@ -1,4 +1,4 @@
-"""`trainfold prune`: deletes what a manager's retention would delete, shows it first with --dry-run, and never without the lock."""
+"""`trainfold prune` deletes what a manager's retention would delete, never without the lock; --dry-run only lists it."""
 
 import os
 import shutil
@@ -116,7 +116,7 @@ def test_no_rule_a_wrong_value_and_a_best_that_is_not_there_are_refused(run, cal
 
 
 def test_a_newest_checkpoint_that_is_torn_protects_nothing(run, answered):
-    """E05: with the newest torn, the newest complete one stays, whatever the rule says of numbers."""
+    """E05: if the newest is torn, the newest complete one stays, whatever number the rule allows."""
     next((run / "step-00000050").glob("manifest.json")).write_bytes(b"{}")
     save(state_at(60), run)
     next((run / "step-00000060").glob("model-*")).unlink()
@@ -138,7 +138,7 @@ def test_what_a_killed_save_has_left_goes(run, answered):
 
 
 def test_checkpoints_that_a_rewind_has_left_behind_stay_without_a_rule_for_them(run, answered):
-    """E16: the present lineage is pruned; the others have rules of their own."""
+    """E16: the present lineage is pruned; the others have their own rules."""
     with CheckpointManager(run) as manager:
         state = TrainState(trainer=Progress())
         state = manager.load(state, manager.should_load(state, step=20))
@@ -158,7 +158,7 @@ def test_runs_without_a_complete_checkpoint_and_places_that_are_no_run_are_refus
 
 
 def test_a_best_that_cannot_be_read_stops_the_command(run, answered):
-    """E02: what it names could be deleted otherwise."""
+    """E02: otherwise the checkpoint that it names could be deleted."""
     save_best(LocalStore(run), updated(make_best_record(metric="loss", direction="min"), {"loss": 0.5}, step=20))
     flip(run / "best.json")
     answered("prune", run, "--keep-last", "1", code=14)

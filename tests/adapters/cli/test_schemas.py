@@ -1,4 +1,4 @@
-"""Every document of JSON that the command line prints, and every manifest, fits the schema that the package ships."""
+"""Every JSON document that the command line prints, and every manifest, matches the schema in the package."""
 
 import json
 from pathlib import Path
@@ -87,7 +87,7 @@ def everything():
 
 
 def test_manifests_fit_their_schema(run, root, tmp_path):
-    """U05: those of this trainfold, and the oldest ones that it still reads."""
+    """U05: manifests of this trainfold, and the oldest ones that it still reads."""
     save(everything(), tmp_path / "everything")
     found = [*run.glob("*/manifest.json"), *(tmp_path / "everything").glob("*/manifest.json")]
     found += list((root / "tests" / "compat").rglob("manifest.json"))
@@ -104,6 +104,6 @@ def test_a_schema_of_the_manifest_refuses_what_is_none(run):
 
 
 def test_the_schemas_lie_in_the_package():
-    """They are files beside the module, which a wheel has too."""
+    """They are files beside the module, and a wheel contains them too."""
     folder = Path(schema_of.__code__.co_filename).parent / "schemas"
     assert {path.name for path in folder.iterdir()} == {f"{name}.schema.json" for name in names()}

@@ -1,4 +1,4 @@
-"""The commands that read a run import neither torch nor what only training needs, so that they start at once."""
+"""The commands that read a run start fast: they import neither torch nor modules that only training needs."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def started(*arguments):
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_ls_inspect_verify_and_diff_import_no_torch(run, more):
-    """V18: what reads a run on a login node starts in a fraction of a second."""
+    """V18: commands that read a run on a login node start in a fraction of a second."""
     two, four = run / "step-00000002", run / "step-00000004"
     for code, arguments in ((0, ("ls", run)), (0, ("inspect", two)), (0, ("inspect", two, "--tensors")),
                             (0, ("verify", run)), (3, ("diff", two, four)), (0, ("diff", two, two)),

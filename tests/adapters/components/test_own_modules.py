@@ -1,4 +1,4 @@
-"""Modules and objects that say themselves what their state is: saved, read back, or refused by name (W05, W20, B18, V12)."""
+"""Modules and objects that define their own state are saved, read back, or refused by name (W05, W20, B18, V12)."""
 
 import copy
 import time
@@ -65,7 +65,7 @@ class Overridden(nn.Module):
 
 
 class Derived(nn.Linear):
-    """Adds what follows from its weights, and ignores it at a load."""
+    """Adds values derived from its weights, and ignores them at a load."""
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -188,7 +188,7 @@ def test_what_a_module_says_itself_comes_back(make, mode):
 
 @pytest.mark.parametrize(("make", "name"), [(Forgetful, "notes"), (Deaf, "count")])
 def test_a_module_whose_own_way_does_not_come_back_is_refused_by_name_and_nothing_is_changed(make, name):
-    """W05, V12: weights, buffers, gradients and attributes are as they were."""
+    """W05, V12: weights, buffers, gradients and attributes stay as they were."""
     state = Run(make, 0).train(3).live.capture()
     other = Run(make, 1).train(1)
     before, gradient = other.bits(), other.model[0].weight.grad
@@ -232,7 +232,7 @@ def test_a_module_that_is_registered_later_gets_what_it_has_said():
 
 
 def test_a_hook_that_comes_after_the_attach_is_refused_at_the_first_step():
-    """W05, W14: what it adds would be lost in silence."""
+    """W05, W14: its additions would be lost silently."""
     run = Run(lambda: nn.Linear(3, 3), 0)
     run.model[1].register_state_dict_post_hook(lambda module, state, prefix, _: state.update({prefix + "seen": 1}))
     with pytest.raises(CaptureRefused, match=r"model\.1.*before trainfold\.attach"):
@@ -312,7 +312,7 @@ class Clock(Pair):
 
 
 def test_an_object_that_does_not_take_its_state_back_is_refused_by_name():
-    """W05: and it has what it had; a clock cannot be compared, and is let pass."""
+    """W05: and its state is unchanged; a clock cannot be compared, and is accepted."""
     saved = Opaque({"seen": 7, "mean": torch.full((2,), 7.0)})
     lossy = Lossy()
     live = attach(nn.Linear(1, 1), extra={"pair": lossy})
@@ -366,7 +366,7 @@ def replaced(state, path, value):
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_scheduler_field_of_another_type_is_refused_before_anything_is_written(kind):
-    """W20: a manifest that was changed and sealed anew; the state of a run that went on is taken."""
+    """W20: a manifest is changed and sealed again; the state of a continued run is accepted."""
     optimizer, scheduler = scheduled(kind)
     model = nn.Module()
     model.weights = nn.ParameterList([p for group in optimizer.param_groups for p in group["params"]])

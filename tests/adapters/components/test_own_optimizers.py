@@ -1,4 +1,4 @@
-"""Optimizers that say themselves what their state is, hold others, or write beside their slots (W05, W06, W20)."""
+"""Optimizers that define their own state, hold other optimizers, or write outside their slots (W05, W06, W20)."""
 
 import copy
 from collections import deque
@@ -29,7 +29,7 @@ AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 
 
 class Several(torch.optim.Optimizer):
-    """A few optimizers behind one, as loops write it: nothing of theirs is in its own state."""
+    """Several optimizers behind one, as loops write it: its own state contains none of theirs."""
 
     def __init__(self, *inner):
         self.inner = list(inner)
@@ -134,7 +134,7 @@ MAKERS = {
 
 
 class Run:
-    """A run, made anew as a script makes it."""
+    """A run, made from scratch as a script makes it."""
 
     def __init__(self, make, seed, **kwargs):
         self.model = model_of(seed)
@@ -176,7 +176,7 @@ def test_what_an_optimizer_keeps_in_its_own_way_comes_back(make):
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_run_that_went_on_goes_back_to_an_earlier_state(make):
-    """W06: what has appeared since then goes away: keys of groups, keys of the state, attributes."""
+    """W06: keys of groups, keys of the state and attributes that were added since are removed."""
     run = Run(make, 0)
     early = copied(run.live.capture())
     run.train(4)
@@ -186,13 +186,13 @@ def test_a_run_that_went_on_goes_back_to_an_earlier_state(make):
 
 
 def test_a_plain_optimizer_of_torch_is_stored_as_it_was():
-    """W05: nothing changes for what has no way of its own."""
+    """W05: nothing changes for classes without their own state methods."""
     run = Run(lambda model: AdamW(model.parameters()), 0).train(2)
     assert type(run.live.capture().optimizer) is OptimizerState
 
 
 def test_a_class_whose_own_way_does_not_come_back_is_refused_by_name_and_nothing_is_changed():
-    """W05, V12: what a restore wrote is captured again and compared."""
+    """W05, V12: the restored state is captured again and compared."""
     store, _ = saved(lambda model: Forgetful(model.parameters()))
     other = Run(lambda model: Forgetful(model.parameters()), 1).train(1)
     other.optimizer.zero_grad()
@@ -228,7 +228,7 @@ def test_parameters_in_another_order_are_refused_where_the_own_way_counts_them()
 
 
 def test_an_optimizer_around_other_optimizers_is_refused():
-    """W05: the inner class is a part of what it is."""
+    """W05: the inner class is part of its identity."""
     store, _ = saved(several)
 
     def other(model):
@@ -239,7 +239,7 @@ def test_an_optimizer_around_other_optimizers_is_refused():
 
 
 def test_a_setting_of_a_held_optimizer_is_compared_and_adapted():
-    """W05: its learning rate is the script's as well."""
+    """W05: the script sets its learning rate too."""
     store, _ = saved(several)
 
     def slower(model):
@@ -254,7 +254,7 @@ def test_a_setting_of_a_held_optimizer_is_compared_and_adapted():
 
 
 def test_an_adapted_rate_passes_the_reading_back():
-    """W05: a policy changes a setting of a class with its own way; that is no failure of the class."""
+    """W05: a policy changes a setting of a class with its own state; the class has not failed because of that."""
     store, _ = saved(MAKERS["hooks"])
 
     def slower(model):
@@ -269,7 +269,7 @@ def test_an_adapted_rate_passes_the_reading_back():
 
 
 def test_what_stands_in_a_group_at_attach_is_a_setting_and_what_appears_later_is_state():
-    """W06: a changed setting is refused; what a step writes is never compared."""
+    """W06: a changed setting is refused; values that a step writes are never compared."""
     store, _ = saved(MAKERS["writing"])
 
     def faster(model):
@@ -284,7 +284,7 @@ def test_what_stands_in_a_group_at_attach_is_a_setting_and_what_appears_later_is
 
 
 def test_a_tensor_in_a_group_is_a_setting_by_its_values():
-    """W06: refused when it differs, taken when it does not."""
+    """W06: refused if it differs, accepted otherwise."""
 
     def weighted(value):
         return lambda model: SGD([{"params": list(model.parameters()), "weights": torch.tensor([1.0, value])}], lr=0.1)
@@ -315,7 +315,7 @@ class Ahead(torch.optim.Optimizer):
 
 
 def test_schedulers_go_on_working_on_the_groups_that_they_hold():
-    """W05: a load of torch makes new group dicts; the old ones stay, between an optimizer and what it holds too."""
+    """W05: torch's load makes new group dicts; ours keeps the old ones, also between an optimizer and the one that it holds."""
 
     def ahead(model):
         return Ahead(AdamW(model.parameters(), lr=0.02))
@@ -343,7 +343,7 @@ def contents_of_all():
 
 
 def test_what_an_own_way_writes_at_any_moment_is_copied_in_the_call():
-    """W05, D02: a hook before the step protects only what nothing but the step writes to."""
+    """W05, D02: a hook before the step protects only tensors that nothing else writes to."""
     for make, is_copied in ((several, True), (MAKERS["own"], True), (MAKERS["writing"], False)):
         run = Run(make, 0).train(1)
         lent = run.live.view()
@@ -357,7 +357,7 @@ def test_what_an_own_way_writes_at_any_moment_is_copied_in_the_call():
 
 
 def test_an_async_save_of_a_wrapper_has_the_bytes_of_a_sync_one():
-    """W05, D01: also when the loop goes on at once."""
+    """W05, D01: also if the loop continues at once."""
     found = []
     for mode in ("sync", "async"):
         store, run = MemoryStore(), Run(several, 0)
@@ -371,7 +371,7 @@ def test_an_async_save_of_a_wrapper_has_the_bytes_of_a_sync_one():
 
 @pytest.mark.parametrize("kind", [Counting, Writing])
 def test_a_pure_step_refuses_an_optimizer_with_more_than_slots_and_groups(kind):
-    """W05: made of a class that keeps state elsewhere, it would lose it at the first resume."""
+    """W05: a pure step of a class that keeps state elsewhere would lose that state at the first resume."""
 
     def loss_fn(model, batch):
         loss = model(batch).square()
@@ -410,7 +410,7 @@ def with_slot(state, key, value):
     ],
 )
 def test_a_slot_of_another_type_dtype_or_shape_is_refused_before_anything_is_written(key, value):
-    """W20: a manifest that was changed and sealed anew."""
+    """W20: a manifest is changed and sealed again."""
     state = Run(lambda model: AdamW(model.parameters()), 0).train(2).live.capture()
     run = Run(lambda model: AdamW(model.parameters()), 1)
     before = run.bits()
@@ -440,7 +440,7 @@ def test_a_hyperparameter_of_another_type_is_refused_before_anything_is_written(
     [{"attributes": {"step": 3}}, {"attributes": {"_secret": 3}}, {"attributes": {"last": "text"}}, {"held": {"x": 1}}],
 )
 def test_what_an_optimizer_cannot_have_is_refused_before_anything_is_written(change):
-    """W20: an attribute that would hide a method, a held optimizer that is none."""
+    """W20: an attribute that would hide a method, or a held optimizer of a type that is not an optimizer."""
     run = Run(MAKERS["writing"], 0).train(2)
     state = run.live.capture()
     assert isinstance(state.optimizer, OwnOptimizerState)
@@ -454,7 +454,7 @@ def test_what_an_optimizer_cannot_have_is_refused_before_anything_is_written(cha
 
 
 def test_the_plain_form_comes_back():
-    """W06: deques, sets, dtypes, layouts, keys that are no text."""
+    """W06: deques, sets, dtypes, layouts, and keys that are not strings."""
     parameter = nn.Parameter(torch.ones(2))
     value = {
         "deque": deque([torch.ones(()), None], maxlen=3),
@@ -492,13 +492,13 @@ def test_the_plain_form_comes_back():
     ],
 )
 def test_a_plain_form_that_nobody_writes_is_refused(form):
-    """W20: no name is looked up anywhere."""
+    """W20: no name in it is looked up."""
     with pytest.raises(InvalidState):
         from_plain({"a": [form]}, {})
 
 
 def test_what_was_remembered_comes_back_into_the_same_objects():
-    """V12: an undo of a load that failed halfway."""
+    """V12: the undo of a load that failed halfway."""
     optimizer = several(model_of(0))
     inner = optimizer.inner[0]
     group, parameter = inner.param_groups[0], inner.param_groups[0]["params"][0]

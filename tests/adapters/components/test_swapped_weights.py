@@ -1,4 +1,4 @@
-"""A save while averaged weights stand in the model is refused, and no other save is (B13)."""
+"""A save is refused while the model contains averaged weights, and at no other time (B13)."""
 
 import copy
 
@@ -147,7 +147,7 @@ def test_a_save_while_averaged_weights_are_swapped_in_is_refused(name):
 @pytest.mark.filterwarnings("ignore:(?s)1 attribute changes.*ema.(backup|collected)")  # what stood in the model
 @pytest.mark.parametrize("name", AVERAGES)
 def test_an_average_at_any_other_moment_is_refused_nothing(name):
-    """At the first step it is a copy of the model; after an evaluation the raw weights are back."""
+    """At the first step the average is a copy of the model; after an evaluation the raw weights are back."""
     model, optimizer, ema, live = make(AVERAGES[name])
     for _ in range(3):
         step(model, optimizer)

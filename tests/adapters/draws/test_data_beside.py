@@ -1,4 +1,4 @@
-"""Datasets and samplers that draw from what is saved under ``extra``: exact, and the data probe moves none of it."""
+"""Datasets and samplers that draw from objects under ``extra`` resume exactly, and the data probe changes none of them."""
 
 import random
 from collections import deque
@@ -136,7 +136,7 @@ def check(make, *, cuts=(1, 4, 6), until=8, policy=None, **arguments):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_dataset_draws_from_under_extra_is_resumed_exactly(name, kind, caplog):
-    """W03: the probe draws the last batch again as it was drawn, compares it, and leaves the state as it was restored."""
+    """W03: the probe draws the last batch again as before, compares it, and leaves the restored state unchanged."""
     make = CASES[name]
     if kind == "stateful" and name == "an object":
         return  # such a loader saves the dataset itself
@@ -162,7 +162,7 @@ def test_other_data_are_still_refused_where_the_dataset_draws_from_extra(name, k
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_clock_under_extra_makes_no_other_data_pass(kind):
-    """W03: it changes while the batch is drawn, and not because of that."""
+    """W03: the clock changes while the batch is drawn, but not because of the draw."""
     ticks = iter(range(10**6))
 
     def make(scale):
@@ -186,7 +186,7 @@ def draw_elsewhere():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_that_are_drawn_from_extra_in_a_way_that_is_not_seen_are_exact_and_said(kind, caplog):
-    """W03: nothing is known of the state before the last batch, so a difference says nothing; the probe moves nothing either."""
+    """W03: the state before the last batch is not known, so a difference proves nothing; the probe moves no state either."""
     check(elsewhere, kind=kind, cuts=(3,))
     assert "not compared" in caplog.text
     assert "extra['noise']" in caplog.text
@@ -211,7 +211,7 @@ class Own(Sampler):
 @pytest.mark.parametrize("policy", [None, {"data_probe": "adapt"}])
 @pytest.mark.parametrize(("late", "workers"), [(False, 0), (True, 0), (False, 2), (True, 2)])
 def test_a_samplers_own_generator_under_extra_gives_the_same_order(late, workers, policy):
-    """W03: it is among what the order of an epoch was drawn from, whether the last batch is drawn again or not."""
+    """W03: the order of an epoch was drawn from it, whether the last batch is drawn again or not."""
 
     class Runs(Run):
         def __init__(self, **arguments):
@@ -256,7 +256,7 @@ def harder(extra):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_curriculum_that_the_training_moves_is_drawn_again_at_its_level(kind):
-    """W03: the level of the last batch is another one than that of the next."""
+    """W03: the last batch has another level than the next."""
     check(curriculum, kind=kind, step=harder)
 
 
@@ -267,7 +267,7 @@ def test_a_curriculum_in_workers_goes_on_at_the_level_that_they_were_started_wit
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_that_waits_is_drawn_once_more_from_what_it_was_drawn_from(kind):
-    """W04: a loop that is one batch ahead, over a dataset with a generator of its own."""
+    """W04: a loop that is one batch ahead, over a dataset with its own generator."""
 
     def read(run, until):
         seen, waiting = [], deque()

@@ -1,4 +1,4 @@
-"""The data probe: the last batch is drawn again at a resume, and compared before training goes on."""
+"""The data probe draws the last batch again at a resume and compares it before training continues."""
 
 import random
 from functools import partial
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # t
 
 
 class Data(Dataset):
-    """Behind one length, different things."""
+    """Different samples behind the same length."""
 
     def __init__(self, *, scale=1.0, draws=False, counts=False):
         self.scale = scale
@@ -71,7 +71,7 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_data_behind_the_same_length_are_refused_before_training_goes_on(name, workers, kind):
-    """W03: another dataset, collate or transform; as often as it is asked, and in each epoch; after its first batch too."""
+    """W03: another dataset, collate or transform; at every attempt, in each epoch, and also after its first batch."""
     for steps in (1, 3, 7, 8) if not workers else (3,):
         state = stopped(workers, steps, kind=kind)
         live = start(workers, kind=kind, **OTHERS[name])
@@ -87,7 +87,7 @@ def test_other_data_behind_the_same_length_are_refused_before_training_goes_on(n
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("draws", [False, True])
 def test_the_probe_moves_no_stream(workers, draws, kind):
-    """W03: the run goes on as if nothing had been drawn again."""
+    """W03: the run continues as if nothing had been drawn again."""
     dataset = partial(Data, draws=draws)
     live = start(workers, dataset(), kind)
     whole = []
@@ -112,7 +112,7 @@ def test_the_probe_moves_no_stream(workers, draws, kind):
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_a_policy_turns_the_refusal_into_a_warning_or_draws_nothing(kind, caplog):
-    """W03: for other data on purpose, and for data that cannot be read twice."""
+    """W03: for data changed on purpose, and for data that cannot be read twice."""
     state = stopped(0, 3, kind=kind)
     live = start(0, Data(scale=3.0), kind)
     live.restore(state, policy={"data_probe": "warn"})
@@ -128,7 +128,7 @@ def test_a_policy_turns_the_refusal_into_a_warning_or_draws_nothing(kind, caplog
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_a_dataset_that_counts_for_itself_is_found_out(kind):
-    """W03: its counter begins anew in the new process, and is in no state."""
+    """W03: its counter restarts in the new process, and no state contains it."""
     state = stopped(0, 3, Data(counts=True), kind)
     live = start(0, Data(counts=True), kind)
     live.restore(state)
@@ -162,7 +162,7 @@ class Shifted(IterableDataset):
 
 @pytest.mark.parametrize(("workers", "late"), [(0, False), (0, True), (2, False), (2, True)])
 def test_a_stream_that_draws_when_its_iteration_starts_is_exact_or_refused(workers, late):
-    """W03: a resume starts the iteration again, and nobody can tell what it drew then from what it draws for a batch."""
+    """W03: a resume starts the iteration again, and its draws then cannot be distinguished from those for a batch."""
 
     def make():
         torch.manual_seed(3)
@@ -197,7 +197,7 @@ class Buffered(Shifted):
 
 
 class Own:
-    """A loader with a state, of nobody's kind."""
+    """A loader with a state, of no known class."""
 
     def __init__(self):
         self.at = 0
@@ -241,7 +241,7 @@ def test_at_the_end_of_an_epoch_there_is_no_batch_to_draw_again():
 
 
 def test_a_batch_that_the_loop_changes_in_place_is_known_as_it_was():
-    """W03: its digest is taken when it is handed out."""
+    """W03: its digest is computed before the loop gets it."""
     live = start(0)
     for batch in live.batches(steps=3):
         batch.zero_()
@@ -271,7 +271,7 @@ def test_the_policy_of_the_manager_reaches_the_probe(tmp_path):
 
 
 class Encoding:
-    """A batch of a class of somebody's own."""
+    """A batch of a user's own class."""
 
     def __init__(self, **fields):
         self.fields = fields
@@ -298,7 +298,7 @@ def test_batches_that_differ_have_different_digests(one, other):
 
 @pytest.mark.parametrize("kind", [torch.from_numpy, np.asarray])
 def test_of_a_large_tensor_blocks_are_compared(kind):
-    """W03: a change of all samples shows, and so do the first and the last value; one value in between may not."""
+    """W03: a change of all samples, or of the first or last value, is found; a change of one value between may not be."""
     values = np.arange(1 << 16, dtype=np.float32)  # 256 KiB
     one = batch_digest(kind(values))
     for change in (0, -1, slice(1 << 12), slice(None)):
@@ -327,7 +327,7 @@ class Whole(Data):
 
 
 def test_a_digest_of_an_older_trainfold_is_not_compared_and_that_is_said(caplog):
-    """V09: it was of every byte."""
+    """V09: the older digest was over every byte."""
     state = stopped(0, 3)
     value = state.dataset.value
     draws = {name: held for name, held in value["draws"].items() if name != "lasts"}
@@ -345,7 +345,7 @@ def test_the_digest_of_an_object_is_not_that_of_its_address():
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_is_compared_by_its_parts(layout):
-    """W03: it has no shape, or one that is named anew at each draw; a batch of such failed at the first step."""
+    """W03: it has no shape, or one with a new name at each draw; a batch of such tensors failed at the first step."""
 
     def batch(last):
         return {"x": torch.nested.nested_tensor([torch.ones(2), torch.tensor([1.0, 2.0, last])], layout=layout)}

@@ -1,4 +1,4 @@
-"""Loader workers: their random streams are a part of the data position, and attaching changes no draw."""
+"""The random streams of loader workers are part of the data position, and attaching changes no draw."""
 
 import itertools
 import random
@@ -70,7 +70,7 @@ class WholeBatches(Augmented):
 
 
 class Sometimes(Augmented):
-    """Draws for some samples only: a worker's streams move, and then they do not."""
+    """Draws only for some samples, so that a worker's streams move in some batches only."""
 
     def __getitem__(self, index):
         found = super().__getitem__(index)
@@ -164,7 +164,7 @@ def check(make, *, epochs=2, chains):
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resume_at_every_batch_gives_the_samples_of_the_plain_loop(name, workers):
-    """W01: with the same worker numbers, in an epoch, at its end, and in the next one; attaching changes no draw."""
+    """W01: with the same worker ids, inside an epoch, at its end, and in the next one; attaching changes no draw."""
     make = partial(LOADERS[name], num_workers=workers)
     length = len(make())
     kills = range(1, 2 * length) if workers == 0 else (length,)
@@ -191,12 +191,12 @@ SHAPES = st.fixed_dictionaries(
     kills=st.lists(st.integers(1, 12), min_size=1, max_size=2).map(lambda kills: tuple(sorted(kills))),
 )
 def test_workers_of_any_shape_are_resumed_exactly(shape, name, kills):
-    """W01: 1 to 4 workers, prefetching 1 to 4, living on or not."""
+    """W01: 1 to 4 workers, prefetching 1 to 4 batches, persistent or not."""
     check(partial(LOADERS[name], **shape), epochs=2, chains=[kills])
 
 
 def test_workers_that_are_spawned_are_resumed_exactly():
-    """W01: what goes into a worker can be pickled, and the bits are those of forked ones."""
+    """W01: everything sent to a worker can be pickled, and the bits are those of forked workers."""
     make = partial(LOADERS["whole batches"], num_workers=2, persistent_workers=True)
     whole, spawned = plain_loop(make, 1), partial(make, multiprocessing_context="spawn")
     run = Run(spawned)
@@ -218,7 +218,7 @@ def test_pinned_batches_keep_their_report():
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 0), (0, 2)])
 def test_another_number_of_workers_is_refused_where_a_stream_has_moved(before, after):
-    """W02: and allowed where none has; at the end of an epoch too."""
+    """W02: it is allowed if no stream has moved, and at the end of an epoch."""
     for name, kills in (("torch", (3, 7)), ("sampler", ())):
         make = LOADERS[name]
         for kill in kills:
@@ -260,7 +260,7 @@ def test_workers_that_live_on_are_another_loop_than_workers_that_do_not():
 
 
 def test_a_position_without_workers_streams_is_refused_inside_an_epoch_and_taken_at_its_end():
-    """V09, G13: version 1 has none. At an epoch's end the workers are seeded anew, so none are needed."""
+    """V09, G13: version 1 has no streams. At an epoch's end the workers are seeded again, so no streams are needed."""
     make = partial(LOADERS["torch"], num_workers=2)
     whole = plain_loop(make, 2)
     for kill, fits in ((3, False), (7, True)):
@@ -281,7 +281,7 @@ def test_a_position_without_workers_streams_is_refused_inside_an_epoch_and_taken
 
 
 def test_batches_that_were_drawn_ahead_and_thrown_away_leave_no_trace():
-    """W01: leaving the loop in an epoch and coming back gives what would have come, from the workers' streams."""
+    """W01: after leaving an epoch and returning, the next batches are those of the workers' streams without the break."""
     make = partial(LOADERS["torch"], num_workers=2, prefetch_factor=3)
     whole = [batch for batch, _ in plain_loop(make, 1)]
     for persistent in (False, True):
@@ -293,7 +293,7 @@ def test_batches_that_were_drawn_ahead_and_thrown_away_leave_no_trace():
 
 
 def test_a_worker_that_has_its_own_dataset_is_that_of_the_user():
-    """W01: code in a worker sees the dataset, whatever stands in front of it."""
+    """W01: code in a worker sees the user's dataset, whatever wraps it."""
     make = partial(LOADERS["no batches"], num_workers=1, worker_init_fn=seeded_init)
     assert len(Run(make).read(3)) == 3
 
@@ -326,7 +326,7 @@ class LateStateful(Late):
 @pytest.mark.parametrize("puts_back", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sampler_that_draws_from_a_global_stream_as_it_goes_is_refused_inside_an_epoch(puts_back, workers, caplog):
-    """W01, G01: it is said once, when it is seen; at an epoch's end it is exact."""
+    """W01, G01: a warning appears once, at detection; at an epoch's end the resume is exact."""
     make = partial(DataLoader, Plain(), batch_size=2, num_workers=workers)
     make = partial(lambda make: make(sampler=Late(puts_back=puts_back)), make)
     whole = plain_loop(make, 2)
@@ -359,7 +359,7 @@ def test_a_sampler_that_draws_as_it_goes_is_exact_where_nothing_else_draws():
 
 
 def test_a_sampler_with_a_state_that_draws_as_it_goes_is_refused_with_workers():
-    """W01: what it drew for batches that were not trained on would be drawn anew."""
+    """W01: its draws for batches that were not trained on would be repeated with other values."""
     make = partial(StatefulDataLoader, Plain(), batch_size=2, num_workers=1, sampler=LateStateful(puts_back=True))
     run = Run(make)
     run.read(3)
@@ -375,7 +375,7 @@ class Mapping(DataLoader):
 
 
 def test_a_loader_that_changes_what_its_workers_made_is_refused_by_name():
-    """W01: nobody could say whose report it would change."""
+    """W01: it is not known which worker's report it would change."""
     with pytest.raises(InvalidArgument, match=r"Mapping.*num_workers=0"):
         Run(partial(Mapping, Plain(), num_workers=1)).read(1)
     assert len(Run(partial(Mapping, Plain())).read(2)) == 2
@@ -430,7 +430,7 @@ DRAWS: dict[str, Any] = {
 def test_a_reader_finds_exactly_the_streams_that_moved(draws, is_known):
     """W01: the second number of a pair of normal ones included, which moves no bit of the generator.
 
-    So too where it cannot be told where the interpreter keeps python's stream.
+    This holds also if the place of python's stream in the interpreter is not known.
     """
     reader = StreamReader()
     assert reader._place is not None or sys.implementation.name != "cpython"
@@ -489,7 +489,7 @@ def own_generator(worker):
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_a_generator_that_each_worker_makes_for_itself_is_exact_or_refused(kind):
-    """W03: the last batch of every worker is drawn again, and not that of one alone."""
+    """W03: the last batch of every worker is drawn again, not only that of one worker."""
     make = partial(kind, OwnGenerator(), batch_size=2, shuffle=True, num_workers=2, worker_init_fn=own_generator)
     whole, found = plain_loop(make, 1), []
     for cut in (1, 2, 3, 5):
@@ -510,7 +510,7 @@ def test_a_generator_that_each_worker_makes_for_itself_is_exact_or_refused(kind)
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_the_last_batch_of_each_worker_is_drawn_again(kind):
-    """W03: other data are seen in every worker, and what the probe draws from them leaves no trace in its streams."""
+    """W03: other data are detected in every worker, and the probe's draws leave no trace in its streams."""
     seed_all(1)
     make = partial(kind, batch_size=2, shuffle=True, num_workers=2)
     run = Run(partial(make, Augmented()))
@@ -539,7 +539,7 @@ STATEFUL: dict[str, Any] = {
     [("shuffled", True), ("init", False), ("collate", True), ("stream", False), ("no batches", False)],
 )
 def test_a_loader_with_a_state_of_its_own_is_resumed_with_its_workers_streams(name, persistent):
-    """W01: torchdata's state says where the samples are, and nothing of the streams."""
+    """W01: torchdata's state holds the position of the samples, but not the streams."""
     make = partial(STATEFUL[name], num_workers=2, persistent_workers=persistent)
     check(make, epochs=1 + persistent, chains=[(1, 9)] if persistent else [(2,)])
 
@@ -553,7 +553,7 @@ def test_a_loader_with_a_state_of_its_own_is_refused_with_another_number_of_work
 
 
 def test_a_state_from_some_batches_before_is_refused_where_a_stream_has_moved():
-    """W01: torchdata draws those batches again, with the streams of now."""
+    """W01: torchdata draws those batches again, with the current streams."""
     make = partial(STATEFUL["shuffled"], num_workers=2, snapshot_every_n_steps=3)
     run = Run(make)
     run.read(2)

@@ -1,4 +1,4 @@
-"""Evaluations: the same bits however they are cut, the same schedule on every rank, and nothing moved by them."""
+"""Evaluations give the same bits for any split, run the same schedule on every rank, and have no side effects."""
 
 import functools
 import itertools
@@ -40,7 +40,7 @@ def test_no_batch_size_order_or_number_of_ranks_changes_a_bit(values, data):
 
 
 def test_nothing_seen_anywhere_is_no_result():
-    """Q04, S50: no 0.0 that nobody measured."""
+    """Q04, S50: never a 0.0 that was not measured."""
     assert trainfold.evaluate(forward, [], SUITE) == {}
     assert run_threads(3, lambda ranks: trainfold.evaluate(forward, [], SUITE, collectives=ranks)) == [{}] * 3
     found = trainfold.evaluate(lambda batch: {"loss": (batch.sum(), batch.numel())}, [torch.zeros(0)], SUITE)
@@ -49,7 +49,7 @@ def test_nothing_seen_anywhere_is_no_result():
 
 
 def test_a_metric_that_some_batches_say_nothing_of_is_of_the_others():
-    """Q03, S50: a name missing on one rank, or in one batch, or everywhere."""
+    """Q03, S50: a name is missing on one rank, in one batch, or everywhere."""
 
     def some(batch):
         return {"loss": (batch, 1)} if batch > 1 else {"largest": batch}
@@ -74,7 +74,7 @@ def test_ranks_may_have_other_lengths():
 
 
 def test_every_rank_makes_the_same_calls_whatever_it_has():
-    """Q03: one gather of small things, one sum of integers; with steps, one gather more, and a batch for who has none."""
+    """Q03: one gather of small values, one sum of integers; with steps, one more gather, and a batch for ranks without one."""
 
     def work(ranks, steps):
         values = torch.arange(4.0 * ranks.rank)
@@ -123,7 +123,7 @@ def test_ten_metrics_are_one_sum_of_less_than_64_kib():
 
 
 def test_a_rank_that_fails_midway_fails_all_and_is_named():
-    """Q03, S50: nobody waits; the failed rank raises what it raised."""
+    """Q03, S50: no rank waits; the failed rank raises its own error."""
 
     def bad(batch):
         if batch["positions"] == 2:
@@ -170,7 +170,7 @@ def test_a_loader_or_a_suite_that_fails_on_one_rank_fails_all(steps):
 
 
 def test_ranks_that_measure_other_things_disagree_on_every_rank():
-    """Q03: told before anything is added up."""
+    """Q03: raised before anything is added up."""
     suites = [{"loss": M.Ratio()}, {"loss": M.Ratio(), "more": M.Max()}]
     outcomes = thread_outcomes(2, lambda ranks: trainfold.evaluate(forward, [], suites[ranks.rank], collectives=ranks))
     for outcome in outcomes:
@@ -183,7 +183,7 @@ def test_ranks_that_measure_other_things_disagree_on_every_rank():
 
 
 def test_a_forward_that_communicates_is_called_as_often_on_every_rank_and_counted_once():
-    """Q05: uneven shards do not hang; a rank without a batch is lent one; what is repeated is not counted."""
+    """Q05: uneven shards do not hang; a rank without a batch borrows one; repeated batches are not counted."""
     counts = [0, 3, 1]
 
     def work(ranks):
@@ -209,7 +209,7 @@ def test_a_forward_that_communicates_is_called_as_often_on_every_rank_and_counte
 
 
 def test_in_step_a_failing_rank_leaves_nobody_waiting():
-    """Q05: a metric or a loader that fails is told at the end; a forward that fails, at once."""
+    """Q05: the failure of a metric or a loader is raised at the end, that of a forward at once."""
 
     def work(ranks, fault):
         def together(batch):
@@ -247,7 +247,7 @@ def test_steps_that_ranks_do_not_agree_on_are_refused_on_every_rank():
 
 
 def test_fewer_steps_than_batches_are_a_partial_evaluation():
-    """Q12: one more batch is taken to know."""
+    """Q12: one more batch is drawn to find out."""
     cut = batches_of(torch.arange(6.0), [2, 4])
     assert not trainfold.evaluate(forward, cut, SUITE, steps=2).complete
     assert trainfold.evaluate(forward, cut, SUITE, steps=3).complete
@@ -257,7 +257,7 @@ def test_fewer_steps_than_batches_are_a_partial_evaluation():
 
 
 def test_a_limit_on_one_rank_makes_the_evaluation_partial_on_all():
-    """Q12: it says so on every rank."""
+    """Q12: the result is marked as partial on every rank."""
 
     class Limited(list):
         complete = False

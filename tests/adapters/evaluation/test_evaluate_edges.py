@@ -1,4 +1,4 @@
-"""Accumulators that depend on the data, threads, generators, installed packages, memory that is released."""
+"""Edge cases of evaluations: accumulators that depend on the data, threads, generators, installed packages, released memory."""
 
 import contextlib
 import contextvars
@@ -54,7 +54,7 @@ class BySource:
 
 @pytest.mark.parametrize("additive", [False, True])
 def test_accumulators_whose_structure_depends_on_the_data_keep_their_own(additive):
-    """Q03: nobody's hits become another source's; a rank without data is none that disagrees."""
+    """Q03: the hits of one source are never counted for another; a rank without data does not disagree."""
     hits = [
         ("wiki", torch.tensor([3])),
         ("code", torch.tensor([5])),
@@ -119,7 +119,7 @@ class WithoutGradients:
 @pytest.mark.parametrize("wrapped", [lambda batches: batches, functools.partial(map, torch.clone)])
 @pytest.mark.parametrize("cut", ["steps", "time", "error"])
 def test_a_generator_that_is_left_changes_nothing_afterwards(made, wrapped, cut):
-    """Q06: what it puts back when it is closed, some time after the evaluation, is put back in the evaluation."""
+    """Q06: the values it would restore at its close, after the evaluation, are restored within the evaluation."""
     batches = wrapped(made())
     if cut == "steps":
         trainfold.evaluate(summed, batches, SUM, steps=1)
@@ -140,7 +140,7 @@ def test_a_generator_that_is_left_changes_nothing_afterwards(made, wrapped, cut)
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_result_that_no_rank_can_have_is_nobodys_failure(world):
-    """Q03: every rank raises the same, and the collectives are as good as before."""
+    """Q03: every rank raises the same error, and the collectives remain usable."""
 
     def work(ranks):
         classes = torch.tensor([0, 5])
@@ -152,7 +152,7 @@ def test_a_result_that_no_rank_can_have_is_nobodys_failure(world):
 
 
 def test_a_forward_that_takes_a_batch_apart_has_it_whole_when_it_is_repeated():
-    """Q05: `labels = batch.pop("labels")` is how many write it."""
+    """Q05: many programs contain `labels = batch.pop("labels")`."""
 
     def taking(batch):
         return {"sum": batch["x"] * batch.pop("y") + batch["more"].pop()}
@@ -181,7 +181,7 @@ def forward(batch):
 @pytest.mark.parametrize("folder", ["site-packages/mine", "dist-packages/mine", "trainfold_of_mine"])
 @pytest.mark.parametrize("wrapped", [lambda f: f, functools.partial, torch.no_grad(), functools.lru_cache])
 def test_a_function_of_an_installed_package_is_the_users_own_where_it_is_what_is_evaluated(tmp_path, folder, wrapped):
-    """Q06: whoever installs a project evaluates it too."""
+    """Q06: users also evaluate projects that they installed as packages."""
     module = types.ModuleType("mine.code")
     exec(compile(INSTALLED, tmp_path / folder / "code.py", "exec"), vars(module))
     trainfold.evaluate(wrapped(module.forward), [numbers(2)], SUM)
@@ -190,7 +190,7 @@ def test_a_function_of_an_installed_package_is_the_users_own_where_it_is_what_is
 
 
 def test_folders_beside_a_librarys_are_none_of_its():
-    """Where the name of one is the beginning of the other's."""
+    """If the name of one is a prefix of the other's."""
     beside = Path(trainfold.__file__).parent.with_name("trainfold_experiments") / "train.py"
     for path in (beside, Path(os.__file__).parent.with_name("python3.99-mine") / "train.py"):
         module = types.ModuleType("train")
@@ -240,7 +240,7 @@ class Hashed:
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("where", ["forward", "loader", "metric"])
 def test_an_error_keeps_nothing_alive_and_what_it_came_from(where, steps):
-    """After an out-of-memory error, memory is what is needed."""
+    """After an out-of-memory error, the memory must be free again."""
     gone = []
 
     def raising():

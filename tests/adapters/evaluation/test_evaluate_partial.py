@@ -1,4 +1,4 @@
-"""Partial evaluations, starts of another kind, ranks that disagree or are interrupted."""
+"""Partial evaluations, starts of another kind, and ranks that disagree or are interrupted."""
 
 import copy
 import dataclasses
@@ -25,7 +25,7 @@ from trainfold.core.metrics.metric import text_of
 
 
 def test_a_limit_of_time_around_a_part_does_not_make_it_whole():
-    """Q12: complete is what both of them say; where a time limit stopped is no position."""
+    """Q12: the result is complete if both of them are; the place of a time limit is not a position."""
     cursor = trainfold.evaluation.make_eval_cursor(20, global_batch_size=2)
     part = trainfold.evaluation.eval_batches(cursor, lambda at: numbers()[at.start : at.stop], limit=2)
     found = trainfold.evaluate(summed, trainfold.evaluation.time_limit(part, secs=3600), SUM)
@@ -67,7 +67,7 @@ def test_a_partial_result_stays_partial_in_copies_and_by_its_tally():
     ],
 )
 def test_a_start_of_another_metric_of_the_same_name_is_refused(before, after):
-    """P30: its accumulator would be merged, and mean something else."""
+    """P30: its accumulator would be merged although it means something else."""
     tally = trainfold.evaluation.no_tally({"m": before})
     with pytest.raises(InvalidArgument, match="start") as caught:
         trainfold.evaluate(summed, [], {"m": after}, start=tally)
@@ -76,7 +76,7 @@ def test_a_start_of_another_metric_of_the_same_name_is_refused(before, after):
 
 
 def test_batches_of_other_ranks_or_of_another_position_are_refused():
-    """Q01: nothing is counted twice because a cursor was made twice, or without the ranks."""
+    """Q01: a cursor made twice, or without the ranks, does not count samples twice."""
 
     def work(ranks, kind):
         size = 4 + ranks.rank if kind == "batch size" else 4
@@ -117,7 +117,7 @@ class Exit(BaseException):
 @pytest.mark.parametrize("where", ["forward", "loader", "metric"])
 @pytest.mark.parametrize("steps", [None, 3])
 def test_an_interrupt_on_one_rank_is_told_to_the_others(where, steps):
-    """Q03: KeyboardInterrupt and its like, wherever they come."""
+    """Q03: KeyboardInterrupt and similar exceptions, wherever they occur."""
 
     class Interrupting:
         def __init__(self):
@@ -166,7 +166,7 @@ class Merging(torch.nn.Linear):
 
 
 def test_a_module_with_a_train_of_its_own_is_put_back_by_it():
-    """Q06: what it did for the evaluation it undoes."""
+    """Q06: it undoes its own changes for the evaluation."""
     model = torch.nn.Sequential(Merging(1, 1), Merging(1, 1))
     model[1].eval()
     before = [part.weight.item() for part in model]
@@ -193,7 +193,7 @@ def test_modules_are_found_in_all_that_forward_and_its_helpers_hold(kind):
 
 
 def test_a_model_too_deep_to_be_found_is_warned_of_and_named_by_hand():
-    """Q06: what was not searched is named once; a model given with modules= is evaluated without a warning."""
+    """Q06: one warning names the objects not searched; a model given with modules= is evaluated without a warning."""
     model, criterion = Counting(), torch.nn.MSELoss()
     held = Chain(Chain(Chain(Chain(model))))
 
@@ -223,7 +223,7 @@ def test_a_module_whose_hash_changes_is_put_back():
 
 
 def test_a_generator_behind_a_generator_is_put_back():
-    """Q06: what can be seen through is."""
+    """Q06: wrappers are searched if their content can be found."""
     generator = torch.Generator().manual_seed(3)
     loader = torch.utils.data.DataLoader(list(range(20)), batch_size=4, shuffle=True, generator=generator)
     batches = (batch for batch in loader)
@@ -255,7 +255,7 @@ def test_arguments_that_cannot_be_are_named(changes, named):
 
 
 def test_what_cannot_go_on_is_refused_before_anything_is_evaluated():
-    """Nobody waits hours to hear that the suites differ."""
+    """No user should wait hours for the error that the suites differ."""
     called = []
 
     def counting(batch):
@@ -324,7 +324,7 @@ class Bar:
     ],
 )
 def test_a_part_behind_a_wrapper_is_still_a_part(wrapped):
-    """Q12: what a progress bar or a map hides."""
+    """Q12: a progress bar or a map hides it."""
     cursor = trainfold.evaluation.make_eval_cursor(20, global_batch_size=4)
     assert not trainfold.evaluate(summed, wrapped(part_of(cursor, limit=2)), SUM).complete
     assert trainfold.evaluate(summed, wrapped(part_of(cursor)), SUM).complete
@@ -556,7 +556,7 @@ class Ordinary(torch.Tensor):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of")
 @pytest.mark.parametrize("count", [8, 100])
 def test_tensors_that_are_not_plain_memory_are_refused(count):
-    """Q02: what lies in their memory is another sum than theirs."""
+    """Q02: a sum over their memory is not the sum of their values."""
     terms = torch.arange(float(count))
     for odd, named in (
         (torch.masked.masked_tensor(terms, terms < 3), "MaskedTensor"),

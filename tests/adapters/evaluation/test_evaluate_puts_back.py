@@ -1,4 +1,4 @@
-"""An evaluation puts back what it touched: modes, random streams, loaders, and starts from a saved tally."""
+"""An evaluation restores the modes, random streams and loaders that it touched, and can continue from a saved tally."""
 
 import functools
 import math
@@ -49,7 +49,7 @@ def held_by(kind, model):
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("kind", ["closure", "partial", "method", "object", "default", "inner function"])
 def test_modules_are_in_evaluation_mode_and_come_back_as_they_were(kind, fails):
-    """Q06, T61, M68: each submodule its own mode, also when it raises."""
+    """Q06, T61, M68: each submodule has its own mode, also if the evaluation raises."""
     model = Counting()
     model.inner[1].eval()
     batches = batches_of(torch.arange(4.0), [2])
@@ -89,7 +89,7 @@ def noisy(batch):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_random_streams_and_grad_mode_are_put_back(fails):
-    """Q06: a run that evaluates is the run that does not."""
+    """Q06: a run with evaluations has the bits of one without."""
 
     def drawn():
         return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002 the same
@@ -118,7 +118,7 @@ def test_random_streams_and_grad_mode_are_put_back(fails):
 
 
 def test_a_loader_stands_where_it_stood():
-    """Q06, P30: the order of the next epoch, and a position that a loader keeps, are not moved by an evaluation."""
+    """Q06, P30: an evaluation changes neither the order of the next epoch nor a loader's own position."""
     generator = torch.Generator().manual_seed(3)
     loader = torch.utils.data.DataLoader(list(range(20)), batch_size=4, shuffle=True, generator=generator)
     before = generator.get_state()
@@ -168,7 +168,7 @@ def test_a_torchdata_loader_gives_each_evaluation_all_of_its_data():
 @MANY
 @given(st.lists(floats, min_size=2, max_size=20), st.integers(1, 19), st.integers(1, 3), st.integers(1, 3))
 def test_an_evaluation_goes_on_from_a_saved_tally(tmp_path_factory, values, cut, before, after):
-    """Q01, P30: interrupted, saved in a checkpoint, loaded, gone on with on other ranks: the same bits."""
+    """Q01, P30: interrupted, saved in a checkpoint, loaded, and continued on other ranks: the same bits."""
     values = torch.tensor(values)
     first, rest = values[:cut], values[cut:]
 
@@ -314,7 +314,7 @@ def test_an_evaluation_sees_the_step_that_it_is_of_and_all_samples_in_batches_of
 
 
 def test_whether_to_evaluate_is_said_by_one_rank():
-    """Q07: ranks that are configured otherwise evaluate together, or none does."""
+    """Q07: ranks with different configurations either all evaluate or all skip."""
     every = [2, 3, 5]
 
     def work(ranks):
@@ -328,7 +328,7 @@ def test_whether_to_evaluate_is_said_by_one_rank():
 
 
 def test_a_process_that_never_imported_metrics_reads_a_checkpoint_that_has_a_tally(tmp_path):
-    """P30: the classes of accumulators are known to whoever can read a checkpoint."""
+    """P30: any process that can read a checkpoint knows the classes of accumulators."""
     suite = {
         "f1": M.F1(2),
         "top": M.TopK(1),

@@ -1,4 +1,4 @@
-"""Evaluations by real processes: the same bits as by one, and what all of them hear when one fails."""
+"""Evaluations by several processes give the bits of one process; if one process fails, all of them raise."""
 
 import os
 import re
@@ -29,19 +29,19 @@ SUITE = {
     "positions": M.PositionAccuracy(),
     "acc_len": M.AcceptanceLength(),
     "only rank 0 knows": M.Sum(),
-    "nobody knows": M.Ratio(),
+    "not known": M.Ratio(),
 }
 
 
 def samples():
-    """Floats whose sum depends on the order, of sizes from subnormal to large, and how many positions each has."""
+    """Floats from subnormal to large, whose sum depends on the order, and the number of positions of each."""
     generator = torch.Generator().manual_seed(7)
     exponents = torch.randint(-140, 30, (LENGTH,), generator=generator)
     return torch.ldexp(torch.randn(LENGTH, generator=generator), exponents), torch.arange(LENGTH) % 7 + 1
 
 
 def fetch(positions):
-    """Batches differ in shape: each is as wide as its longest sample."""
+    """A batch is as wide as its longest sample, so shapes differ."""
     values, lengths = samples()
     mine = torch.tensor(list(positions))
     return {"ids": mine, "values": values[mine], "lengths": lengths[mine], "width": int(lengths[mine].max())}
@@ -94,7 +94,7 @@ def test_real_ranks_get_the_bits_of_one_process_on_every_rank(processes, world_s
     """Q01, Q03, Q04, Q09: ranks with no data, other shapes, fewer batches; zero batches anywhere are an empty result."""
     sizes = [1, 5, 16, LENGTH]
     wanted = at_once()
-    assert "nobody knows" not in wanted, "a ratio without a denominator is absent, not 0.0"
+    assert "not known" not in wanted, "a ratio without a denominator is absent, not 0.0"
     assert len(wanted) == len(SUITE) - 1
     for found, complete, nothing in processes.run(world_size, evaluate_all, sizes, collectives=PATIENT):
         assert found == [wanted] * (len(sizes) + 1)
@@ -103,7 +103,7 @@ def test_real_ranks_get_the_bits_of_one_process_on_every_rank(processes, world_s
 
 
 def evaluate_in_chunks(collectives):
-    """A real model: its kernels round a row otherwise in another batch."""
+    """A real model: its kernels round a row differently in another batch."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(37, 96), torch.nn.GELU(), torch.nn.Linear(96, 11))
     data, suite = torch.randn(LENGTH * 3, 37), {"loss": M.Ratio()}
@@ -120,13 +120,13 @@ def evaluate_in_chunks(collectives):
 
 
 def test_real_ranks_with_a_real_model_get_the_bits_of_one_in_chunks(processes):
-    """P16: three processes, of which one has no share; beside one process with other batches."""
+    """P16: three processes, one without a share, against one process with other batches."""
     (found, *others) = processes.run(3, evaluate_in_chunks, collectives=PATIENT)
     assert [set(map(str, each)) for each in (found, *others)] == [{str(found[0])}] * 3
 
 
 def evaluate_part(collectives, run, size, limit, step):
-    """Go on from the last checkpoint, evaluate so many steps, save."""
+    """Continue from the last checkpoint, evaluate a number of steps, save."""
     state = trainfold.TrainState(trainer=trainfold.states.make_progress(step=step))
     index, tally = 0, None
     if (
@@ -176,7 +176,7 @@ def evaluate_in_step(collectives, size):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("size", [2, 10])
 def test_uneven_shares_do_not_hang_a_forward_that_communicates(processes, world_size, size):
-    """Q05: every rank calls as often; what a rank without a batch calls in vain is not counted."""
+    """Q05: every rank makes the same number of calls; the extra calls of a rank without a batch are not counted."""
     found = processes.run(world_size, evaluate_in_step, size, collectives=PATIENT)
     steps = -(-LENGTH // size)
     assert {calls for _, calls, _, _ in found} == {steps}

@@ -1,4 +1,4 @@
-"""Models whose forward communicates, for real: FSDP2 and DDP over gloo, with shares that are not even."""
+"""Models whose forward communicates: FSDP2 and DDP over gloo, with uneven shares of the data."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Batches for so many seconds."""
+"""A time limit ends the batches of an evaluation."""
 
 import itertools
 
@@ -79,7 +79,7 @@ def test_time_that_is_none_is_refused_and_what_batches_have_is_there():
 @pytest.mark.parametrize("steps", [None, 3])
 @pytest.mark.parametrize("slow", [None, 0, 1])
 def test_a_limit_on_one_rank_makes_the_evaluation_partial_on_all(steps, slow):
-    """Q12: a partial evaluation says so, on every rank."""
+    """Q12: a partial evaluation is marked as partial on every rank."""
 
     def work(collectives):
         clock = Clock()

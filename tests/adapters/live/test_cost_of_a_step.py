@@ -1,4 +1,4 @@
-"""What `live.advance` does at a step at which nothing is due: calls are counted, because times depend on the machine."""
+"""The cost of `live.advance` at a step with nothing due, in function calls, because times depend on the machine."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What cannot be saved is found out at the first step, and not at the first save (W14)."""
+"""A component that cannot be saved is reported at the first step, not at the first save (W14)."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_a_component_that_the_manager_does_not_save_need_not_be_savable():
 
 
 def test_the_trial_moves_no_random_stream():
-    """A run that was killed and resumed tries once more than the one that was not."""
+    """A killed and resumed run makes one more trial than an uninterrupted one."""
     live = make(extra={"drawn": (lambda: float(torch.rand(1)), print)})
     before = torch.get_rng_state()
     live.advance(samples=2)

@@ -1,4 +1,4 @@
-"""The bodies of `live.epochs`: what comes before the first batch, what follows a break, and saves in between."""
+"""The bodies of `live.epochs`: code before the first batch, code after a break, and saves in between."""
 
 import itertools
 import random
@@ -159,7 +159,7 @@ NAMED = {decays: "lr", schedules: "scheduler", perturbs: "model", forgets_moment
 
 @pytest.mark.parametrize("start", STARTS, ids=lambda start: start.__name__)
 def test_what_a_body_does_before_its_first_batch_is_done_once_for_each_epoch(start, caplog):
-    """W04, G11: at a resume inside an epoch it is put back and named; at an epoch's start the loop's own doing stays."""
+    """W04, G11: a resume inside an epoch puts it back and names it; at an epoch's start the loop's own changes stay."""
 
     def program(run):
         for epoch in run.epochs(3):
@@ -178,7 +178,7 @@ def test_what_a_body_does_before_its_first_batch_is_done_once_for_each_epoch(sta
 
 
 def test_objects_under_extra_that_a_body_changes_at_its_start_are_put_back():
-    """W04: whatever the run saves."""
+    """W04: this holds for every object that the run saves."""
 
     def program(run):
         for epoch in run.epochs(3):
@@ -201,7 +201,7 @@ def test_objects_under_extra_that_a_body_changes_at_its_start_are_put_back():
 
 
 def test_a_body_that_sets_the_same_values_again_is_not_spoken_of(caplog):
-    """W04: an absolute value is right at each resume, and so is a cleared gradient."""
+    """W04: an absolute value, or a cleared gradient, is right at each resume."""
 
     def program(run):
         for epoch in run.epochs(3):
@@ -216,7 +216,7 @@ def test_a_body_that_sets_the_same_values_again_is_not_spoken_of(caplog):
 
 
 def test_a_param_group_that_a_body_adds_at_its_start_is_refused_where_it_was_not_there_at_the_save():
-    """W04: it cannot be put back, so nothing is trained on."""
+    """W04: it cannot be put back, so training does not start."""
     first = Program(die=2)
 
     def program(run):
@@ -235,7 +235,7 @@ def test_a_param_group_that_a_body_adds_at_its_start_is_refused_where_it_was_not
 
 
 def test_a_dataset_that_is_built_late_is_put_back_and_the_seed_of_the_body_stays(caplog):
-    """G11: with `live.epochs` the two are told apart."""
+    """G11: with `live.epochs` the two can be distinguished."""
 
     def program(run):
         for epoch in run.epochs(3):
@@ -271,7 +271,7 @@ def range_program(run, *, seeds_each_epoch=True):
 def test_a_loop_over_a_range_that_seeds_each_epoch_goes_on_so_once_it_was_seen_to_and_says_what_it_does_not_know(
     caplog,
 ):
-    """G11: the position notes it. Before that, nobody can tell a seed from a dataset that is built late."""
+    """G11: the position records it. Before that, a seed cannot be distinguished from a dataset that is built late."""
     check(range_program, dies=[2, 5, 9])  # inside an epoch
     assert caplog.text.count("as it would have") == 3
     caplog.clear()
@@ -286,7 +286,7 @@ def test_a_loop_over_a_range_that_seeds_each_epoch_goes_on_so_once_it_was_seen_t
 
 
 def test_a_loop_over_a_range_that_leaves_the_streams_alone_gets_them_back(caplog):
-    """G11: what was drawn between the restore and the first batch did not come from the loop."""
+    """G11: draws between the restore and the first batch did not come from the loop."""
     program = partial(range_program, seeds_each_epoch=False)
     whole = Program(is_plain=True)
     program(whole)
@@ -324,13 +324,13 @@ def leaves(run):
     ids=["0", "2", "persistent"],
 )
 def test_a_save_after_an_epoch_that_was_left_early_begins_the_next_one(arguments, caplog):
-    """W04: as the plain loop does; what workers that live on had drawn ahead is drawn again."""
+    """W04: as the plain loop does; batches that persistent workers had prefetched are drawn again."""
     check(leaves, partial(loader, **arguments), dies=[("end", 0), ("end", 1)])
     assert "counts epoch" in caplog.text  # the program has ended after such a save: it may have been stopped
 
 
 def test_workers_that_live_on_need_the_data_probe_to_leave_an_epoch_at_a_resume():
-    """W03, W04: without it they would begin at another task, and so it is refused."""
+    """W03, W04: without the probe they would start at another task, so the resume is refused."""
     make = partial(loader, num_workers=2, persistent_workers=True)
     first = Program(make, die=("end", 0))
     with pytest.raises(Died):
@@ -342,7 +342,7 @@ def test_workers_that_live_on_need_the_data_probe_to_leave_an_epoch_at_a_resume(
 
 
 def test_a_batch_that_a_break_throws_away_is_no_open_window():
-    """A06, W04: the plain loop has drawn it too, and goes on without it."""
+    """A06, W04: the plain loop has drawn it too, and continues without it."""
 
     def program(run):
         for epoch in run.epochs(3):
@@ -356,7 +356,7 @@ def test_a_batch_that_a_break_throws_away_is_no_open_window():
 
 
 def test_a_batch_that_was_only_looked_at_is_an_open_window():
-    """A06: the epoch has not begun, and is not left."""
+    """A06: the epoch has neither started nor been left."""
     live = Program().live
     for _ in live.epochs(1):
         next(iter(live.batches()))
@@ -366,7 +366,7 @@ def test_a_batch_that_was_only_looked_at_is_an_open_window():
 
 
 def test_a_save_with_an_iterator_held_open_stays_in_the_epoch():
-    """W04: a loop by `next` goes on where it was."""
+    """W04: a loop with `next` continues at its position."""
 
     def program(run):
         for epoch in run.epochs(2):
@@ -410,7 +410,7 @@ AROUND_AN_END = [2, 3, 4, 5, ("end", 0), ("end", 1)]  # 4 batches an epoch
 def test_a_prefetcher_in_the_body_is_resumed_at_every_step_and_does_the_end_of_each_epoch_once(
     prefetcher, size, caplog
 ):
-    """W04: the iterator has ended before the steps on the last batches, which are inside of the epoch for all that."""
+    """W04: the iterator ends before the steps on the last batches, but these steps still belong to the epoch."""
 
     def program(run):
         for epoch in run.epochs(3):
@@ -425,7 +425,7 @@ def test_a_prefetcher_in_the_body_is_resumed_at_every_step_and_does_the_end_of_e
 
 
 def test_a_prefetcher_that_a_variable_holds_is_told_what_a_save_after_the_loop_means(caplog):
-    """W04: whether such a save is inside the loop or after it, nobody can know."""
+    """W04: it cannot be known whether such a save is inside the loop or after it."""
     run = Program()
     for _ in run.live.epochs(3):
         batches = Ahead(run.live.batches())
@@ -436,7 +436,7 @@ def test_a_prefetcher_that_a_variable_holds_is_told_what_a_save_after_the_loop_m
 
 
 def test_a_loop_that_ends_by_steps_stays_in_the_epoch():
-    """W04: `steps` ends a part of an epoch, and not the epoch."""
+    """W04: `steps` ends part of an epoch, not the epoch."""
     run = Program()
     for _ in run.live.epochs(1):
         for batch in run.live.batches(steps=2):
@@ -448,7 +448,7 @@ def test_a_loop_that_ends_by_steps_stays_in_the_epoch():
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3)], ids=["shorter-first", "longer-first"])
 def test_zipped_loaders_saved_after_the_loop_begin_the_next_epoch(sizes):
-    """W04: the longer one is left early, and the batch that zip() has thrown away is no open window."""
+    """W04: the longer one is left early, and the batch that zip() discarded does not open a window."""
 
     def make():
         return {"a": loader(batch_size=sizes[0]), "b": loader(batch_size=sizes[1])}
@@ -476,14 +476,14 @@ def test_a_shorter_loader_first_in_a_zip_over_held_iterators_begins_the_next_epo
 
 
 def test_a_batch_that_zip_has_thrown_away_from_a_held_iterator_is_named():
-    """A06, W04: whether it is trained on, nobody knows while its iterator is there."""
+    """A06, W04: it cannot be known whether it is trained on while its iterator exists."""
     run = Program(lambda: {"a": loader(batch_size=2), "b": loader(batch_size=3)}, die=("end", 0))
     with pytest.raises(IncompleteWindow, match=r"of \['a'\].*zip\(\).*\['b'\] had ended: put the loader"):
         held_zip(run)
 
 
 def test_a_loop_that_leaves_right_after_a_save_inside_is_told_so_once(caplog):
-    """W04: a resume from that save goes on in the epoch."""
+    """W04: a resume from that save continues in the epoch."""
     live = Program().live
     for epoch in live.epochs(3):
         for _ in live.batches():
@@ -495,7 +495,7 @@ def test_a_loop_that_leaves_right_after_a_save_inside_is_told_so_once(caplog):
 
 
 def test_a_body_that_reads_its_epoch_in_two_parts_is_told_so_once(caplog):
-    """W04: a plain loop would begin the epoch anew, and a resume in between begins the next one."""
+    """W04: a plain loop would restart the epoch, and a resume between the parts starts the next one."""
     run = Program()
     for _ in run.live.epochs(2):
         for batch in itertools.islice(run.live.batches(), 2):
@@ -507,7 +507,7 @@ def test_a_body_that_reads_its_epoch_in_two_parts_is_told_so_once(caplog):
 
 
 def test_a_save_between_the_loops_over_two_loaders_is_said_once(caplog):
-    """W04: it counts the body as done."""
+    """W04: the save counts the body as done."""
     run = Program(lambda: {"a": loader(), "b": loader()})
     for _ in run.live.epochs(2):
         for name in ("a", "b"):
@@ -522,7 +522,7 @@ def test_a_save_between_the_loops_over_two_loaders_is_said_once(caplog):
 def test_a_save_before_the_first_batch_of_a_body_is_exact_where_nothing_was_done_and_said_where_something_was(
     moves, caplog
 ):
-    """W04: a resume from it does the body from its beginning."""
+    """W04: a resume from it runs the body from its start."""
 
     def program(run):
         for epoch in run.epochs(3):
@@ -552,7 +552,7 @@ def test_a_loader_with_a_state_of_its_own_that_was_left_is_refused_at_a_resume_t
 
 @pytest.mark.parametrize("calls", ["nobody", "the body"])
 def test_set_epoch_that_changes_an_order_is_said_once_unless_the_loop_calls_it_itself(calls, caplog):
-    """G04: attaching has changed what a plain loop that forgot it would have drawn, and says so."""
+    """G04: attaching changes what a plain loop without the call would have drawn, and logs it."""
     sampler = DistributedSampler(Noisy(), num_replicas=1, rank=0)
     run = Program(lambda: loader(sampler=sampler, shuffle=False))
     for epoch in run.live.epochs(3):

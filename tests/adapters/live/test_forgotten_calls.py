@@ -1,4 +1,4 @@
-"""What a loop forgets to call, or names wrongly, is refused at the first call that can see it, and not found out at a resume."""
+"""A forgotten call or a wrong name is refused at the first call that can detect it, not at a resume."""
 
 import contextlib
 import pickle
@@ -151,7 +151,7 @@ def test_a_state_that_load_brought_from_the_run_counts_as_restored(step):
 
 
 def test_a_rewind_in_a_state_that_is_saved_above_the_newest_step_leaves_it_behind():
-    """E16: with a manager, ``trainfold.load`` says where the rewind began; by the steps alone nobody could tell."""
+    """E16: with a manager, ``trainfold.load`` records where the rewind starts; the steps alone do not show it."""
     store = MemoryStore()
     for step in (1, 2, 3):
         trainfold.save(TrainState(trainer=Progress(step=step)), store)

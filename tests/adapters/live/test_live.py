@@ -1,4 +1,4 @@
-"""A mutable run as a value: captured, restored into new objects, and the same bits afterwards."""
+"""A mutable run is captured as a value, restored into new objects, and has the same bits afterwards."""
 
 import random
 

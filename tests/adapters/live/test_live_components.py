@@ -29,7 +29,7 @@ from trainfold.core.state.state import Opaque, Progress
 
 
 class OneMore(nn.Module):
-    """A module with a state that is no tensor."""
+    """A module whose state is not a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -289,7 +289,7 @@ def test_gradients_of_half_a_window_are_seen():
     live.advance(samples=4)
     live.capture()  # gradients are left, as before a zero_grad at the top of a loop
     job.optimizer.zero_grad(set_to_none=False)
-    live.capture()  # zeros are no gradient
+    live.capture()  # zeros do not count as a gradient
     job.model(torch.ones(4, 5)).sum().backward()
     with pytest.raises(IncompleteWindow, match="gradients"):
         live.capture()

@@ -1,4 +1,4 @@
-"""What a live run must find again at a resume, beside its values: gradients that are there, who is frozen, who drives what."""
+"""What a resume restores beside values: which gradients exist, which parameters are frozen, what each scheduler drives."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("zero", ["before, to zero", "after, to zero", "before, to none", "after, to none"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_head_that_rests_is_moved_after_a_resume_as_it_would_have_been(optimizer, zero):
-    """C01: a gradient of zeros is a step of weight decay and momentum, and no gradient is no step."""
+    """C01: with a gradient of zeros, weight decay and momentum still apply; without a gradient, the step skips the parameter."""
 
     def build():
         model = Heads()
@@ -70,7 +70,7 @@ def test_a_restore_clears_gradients_that_no_optimizer_has():
 
 
 def test_gradients_do_not_show_in_a_fingerprint():
-    """They are no leaves: a run that clears to zero and one that clears to None have the same bits."""
+    """They are not leaves: a run that clears to zero and one that clears to None have the same bits."""
     live, model, _ = two_optimizers()
     before = fingerprint(live.capture())
     model.weight.grad = torch.zeros(1, 2)
@@ -190,14 +190,16 @@ def test_a_scheduler_whose_optimizer_is_not_known_is_taken_at_its_word():
     assert attach(model, optimizer, scheduler=Homemade()).contract()["optimizer.groups['bias'].lr"] == "live"
     model, optimizer, _ = scheduled()
     with pytest.raises(InvalidArgument, match="scheduler="):
-        attach(model, optimizer, extra={"scaler": torch.amp.GradScaler("cpu")})  # has step() and a state, and is none
+        attach(
+            model, optimizer, extra={"scaler": torch.amp.GradScaler("cpu")}
+        )  # has step() and a state, but is not a scheduler
     teacher = Heads()
     with pytest.raises(InvalidArgument, match="scheduler="):
         attach(model, optimizer, extra={"teacher": (teacher.state_dict, teacher.load_state_dict)})
 
 
 class Trainer:
-    """Somebody's own object, with a scheduler inside."""
+    """A user's own object, with a scheduler inside."""
 
     def __init__(self, scheduler):
         self.inside = scheduler

@@ -1,4 +1,4 @@
-"""The state of optimizers and schedulers in a live run: keyed by name, of any layout, checked by kind."""
+"""The state of optimizers and schedulers in a live run is keyed by name, may have any layout, and is checked by kind."""
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_an_optimizer_that_torch_names_without_its_module_is_torchs_too():
 
 
 class BySize(torch.optim.Optimizer):
-    """Somebody's optimizer that keeps more for a large parameter than for a small one, and as much as it likes."""
+    """A user's optimizer that keeps more state for a large parameter than for a small one, in any amount."""
 
     def __init__(self, params):
         super().__init__(params, {})

@@ -1,4 +1,4 @@
-"""Schedulers that a live run sees or misses, and parameters that are frozen in turn."""
+"""Schedulers that a live run finds or misses, and parameters that are frozen in turn."""
 
 import copy
 from functools import partial
@@ -140,7 +140,7 @@ def test_a_scheduler_made_after_the_run_was_attached_leaves_the_rate_compared():
 
 
 def test_a_scheduler_that_was_made_after_the_restore_is_refused_at_the_next_one():
-    """B12: making it sets the rate anew, over the restored one; registered before the restore it is right."""
+    """B12: making it overwrites the restored rate; if it is registered before the restore, the rate is right."""
 
     def begun(manager, *, is_late):
         live, optimizer = without_scheduler()
@@ -361,7 +361,7 @@ class WithExtraState(nn.Linear):
 
 
 def test_an_extra_cannot_have_the_name_of_the_extra_state_of_modules():
-    """B18: it would be replaced, and nobody would hear of it."""
+    """B18: it would be replaced silently."""
     with pytest.raises(InvalidArgument, match=r"extra\['module_extra_state'\].*another name"):
         attach(WithExtraState(1, 1), extra={"module_extra_state": nn.Linear(1, 1)})
     attach(nn.Linear(1, 1), extra={"module_extra_state": nn.Linear(1, 1)})

@@ -1,4 +1,4 @@
-"""Loops as people write them: epoch by epoch, over several loaders, one batch ahead, with generators of their own."""
+"""Loops as users write them: epoch by epoch, over several loaders, one batch ahead, with their own generators."""
 
 import itertools
 import random
@@ -106,7 +106,7 @@ def test_batches_that_are_left_over_at_the_end_of_an_epoch_are_given_up_as_the_p
 
 @pytest.mark.parametrize("sizes", [(3, 3), (3, 5), (5, 3)])
 def test_zipped_loaders_are_resumed_at_every_step(sizes):
-    """W04: each pass of the plain loop begins both anew, and the longer one is left early."""
+    """W04: each pass of the plain loop restarts both, and the longer one is left early."""
 
     def make():
         return {"labelled": loader(1, batch_size=sizes[0]), "unlabelled": loader(-1, batch_size=sizes[1])}
@@ -189,7 +189,7 @@ def test_a_shorter_loader_that_is_begun_again_in_the_body_is_resumed_at_every_st
 
 
 def test_a_second_pass_over_a_loader_in_one_body_is_refused_and_no_longer_empty():
-    """W04: a resume could not tell the two passes apart."""
+    """W04: a resume could not distinguish the two passes."""
     live = Run(loader).live
     for _ in live.epochs(1):
         for _ in live.batches():
@@ -199,7 +199,7 @@ def test_a_second_pass_over_a_loader_in_one_body_is_refused_and_no_longer_empty(
 
 
 def test_an_epoch_that_is_read_in_parts_by_steps_ends_with_an_empty_part():
-    """W04: such a loop asks once more where its parts fit the epoch, and that is no second pass."""
+    """W04: such a loop asks once more if its parts fit the epoch exactly, and this does not count as a second pass."""
     live = Run(partial(loader, batch_size=5)).live
     parts = []
     for _ in live.epochs(2):

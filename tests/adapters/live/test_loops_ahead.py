@@ -143,7 +143,7 @@ def ahead(batches):
 
 
 def test_a_thread_that_draws_ahead_is_named_where_a_save_is_refused():
-    """A06, W04: the refusal told its user to count steps, and came or did not come by chance."""
+    """A06, W04: the refusal advised counting steps, and occurred or not by chance."""
     live = Run(loader).live
     batches = iter(live.batches())
     live.advance(samples=len(next(batches)))
@@ -156,7 +156,7 @@ def test_a_thread_that_draws_ahead_is_named_where_a_save_is_refused():
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_a_prefetcher_that_counts_without_samples_is_said_once_and_accumulation_is_not(kind, caplog):
-    """W04: it counts a batch that nobody has trained on, which a resume would lose."""
+    """W04: it counts a batch that was not trained on, which a resume would lose."""
     live = Run(lambda: kind(Noisy(), batch_size=1)).live
     for _ in itertools.islice(ahead(live.batches()), 6):
         live.advance()

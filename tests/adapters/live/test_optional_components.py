@@ -1,4 +1,4 @@
-"""B07: a component that a run can do without is named and left out; everything else fails the save or the load, everywhere."""
+"""B07: an optional component that fails is named and left out; any other failure fails the save or the load on all ranks."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_one_that_does_not_take_its_state_goes_on_as_it_is():
     store = MemoryStore()
     saved(Dashboard(3.0), store)
     live = build(dashboard := Dashboard())
-    dashboard.takes = False  # after the attach, so that it is no setting of another script
+    dashboard.takes = False  # after the attach, so that it does not count as a changed setting
     with CheckpointManager(store) as manager, pytest.warns(OptionalLeftOut, match="ConnectionError"):
         assert manager.restore(live).step == 1
     assert dashboard.value == 0.0

@@ -1,4 +1,4 @@
-"""Positions and loaders that are refused, and what attaching leaves alone."""
+"""Positions and loaders that are refused, and objects that attaching leaves unchanged."""
 
 from itertools import chain
 
@@ -110,7 +110,7 @@ def test_samples_that_are_not_those_of_the_batches_are_an_error(samples):
 
 
 def test_a_loop_over_the_loader_itself_is_noticed():
-    """P03: a position that nobody follows is an error, not a silence."""
+    """P03: a position that is not advanced is an error; it is never ignored silently."""
     loader = DataLoader(Numbers(), batch_size=4)
     live = attach(torch.nn.Linear(1, 1), loader=loader)
     next(iter(loader))
@@ -144,7 +144,7 @@ def test_a_step_may_close_a_window_that_is_counted_already_or_take_no_sample_on_
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_a_loader_that_hands_out_batches_in_any_order_is_refused(kind):
-    """G01: a number of samples is no position in it."""
+    """G01: a number of samples does not define a position in it."""
     with pytest.raises(InvalidArgument, match="in_order=True"):
         attach(torch.nn.Linear(1, 1), loader=kind(Numbers(), batch_size=2, num_workers=1, in_order=False))
     attach(torch.nn.Linear(1, 1), loader=kind(Numbers(), batch_size=2, in_order=False))  # no worker, no other order
@@ -166,7 +166,7 @@ class Halving(DataLoader):
 
 @pytest.mark.parametrize("kind", [Generating, Halving])
 def test_a_loader_whose_iterator_is_not_that_of_a_dataloader_is_refused_by_name(kind):
-    """G01: nobody could say which samples a batch of it has."""
+    """G01: the samples in one of its batches are not known."""
     live = attach(torch.nn.Linear(1, 1), loader=kind(Numbers(), batch_size=4))
     with pytest.raises(InvalidArgument, match=kind.__name__):
         list(live.batches(epochs=1))

@@ -1,4 +1,4 @@
-"""Loaders: the next sample after a resume is the one that would have come next."""
+"""After a resume, a loader gives the sample that would have come next."""
 
 import random
 from itertools import chain
@@ -131,7 +131,7 @@ def test_the_next_batch_is_the_one_that_would_have_come_next(name):
 @example(kills=(3, 4, 8))
 @given(kills=st.lists(st.integers(0, 10), min_size=2, max_size=3).map(lambda kills: tuple(sorted(kills))))
 def test_it_comes_next_however_often_the_run_is_killed_in_an_epoch_and_over_epochs(name, kills):
-    """G01, G03: a resumed run saves a position as good as the one that it was resumed from."""
+    """G01, G03: the position that a resumed run saves is equivalent to the one that it resumed from."""
     check_resumes_everywhere(LOADERS[name], 11, [kills])
 
 

@@ -1,4 +1,4 @@
-"""Loaders that accelerate has prepared: the loop gets what it got, and is resumed at every step."""
+"""Loaders prepared by accelerate: the loop gets the same batches as before, and resumes at every step."""
 
 import random
 from functools import partial

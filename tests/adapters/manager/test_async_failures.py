@@ -1,4 +1,4 @@
-"""Failures of background saves: when they are raised, and what they leave."""
+"""Failures of background saves: when they are raised, and what remains on disk."""
 
 import gc
 import logging
@@ -64,7 +64,7 @@ def test_a_second_save_can_be_skipped_and_says_so(caplog):
 
 
 def test_a_failed_save_is_told_at_the_next_boundary_and_the_pointer_stays():
-    """D05, P11, C09: told once, after what is due was done; what was there before is still there."""
+    """D05, P11, C09: raised once, after the actions that are due; the earlier checkpoints are still there."""
     store, job = PausingStore(), Job()
     with CheckpointManager(store, mode="async", every=1) as manager:
         job.train()
@@ -151,7 +151,7 @@ def test_a_run_that_is_tried_again_where_another_error_is_handled_hears_of_its_f
 
 
 def test_the_last_state_is_saved_although_the_save_before_it_failed():
-    """A14, D05: and the failure is told all the same."""
+    """A14, D05: and the failure is still raised."""
     store, job = PausingStore(), Job()
     with CheckpointManager(store, mode="async") as manager:
         job.train()

@@ -54,7 +54,7 @@ def test_a_manager_that_nobody_keeps_stands_before_updates_until_its_save_has_en
 
 
 def test_an_interrupted_wait_is_no_end_of_the_save(monkeypatch):
-    """Ctrl-C in drain or close: the save goes on, is still held, and is told of later."""
+    """Ctrl-C in drain or close: the save continues, stays held, and is reported later."""
     store, (live, train) = PausingStore(3), momentum_job()
     wanted = fingerprint(live.capture())["model"]
     manager = CheckpointManager(store, mode="async")
@@ -78,7 +78,7 @@ def _interrupted(*_):
 
 
 def test_a_save_that_fails_while_an_update_copies_does_not_end_the_loop(monkeypatch):
-    """The hold is released under the copy: the step goes on, and the failure is told where failures are."""
+    """The hold is released during the copy: the step continues, and the failure is raised where failures of saves are."""
     leaf = torch.zeros(1 << 20)
     hold = Hold({("model", "w"): leaf, ("model", "v"): torch.zeros(10)})
     real = Arena.take
@@ -93,7 +93,7 @@ def test_a_save_that_fails_while_an_update_copies_does_not_end_the_loop(monkeypa
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_listener_cannot_call_the_manager_back(mode, caplog):
-    """A save or a close in the middle of another one's telling would get in its way."""
+    """A save or a close would interfere with the report of the other save."""
     store, calls = MemoryStore(), []
     with CheckpointManager(
         store, mode=mode, on_event=lambda event: calls.append(event) or manager.save(state)
@@ -342,7 +342,7 @@ def test_a_forked_child_closes_nothing_of_its_parents():
 
 
 def test_an_interrupted_donating_step_waits_again():
-    """The readers of a lease are let go when they have protected, and not before."""
+    """The readers of a lease are released once they have protected, not before."""
     store = PausingStore(3)
     state = TrainState(trainer=Progress(step=1), extra={"w": Leaves({"w": torch.ones(4)})})
     manager = CheckpointManager(store, mode="async", max_extra_bytes=0)

@@ -1,4 +1,4 @@
-"""What a background save keeps alive and frees, and which writes it sees."""
+"""The objects that a background save keeps alive and frees, and the writes that it detects."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ from trainfold.core.state.state import Progress, TrainState
 
 
 def test_a_failed_save_keeps_nothing_of_what_it_was_to_save():
-    """Without the collector of cycles: whoever lets go of the exception lets go of the state."""
+    """No garbage collection is needed: releasing the exception releases the state."""
     store = PausingStore(fault=ErrorAt(9))
     weight = torch.ones(1000)
     gone = weakref.ref(weight)
@@ -57,7 +57,7 @@ def test_managers_that_nobody_closed_leave_no_hooks_behind():
 
 
 def test_an_interrupt_after_a_save_has_ended_does_not_undo_it(monkeypatch):
-    """It is told of, it is what the next one descends from, and what is old goes."""
+    """It is reported, the next save descends from it, and old checkpoints are deleted."""
     store, told = MemoryStore(), []
     with CheckpointManager(
         store, mode="async", keep_last=1, on_event=lambda event: told.append((event.kind, event.step))
@@ -84,7 +84,7 @@ def test_an_interrupt_after_a_save_has_ended_does_not_undo_it(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["live", "components of a live run", "state"])
 def test_the_call_frees_no_tensor_once_the_writer_waits(monkeypatch, kind):
-    """Torch lets go of the interpreter to free one, and the writer then has it for milliseconds: it frees what the call has made."""
+    """Torch releases the interpreter to free a tensor, and the writer then holds it for milliseconds; so the writer frees it."""
     live, train = momentum_job()
     train()
     state = live.capture()
@@ -167,7 +167,7 @@ def test_a_parameter_that_is_swapped_with_another_tensor_is_saved_as_it_was(was_
 
 
 def test_an_array_among_the_slots_of_an_optimizer_is_copied_in_the_call():
-    """Nothing tells of a write to an array."""
+    """Nothing reports a write to an array."""
     store, model = PausingStore(0), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.state[model.weight]["history"] = history = np.zeros(100)
@@ -198,7 +198,7 @@ def test_a_live_run_and_its_capture_are_the_same_bytes(mode):
 
 
 class Remaking:
-    """An object of the user's that makes another's tensors anew, when it is asked for its state and when it gets one."""
+    """A user's object that replaces another object's tensors when it returns or takes a state."""
 
     def __init__(self, module):
         self.module = module

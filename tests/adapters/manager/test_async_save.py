@@ -1,4 +1,4 @@
-"""Async saves: the bytes of a sync save whatever the loop does meanwhile, one at a time, and failures that are told."""
+"""Async saves write the bytes of a sync save whatever the loop does meanwhile, run one at a time, and report failures."""
 
 import random
 import threading

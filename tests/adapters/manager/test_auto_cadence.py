@@ -1,4 +1,4 @@
-"""``every="auto"``: a loop that names no cadence is saved all the same, as often as it costs the least (W12)."""
+"""``every="auto"``: a loop that sets no cadence is still saved, at the cadence with the lowest cost (W12)."""
 
 import logging
 import types
@@ -23,7 +23,7 @@ from trainfold.core.state.state import Progress, TrainState
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """Seconds that pass on command."""
 
     def __init__(self):
         self.now = 1000.0
@@ -82,7 +82,7 @@ def test_without_a_cadence_the_first_save_comes_after_a_minute_and_the_others_as
 
 
 def test_another_cost_changes_the_cadence_seldom_and_says_so(clock, caplog):
-    """W12: ten times the cost is another cadence; a little more is none."""
+    """W12: ten times the cost changes the cadence; slightly more does not."""
     store = Slow(clock, 0.2)
     with caplog.at_level(logging.WARNING), CheckpointManager(store, at_end=False) as manager:
         for step in range(1, 3001):

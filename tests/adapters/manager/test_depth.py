@@ -1,4 +1,4 @@
-"""How many modules a save goes through, from the manager to the write of the store: a reader follows each of them."""
+"""The number of modules between the manager and the store's write in a save: a reader of the code follows each of them."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""The manager that saves nothing in the place of the one that does: the loop around it runs and ends in the same way."""
+"""A disabled manager saves nothing, and the loop around it runs and ends as with an enabled one."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""What is due at a boundary, over everything that a loop does to its steps; and what all ranks agree on there."""
+"""What is due at a boundary, whatever a loop does to its steps, and what all ranks agree on there."""
 
 import signal
 import threading
@@ -188,7 +188,7 @@ def test_a_source_that_fails_on_one_rank_fails_the_boundary_on_all_and_loses_no_
 
 
 def test_a_manager_that_cannot_be_made_lets_go_of_signals_and_lock(tmp_path):
-    """P29: SIGTERM must not be caught by what nobody asks any more."""
+    """P29: SIGTERM must not be caught by an object that is no longer used."""
     handler = signal.getsignal(signal.SIGTERM)
     with CheckpointManager(tmp_path), pytest.raises(RunLocked):
         CheckpointManager(tmp_path, requests=SignalRequests())
@@ -232,7 +232,7 @@ def failed_in_background(**options):
 
 
 def test_a_failure_in_the_background_is_noted_on_what_fails_where_it_would_be_told():
-    """D05: it is told once, however the call ends."""
+    """D05: it is reported once, however the call ends."""
     manager = failed_in_background()
     with pytest.raises(UnsupportedLeaf) as raised:
         manager.save(TrainState(trainer=Progress(step=2), extra={"x": object()}))

@@ -1,4 +1,4 @@
-"""Events of a run, and logs that go by its steps: each step once, also after a death and after a rewind."""
+"""Events of a run, and logs keyed by its steps: each step appears once, also after a crash and after a rewind."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def new_run():
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @given(legs=st.lists(LEGS, min_size=1, max_size=5))
 def test_a_log_that_is_cut_where_the_run_resumes_has_each_step_once(mode, legs):
-    """R04: whatever was trained and not saved, and wherever it goes back to; and what was committed is told with its own step."""
+    """R04: whatever was not saved, and whichever step it resumes from; a commit is reported with its own step."""
     store, log, committed = MemoryStore(), [], []
 
     def listen(event):

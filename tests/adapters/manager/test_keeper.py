@@ -1,4 +1,4 @@
-"""What the keeper counts: checkpoints that are whole now, whatever they were when they were saved."""
+"""The keeper counts checkpoints that are whole now, even if they were different when they were saved."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def cut(store, name):
 @pytest.mark.parametrize("harm", [lose, cut])
 @pytest.mark.parametrize("seen", [0, 1, 2])
 def test_a_checkpoint_that_lost_bytes_after_it_was_counted_is_not_counted_again(harm, seen):
-    """E01, E05: somebody else's scratch purge: ``keep_last=3`` leaves three that can be loaded."""
+    """E01, E05: another tool purges the scratch disk: ``keep_last=3`` leaves three that can be loaded."""
     store = MemoryStore()
     with CheckpointManager(store, keep_last=3) as manager:
         for step in range(1, 4 + seen):

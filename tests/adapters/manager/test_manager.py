@@ -1,4 +1,4 @@
-"""The manager: saves when due, resumes exactly, keeps the last few, and gets in nobody's way."""
+"""The manager saves when due, resumes exactly, keeps the last few checkpoints, and leaves everything else unchanged."""
 
 import logging
 import subprocess
@@ -110,7 +110,7 @@ class Recording(MemoryStore):
 @pytest.mark.parametrize("farewell", [False, True])
 @pytest.mark.parametrize("keep_last", [None, 1])
 def test_an_interrupted_run_saves_the_steps_that_an_uninterrupted_one_saves(every, kills, farewell, keep_last):
-    """V14: killed between two saves; beside the farewell of a run that was told to stop, the saved steps are the same."""
+    """V14: killed between two saves; except for the last save of a run that was asked to stop, the saved steps are the same."""
     whole, parts, total = Recording(), Recording(), 15
     with CheckpointManager(whole, every=every, keep_last=keep_last) as manager:
         Job(0).run(manager, total)

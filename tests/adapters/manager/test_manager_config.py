@@ -1,4 +1,4 @@
-"""A manager from a config: only what is allowed is imported, only what fits is built, and each failure says which it was."""
+"""A manager from a config: only allowed modules are imported, only matching classes are built, each failure has its error."""
 
 import inspect
 import itertools
@@ -376,7 +376,7 @@ def test_a_method_of_any_form_is_taken_unless_it_is_async_or_a_generator(ours, f
 
 
 def test_an_object_that_is_called_is_not_given_the_manager(ours):
-    """O02: it is no function, and so gets the arguments alone."""
+    """O02: it is not a function, and so gets only the arguments."""
     ours("""
         import functools
         class Call:
@@ -448,7 +448,7 @@ def test_the_protocol_and_the_calls_that_are_checked_are_the_same():
 
 
 def test_what_fails_in_building_is_chained_and_what_is_ours_is_raised_as_it_is(ours):
-    """O02: a run that is locked is no fault of the manager's class."""
+    """O02: if the run is locked, the manager's class is not at fault."""
     ours("""
         from trainfold.core.errors import RunLocked
         class Fails(Whole):
@@ -467,7 +467,7 @@ def test_what_fails_in_building_is_chained_and_what_is_ours_is_raised_as_it_is(o
 
 
 def test_each_stage_has_an_error_of_its_own():
-    """O02: none is a kind of another, so that a program can tell them apart."""
+    """O02: no error is a subclass of another, so that a program can distinguish them."""
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ManagerUnusable)]
     stages = [kind for kind in kinds if kind is not ManagerUnusable]
     assert len(stages) == 7

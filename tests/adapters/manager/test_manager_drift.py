@@ -155,7 +155,7 @@ def test_a_loop_that_sets_its_learning_rate_by_hand_resumes_exactly():
     ],
 )
 def test_a_script_with_another_hyperparameter_is_refused_also_where_the_loop_sets_it_by_hand(change, words):
-    """V08: a rate that moved is told from another script's, because the script's is what is compared."""
+    """V08: a rate that changed in training is distinguished from that of another script, because the script's is compared."""
     store = MemoryStore()
     with CheckpointManager(store, every=3) as manager:
         HandScheduled(0).run(manager, 3)

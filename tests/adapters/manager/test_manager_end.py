@@ -1,4 +1,4 @@
-"""However a run ends, its last state is saved, and once; requests are answered by one decision for all ranks."""
+"""However a run ends, its last state is saved exactly once; one decision for all ranks answers requests."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Loading by the manager: what it says it can load, it loads; what is bad is passed over, counted and never deleted (O01, P07)."""
+"""A manager loads what it reports as loadable; it skips and counts bad checkpoints, and never deletes them (O01, P07)."""
 
 import os
 import signal
@@ -132,7 +132,7 @@ def test_what_is_damaged_is_passed_over_loudly_and_stays_in_quarantine(run):
     damage(run, 3)
     with CheckpointManager(run, keep_last=2) as manager:
         decision = manager.should_load(state_at(0))
-        assert decision.step == 3, "nobody has looked at its bytes yet"
+        assert decision.step == 3, "no load has read its bytes yet"
         with pytest.warns(CheckpointPassedOver):
             assert manager.load(state_at(0), decision).trainer.step == 2
         with pytest.warns(CheckpointPassedOver, match="Quarantined"):

@@ -1,4 +1,4 @@
-"""What a manager says of itself."""
+"""The repr of a manager."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What an async save saves is of the moment of the call, whatever is changed after it, and equal to what a sync one saves."""
+"""An async save writes the state at the moment of the call, whatever changes later; a sync save writes the same bytes."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What lies beside checkpoints: sidecars, timelines that were left behind, and the pointers `best` and `latest`."""
+"""Retention and the neighbours of checkpoints: sidecars, abandoned timelines, and the pointers `best` and `latest`."""
 
 import logging
 
@@ -183,7 +183,7 @@ def test_after_a_rewind_the_pointer_leads_to_the_best_that_is_left_or_goes(place
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("thing", ["directory", "file"])
 def test_a_latest_of_the_users_own_fails_no_save_and_is_said_once(mode, thing, tmp_path, caplog):
-    """E13: such as a materialised copy of a checkpoint; it is nobody's authority, and stays as it is."""
+    """E13: such as a materialised copy of a checkpoint; it decides nothing, and stays as it is."""
     run = tmp_path / "run"
     run.mkdir()
     if thing == "directory":

@@ -1,4 +1,4 @@
-"""Signals and control files: nothing that was asked for is lost, and everything is put back as it was."""
+"""Signals and control files: no request is lost, and every handler is put back as it was."""
 
 import logging
 import signal
@@ -70,7 +70,7 @@ def test_a_signal_during_an_evaluation_ends_the_run_at_the_next_boundary(child):
 
 
 def test_a_second_signal_to_stop_ends_the_process(child):
-    """R01: it dies of SIGTERM as without us, so that whoever waits for it sees that."""
+    """R01: it dies of SIGTERM as it does without us, so that the waiting process sees that."""
     process = child("""
         source = SignalRequests(settle_secs=0)
         say("ready")
@@ -224,7 +224,7 @@ def test_a_fork_gets_the_handlers_of_its_parents_parent_back(child):
 
 
 def test_the_workers_of_a_data_loader_are_not_affected(child):
-    """One that is told to end does so, and the loader says it; the parent is asked for nothing."""
+    """A worker that is asked to end does so, and the loader reports it; the parent gets no request."""
     process = child("""
         import warnings
         import torch

@@ -1,4 +1,4 @@
-"""Stop files, and sources of requests as one protocol."""
+"""Stop files, and the common protocol of all sources of requests."""
 
 import errno
 import itertools

@@ -1,4 +1,4 @@
-"""Settings of a run that no optimizer and no torch scheduler says: each that a second start changes is refused or said (W08, G12)."""
+"""Settings outside of optimizers and torch schedulers: if a second start changes one, it is refused or logged (W08, G12)."""
 
 import logging
 import re
@@ -182,7 +182,7 @@ def test_a_refusal_of_live_objects_says_once_that_nothing_was_changed():
 
 
 class Average:
-    """An average of somebody's own, whose state has nothing of its setting."""
+    """A user's own average, whose state does not contain its setting."""
 
     def __init__(self, decay):
         self.decay, self.values = decay, {"w": torch.zeros(1)}
@@ -205,7 +205,7 @@ EXTRAS = {
 
 @pytest.mark.parametrize("name", EXTRAS)
 def test_a_changed_setting_of_an_object_under_extra_is_said(name):
-    """W08: the trap that T_max had: the old growth interval went on, and nobody was told."""
+    """W08: as with T_max, the old growth interval stayed in use silently."""
     make, old, new, said = EXTRAS[name]
     store = MemoryStore()
 
@@ -236,7 +236,7 @@ def test_a_changed_setting_of_an_object_under_extra_is_said(name):
 
 
 class Block(torch.nn.Module):
-    """Somebody's own: it reads a number and a text."""
+    """A user's own module: it reads a number and a text."""
 
     def __init__(self, rate, log="a"):
         super().__init__()
@@ -267,7 +267,7 @@ MODULES = {
     [*((name, False) for name in MODULES), ("a rate", True), ("one of several", True)],
 )
 def test_a_changed_setting_of_a_submodule_is_said(name, under_extra):
-    """W08: another dropout rate, or another activation, went on in silence; what the loop itself changes is none of it."""
+    """W08: another dropout rate or activation was accepted silently; changes by the loop itself do not count."""
     old, new, said = MODULES[name]
     store = MemoryStore()
 
@@ -354,7 +354,7 @@ LOADERS = {
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("several", [False, True])
 def test_other_samples_to_draw_are_refused_at_an_epochs_end_too(name, several):
-    """G02: behind a dataset of the same length; in the middle of an epoch the last batch tells, and at its end nothing did."""
+    """G02: behind a dataset of the same length; inside an epoch the last batch shows it, and at its end nothing did."""
     make, old, new, said = LOADERS[name]
     store = MemoryStore()
 
@@ -399,7 +399,7 @@ def test_a_dataset_of_another_length_is_one_reason():
 
 
 def test_what_each_rank_has_of_its_own_is_compared_by_rank_zero_alone():
-    """V05: an object that knows its rank, or a subset for each, is no other run: ranks save and resume together."""
+    """V05: an object that knows its rank, or a subset for each rank, does not make another run: ranks save and resume together."""
     store = MemoryStore()
 
     def rank(world):

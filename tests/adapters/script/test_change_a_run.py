@@ -1,4 +1,4 @@
-"""A run that is changed on purpose: what the refusal says to type, and that it does what it says (3.3, 3.4 of the issue)."""
+"""A run changed on purpose: the refusal prints the fix to type, and that fix works (3.3, 3.4 of the issue)."""
 
 import logging
 
@@ -54,7 +54,7 @@ def test_each_recipe_that_a_refusal_names_is_on_its_page(name, request):
 
 
 def test_what_follows_comes_after_its_cause_and_a_cause_is_told_once():
-    """A parameter that has another shape has other slots; one that is new has no group: 28 lines for one cause, before."""
+    """A parameter of another shape has other slots, and a new one has no group: one cause had 28 lines before."""
 
     def state(width, parameters):
         model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1))
@@ -75,7 +75,7 @@ def test_what_follows_comes_after_its_cause_and_a_cause_is_told_once():
 
 
 def test_another_hyperparameter_is_not_sent_to_the_recipe_for_the_rate():
-    """3.4: a changed betas was told to change the learning rate."""
+    """3.4: the fix for changed betas was to change the learning rate."""
 
     def fix(where, kind="hyperparameters"):
         return Refusal("r", None, (make_drift(kind, where, saved=1, wanted=2, policy={}),)).fix
@@ -138,7 +138,7 @@ def test_another_optimizer_is_one_reason_whose_fix_works():
 
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_scheduler_that_is_new_or_gone_is_one_reason_whose_fix_works(is_new):
-    """3.4: a scheduler that was gone was told as base rates, and ``lr: saved 0.1, wanted live`` was no sentence."""
+    """3.4: a missing scheduler was reported as base rates, and ``lr: saved 0.1, wanted live`` was not a sentence."""
 
     def cosine(optimizer):
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
@@ -281,7 +281,7 @@ def test_unfreezing_keeps_the_moments_of_the_others_and_begins_the_new_ones_with
 
 
 def test_fewer_epochs_than_were_done_are_said(caplog):
-    """3.3: it was no iteration and no word."""
+    """3.3: the loop ran zero iterations without a message."""
     model = torch.nn.Linear(2, 1)
     data = torch.utils.data.TensorDataset(torch.zeros(4, 2))
     live = attach(model, loader=torch.utils.data.DataLoader(data, batch_size=2))
@@ -343,7 +343,7 @@ def test_the_refusal_of_a_common_change_says_the_line_to_type_and_names_its_reci
 
 
 def test_a_refusal_of_the_live_objects_says_nothing_of_policies():
-    """3.4: no policy changes what objects can take; each reason has its own fix, and is told by one of plan and restore."""
+    """3.4: no policy changes what objects can take; each reason has its own fix, and either plan or restore reports it."""
     live = attach(torch.nn.Linear(2, 1))
     with pytest.raises(RestoreRefused) as told:
         live.restore(attach(torch.nn.Linear(3, 1)).capture())

@@ -1,4 +1,4 @@
-"""W08: a schedule that nothing attached holds is named when a resume has begun it anew; a rate that is computed from the step is not."""
+"""W08: a schedule held by no attached object is named if a resume restarts it; a rate computed from the step is not."""
 
 import math
 import warnings

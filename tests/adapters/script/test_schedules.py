@@ -1,4 +1,4 @@
-"""Schedulers whose settings have changed between two starts of a script: refused by name, or adapted at the count that was reached."""
+"""Schedulers whose settings change between two starts of a script are refused by name, or adapted at the current count."""
 
 import copy
 import functools
@@ -38,7 +38,7 @@ class Stepped:
 
 
 class Ours(S.LRScheduler):
-    """A recursive scheduler of somebody's own, with a setting that no library knows."""
+    """A user's own recursive scheduler, with a setting that no library knows."""
 
     def __init__(self, optimizer, shrink):
         self.shrink = shrink
@@ -75,7 +75,7 @@ CHANGES = {
         2, 5, "schedulers[0].total_iters",
     ),
     "an object": (sgd, lambda o, n: S.LambdaLR(o, Stepped(n)), 3, 5, None),
-    "somebody's own": (sgd, Ours, 0.9, 0.8, "shrink"),
+    "a user's own": (sgd, Ours, 0.9, 0.8, "shrink"),
 }  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def test_a_plateau_keeps_what_it_has_seen_and_takes_the_new_settings():
 
 
 def test_another_class_of_scheduler_is_one_reason_and_adapts_at_the_count():
-    """W08: its settings and what it leaves in the groups follow from it, and are not told beside it."""
+    """W08: its settings and its entries in the groups follow from it, and are not reported separately."""
     store = MemoryStore()
     stopped("cosine", 7, store)
     optimizer, scheduler, _, new, _ = CHANGES["one cycle of betas"]
@@ -246,7 +246,7 @@ def test_another_class_of_scheduler_is_one_reason_and_adapts_at_the_count():
 
 
 def test_what_another_class_left_in_the_groups_goes_with_it():
-    """W08: the peak of a one-cycle schedule is no base rate of a cosine."""
+    """W08: the peak of a one-cycle schedule must not become the base rate of a cosine."""
     store = MemoryStore()
     stopped("one cycle", 7, store)
     _optimizer, scheduler, _, new, _ = CHANGES["cosine"]

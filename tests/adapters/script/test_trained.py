@@ -1,4 +1,4 @@
-"""What a loop has frozen or unfrozen as it went is put back at a resume (W07)."""
+"""A resume restores which parameters the loop had frozen or unfrozen (W07)."""
 
 import copy
 

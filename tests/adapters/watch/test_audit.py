@@ -1,4 +1,4 @@
-"""State that no component saves and that changes with training is named, once and loudly, with the cure (W07)."""
+"""The audit names state that changes with training and that no component saves: once, in a warning, with the fix (W07)."""
 
 import logging
 import warnings
@@ -66,7 +66,7 @@ def test_a_submodule_that_changes_its_mode_on_the_way_is_named():
 
 
 def test_a_model_that_goes_on_in_eval_mode_is_named():
-    """The classic: nobody calls ``train()`` after the first evaluation."""
+    """The usual mistake: the loop does not call ``train()`` after the first evaluation."""
     model = Net()
     _, listed = run(model, steps=3, each=lambda step: model.eval() if step == 2 else None)
     assert list(listed) == ["model.training"]

@@ -1,4 +1,4 @@
-"""The audit of objects with a state of their own: recurrent modules, extras, datasets, caches."""
+"""The audit of objects with their own state: recurrent modules, extras, datasets, caches."""
 
 import copy
 import functools
@@ -220,7 +220,7 @@ class Collate:
 
 
 class Shuffles(torch.utils.data.Sampler):
-    """Keeps the order of its epoch, which it draws anew when it is started, and a generator of its own."""
+    """Keeps its own generator and the order of its epoch, which it draws again at each start."""
 
     def __init__(self, length):
         self.length, self.rng, self.order = length, random.Random(0), []

@@ -1,4 +1,4 @@
-"""What a sampler keeps is state as well, unless it makes it anew for each epoch; and what works to save it (W07)."""
+"""What a sampler keeps is state too, unless it is recomputed for each epoch; the ways of saving it that work (W07)."""
 
 import random
 import warnings

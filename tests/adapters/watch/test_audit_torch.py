@@ -1,4 +1,4 @@
-"""Plain modules, optimizers and schedulers of torch pass the audit; strict saves and what a manifest lists."""
+"""Plain modules, optimizers and schedulers of torch pass the audit; strict saves, and the list in the manifest."""
 
 import json
 import random
@@ -137,7 +137,7 @@ def test_what_cannot_be_names_is_refused_when_it_is_given(accepted):
         attach(nn.Linear(1, 1), unsaved=accepted)
 
 
-# --- what is told apart: pure ---------------------------------------------------------------------------------------
+# --- distinctions: pure ---------------------------------------------------------------------------------------------
 
 
 KINDS = (audit.NUMBER, audit.TENSOR, audit.NOTHING, audit.LENGTH, audit.GENERATOR)
@@ -187,7 +187,7 @@ def test_a_manifest_lists_so_many_and_no_more():
 
 
 def test_a_resume_says_what_the_checkpoint_does_not_hold_and_compares_nothing_of_it(tmp_path, capsys):
-    """What is listed is no difference: a run that has changed nothing yet has nothing to list."""
+    """A listed entry is not a difference: a run that has changed nothing yet has nothing to list."""
     from trainfold.adapters.cli import main
 
     model = Net(lambda net: net.mask.add_(1))

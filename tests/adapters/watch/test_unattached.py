@@ -1,4 +1,4 @@
-"""Optimizers that step parameters of a live run and are not attached are refused at the next boundary (W13)."""
+"""An unattached optimizer that steps parameters of a live run is refused at the next boundary (W13)."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Native files: what the writer wrote is what safetensors opens, what the reader reads is proved, and nothing is trusted."""
+"""Native files: safetensors opens what the writer wrote; the reader trusts nothing and verifies what it reads."""
 
 import contextlib
 import itertools
@@ -268,7 +268,7 @@ def test_saving_leaves_the_tensors_alone():
     assert tensors["grad"].requires_grad
 
 
-# --- headers that nobody should trust --------------------------------------------------------------------------------
+# --- untrusted headers -----------------------------------------------------------------------------------------------
 
 
 def header_file(header, payload=b"", length=None):
@@ -307,7 +307,7 @@ HOSTILE = {
     "no JSON": header_file(b"\x80\x04pickle"),
     "NaN": header_file(b'{"a": NaN}'),
     "long digits": header_file(b'{"a": ' + b"9" * 10_000 + b"}"),
-    "metadata that is no text": header_file({"__metadata__": {"a": 1}}),
+    "metadata that is not text": header_file({"__metadata__": {"a": 1}}),
     "a huge header": header_file(b"{}", length=1 << 63),
     "a header over the limit": header_file(b"{}", length=100_000_001),
     "a zip": b"PK\x03\x04\x00\x00\x08\x08" + bytes(100),

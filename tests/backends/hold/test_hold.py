@@ -1,4 +1,4 @@
-"""A hold: the leaves are saved as they were, whoever writes to them meanwhile, and no more bytes are copied than must be."""
+"""A hold saves leaves as they were, whatever writes to them meanwhile, and copies no more bytes than necessary."""
 
 import operator
 import os
@@ -183,7 +183,7 @@ def test_a_leaf_whose_memory_goes_elsewhere_is_read_from_there(monkeypatch, at, 
     hold = Hold({W: leaf})
 
     def copy(to, part):
-        if len(copies) == at:  # in the middle of a piece: half of it is what somebody else writes to the freed memory
+        if len(copies) == at:  # in the middle of a piece: half of it is foreign data in the freed memory
             real(to, part)
             to[: len(to) // 2] = 255
             leaf.share_memory_()
@@ -407,7 +407,7 @@ def test_leaves_that_are_not_written_here_may_change():
 
 
 def test_what_was_written_to_is_named_until_somebody_announces():
-    """All of it, also what is written to when the save has failed already; but nothing of an update."""
+    """All such leaves, also those written after the save has failed, but no leaf that an update writes."""
     leaves = {name_of(i): torch.zeros(4) for i in range(4)}
     hold = Hold(leaves)
     leaves[name_of(2)].add_(1.0)

@@ -1,4 +1,4 @@
-"""Writers that neither a hook nor a version counter shows: what they write to is copied in the call, or `hold_check` finds them."""
+"""Writes that neither hooks nor version counters show: their target is copied in the call, or `hold_check` detects them."""
 
 import contextlib
 import threading
@@ -19,7 +19,7 @@ from trainfold.core.format.codec import leaf_digest
 
 
 class StandingStore:
-    """A store that writes nothing before it is told to, and then waits behind its last data file if it is told to."""
+    """A store that waits for a signal before its first write, and on request again after its last data file."""
 
     def __init__(self):
         self.inner = MemoryStore()
@@ -162,7 +162,7 @@ class Teacher(nn.Module):
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("room", [None, 0])
 def test_parameters_in_no_attached_optimizer_are_copied_in_the_call(place, check, room):
-    """W16: a teacher, a frozen part, one that was frozen just then: nobody announces a write to it, and it is saved as it was."""
+    """W16: a teacher, a frozen part, or a newly frozen one: no write to it is announced, and it is saved as it was."""
     torch.manual_seed(0)
     model = Teacher()
     if place in {"in no optimizer", "in an optimizer that is not attached", "frozen just then"}:

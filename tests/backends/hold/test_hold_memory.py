@@ -1,4 +1,4 @@
-"""What a hold keeps and releases: memory for copies, forks, devices."""
+"""What a hold keeps and releases: memory for copies, across forks, on devices."""
 
 import os
 import signal

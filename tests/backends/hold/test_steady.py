@@ -1,4 +1,4 @@
-"""Which leaves a save may hold, because only an announced update writes to them."""
+"""The leaves that a save may hold, because only an announced update writes to them."""
 
 import torch
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Writes that nobody announces to the save that is under way: nothing torn is committed, and what was written is copied from then on."""
+"""Unannounced writes during a save: nothing torn is committed, and the written leaves are copied from then on."""
 
 import os
 import signal

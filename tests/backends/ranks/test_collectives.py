@@ -1,4 +1,4 @@
-"""The collectives: equal results, equal schedules, and no rank left waiting."""
+"""Collectives: equal results, equal schedules, and no rank left waiting."""
 
 import attrs
 import pytest

@@ -1,4 +1,4 @@
-"""Ranks that die in a save, by SIGKILL and at any of their steps: a committed checkpoint stays whole (W25, C07)."""
+"""Ranks that die in a save, by SIGKILL and at any point: a committed checkpoint stays whole (W25, C07)."""
 
 import os
 import signal
@@ -86,7 +86,7 @@ ACTS = ("write", "read", "size", "list", "commit", "delete", "point", "reserve")
 def test_a_rank_that_dies_at_any_point_of_a_save_leaves_the_old_checkpoint_or_the_new_one_whole(
     world_size, victim, ends_at, done, again
 ):
-    """W25: also where a step is saved again; and what was left behind is no checkpoint, and goes with the next save of the step."""
+    """W25: also if a step is saved again; the leftovers are not a checkpoint, and the next save of the step removes them."""
     store, old, new = MemoryStore(), state_at(1), state_at(1, 0.5) if again else state_at(2)
     save(old, store)
 
@@ -101,7 +101,7 @@ def test_a_rank_that_dies_at_any_point_of_a_save_leaves_the_old_checkpoint_or_th
     )
     found = look(store, old, new)
     if any(outcome.error is None for outcome in outcomes):
-        assert fingerprint(found) == fingerprint(new), "a rank was told that the checkpoint is durable"
+        assert fingerprint(found) == fingerprint(new), "a rank returned from the save as durable"
     save(new, store)
     look(store, new)
     inventory = read_inventory(store)
@@ -111,7 +111,7 @@ def test_a_rank_that_dies_at_any_point_of_a_save_leaves_the_old_checkpoint_or_th
 
 
 def test_what_a_dead_committer_left_behind_goes_with_the_retention_of_a_later_step():
-    """E04: nobody else may delete it, so the next manager does."""
+    """E04: no other rank may delete it, so the next manager does."""
     store = MemoryStore()
     save(state_at(1), store)
 

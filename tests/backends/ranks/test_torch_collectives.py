@@ -1,4 +1,4 @@
-"""Ranks that are processes: the contract of collectives, and what the others hear when one of them raises, dies, hangs or leaves."""
+"""Ranks as processes: the contract of collectives, and the error on other ranks if one raises, dies, hangs or leaves."""
 
 import os
 import re
@@ -377,7 +377,7 @@ def slow(collectives):
 
 
 def test_a_rank_that_is_late_is_named_and_the_fix_is_more_time(processes):
-    """A share that takes longer than the ranks wait is no fault of a network."""
+    """A share that takes longer than the ranks' timeout is not a network failure."""
     for ended in processes.outcomes(3, slow, collectives={"timeout_secs": 2.0, "grace_secs": 2.0}):
         assert ended.error == "RankFailed"
         assert "rank 1" in ended.text, ended.text

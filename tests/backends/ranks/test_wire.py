@@ -1,4 +1,4 @@
-"""What travels between ranks: values as JSON, and the parts of a sum."""
+"""The messages between ranks: values as JSON, and the parts of a sum."""
 
 from dataclasses import dataclass
 from fractions import Fraction

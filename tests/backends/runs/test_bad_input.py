@@ -1,4 +1,4 @@
-"""What a run on a real disk answers to bad input: a named error with the place and the fix, and nothing is touched."""
+"""Bad input to a run on a real disk gives a named error with the place and the fix, and changes nothing."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def falls_back(run, match=None, **options):
 
 
 def edit_manifest(path, change):
-    """Change a manifest and give it a digest that fits, as somebody would who means harm."""
+    """Change a manifest and give it a matching digest, as an attacker would."""
     data = path.read_bytes()
     document = json.loads(data)
     change(document)
@@ -58,7 +58,7 @@ def test_a_missing_run_an_empty_folder_and_an_empty_run(tmp_path):
 
 
 def test_a_torn_checkpoint_is_passed_over_and_refused_when_asked_for(run):
-    """C01, C02: a directory without its manifest is no checkpoint."""
+    """C01, C02: a directory without its manifest is not a checkpoint."""
     (run / "step-00000002" / "manifest.json").unlink()
     with pytest.warns(CheckpointPassedOver, match="did not finish"):
         assert trainfold.load(run, like=state_at(0)).trainer.step == 1
@@ -116,7 +116,7 @@ def test_a_future_checkpoint_and_a_future_run_are_refused_by_name(run):
     shutil.rmtree(run / "step-00000001")
     refusal = refused(run).refusal
     assert "FutureVersion" in str(refusal)
-    assert not refusal.finds_nothing, "a program must not begin anew over it"
+    assert not refusal.finds_nothing, "a program must not start fresh over it"
     (run / RUN_FILE).write_text('{"format":"trainfold-run","version":7,"run_id":"a"}')
     assert names_of(refused(run)) == ["FutureVersion"]
     with pytest.raises(errors.FutureVersion):

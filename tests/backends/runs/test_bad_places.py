@@ -1,4 +1,4 @@
-"""Places and arguments that cannot work: foreign paths, full and read-only disks, planted locks, states that are none."""
+"""Places and arguments that cannot work: foreign paths, full and read-only disks, planted locks, values that are not states."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def listing(root):
 
 
 def test_all_ranks_pass_over_what_one_of_them_cannot_use(run, monkeypatch):
-    """V05: any unreadable rank counts everywhere; nobody waits for a rank that has given up."""
+    """V05: a checkpoint that one rank cannot read counts as unreadable on all; no rank waits for one that has given up."""
     resume = run_load.run_resume
 
     def failing(plan, like, *, store):

@@ -1,4 +1,4 @@
-"""The best of a run on a disk: it survives restarts, moves and crashes, and is never lost or taken silently."""
+"""The best of a run on a disk survives restarts, moves and crashes; it is never lost or replaced silently."""
 
 import json
 import math
@@ -255,7 +255,7 @@ def test_n_best_about_something_else_are_ignored_with_a_warning(store):
 
 
 def test_a_rewind_drops_the_entries_behind_it_and_keeps_those_below(store):
-    """E12: once the new timeline is saved; a step that is trained anew is not the one that was measured."""
+    """E12: once the new timeline is saved; a step that is trained again is not the step that was scored."""
     save_at(store, 10, 20, 30)
     kept = (BestEntry(0.1, 20), BestEntry(0.2, 30), BestEntry(0.5, 10))
     save_best(store, won(0.1, 20), kept=kept)
@@ -271,7 +271,7 @@ def test_a_rewind_drops_the_entries_behind_it_and_keeps_those_below(store):
 
 
 def test_n_best_that_nobody_loaded_are_not_lost_to_worse_ones(store):
-    """P24: a restart that forgot load_best_n is told so."""
+    """P24: a restart that forgot load_best_n gets a warning."""
     save_at(store, 10, 20, 30)
     best = save_best(store, won(0.3, 10), kept=[BestEntry(0.3, 10), BestEntry(0.5, 20)])
     with pytest.raises(InvalidState, match=r"found 0\.5 at step 20, which would be dropped; start with load_best_n"):

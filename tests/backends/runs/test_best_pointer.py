@@ -1,4 +1,4 @@
-"""The pointer to the best, its file among crashes and failures, and retention beside it."""
+"""The pointer to the best checkpoint and the file behind it, under crashes, failures and retention."""
 
 import json
 import math
@@ -129,7 +129,7 @@ def test_the_pointer_moves_only_after_the_file():
 
 
 def test_a_best_that_nobody_loaded_is_not_lost_to_a_worse_one(store):
-    """P24: a restart that forgot load_best is told so, instead of calling its first score the best."""
+    """P24: a restart that forgot load_best gets a warning, and its first score does not become the best."""
     save_at(store, 10, 20)
     before = save_best(store, won(0.5, 10))
     with pytest.raises(InvalidState, match=r"found 0\.5 at step 10; start with load_best"):

@@ -1,4 +1,4 @@
-"""A machine without memory: a save is an error or is done, within a time limit, and the run's lock is free afterwards (W19)."""
+"""Without memory, a save succeeds or raises within a time limit, and the run's lock is free afterwards (W19)."""
 
 import _thread
 import resource
@@ -37,7 +37,7 @@ def refuses(thread):
 @pytest.mark.parametrize("start", [dies_before_it_begins, refuses])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_thread_that_never_begins_makes_no_save_hang(start, mode, tmp_path, monkeypatch):
-    """W19: the call does the work, and the lock is let go of."""
+    """W19: the call does the work, and the lock is released."""
     monkeypatch.setattr(helpers.start_in_time, "__kwdefaults__", {"longest_secs": 0.05})
     monkeypatch.setattr(threading.Thread, "start", start)
     if start is dies_before_it_begins:

@@ -1,4 +1,4 @@
-"""One run has one writer: through forks, and when its directory is removed, moved or replaced under the writer."""
+"""A run has one writer, also across forks and if its directory is removed, moved or replaced under the writer."""
 
 import os
 import shutil
@@ -91,7 +91,7 @@ def test_a_child_of_a_fork_that_outlives_its_parents_manager_makes_its_own(tmp_p
         """
         manager = CheckpointManager(sys.argv[1])
 
-        def anew():
+        def again():
             with CheckpointManager(sys.argv[1]) as own:
                 manager.close()  # an inherited descriptor of this number may be the new manager's now
                 own.save(at(2))
@@ -102,7 +102,7 @@ def test_a_child_of_a_fork_that_outlives_its_parents_manager_makes_its_own(tmp_p
         if pid == 0:
             os.read(read, 1)
             attempt("inherited", lambda: manager.save(at(1)))
-            attempt("own", anew)
+            attempt("own", again)
             os._exit(0)
         manager.close()
         os.write(write, b"x")
@@ -139,7 +139,7 @@ def test_a_writer_whose_run_was_removed_and_made_anew_leaves_the_new_one_alone(t
 
 
 def test_a_run_that_was_removed_is_not_made_anew_behind_its_owners_back(tmp_path):
-    """The next save says so, instead of a run that holds the later half of a training."""
+    """The next save raises, and does not start a run with only the later half of a training."""
     run = tmp_path / "run"
     with CheckpointManager(run) as manager:
         manager.save(at(1))

@@ -1,4 +1,4 @@
-"""A newest checkpoint that was saved without some components is passed over, by name, where an older one has what is asked for."""
+"""The newest checkpoint is skipped, by name, if it lacks requested components and an older one has them."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Checkpoints that do not load are passed over after a counted number of attempts, and no record of that is in the way (P07)."""
+"""Checkpoints that do not load are skipped after a counted number of attempts, and the record never blocks a run (P07)."""
 
 import os
 import signal

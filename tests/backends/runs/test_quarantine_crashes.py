@@ -1,4 +1,4 @@
-"""The record of attempts among crashes, failing disks and odd files."""
+"""The record of load attempts under crashes, failing disks and odd files."""
 
 import errno
 
@@ -127,7 +127,7 @@ def test_a_disk_that_cannot_be_written_is_said_and_nothing_is_raised(caplog):
     "data", [b"", b"{}", b"\xff" * 100, quarantine_to_json(SOME)[:-5], sealed(document(format="other"))]
 )
 def test_a_record_that_cannot_be_read_stops_nothing_and_is_kept_aside(store, data, caplog):
-    """P07: it is said, the run loads, and the bytes are there for whoever wants to look."""
+    """P07: a warning names it, the run loads, and the bytes are kept for inspection."""
     store.commit(QUARANTINE_FILE, data)
     with pytest.warns(QuarantineIgnored, match="is not used"):
         assert usable(store) == [EIGHT, SEVEN]

@@ -1,4 +1,4 @@
-"""Rewinds of a run on a disk: what grew from what was loaded is resumed, kept and measured; what was left behind stays as it is."""
+"""Rewinds on a disk: descendants of the loaded checkpoint are resumed, kept and scored; abandoned steps stay unchanged."""
 
 import errno
 import itertools
@@ -164,7 +164,7 @@ def test_a_rewound_save_that_fails_loses_nothing_of_what_it_would_leave_behind(f
 
 
 def _check_disk(disk, step, is_acknowledged):
-    """Whoever resumes there goes on from the new one or from the newest old one, and the others are as they were."""
+    """A resume there continues from the new one or from the newest old one, and the others are unchanged."""
     there = present(disk)
     values = {one: load(disk, like=state_at(0), step=one).extra["w"][0].item() for one in there}
     is_new = values.get(step) == -1
@@ -177,11 +177,11 @@ def _check_disk(disk, step, is_acknowledged):
         assert load(disk, like=state_at(0)).trainer.step == (step if is_new else 400)
 
 
-# --- a step that is trained anew -------------------------------------------------------------------------------------
+# --- a step that is trained again ------------------------------------------------------------------------------------
 
 
 def test_the_score_of_a_step_does_not_go_to_the_one_that_takes_its_place(store):
-    """E12: load 400, train 500 anew: best.json's score is not of these weights, for the best, the N best and retention."""
+    """E12: load 400, train 500 again: the score in best.json is not of these weights, for the best, the N best and retention."""
     save_best(store, updated(WANTED, {"loss": 0.1}, step=500), kept=[BestEntry(0.1, 500), BestEntry(0.3, 200)])
     keeper = Pruner(store, keep_best(1, direction="min"))
     assert save_from(store, loaded_from(store, 400), 500, -1, keeper=keeper).timeline == 1

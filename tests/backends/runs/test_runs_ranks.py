@@ -128,7 +128,7 @@ def test_loading_leaves_the_state_that_it_is_like_alone():
 
 
 def test_slots_may_differ_between_parameters_of_other_dimensions():
-    """B10: Shampoo and SM3 keep one slot for each dimension; that is no corruption."""
+    """B10: Shampoo and SM3 keep one slot for each dimension, which is not corruption."""
     state = state_at(1)
     slots = Leaves(
         {"w": {"precond_0": torch.zeros(2), "precond_1": torch.zeros(3)}, "b": {"precond_0": torch.zeros(3)}}
@@ -265,7 +265,7 @@ def test_a_locked_run_is_told_to_every_rank():
 
 
 def test_the_pointer_to_the_newest_moves_only_once_it_is_committed():
-    """C02: a hint never points at what is no checkpoint yet, a step that is saved again included."""
+    """C02: the pointer never names a directory before its commit, also if a step is saved again."""
     store = MemoryStore()
     for step in (1, 2, 2):
         seen = len(store.effects)

@@ -1,4 +1,4 @@
-"""What each rank of a world hears when a save fails: whoever writes ``except SaveFailed`` sees it, wherever it failed."""
+"""If a save fails on any rank, ``except SaveFailed`` catches it on every rank."""
 
 import pickle
 import resource

@@ -1,4 +1,4 @@
-"""A save, a load and a digest change nothing of the tensors that they look at; a leaf comes back exactly, or is refused by name."""
+"""A save, a load and a digest do not change the tensors they read; a leaf comes back exactly, or is refused by name."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_every_storage_can_be_resized_after_it_was_looked_at(use):
-    """W17, C14: torch marks what ``.numpy()`` was called on as not resizable for good, and nothing says so until it is resized."""
+    """W17, C14: ``.numpy()`` makes a tensor's storage permanently not resizable, and torch reports it only at a resize."""
     live, tensors = make_live()
     assert all(tensor.untyped_storage().resizable() for tensor in tensors)
     USES[use](live)

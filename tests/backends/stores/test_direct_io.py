@@ -1,4 +1,4 @@
-"""Streams of bytes: what is in the file, whatever the threads do; and a save that outlives the program that began it."""
+"""Streams of bytes: the file's content is right whatever the threads do, and a save outlives the program that started it."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def written(folder, parts, *, size_bytes=None):
         return name.read_bytes()
     finally:
         deadline = time.monotonic() + 20
-        while not set(threading.enumerate()) <= before:  # they have told of their end, and are gone in a moment
+        while not set(threading.enumerate()) <= before:  # they have signalled their end, and exit in a moment
             assert time.monotonic() < deadline
         os.close(fd)
 
@@ -214,7 +214,9 @@ def test_a_write_that_is_interrupted_again_and_again_is_left_when_nothing_is_bei
     under_way, may_go_on, real, interrupts = [], threading.Event(), direct_io._write_at, []
 
     def slow(*args):
-        if threading.current_thread() is threading.main_thread():  # who waits does what nobody has begun
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # the waiting thread does the tasks that no thread has started
             threading.Event().wait(0.05)  # and the threads do the rest
             real(*args)
             return

@@ -1,4 +1,4 @@
-"""How large a difference is: the same answer for any cut into pieces, and from the files of two checkpoints."""
+"""The size of a difference is the same for any split into pieces, also from the files of two checkpoints."""
 
 import math
 import os

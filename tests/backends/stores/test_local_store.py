@@ -1,4 +1,4 @@
-"""The store in a directory: its commit protocol, and everything that can stand in its way."""
+"""The store in a directory: its commit protocol, and everything that can interfere with it."""
 
 import errno
 import fcntl
@@ -81,7 +81,7 @@ def test_files_then_directories_then_the_record_then_its_directory_are_synced(st
         "rename a",
         "fsync step-1",
         "fsync run",
-        *above,  # the entry of the run itself, whoever made it, and those above it
+        *above,  # the entry of the run itself, also if another process made it, and those above it
         "fsync temporary",
         "link manifest.json",
         "fsync step-1",

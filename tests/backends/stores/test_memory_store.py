@@ -1,4 +1,4 @@
-"""The store in memory: its log, its faults, and the disks that crashes leave."""
+"""The store in memory: its log, its faults, and the disk states that crashes leave."""
 
 import errno
 import threading

@@ -1,4 +1,4 @@
-"""Where a run is: paths and ``file://`` URLs of this machine, and no folder that is named like a bucket."""
+"""The place of a run: paths and ``file://`` URLs of this machine, never a folder named like a bucket."""
 
 from pathlib import Path
 

@@ -154,9 +154,9 @@ class KeepsTheTimeOfWhatIsDeleted(Liar):
 @pytest.mark.parametrize(
     ("liar", "rule"),
     [
-        (TellsMilliseconds, "the time of a commit is told or not known: .*can be seconds since 1970"),
-        (TellsTheTimeOfTheLastWrite, "the time of a commit is told or not known: .*time after other things"),
-        (KeepsTheTimeOfWhatIsDeleted, "the time of a commit is told or not known: .*time after its deletion"),
+        (TellsMilliseconds, r"the time of a commit .*: .*can be seconds since 1970"),
+        (TellsTheTimeOfTheLastWrite, r"the time of a commit .*: .*time after other things"),
+        (KeepsTheTimeOfWhatIsDeleted, r"the time of a commit .*: .*time after its deletion"),
         (LastCommitWins, "a commit happens once"),
         (KeepsPartsUntilTheEnd, "one buffer can serve for all parts"),
         (ShortReads, "ranges are slices"),

@@ -1,1 +1,1 @@
-"""What several test files of `adapters` share."""
+"""Helpers shared by test files of `adapters`."""

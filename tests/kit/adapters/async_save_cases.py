@@ -1,4 +1,4 @@
-"""What the tests of async save share."""
+"""Helpers shared by the tests of async save."""
 
 import threading
 
@@ -20,7 +20,7 @@ OPTIMIZERS = {
 
 
 class PausingStore:
-    """A store whose writes wait where they are told to: before part number ``at`` of the run."""
+    """A store whose writes wait at a given place: before part number ``at`` of the run."""
 
     def __init__(self, at=None, fault=None):
         self.inner = MemoryStore(fault=fault)

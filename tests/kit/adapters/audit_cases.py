@@ -1,4 +1,4 @@
-"""What the tests of audit share."""
+"""Helpers shared by the tests of audit."""
 
 import itertools
 import random

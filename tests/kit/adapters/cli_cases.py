@@ -1,4 +1,4 @@
-"""What the tests of cli share."""
+"""Helpers shared by the tests of cli."""
 
 import json
 import shutil

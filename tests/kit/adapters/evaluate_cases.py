@@ -1,4 +1,4 @@
-"""What the tests of evaluate share."""
+"""Helpers shared by the tests of evaluate."""
 
 import sys
 import weakref

@@ -1,4 +1,4 @@
-"""What the tests of live share."""
+"""Helpers shared by the tests of live."""
 
 import random
 from typing import Any
@@ -61,7 +61,7 @@ class Averaged:
 
 
 class Job:
-    """Everything of one run, made anew each time, as a script does."""
+    """Everything of one run, made from scratch each time, as a script does."""
 
     def __init__(self, seed, *, optimizer=torch.optim.AdamW, workers=0):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What the tests of live contract share."""
+"""Helpers shared by the tests of live contract."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What the tests of loops share."""
+"""Helpers shared by the tests of loops."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the tests of manager share."""
+"""Helpers shared by the tests of manager."""
 
 import random
 
@@ -11,7 +11,7 @@ from trainfold.backends.runs.scan import read_inventory
 
 
 class Job:
-    """A small run with everything in it, made anew each time."""
+    """A small run with everything in it, made from scratch each time."""
 
     def __init__(self, seed, *, hidden=6, batch_size=4, lr=0.05, decay=0.01, register=True):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What the tests of positions share."""
+"""Helpers shared by the tests of positions."""
 
 import random
 from typing import Any
@@ -211,7 +211,7 @@ class Bookmark(Sampler[int]):
 
 
 class Pages:
-    """Somebody's own loader: no DataLoader at all."""
+    """A user's own loader, not a DataLoader."""
 
     def __init__(self):
         self.page = 0

@@ -1,4 +1,4 @@
-"""What the tests of requests share."""
+"""Helpers shared by the tests of requests."""
 
 import subprocess
 import sys

@@ -1,1 +1,1 @@
-"""What several test files of `backends` share."""
+"""Helpers shared by test files of `backends`."""

@@ -1,4 +1,4 @@
-"""What the tests of bad input share."""
+"""Helpers shared by the tests of bad input."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the tests of best file share."""
+"""Helpers shared by the tests of best file."""
 
 import pytest
 

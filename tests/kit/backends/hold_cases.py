@@ -1,4 +1,4 @@
-"""What the tests of hold share."""
+"""Helpers shared by the tests of hold."""
 
 from trainfold.core.tensor_memory import tensor_bytes
 

@@ -1,4 +1,4 @@
-"""What the tests of runs share."""
+"""Helpers shared by the tests of runs."""
 
 import attrs
 import torch

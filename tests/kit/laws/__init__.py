@@ -1,1 +1,1 @@
-"""What several test files of the laws share."""
+"""Helpers shared by test files of the laws."""

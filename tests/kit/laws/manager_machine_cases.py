@@ -1,4 +1,4 @@
-"""The model of a manager over a disk that fails and crashes: two loops, a store with a gate, and what may be there."""
+"""The model of a manager over a disk that fails and crashes: two loops, a store with a gate, and the allowed contents."""
 
 import errno
 import hashlib
@@ -275,7 +275,7 @@ class DiskModel:
                 save, self.save_ = self.save_, None
                 if save is None:
                     save, self.next = self.next, None
-                assert save is not None, f"told twice: {event}"
+                assert save is not None, f"reported twice: {event}"
                 assert save.step == event.step
                 self.land(save)
                 (self.committed if event.kind == "committed" else self.failed)(save)
@@ -304,7 +304,7 @@ class DiskModel:
         self.unsure[step] = save
 
     def ancestors(self, step):
-        """Those of a state that is saved at a step: up to what it descends from, or, where nobody knows, all that are below."""
+        """The ancestors of a state saved at a step: up to its parent, or all steps below if the parent is not known."""
         newest, below = max(self.path, default=0), [older for older in self.path if older < step]
         if (newest if self.descent is None else max(newest, self.descent)) <= step and self.descent in {None, newest}:
             return below

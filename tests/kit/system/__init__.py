@@ -1,1 +1,1 @@
-"""What several test files of whole programs share."""
+"""Helpers shared by test files of whole programs."""

@@ -1,4 +1,4 @@
-"""What the tests of rank refusals share."""
+"""Helpers shared by the tests of rank refusals."""
 
 from trainfold.core.errors import (
     RanksDisagree,

@@ -1,4 +1,4 @@
-"""What the tests of rehearse share."""
+"""Helpers shared by the tests of rehearse."""
 
 import pytest
 
