@@ -32,7 +32,7 @@ from trainfold.core.state.state import Progress, TrainState
 
 @pytest.mark.parametrize(("name", "near"), [("modell", "model"), ("optimzer", "optimizer"), ("datasets", "dataset")])
 def test_a_mistyped_component_is_refused_when_the_manager_is_made_with_the_nearest_name(name, near, tmp_path):
-    """B02: not at the first save, which may be hours away; nothing is touched."""
+    """B02: not at the first save, which may be hours away; nothing is changed."""
     with pytest.raises(UnknownComponent, match=f"did you mean '{near}'"):
         CheckpointManager(tmp_path / "run", components=["trainer", name])
     config = CheckpointConfig(run=tmp_path / "run", components=[name])
@@ -43,7 +43,7 @@ def test_a_mistyped_component_is_refused_when_the_manager_is_made_with_the_neare
 
 @pytest.mark.parametrize("call", ["step", "should_save", "save", "restore", "should_load", "load"])
 def test_a_component_that_the_run_does_not_have_is_refused_by_the_first_call_that_sees_the_run(call):
-    """B02: also where no save is due; the names that the run has are listed."""
+    """B02: also if no save is due; the error lists the names in the run."""
     live = attach(torch.nn.Linear(1, 1), extra={"ema": torch.nn.Linear(1, 1)})
     with (
         CheckpointManager(MemoryStore(), every=1000, components=["model", "emma"]) as manager,
@@ -63,7 +63,7 @@ def test_components_of_ones_own_that_are_numbered_or_qualified_are_not_taken_for
 
 
 def loop(store, steps, *, restore=True, **options):
-    """A loop of one's own; the outcome of each save, and the run."""
+    """A user's loop; returns the outcome of each save, and the run."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live = attach(model, optimizer)
@@ -90,7 +90,7 @@ def heads(store):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("steps", [1, 4, 9], ids=["below", "at an equal step", "above"])
 def test_a_second_start_that_forgets_to_restore_is_refused_at_its_first_step(steps, mode):
-    """W10: it abandoned the run, or overwrote its steps; also where no save is due yet, and in a run that was restored once."""
+    """W10: it used to abandon the run or overwrite its steps; also if no save is due yet, and if the run was restored once."""
     store = MemoryStore()
     loop(store, 4, every=2)
     before = {name: store.read(name) for name in everything(store)}
@@ -108,7 +108,7 @@ def everything(store):
 
 
 def test_a_new_start_on_purpose_leaves_the_earlier_checkpoints_behind(caplog):
-    """W10, E16: with or without a restore; it has no parent, and a resume goes on from it."""
+    """W10, E16: with or without a restore; it has no parent, and a resume continues from it."""
     store = MemoryStore()
     loop(store, 4, every=2)
     fresh = loop(store, 3, every=1, start_over=True)
@@ -130,7 +130,7 @@ def test_a_new_start_on_purpose_leaves_the_earlier_checkpoints_behind(caplog):
 
 @pytest.mark.parametrize("step", [None, 2, 4])
 def test_a_state_that_load_brought_from_the_run_counts_as_restored(step):
-    """W10, E16: it carries where it comes from through steps, selections and copies, so that a rewind begins its timeline."""
+    """W10, E16: it keeps its origin through steps, selections and copies, so that a rewind starts a timeline."""
     store, sgd, model = MemoryStore(), trainfold.optimizer(torch.optim.SGD, lr=0.1), torch.nn.Linear(2, 1)
     train = trainfold.make_step(model, lambda m, x: trainfold.Loss(m(x).sum(), len(x)), sgd)
     state = trainfold.init_state(model, sgd, seed=0)
@@ -161,7 +161,7 @@ def test_a_rewind_in_a_state_that_is_saved_above_the_newest_step_leaves_it_behin
 
 
 def test_a_live_run_that_a_manager_has_saved_goes_on_with_another_manager():
-    """W10: in one process, as in a notebook; what it was saved as is what it comes from."""
+    """W10: in one process, as in a notebook; its last save is its origin."""
     store, model = MemoryStore(), torch.nn.Linear(1, 1)
     live = attach(model)
     for mode in ("sync", "async", "sync"):
@@ -190,7 +190,7 @@ def test_weights_of_the_best_are_no_restore():
 
 
 def test_an_origin_is_no_part_of_what_a_state_says():
-    """Two states of equal values are equal, map together, and have one fingerprint, wherever they come from."""
+    """Two states with equal values are equal, map together, and have one fingerprint, whatever their origins."""
     store, state = MemoryStore(), TrainState(trainer=Progress(step=1))
     trainfold.save(state, store)
     loaded = trainfold.load(store, like=state)
@@ -219,7 +219,7 @@ def test_all_ranks_refuse_together():
 
 
 def test_an_optimizer_step_that_was_not_counted_is_refused_by_the_next_manager_step():
-    """W11: also where no save is due: nothing would ever be; by a disabled manager too, so that it is found in a short test."""
+    """W11: also if no save is due, because none ever would be; also by a disabled manager, so that a short test finds it."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live = attach(model, optimizer)
@@ -236,7 +236,7 @@ def test_an_optimizer_step_that_was_not_counted_is_refused_by_the_next_manager_s
 
 
 def test_an_optimizer_step_is_refused_also_where_the_optimizer_and_the_count_were_both_forgotten():
-    """W11, W13: no attached optimizer says that it stepped, and nothing was ever saved, without a word."""
+    """W11, W13: no attached optimizer reports a step, and the run silently saved nothing."""
     model = torch.nn.Linear(1, 1)
     optimizer, live = torch.optim.SGD(model.parameters(), lr=0.1), attach(model)
     for manager in (CheckpointManager(MemoryStore(), every=1), DisabledManager()):
@@ -250,7 +250,7 @@ def test_an_optimizer_step_is_refused_also_where_the_optimizer_and_the_count_wer
 
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_a_run_that_is_attached_anew_after_its_restore_is_refused(is_loaded):
-    """W10: what was restored is another object; this one counts from 0, and its saves would abandon the run."""
+    """W10: the restore went to another object; this one counts from 0, and its saves would abandon the run."""
     store = MemoryStore()
     loop(store, 4, every=2)
     model = torch.nn.Linear(1, 1)
@@ -268,7 +268,7 @@ def test_a_run_that_is_attached_anew_after_its_restore_is_refused(is_loaded):
 
 
 def test_a_state_that_was_loaded_and_not_taken_is_refused():
-    """W10: ``manager.load(state)`` returns the state; a call whose result is thrown away has restored nothing."""
+    """W10: ``manager.load(state)`` returns the state; a call whose result is discarded restores nothing."""
     store = MemoryStore()
     save(TrainState(trainer=Progress(step=3)), store)
     with CheckpointManager(store) as manager:
@@ -296,7 +296,7 @@ def exporting(main, exported, *, components, restore=True):
 
 
 def test_weights_beside_a_run_are_saved_on_after_a_resume():
-    """W10: they have no counters that anything could go on from; what can be resumed is refused as before."""
+    """W10: they have no counters to resume from; anything that can be resumed is refused as before."""
     main, exported = MemoryStore(), MemoryStore()
     assert [exporting(main, exported, components=["model"]) for _ in range(3)] == [1, 2, 3]
     with pytest.raises(RunNotRestored):
@@ -323,7 +323,7 @@ def test_a_restore_of_some_components_says_that_the_run_counts_from_the_beginnin
 
 
 def test_a_cadence_that_is_a_word_is_refused_with_a_fix_that_saves_as_often_as_was_meant():
-    """A command line gives "500"; every='auto' is another cadence."""
+    """A command line gives the string "500"; every='auto' is another cadence."""
     with pytest.raises(InvalidArgument, match=r"found '500'; pass a number of optimizer steps, such as every=500"):
         CheckpointManager(MemoryStore(), every="500")
 
@@ -332,7 +332,7 @@ def test_a_cadence_that_is_a_word_is_refused_with_a_fix_that_saves_as_often_as_w
 
 
 def killed_in_its_first_save(run):
-    """What is left of a run whose first save, of step 2, was killed before its commit."""
+    """The remains of a run whose first save, of step 2, was killed before its commit."""
     save(TrainState(trainer=Progress(step=2), rng=torch.zeros(2)), run)
     (run / "step-00000002" / "manifest.json").unlink()
     (run / "latest").unlink()
@@ -346,7 +346,7 @@ def test_a_run_that_was_killed_in_its_first_save_starts_fresh(tmp_path):
 
 @pytest.mark.parametrize("damage", ["no manifest", "no directory", "no latest, a best"])
 def test_a_run_that_has_lost_its_checkpoints_is_refused_and_not_started_fresh(damage, tmp_path, capsys):
-    """W21, E13: a copy that was broken off; what says that there was one is named, and so is the way on."""
+    """W21, E13: an interrupted copy; the error names the evidence of a lost checkpoint, and the fix."""
     loop(tmp_path, 4, every=2)
     if damage == "no latest, a best":
         record_best(tmp_path, 4)
@@ -368,7 +368,7 @@ def test_a_run_that_has_lost_its_checkpoints_is_refused_and_not_started_fresh(da
 
 @pytest.mark.parametrize("call", ["step", "save", "should_save", "none", "none, and an error"])
 def test_a_manager_that_is_closed_and_was_never_asked_to_save_says_so(call, caplog):
-    """W11: a loop that restores, trains and closes lost all of it without a word, where ``manager.step`` was forgotten."""
+    """W11: a loop without ``manager.step`` restored, trained, closed, and silently lost everything."""
     model = torch.nn.Linear(2, 1)
     live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     steps, failing = (1, contextlib.suppress(ZeroDivisionError)) if "error" in call else (6, contextlib.nullcontext())

@@ -18,7 +18,7 @@ from trainfold.adapters.live.attach import attach
 
 @pytest.fixture(scope="module")
 def uninterrupted():
-    """The states after each of 14 steps of one run: two epochs of 6 and some."""
+    """The states after each of 14 steps of one run: two epochs of 6 steps, and 2 more."""
     job = Job(0)
     return [copied(job.run(step).live.capture()) for step in range(15)]
 
@@ -73,7 +73,7 @@ def test_a_run_driven_by_trainfold_has_the_bits_of_the_plain_loop():
     ],
 )
 def test_the_law_holds_for_optimizers_with_other_slots(optimizer):
-    """B10: slots of any names and shapes, also where dimensions decide which slots there are."""
+    """B10: slots of any names and shapes, also if the number of dimensions decides which slots exist."""
     whole = copied(Job(0, optimizer=optimizer).run(9).live.capture())
     half = copied(Job(0, optimizer=optimizer).run(4).live.capture())
     resumed = Job(9, optimizer=optimizer)
@@ -82,7 +82,7 @@ def test_the_law_holds_for_optimizers_with_other_slots(optimizer):
 
 
 def test_capture_copies_no_tensor_and_moves_nothing():
-    """C14, H05: random streams, gradients, buffers, modes and position are as they were."""
+    """C14, H05: random streams, gradients, buffers, modes and position stay as they were."""
     job = Job(0).run(3)
     job.model.eval()
     streams = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 (the global stream is the subject)
@@ -124,7 +124,7 @@ def test_non_persistent_buffers_are_not_in_a_state_and_ties_are_in_it_once():
 
 
 def test_a_restore_keeps_ties_and_the_objects_that_others_hold_on_to():
-    """B19: parameters are overwritten in place, so the tie, the optimizer and the param groups stay what they were."""
+    """B19: parameters are overwritten in place, so the tie, the optimizer and the param groups stay valid."""
     job = Job(1)
     before = list(job.model.parameters()), job.optimizer.param_groups[0]
     job.live.restore(Job(0).run(3).live.capture())
@@ -136,7 +136,7 @@ def test_a_restore_keeps_ties_and_the_objects_that_others_hold_on_to():
 
 
 class Wrapper(nn.Module):
-    """What DDP does to names."""
+    """Changes names as DDP does."""
 
     def __init__(self, module):
         super().__init__()

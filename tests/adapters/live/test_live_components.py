@@ -54,7 +54,7 @@ def test_extra_state_of_modules_travels_apart_from_the_weights():
 
 
 def test_every_reason_is_listed_at_once_and_nothing_is_changed():
-    """V12, V10: a failing restore leaves the live state as it was."""
+    """V12, V10: a failed restore leaves the live state unchanged."""
     good = Job(0).run(3).live.capture()
     params = dict(good.model.params)
     params["head.weight"] = torch.zeros(1, 9)
@@ -92,7 +92,7 @@ def test_every_reason_is_listed_at_once_and_nothing_is_changed():
 
 
 class Refuses(Averaged):
-    """Changes itself, and then says no."""
+    """Changes itself, and then raises."""
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
@@ -101,7 +101,7 @@ class Refuses(Averaged):
 
 
 def test_an_object_that_refuses_halfway_takes_everything_back():
-    """V12: an object's own load_state_dict can fail at any moment, also after others have taken their states."""
+    """V12: an object's own load_state_dict can fail at any moment, also after other objects have loaded their states."""
     job = Job(1)
     extra = {"first": Averaged(), "stubborn": Refuses(), "last": Averaged()}
     live = attach(job.model, job.optimizer, scheduler=job.scheduler, loader=job.loader, extra=extra)
@@ -172,7 +172,7 @@ def test_a_name_that_cannot_be_a_component_is_refused():
 
 
 def test_a_component_registered_after_the_restore_gets_its_state(caplog):
-    """B15: by stable name; what is left over is reported."""
+    """B15: by stable name; leftover states are reported."""
     state = Job(0).run(3).live.capture()
     job = Job(1)
     live = attach(job.model, job.optimizer, scheduler=job.scheduler, loader=job.loader, extra={"ema": job.ema})
@@ -189,7 +189,7 @@ def test_a_component_registered_after_the_restore_gets_its_state(caplog):
 
 
 def test_a_component_that_nothing_is_registered_for_yet_is_saved_through():
-    """B15: what is kept until `register` is in every state that is captured until then, unchanged."""
+    """B15: every state captured before `register` contains the pending component unchanged."""
     state = copied(Job(0).run(3).live.capture())
     expected = bits(state)
     job = Job(1)
@@ -224,7 +224,7 @@ def test_a_component_that_is_still_pending_outlives_the_checkpoints_before_it():
 
 
 def test_a_component_that_is_still_pending_does_not_keep_a_run_from_an_earlier_checkpoint():
-    """B15: nothing in the run wants it, so a checkpoint without it, or with another one, is whole."""
+    """B15: nothing in the run requests it, so a checkpoint without it, or with another one, is whole."""
 
     def build(**extra):
         model = nn.Linear(1, 1)
@@ -310,7 +310,7 @@ def test_a_window_that_was_declared_open_is_open():
 
 
 def test_a_window_left_open_by_the_end_of_the_data_is_given_up_whole():
-    """A07: nothing partial is committed, no gradient leaks into what follows, and the samples count as consumed."""
+    """A07: nothing partial is committed, no gradient leaks into the next window, and the samples count as consumed."""
     job = Job(0)
     for _x, _y in job.live.batches(epochs=1):
         pass
@@ -400,7 +400,7 @@ def test_a_model_whose_shapes_are_not_known_yet_is_refused_with_what_to_do():
 
 
 class Answering(torch.nn.Linear):
-    """A module that says itself what its parameters are: one more than are registered, and one of them not."""
+    """A module that lists its own parameters: one that is not registered is added, and a registered one is hidden."""
 
     def __init__(self):
         super().__init__(2, 1)
@@ -412,7 +412,7 @@ class Answering(torch.nn.Linear):
 
 
 def test_a_module_that_answers_for_its_parameters_is_asked():
-    """B17: what it names is saved, and what it hides is not."""
+    """B17: parameters that it names are saved, and parameters that it hides are not."""
     model = Answering()
     live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert list(live.capture().model.params) == ["weight", "held"]
@@ -420,7 +420,7 @@ def test_a_module_that_answers_for_its_parameters_is_asked():
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_goes_with_its_last_reference_and_its_loaders_workers_with_it(tmp_path, workers):
-    """G06: a run in a cycle of references would keep workers, and their pipes, until some later collection."""
+    """G06: a run in a reference cycle would keep workers and their pipes until a later garbage collection."""
     gc.collect()
     gc.disable()
     try:

@@ -42,7 +42,7 @@ def test_a_head_that_rests_is_moved_after_a_resume_as_it_would_have_been(optimiz
 
 
 def test_a_restore_leaves_zeros_where_a_gradient_was_and_none_where_there_was_none():
-    """Of every module and optimizer; values of gradients are not saved."""
+    """In every module and optimizer; the values of gradients are not saved."""
     live, model, other = two_optimizers()
     model.weight.grad, other.bias.grad = torch.ones(1, 2), torch.ones(1)
     live.advance(samples=1)
@@ -223,7 +223,7 @@ COVERS = {
 
 @pytest.mark.parametrize("cover", COVERS.values(), ids=COVERS)
 def test_a_scheduler_inside_an_object_or_behind_functions_resumes_exactly(cover, caplog):
-    """B12: nothing is said of it, since its state is in what they give."""
+    """B12: there is no warning, because its state is part of theirs."""
 
     def build():
         model, optimizer, scheduler = scheduled(momentum=0.9)

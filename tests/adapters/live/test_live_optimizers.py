@@ -111,7 +111,7 @@ def test_slots_shaped_like_their_parameters_by_chance_are_no_rule(heads):
 
 
 def test_a_slot_that_cannot_be_its_parameters_is_refused():
-    """B10: torch's own moments have the shape of their parameter, all of them."""
+    """B10: all of torch's own moments have the shape of their parameter."""
     state = Job(0).run(3).live.capture()
     broken = {name: dict(held) for name, held in state.optimizer.slots.items()}
     for held in broken.values():
@@ -149,7 +149,7 @@ class BySize(torch.optim.Optimizer):
 
 
 def test_what_an_optimizer_of_somebody_else_keeps_is_not_judged_by_the_size_of_a_parameter():
-    """B10: legal states are taken."""
+    """B10: legal states are accepted."""
 
     def build():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))

@@ -25,7 +25,7 @@ from trainfold.core.errors import HiddenState, InvalidArgument, RestoreRefused, 
 
 
 def test_an_object_that_may_hold_the_scheduler_and_does_not_save_it_is_warned_of_after_the_resume():
-    """V08, W07: at the attach nothing proves it; the first change after a resume does."""
+    """V08, W07: at the attach this cannot be proved; the first change after a resume proves it."""
 
     def run():
         model = nn.Linear(2, 1)
@@ -62,7 +62,7 @@ def test_a_composite_scheduler_of_two_optimizers_that_shows_one_stands_for_both(
 
 
 def test_initial_lr_in_a_loaded_optimizer_state_is_no_scheduler_and_the_rate_is_compared(caplog):
-    """V08: a warm start from a run that had a scheduler."""
+    """V08: a warm start from a run with a scheduler."""
 
     def warm(lr):
         model, optimizer, _ = scheduled()
@@ -83,7 +83,7 @@ def test_initial_lr_in_a_loaded_optimizer_state_is_no_scheduler_and_the_rate_is_
 
 
 def test_a_scheduler_that_has_been_used_before_the_run_is_attached_may_be_done_with(caplog):
-    """As after a search for a learning rate: the rate that the script has then set is compared."""
+    """As after a search for a learning rate: the rate set by the script afterwards is compared."""
     model, optimizer, scheduler = scheduled()
     one_step(model, optimizer)
     scheduler.step()
@@ -95,7 +95,7 @@ def test_a_scheduler_that_has_been_used_before_the_run_is_attached_may_be_done_w
 
 
 def test_what_a_restore_writes_into_the_groups_is_no_scheduler(caplog):
-    """A finetuning of what a scheduled run has made, and a policy that lets the scheduler go."""
+    """Finetuning from a scheduled run, and a policy that drops the scheduler."""
     store = MemoryStore()
     model, optimizer, scheduler = scheduled()
     live = attach(model, optimizer, scheduler=scheduler)
@@ -164,7 +164,7 @@ def test_a_scheduler_that_was_made_after_the_restore_is_refused_at_the_next_one(
 
 
 def test_an_optimizer_around_another_one_resumes_with_the_scheduler_of_that():
-    """One that shares groups and state, and was not made by ``Optimizer.__init__``."""
+    """The outer optimizer shares groups and state, and was not made by ``Optimizer.__init__``."""
 
     class Around(torch.optim.Optimizer):
         def __init__(self, inner):
@@ -226,7 +226,7 @@ def partly_frozen(frozen):
 
 
 def test_another_set_of_frozen_parameters_is_refused_by_name():
-    """V08: as the script made it. What the loop does to it afterwards is not compared."""
+    """V08: the script's initial set is compared. Later changes by the loop are not."""
     with CheckpointManager(MemoryStore()) as manager:
         live, model = partly_frozen(["trunk"])
         model.requires_grad_(requires_grad=True)
@@ -238,7 +238,7 @@ def test_another_set_of_frozen_parameters_is_refused_by_name():
 
 
 def test_a_loop_that_unfreezes_by_the_step_resumes_exactly():
-    """C01: gradual unfreezing, from a start at which all is as it was at the beginning."""
+    """C01: gradual unfreezing, resumed by a script that starts with the initial set frozen."""
 
     def build():
         live, model = partly_frozen(["trunk"])
@@ -255,7 +255,7 @@ def test_a_loop_that_unfreezes_by_the_step_resumes_exactly():
 
 
 def test_a_gan_in_one_module_that_freezes_its_critic_in_turn_resumes_exactly():
-    """C01: saved while the critic is frozen, resumed in objects in which it is not yet."""
+    """C01: saved while the critic is frozen, resumed in objects where it is not frozen yet."""
 
     def build():
         model = nn.ModuleDict({"generator": nn.Linear(2, 3), "critic": nn.Linear(3, 1)})
@@ -301,7 +301,7 @@ def test_a_policy_may_let_another_set_of_frozen_parameters_pass():
 
 
 def test_weights_without_their_optimizer_may_be_frozen_otherwise():
-    """As for a finetuning, and for an evaluation that attaches no optimizer."""
+    """As in finetuning, and in an evaluation that attaches no optimizer."""
     store = MemoryStore()
     with CheckpointManager(store) as manager:
         live, _ = partly_frozen([])
@@ -328,7 +328,7 @@ def test_many_frozen_parameters_are_told_apart_by_a_digest():
 
 
 def test_an_older_checkpoint_that_says_nothing_of_this_still_resumes():
-    """R10: frozen parameters, another optimizer, gradients: what was not saved is not compared, and left as it was."""
+    """R10: frozen parameters, another optimizer, gradients: unsaved values are not compared and stay unchanged."""
     store = MemoryStore()
     live, model, _ = two_optimizers()
     model.weight.requires_grad_(requires_grad=False)

@@ -66,7 +66,7 @@ def test_an_epoch_that_is_left_early_is_followed_by_the_one_of_the_plain_loop(ar
 
 
 def test_a_save_after_the_loop_over_the_batches_does_not_do_the_end_of_the_epoch_again():
-    """W04: what the body does after its last batch is done once."""
+    """W04: the body's code after its last batch runs once."""
     states = []
 
     def loop(live, ends, stop=None):
@@ -128,7 +128,7 @@ def test_zipped_loaders_are_resumed_at_every_step(sizes):
 
 
 def test_loaders_that_are_read_at_their_own_pace_are_resumed_at_every_step():
-    """W04: one is read epoch after epoch, the other without an end, and only now and then."""
+    """W04: one is read epoch after epoch, the other endlessly and only occasionally."""
 
     def make():
         return {"a": loader(1, num_workers=1), "b": loader(-1, batch_size=4)}
@@ -167,7 +167,7 @@ def again_by_a_generator(batches):
 @pytest.mark.parametrize("again", [again_by_next, again_by_a_generator])
 @pytest.mark.parametrize("size", [4, 5])
 def test_a_shorter_loader_that_is_begun_again_in_the_body_is_resumed_at_every_step(again, size):
-    """W04: the plain loop gives it another order in each pass; here it had ended, and the program with it."""
+    """W04: the plain loop gives it another order in each pass; attached, it used to end, and the program with it."""
 
     def make():
         return {"labelled": loader(1, batch_size=2), "unlabelled": loader(-1, batch_size=size)}
@@ -213,7 +213,7 @@ def test_an_epoch_that_is_read_in_parts_by_steps_ends_with_an_empty_part():
 
 
 def test_a_cycle_that_keeps_batches_of_its_own_is_refused_before_it_gives_them_again():
-    """W04: what it gives in its second pass comes from no loader, and a resume gave other batches in silence."""
+    """W04: its second pass does not come from a loader, and a resume silently gave other batches."""
     live = Run(lambda: {"a": loader(1), "b": loader(-1, batch_size=5)}).live
     epochs = live.epochs(2)
     next(epochs)

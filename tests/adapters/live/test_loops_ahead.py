@@ -73,7 +73,7 @@ PREFETCHED = {
 
 @pytest.mark.parametrize("name", PREFETCHED)
 def test_a_prefetcher_that_is_one_batch_ahead_is_resumed_at_every_step(name):
-    """W04: the batch that waits is handed out again, with the draws that it had; over the end of an epoch too."""
+    """W04: the waiting batch is given again, with its original draws, also across the end of an epoch."""
 
     def plain(data, events):
         for batch in ahead(batch for _ in range(2) for batch in data):
@@ -87,7 +87,7 @@ def test_a_prefetcher_that_is_one_batch_ahead_is_resumed_at_every_step(name):
 
 
 def test_a_prefetcher_over_a_stream_without_a_state_is_resumed_as_the_run_goes_on():
-    """W04: it draws from streams of its own, and is compared from the start of the epoch."""
+    """W04: it draws from its own streams, and is compared from the start of the epoch."""
 
     def loop(run):
         for batch in ahead(run.live.batches(epochs=2)):
@@ -100,7 +100,7 @@ def test_a_prefetcher_over_a_stream_without_a_state_is_resumed_as_the_run_goes_o
 
 
 def test_the_end_of_a_stream_that_a_prefetcher_has_seen_is_not_drawn_twice():
-    """W04: a stream draws for samples that drop_last gives up, and the loop has seen its end two batches before."""
+    """W04: a stream draws for samples that drop_last discards, and the loop sees its end two batches early."""
 
     def two_ahead(batches):
         waiting = []
@@ -171,7 +171,7 @@ def test_a_prefetcher_that_counts_without_samples_is_said_once_and_accumulation_
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_a_loop_that_leaves_an_epoch_and_comes_back_to_it_is_told_so_once(kind, caplog):
-    """W04: outside of `live.epochs` it goes on in the epoch, and a plain loop would begin the next one."""
+    """W04: outside of `live.epochs` it continues in the epoch, whereas a plain loop would start the next one."""
     live = Run(partial(kind, Noisy(), batch_size=2)).live
     for _ in range(3):
         for _ in live.batches():
@@ -218,7 +218,7 @@ def test_samples_of_several_loaders_are_those_of_all_or_of_one_or_by_name(sample
     ],
 )
 def test_samples_of_several_loaders_that_do_not_fit_are_refused_and_nothing_is_counted(samples, words):
-    """G02, W04: against what was handed out."""
+    """G02, W04: they are compared with the batches given to the loop."""
     live = Run(two).live
     next(live.batches("labelled")), next(live.batches("unlabelled"))
     with pytest.raises((DataPositionMismatch, InvalidArgument), match=words):
@@ -228,7 +228,7 @@ def test_samples_of_several_loaders_that_do_not_fit_are_refused_and_nothing_is_c
 
 
 def test_samples_by_name_say_which_loader_is_drawn_ahead():
-    """W04: what a step was not trained on is handed out again."""
+    """W04: batches that no step was trained on are given again."""
 
     def pairs(batches):
         return zip(ahead(batches("labelled")), batches("unlabelled"), strict=False)
@@ -255,7 +255,7 @@ def test_samples_by_name_want_loaders_with_names(loaders):
 
 
 def test_a_loop_that_counts_fewer_batches_than_it_reads_is_refused_at_a_save():
-    """A06, W04: a prefetcher stays as far ahead as it is; a loop that forgets batches falls behind."""
+    """A06, W04: a prefetcher stays a constant number of batches ahead; a loop that forgets to count falls further behind."""
     live = Run(partial(loader, batch_size=2)).live
     batches = live.batches()
     for _ in range(2):
@@ -318,7 +318,7 @@ GENERATORS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_a_generator_under_extra_goes_on_where_it_was(name, tmp_path):
-    """W04: written in place, through a checkpoint, so that a dataset that holds it goes on too."""
+    """W04: a restore writes it in place, so that a dataset that holds it continues too."""
     import trainfold
 
     make, draw = GENERATORS[name]

@@ -18,7 +18,7 @@ from trainfold.core.errors import (
 
 
 class Dashboard:
-    """Something beside the training that may be out of order."""
+    """An object beside the training that may fail."""
 
     def __init__(self, value=0.0, *, saves="whole"):
         self.value, self.saves, self.takes = torch.tensor(value), saves, True
@@ -99,7 +99,7 @@ def test_one_that_does_not_take_its_state_goes_on_as_it_is():
 
 
 def test_a_module_of_another_shape_is_left_out_if_it_is_the_only_reason():
-    """A refusal for another reason stays one, with all of them."""
+    """If there is another reason, the restore is refused, with all reasons."""
     store = MemoryStore()
 
     def run(size, width=1):
@@ -118,7 +118,7 @@ def test_a_module_of_another_shape_is_left_out_if_it_is_the_only_reason():
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_an_optional_module_that_cannot_be_saved_is_absent_too(mode):
-    """B07: a module is read by other code than an object with a state_dict, and is left out alike."""
+    """B07: other code reads a module than an object with a state_dict, but it is left out in the same way."""
     store, log = MemoryStore(), torch.nn.Linear(1, 1)
     log.register_buffer("index", torch.eye(2).to_sparse())
     live = attach(torch.nn.Linear(1, 1), extra={"log": log}, optional=["log"])
@@ -133,7 +133,7 @@ def test_an_optional_module_that_cannot_be_saved_is_absent_too(mode):
 
 
 def test_one_that_fails_on_one_rank_is_absent_for_all():
-    """It must not look as if all ranks had it."""
+    """The checkpoint must not claim that all ranks saved it."""
     store = MemoryStore()
 
     def work(world, optional):

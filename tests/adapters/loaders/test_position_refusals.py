@@ -82,14 +82,14 @@ def test_another_batch_size_is_fine_where_the_position_divides_and_refused_where
 
 
 class Shrunk(PythonShuffle):
-    """A sampler that has fewer samples than it had."""
+    """A sampler with fewer samples than before."""
 
     def __iter__(self):
         return iter(range(6))
 
 
 def test_a_sampler_that_ends_before_the_position_is_an_error_when_it_is_sought():
-    """G04: fewer than expected raises, and does not go on with another epoch."""
+    """G04: fewer samples than expected raise an error; the loop does not continue with another epoch."""
     first = Reader(LOADERS["python's stream"], 1)
     first.read(2)
     state = copied(first.live.capture())
@@ -173,7 +173,7 @@ def test_a_loader_whose_iterator_is_not_that_of_a_dataloader_is_refused_by_name(
 
 
 def test_persistent_workers_that_were_started_before_are_refused_with_what_to_do():
-    """G01: they hold on to the order that they were started with."""
+    """G01: they keep the order that they started with."""
     loader = DataLoader(Numbers(), batch_size=4, num_workers=1, persistent_workers=True)
     live = attach(torch.nn.Linear(1, 1), loader=loader)
     next(iter(loader))
@@ -240,21 +240,21 @@ def test_a_dataset_with_a_state_under_batches_of_a_sampler_without_one_is_refuse
 
 @pytest.mark.parametrize("stream", [Forgetful, Shards])
 def test_workers_that_go_on_over_a_stream_are_refused(stream):
-    """G01: what they have read ahead is in no state."""
+    """G01: no state contains the batches that they have prefetched."""
     loader = StatefulDataLoader(stream(), batch_size=4, num_workers=1, persistent_workers=True)
     with pytest.raises(InvalidArgument, match="persistent_workers=False"):
         attach(torch.nn.Linear(1, 1), loader=loader)
 
 
 def test_workers_that_go_on_with_a_dataset_and_a_sampler_with_a_state_are_refused():
-    """G01: at the end of an epoch, what the sampler starts reads from the dataset."""
+    """G01: at the end of an epoch, the sampler's new iterator reads from the dataset."""
     loader = StatefulDataLoader(Counting(), batch_size=3, sampler=Bookmark(), num_workers=1, persistent_workers=True)
     with pytest.raises(InvalidArgument, match=r"a Bookmark and a Counting.*persistent_workers=False"):
         attach(torch.nn.Linear(1, 1), loader=loader)
 
 
 class Moody(Forgetful):
-    """Iterates over something else than it did."""
+    """Iterates over other samples than before."""
 
     def __init__(self, start):
         self.start = start
@@ -277,7 +277,7 @@ def test_a_stream_without_a_state_that_gives_other_samples_is_an_error_as_often_
 
 
 def test_a_stream_that_lost_its_state_is_an_error():
-    """G01: torchdata would skip, and count what it skipped twice."""
+    """G01: torchdata would skip samples, and count the skipped ones twice."""
     first = Reader(LOADERS["stateful stream"], 1)
     first.read(2)
     state = copied(first.live.capture())
@@ -298,7 +298,7 @@ def test_a_position_in_a_stream_without_a_state_that_is_not_whole_is_refused(cha
 
 
 def test_a_stream_without_a_state_draws_from_streams_of_its_own():
-    """G01, H05: only so can it be drawn again without training again."""
+    """G01, H05: only then can it be drawn again without training again."""
     plain, shuffled = (
         [tail for _, *tail in Reader(LOADERS[name], 1).read(11)]
         for name in ("stream without a state", "stream without a state, shuffled")
@@ -311,7 +311,7 @@ def test_a_stream_without_a_state_draws_from_streams_of_its_own():
 
 @pytest.mark.parametrize("name", ["stateful", "stateful stream", "stream without a state"])
 def test_a_restore_that_is_followed_by_another_leaves_nothing(name):
-    """G01: torchdata keeps a state that it was given, when it is given none."""
+    """G01: torchdata keeps an earlier state if it is given None later."""
     start = copied(Reader(LOADERS[name], 1).live.capture())
     whole = Reader(LOADERS[name], 1).read(3)
     moved = Reader(LOADERS[name], 1)

@@ -137,13 +137,13 @@ def test_it_comes_next_however_often_the_run_is_killed_in_an_epoch_and_over_epoc
 
 @pytest.mark.parametrize("name", WORKERS)
 def test_it_comes_next_from_worker_processes_too(name):
-    """G01: workers have prefetched what was not trained on."""
+    """G01: workers have prefetched batches that were not trained on."""
     check_resumes_everywhere(WORKERS[name], 8, [(2,), (1, 2, 3), (2, 5, 7), (4, 6)])
 
 
 @pytest.mark.parametrize("name", ["shuffled", "batch sampler"])
 def test_no_skipped_sample_is_read(name):
-    """G04: seeking does not materialise what is skipped."""
+    """G04: a seek does not read the skipped samples."""
     first = Reader(LOADERS[name], 1)
     first.read(3)
     state = copied(first.live.capture())
@@ -163,7 +163,7 @@ def first_after(make, start, stop):
 
 
 def test_set_epoch_comes_before_the_seek():
-    """G04, P01: the order of the epoch that is resumed, not of epoch 0."""
+    """G04, P01: the order is that of the resumed epoch, not of epoch 0."""
     first = Reader(LOADERS["distributed"], 1)
     first.read(6)
     state = copied(first.live.capture())
@@ -186,7 +186,7 @@ def test_every_sample_of_every_epoch_is_read_once_however_often_the_run_is_inter
 
 
 def test_leaving_the_loop_and_coming_back_goes_on_where_it_stopped():
-    """G01: a break, for an evaluation, loses nothing and repeats only what was not trained on."""
+    """G01: a break for an evaluation loses nothing, and repeats only batches that were not trained on."""
     whole = [batch for batch, *_ in Reader(LOADERS["shuffled"], 1).read(8)]
     reader = Reader(LOADERS["shuffled"], 1)
     seen = []

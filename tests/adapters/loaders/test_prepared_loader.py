@@ -118,7 +118,7 @@ def read(live, loader, until=None, *, by_epoch=False, leave=None):
 @pytest.mark.parametrize("arguments", [{}, {"num_workers": 1}])
 @pytest.mark.parametrize("by_epoch", [False, True])
 def test_a_prepared_loader_is_resumed_at_every_step_and_gives_what_it_gave(wrap, arguments, by_epoch):
-    """W04: it draws one batch ahead of the one that the loop has."""
+    """W04: the prepared loader draws one batch ahead of the loop."""
     if wrap is prepared and find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed")
     maker = partial(make, wrap, **arguments)
@@ -140,7 +140,7 @@ def test_a_prepared_loader_is_resumed_at_every_step_and_gives_what_it_gave(wrap,
 
 
 def test_leaving_an_epoch_of_a_prepared_loader_early_begins_the_next_as_the_plain_loop_does():
-    """W04: accelerate counts no epoch that was left."""
+    """W04: accelerate does not count an epoch that was left early."""
     seed_all(1)
     plain, whole = make(LookAlike), []
     for epoch in range(3):
@@ -159,7 +159,7 @@ class Endless(IterableDataset):
 
 
 def test_a_prepared_loader_that_cannot_be_followed_is_refused_by_name():
-    """W04: and no AttributeError at the first save."""
+    """W04: it is not an AttributeError at the first save."""
     for base in (DataLoader(Endless()),):
         with pytest.raises(InvalidArgument, match=r"LookAlike.*|passed to accelerator\.prepare"):
             attach(torch.nn.Linear(1, 1), loader=LookAlike(base))

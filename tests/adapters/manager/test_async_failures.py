@@ -44,7 +44,7 @@ def test_a_second_save_waits_for_the_first():
 
 
 def test_a_second_save_can_be_skipped_and_says_so(caplog):
-    """D04: by policy; the step stays due, and what the run ends with is never skipped."""
+    """D04: by policy; the step stays due, and the last state of the run is never skipped."""
     store, job, events = PausingStore(3), Job(), []
     with CheckpointManager(store, mode="async", when_busy="skip", every=1, on_event=events.append) as manager:
         job.train()
@@ -139,7 +139,7 @@ def test_a_failed_save_does_not_mask_what_ended_the_loop(closed, caplog):
 
 
 def test_a_run_that_is_tried_again_where_another_error_is_handled_hears_of_its_failed_save():
-    """D05, D07: what was being handled when the manager was made did not end its loop."""
+    """D05, D07: an exception already being handled at the manager's creation did not end its loop."""
     store, job = PausingStore(fault=ErrorAt(9, lasting=True)), Job()
     try:
         _ = {}["the first try"]
@@ -221,7 +221,7 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_touched(wrong):
 
 
 def test_a_manager_leaves_no_hook_and_keeps_nothing_alive():
-    """D03: nothing is held when nothing is under way."""
+    """D03: nothing is held when no save is under way."""
     job = Job()
     before = len(job.optimizer._optimizer_step_pre_hooks)
     with CheckpointManager(PausingStore(), mode="async") as manager:
@@ -304,7 +304,7 @@ def test_rules_of_retention_add_up():
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_ranks_save_together(mode):
-    """D08, D09: each rank has its manager; they agree on what is due, and write one checkpoint."""
+    """D08, D09: each rank has its own manager; they agree on what is due, and write one checkpoint."""
     store = MemoryStore()
 
     def run(collectives):
@@ -324,7 +324,7 @@ def test_ranks_save_together(mode):
 
 
 def test_a_rank_that_cannot_save_is_told_to_all_others_and_the_next_save_succeeds():
-    """C07, D08: its own error there, at once; a failed save for the others, who have staged already; and the ranks stay in step."""
+    """C07, D08: that rank raises its own error at once; the others, already staged, report a failed save; ranks stay in step."""
     store = MemoryStore()
 
     def run(collectives):

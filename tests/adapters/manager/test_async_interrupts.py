@@ -149,7 +149,7 @@ def test_where_no_thread_can_be_started_the_call_saves(monkeypatch, fails):
 
 
 def test_what_has_no_room_and_is_not_announced_is_written_when_the_call_ends():
-    """max_extra_bytes=0: wait, never copy; an average of the weights, say, which changes whenever it likes."""
+    """max_extra_bytes=0: wait, never copy; for example an average of the weights, which may change at any time."""
     average = torch.arange(1 << 20, dtype=torch.float32)
     wanted = average.clone()
     live = attach(nn.Linear(2, 1), extra={"average": (lambda: {"w": average}, None.__class__)})
@@ -184,7 +184,7 @@ def test_an_interrupt_while_it_is_waited_for_fails_the_save_and_tears_nothing(mo
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, where it is imported in being traced
 def test_a_compiled_update_is_stood_before_as_any_other():
-    """D02: the hook is called as it is and not traced."""
+    """D02: the hook is called directly, not traced."""
     store, model = PausingStore(3), nn.Linear(4, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live = attach(model, optimizer)
@@ -211,7 +211,7 @@ def test_a_compiled_update_is_stood_before_as_any_other():
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of other tests' threads, on Python 3.12
 def test_a_child_forked_while_old_checkpoints_are_deleted_saves_and_deletes(monkeypatch):
-    """The lock that is held over a deletion is its parent's, as is the thread that would give it back."""
+    """The lock held during a deletion is its parent's, as is the thread that would release it."""
     store, inside, may_go_on = MemoryStore(), threading.Event(), threading.Event()
     real = store.delete
 
@@ -244,7 +244,7 @@ def test_a_child_forked_while_old_checkpoints_are_deleted_saves_and_deletes(monk
 
 
 def test_what_is_pointed_to_while_old_checkpoints_are_deleted_is_kept(monkeypatch):
-    """E02: nothing that a pointer names is deleted, though the plan to delete it was made before."""
+    """E02: a checkpoint named by a pointer is not deleted, even if the plan to delete it is older."""
     store = MemoryStore()
     real, inside, may_go_on = store.delete, threading.Event(), threading.Event()
 
@@ -284,7 +284,7 @@ def test_a_failure_that_is_no_exception_is_due_again():
 
 
 def test_a_save_that_fails_unheard_is_in_the_log(caplog):
-    """P11: a program that ends without `close` hears of it nowhere else."""
+    """P11: for a program that ends without `close`, the log is the only report."""
     store = PausingStore(fault=ErrorAt(9, lasting=True))
     manager = CheckpointManager(store, mode="async")
     manager.save(TrainState(trainer=Progress(step=1), extra={"w": torch.ones(4)}))
@@ -294,7 +294,7 @@ def test_a_save_that_fails_unheard_is_in_the_log(caplog):
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_retention_that_fails_is_a_warning_whatever_it_raises(mode, caplog):
-    """E04: the checkpoint is committed all the same."""
+    """E04: the checkpoint is still committed."""
 
     class Broken:
         def kept(self, checkpoints):
@@ -309,7 +309,7 @@ def test_a_retention_that_fails_is_a_warning_whatever_it_raises(mode, caplog):
 
 
 def test_a_request_whose_save_failed_is_answered_by_the_next_one():
-    """P29: also where the clock says that nothing is due."""
+    """P29: also if nothing is due by the clock."""
     store, asked = PausingStore(fault=ErrorAt(9)), Asked()
     with CheckpointManager(store, mode="async", requests=asked) as manager:
         asked.ask("save")
@@ -372,6 +372,6 @@ def train_as_a_rank(collectives, folder):
 
 
 def test_ranks_that_are_processes_save_beside_their_own_collectives(processes, tmp_path):
-    """D08, D09: over gloo, with a group of its own for the saves."""
+    """D08, D09: over gloo, with a separate group for the saves."""
     wanted = ["staged", "staged", "staged", "step-00000003", 3, 3000.0]
     assert processes.run(2, train_as_a_rank, str(tmp_path / "run"), collectives={"timeout_secs": 60.0}) == [wanted] * 2

@@ -183,7 +183,7 @@ def test_an_array_among_the_slots_of_an_optimizer_is_copied_in_the_call():
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_live_run_and_its_capture_are_the_same_bytes(mode):
-    """Also where a buffer lies in the memory of a parameter: a tie, which is written once."""
+    """Also if a buffer shares the memory of a parameter: a tie, which is written once."""
     model = nn.Linear(4, 4)
     model.register_buffer("alias", model.weight.data)
     live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))

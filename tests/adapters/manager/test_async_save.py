@@ -22,7 +22,7 @@ from trainfold.core.step.loss import Loss
 
 
 def trained(mode, kind, store, *, steps=5, taken=lambda live: live, **options):
-    """Train with a save after each step but the last; return what lies in the store."""
+    """Train with a save after each step but the last; return the content of the store."""
     job = Job(kind)
     with CheckpointManager(store, mode=mode, **options) as manager:
         for _ in range(steps):
@@ -44,7 +44,7 @@ def test_sync_and_async_write_the_same_bytes(kind):
     "components", [["model", "trainer", "ema"], ["rng", "trainer"], ["trainer", "notes", "rng"], ["ema"]]
 )
 def test_sync_and_async_write_the_same_bytes_of_some_components(components):
-    """D01, B01: those that are left out are listed in the same order, too."""
+    """D01, B01: the components left out are listed in the same order, too."""
     sync, background = (trained(mode, "adamw", PausingStore(), components=components) for mode in ("sync", "async"))
     assert len(sync) > 3
     assert background == sync
@@ -61,7 +61,7 @@ def test_a_live_run_with_all_kinds_of_components_and_its_capture_are_the_same_by
 
 
 def test_random_streams_are_those_of_the_call_and_no_byte_of_them_is_copied():
-    """D01: they are the save's own once they have been read."""
+    """D01: once they have been read, the save owns them."""
     said, store = [], PausingStore()
     model = nn.Linear(4, 4)
     live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -162,7 +162,7 @@ def fold(store, mode, *, donate=True, at_steps=(2, 3), steps=5):
 @pytest.mark.parametrize("at", [None, 0, 5, 11])
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_donating_step_may_overtake_the_save_of_its_input(donate, at):
-    """The leaves of a state are held; the step that consumes it copies what is not written, and trains to the same bits."""
+    """The save holds the leaves of a state; the step that consumes it copies unwritten ones, and trains to the same bits."""
     sync, background = PausingStore(), PausingStore(at)
     wanted = fold(sync, "sync", donate=donate, at_steps=(2,))
     found = fold(background, "async", donate=donate, at_steps=(2,))

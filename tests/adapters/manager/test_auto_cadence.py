@@ -71,7 +71,7 @@ def loop(store, clock, steps, *, step_secs=0.5, begin=0, **options):
 
 
 def test_without_a_cadence_the_first_save_comes_after_a_minute_and_the_others_as_often_as_is_best(clock, caplog):
-    """W12: nothing was ever saved. Of a save of 0.2 s and a step of 0.5 s, each 200 steps loses least; and it is said."""
+    """W12: otherwise nothing is saved. With a save of 0.2 s and a step of 0.5 s, every 200 steps loses least; it is logged."""
     store = Slow(clock, 0.2)
     with caplog.at_level(logging.WARNING):
         loop(store, clock, 1000)
@@ -106,7 +106,7 @@ def test_a_cadence_that_is_given_is_the_only_one(options, saved, clock):
 
 
 def test_an_async_save_costs_what_the_steps_beside_it_are_longer(clock):
-    """W12: its call costs nearly nothing; what it takes from the steps while it is written is its cost."""
+    """W12: its call costs nearly nothing; its cost is the slowdown of steps during the write."""
     said, meter = [], None
     meter = AutoCadence(said.append, clock=clock)
     for step in range(1, 11):
@@ -127,7 +127,7 @@ def test_an_async_save_costs_what_the_steps_beside_it_are_longer(clock):
 
 
 def test_the_ranks_save_at_the_same_steps_though_their_clocks_differ(monkeypatch):
-    """R01: rank 0 measures and decides; the cadence of the others would be another one."""
+    """R01: rank 0 measures and decides; the other ranks would choose other cadences."""
     clocks = {}
 
     def rank(world):
@@ -162,7 +162,7 @@ def test_auto_is_the_default_of_the_manager_and_of_the_config():
 
 @given(save=st.floats(0, 600), step=st.floats(1e-4, 600), noise=st.floats(0.8, 1.25))
 def test_the_choice_is_round_nearly_the_best_and_stays_where_it_is_measured_again(save, step, noise):
-    """W12: it loses less than a sixth more than the best; and noise of a quarter never moves it by more than one round number."""
+    """W12: it loses at most a sixth more than the best; noise of a quarter changes it by at most one round number."""
     every = choose_cadence(None, save_secs=save, step_secs=step)
     assert str(every).rstrip("0") in {"1", "2", "5"}
     best = advise_cadence(save_secs=save, step_secs=step, mtbf_secs=ASSUMED_MTBF_SECS).lost_fraction

@@ -31,7 +31,7 @@ def state_at(step):
 
 
 def surface(cls):
-    """Its public names, and how each is called."""
+    """Its public names with their signatures."""
     found = {}
     for name in dir(cls):
         if not name.startswith("_") or name in {"__enter__", "__exit__"}:
@@ -43,14 +43,14 @@ def surface(cls):
 
 
 def test_both_managers_have_the_same_public_names_and_are_called_alike():
-    """O07: what one has, the other has, so that a config can name either."""
+    """O07: both have the same names, so that a config can choose either."""
     assert surface(DisabledManager) == surface(CheckpointManager)
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_loop_makes_the_same_steps_with_both_managers(data):
-    """O07, R01, R02: whatever is asked for, on whichever rank, and whenever the loop ends by itself."""
+    """O07, R01, R02: for any request, on any rank, and whenever the loop ends by itself."""
     last = data.draw(st.integers(1, 6))
     asked = data.draw(st.dictionaries(st.integers(1, 6), st.tuples(st.integers(0, 1), st.sampled_from(REQUESTS))))
     asks_first = data.draw(st.booleans())
@@ -107,7 +107,7 @@ def test_a_save_by_hand_answers_what_was_asked_for_and_does_nothing_else():
 
 @pytest.mark.parametrize("name", BOTH)
 def test_requests_wait_for_the_boundary_that_closes_a_window(name):
-    """A06: inside of it nothing is decided, by either manager."""
+    """A06: neither manager decides anything inside a window."""
     source, live = Asked(), trainfold.attach(torch.nn.Linear(1, 1))
     with made(name, MemoryStore(), requests=source) as manager:
         source.ask("stop")
@@ -120,7 +120,7 @@ def test_requests_wait_for_the_boundary_that_closes_a_window(name):
 
 
 def test_nothing_is_loaded_and_nothing_is_changed():
-    """O07: by value the same state, in place none of the run."""
+    """O07: by value the state is the same, and in place the run is unchanged."""
     live = trainfold.attach(torch.nn.Linear(1, 1))
     weight = live.capture().model.params["weight"].clone()
     state = state_at(3)

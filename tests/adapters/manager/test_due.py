@@ -50,7 +50,7 @@ def value_in(state):
 )
 @settings(max_examples=60, deadline=None)
 def test_whatever_a_loop_goes_back_to_its_last_state_is_saved_and_none_twice(moves, every, mode):
-    """A14: a state is a value, so a loop may go on from one that it has kept; a resume by a manager is not the only way back."""
+    """A14: a state is a value, so a loop may continue from one that it kept; a manager's resume is not the only way back."""
     store, step, salt, saved = MemoryStore(), 0, 0, []
     with CheckpointManager(store, every=every, mode=mode) as manager:
         for move in moves:
@@ -71,7 +71,7 @@ def test_whatever_a_loop_goes_back_to_its_last_state_is_saved_and_none_twice(mov
 
 
 def test_what_was_left_behind_in_memory_is_no_ancestor():
-    """E16: where the loop went back, be it by a load or in memory, what it saves next descends from before that."""
+    """E16: after a loop goes back, by a load or in memory, its next save descends from a step before that point."""
     store = MemoryStore()
     with CheckpointManager(store, every=100) as manager:
         for step in (100, 200, 300):
@@ -89,7 +89,7 @@ def chain(store):
 
 
 def test_a_live_run_that_was_put_back_in_memory_is_saved_when_it_is_there_again():
-    """A14: `live.restore` of a state that was captured before it diverged."""
+    """A14: `live.restore` of a state captured before the run diverged."""
     store, model = MemoryStore(), torch.nn.Linear(1, 1, bias=False)
     live = attach(model)
     with CheckpointManager(store, every=5) as manager:
@@ -110,7 +110,7 @@ def test_a_live_run_that_was_put_back_in_memory_is_saved_when_it_is_there_again(
 
 
 def test_a_save_that_fails_after_the_loop_went_back_leaves_nothing_saved_that_is_not():
-    """D05, A14: what was saved before the save that failed may be of the way that was left."""
+    """D05, A14: the saves before the failed one may belong to the abandoned path."""
     due = SaveTriggers(make_triggers(every=5), None, SingleProcess())
     for step in (5, 10):
         due.see(step)
@@ -132,7 +132,7 @@ def test_a_save_that_fails_after_the_loop_went_back_leaves_nothing_saved_that_is
 @pytest.mark.parametrize("what", ["is_last", "is_best"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_what_one_rank_knows_of_a_boundary_all_ranks_act_on(what, mode):
-    """R01, T53: the data of one rank have ended, or rank 0 alone has compared."""
+    """R01, T53: the data of one rank have ended, or only rank 0 has compared."""
     store = MemoryStore()
 
     def main(world):
@@ -157,7 +157,7 @@ def test_ranks_at_different_steps_are_told_so_on_every_rank():
 
 
 def test_a_source_that_fails_on_one_rank_fails_the_boundary_on_all_and_loses_no_request():
-    """R01, P29: the others must not wait for it, and what they were asked is asked still."""
+    """R01, P29: the others must not wait for it, and their requests stay pending."""
     store, fails = MemoryStore(), threading.Event()
     fails.set()
 
@@ -283,7 +283,7 @@ class SlowStore:
 
 @pytest.mark.parametrize("what", ["is_best", "is_last"])
 def test_a_policy_that_skips_skips_nothing_that_does_not_come_again(what):
-    """D04, E10, A14: the cadence is due at the next boundary; the best state is gone by then, and so is the last."""
+    """D04, E10, A14: the cadence is due again at the next boundary, but the best or last state is gone by then."""
     store = SlowStore()
     with CheckpointManager(store, mode="async", when_busy="skip", every=10) as manager:
         manager.step(state_at(10))
@@ -311,7 +311,7 @@ def test_a_boundary_is_made_of_what_every_rank_says():
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("request_", ["stop", "save_and_stop", "abort"])
 def test_a_request_to_stop_is_not_lost_where_the_loop_saves_by_hand(request_, mode):
-    """R01, P29: `should_save` and `save` are all that the protocol has; what a boundary decided is not forgotten by the save."""
+    """R01, P29: the protocol has only `should_save` and `save`; the save does not clear a boundary's decision to stop."""
     mine = Asked()
     with CheckpointManager(MemoryStore(), mode=mode, requests=mine) as manager:
         mine.ask(request_)
@@ -329,7 +329,7 @@ def test_a_request_to_stop_is_not_lost_where_the_loop_saves_by_hand(request_, mo
 
 @pytest.mark.parametrize(("elapsed", "is_due"), [((11.0, 3.0), True), ((3.0, 11.0), False)])
 def test_the_cadence_in_seconds_goes_by_the_clock_of_one_rank(elapsed, is_due, monkeypatch):
-    """R01: ranks whose clocks differ save together, or not at all."""
+    """R01: ranks with different clocks either all save or all skip."""
     store, clocks = MemoryStore(), threading.local()
     monkeypatch.setattr("trainfold.adapters.manager.triggers.time.monotonic", lambda: getattr(clocks, "now", 0.0))
 

@@ -47,7 +47,7 @@ def test_a_log_that_is_cut_where_the_run_resumes_has_each_step_once(mode, legs):
 
 
 def test_the_weights_of_the_best_are_told_apart_from_a_resume():
-    """R04: a log that is cut by events must not lose what came after the best."""
+    """R04: a log that is cut by events must not lose the entries after the best step."""
     store, events, live = MemoryStore(), [], new_run()
     with CheckpointManager(store, every=1, on_event=events.append) as manager:
         for _ in range(2):

@@ -46,7 +46,7 @@ def test_a_checkpoint_that_lost_bytes_after_it_was_counted_is_not_counted_again(
 
 
 def test_a_step_that_is_saved_again_is_counted_as_it_is_now():
-    """E01: its files have other names, and are as many as the manifest of today says."""
+    """E01: its files have other names, and the current manifest says how many there are."""
     store = MemoryStore()
     with CheckpointManager(store, keep_last=2) as manager:
         for step in (1, 2, 3, 3, 4, 4, 4, 5):

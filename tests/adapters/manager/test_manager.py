@@ -51,7 +51,7 @@ def test_a_run_resumed_from_any_of_its_checkpoints_ends_with_the_same_bits(unint
 
 
 def test_the_law_holds_on_a_disk(tmp_path):
-    """V13: the same through files, at an epoch's end and inside one."""
+    """V13: the same through files, at an epoch's end and inside an epoch."""
     whole = Job(0)
     with CheckpointManager(tmp_path / "whole", every=6) as manager:
         whole.run(manager, 14)
@@ -76,7 +76,7 @@ def test_the_law_holds_on_a_disk(tmp_path):
     jump=st.integers(1, 3),
 )
 def test_the_steps_that_are_saved_do_not_depend_on_interruptions(every, total, crashes, jump):
-    """O06: the rule alone: each attempt goes on from the newest checkpoint; the cadence counts from step 0."""
+    """O06: the rule alone: each attempt continues from the newest checkpoint; the cadence counts from step 0."""
 
     def saved_steps(stops):
         saved = []
@@ -184,7 +184,7 @@ def test_an_empty_run_starts_fresh_and_says_so(caplog, tmp_path):
 
 
 def test_a_fresh_start_is_said_to_whoever_configured_no_logging(tmp_path):
-    """Once, on the standard error: a resume that finds nothing is most often a path that was mistyped."""
+    """Once, on standard error: a resume that finds nothing usually has a mistyped path."""
     code = (
         "import sys, torch, trainfold\n"
         "with trainfold.CheckpointManager(sys.argv[1]) as manager:\n"
@@ -212,7 +212,7 @@ def test_a_fresh_start_is_said_to_whoever_configured_no_logging(tmp_path):
     ids=lambda value: "absent" if value is None else repr(value[:40]),
 )
 def test_what_a_damaged_run_file_needs_is_said_and_helps(tmp_path, damaged):
-    """R09: no older checkpoint can help; the manifests know the id, so the fix names the whole file."""
+    """R09: no older checkpoint can help; the manifests contain the id, so the fix prints the complete file."""
     for step in (1, 2):
         save(TrainState(trainer=Progress(step=step)), tmp_path)
     path = tmp_path / "run.json"
@@ -267,7 +267,7 @@ def test_a_folder_that_becomes_somebody_elses_is_not_resumed_or_written_to(tmp_p
 
 
 def test_a_run_whose_only_checkpoint_cannot_be_read_is_no_fresh_start(tmp_path):
-    """V02: only a run that holds nothing starts fresh; one of a newer version, or a damaged one, is something."""
+    """V02: only an empty run starts fresh; a checkpoint of a newer version, or a damaged one, makes it non-empty."""
     save(TrainState(trainer=Progress(step=1)), tmp_path)
     manifest = tmp_path / "step-00000001" / "manifest.json"
     good = manifest.read_bytes()
@@ -278,7 +278,7 @@ def test_a_run_whose_only_checkpoint_cannot_be_read_is_no_fresh_start(tmp_path):
 
 
 def test_what_a_killed_first_save_left_behind_is_a_fresh_start_too(tmp_path):
-    """C02: torn directories are not a run to resume, and not a reason to refuse."""
+    """C02: torn directories are neither a run to resume nor a reason to refuse."""
     torn = tmp_path / "run" / "step-00000005"
     torn.mkdir(parents=True)
     (torn / "model-00000-of-00001.safetensors").write_bytes(b"half of it")

@@ -87,7 +87,7 @@ def refusal(error, manager, **arguments):
 
 
 def test_a_manager_of_ones_own_gets_the_config_with_its_own_fields(ours):
-    """O02, O04: the subclass itself, and whatever else the program gives."""
+    """O02, O04: the subclass of the config itself, and any other arguments of the program."""
     ours()
 
     @attrs.frozen(kw_only=True)
@@ -132,7 +132,7 @@ def test_methods_may_be_static_or_of_the_class_and_take_more_than_is_given(ours)
 
 
 def test_a_field_that_is_new_breaks_no_manager(ours):
-    """O04: a manager sees a config, and never its fields as arguments that it would have to know."""
+    """O04: a manager gets the config object, never its fields as arguments."""
     ours()
     manager = create_checkpoint_manager(config_of("ours.managers.Whole", every=5, mode="async"), allow=OURS)
     assert manager.config.every == 5
@@ -153,7 +153,7 @@ def test_the_default_manager_has_an_argument_for_each_field():
 
 @pytest.mark.parametrize("name", ["CheckpointManager", "DisabledManager"])
 def test_the_managers_of_trainfold_are_made_from_a_config_and_can_be_called(name):
-    """O01, O02, O07: each has the protocol, and does with a run what the calls say."""
+    """O01, O02, O07: each implements the protocol, and its calls work on a run."""
     store = MemoryStore()
     config = CheckpointConfig(run=store, every=2, keep_last=1, manager=f"trainfold.{name}")
     manager = create_checkpoint_manager(config, on_event=lambda event: None)
@@ -183,7 +183,7 @@ def test_the_managers_of_trainfold_are_made_from_a_config_and_can_be_called(name
      "ours/managers.Whole", "../ours.Whole", "ours.class.Whole", "ours.managers.Whole()", None, 7, ["ours", "Whole"]],
 )  # fmt: skip
 def test_a_path_that_is_none_is_refused_before_all_else(path):
-    """O02: the first of the stages."""
+    """O02: this is the first stage."""
     refusal(ManagerPathInvalid, path)
 
 
@@ -191,7 +191,7 @@ def test_a_path_that_is_none_is_refused_before_all_else(path):
     "path", ["oursevil.managers.Whole", "ours_evil.Whole", "os.system", "ourS.managers.Whole", "xours.a.B"]
 )
 def test_what_is_not_allowed_is_not_imported(path, monkeypatch):
-    """U03, O02: `ours.` lets nothing in that only begins like it; the import does not happen."""
+    """U03, O02: `ours.` allows no package whose name only starts with `ours`; the import does not happen."""
     monkeypatch.setattr("trainfold.adapters.manager.config.import_module", lambda name: pytest.fail(f"imported {name}"))
     error = refusal(ManagerNotAllowed, path)
     assert "nothing was imported" in error.fix
@@ -199,7 +199,7 @@ def test_what_is_not_allowed_is_not_imported(path, monkeypatch):
 
 @given(st.text(alphabet="abours._", max_size=12))
 def test_whatever_the_path_only_what_is_below_a_prefix_is_imported(path):
-    """U03: for every text, either it begins with the whole of an allowed package, or nothing is imported."""
+    """U03: for every string, either it starts with the full name of an allowed package, or nothing is imported."""
     imported = []
 
     def importing(name):
@@ -218,13 +218,13 @@ def test_whatever_the_path_only_what_is_below_a_prefix_is_imported(path):
     "allow", [("ours",), ("",), (".",), ("ours..",), "ours.", ("ours.", 7), ("ou rs.",), 7, (b"ours.",)]
 )
 def test_a_prefix_has_to_end_at_a_dot(allow):
-    """U03: `pkg` would let `pkgevil` in, and an empty one everything."""
+    """U03: `pkg` would allow `pkgevil`, and an empty prefix would allow everything."""
     with pytest.raises(InvalidArgument, match="each ending with a dot"):
         create_checkpoint_manager(config_of("ours.managers.Whole"), allow=allow)
 
 
 def test_a_config_file_cannot_allow_what_it_names():
-    """U03: the prefixes are the class's, which is code; a field of that name does not become one."""
+    """U03: the prefixes belong to the class, which is code; a config field of that name has no effect."""
     with pytest.raises(TypeError, match="allow"):
         CheckpointConfig(run="a", manager="os.system", allow=("os.",))
     with pytest.raises(ManagerNotAllowed):
@@ -253,7 +253,7 @@ def test_what_is_no_config_is_refused(config):
 
 
 def test_a_module_that_is_not_there_is_told_apart_from_one_that_fails(ours):
-    """O02: with the cause, and its own next move."""
+    """O02: each error has its cause and its own fix."""
     missing = refusal(ManagerNotImportable, "ours.nowhere.Whole")
     assert isinstance(missing.__cause__, ModuleNotFoundError)
     assert "correct the path" in missing.fix
@@ -271,7 +271,7 @@ def test_a_module_that_is_not_there_is_told_apart_from_one_that_fails(ours):
 
 
 def test_a_name_that_is_not_in_the_module_is_told_with_those_that_are(ours):
-    """O02: also where the module has a way of its own to find names."""
+    """O02: also if the module has its own `__getattr__`."""
     ours()
     error = refusal(ManagerNotFound, "ours.managers.Whol")
     assert isinstance(error.__cause__, AttributeError)
@@ -329,7 +329,7 @@ def test_what_is_no_class_is_refused(ours):
     ],
 )
 def test_each_method_has_to_be_callable_as_it_is_called(ours, declared):
-    """O02: with its own names of parameters, but no more and no fewer; `isinstance` sees none of it."""
+    """O02: parameters may have other names, but their number must match; `isinstance` checks none of this."""
     ours(f"class Wrong(Whole):\n    def {declared}: return None")
     found = refusal(ManagerSignatureMismatch, "ours.managers.Wrong").found
     assert "1 that cannot" in found
@@ -338,7 +338,7 @@ def test_each_method_has_to_be_callable_as_it_is_called(ours, declared):
 
 @pytest.mark.parametrize("method", list(CALLS))
 def test_a_method_that_would_have_to_be_awaited_is_refused(ours, method):
-    """O02: what it returned would be dropped, and nothing would be saved."""
+    """O02: the returned coroutine would be dropped, and nothing would be saved."""
     ours(f"class Wrong(Whole):\n    async def {method}(self, *args, **kwargs): return None")
     assert f"{method}: it is async" in refusal(ManagerSignatureMismatch, "ours.managers.Wrong").found
 
@@ -362,7 +362,7 @@ FORMS = {
 @pytest.mark.parametrize("method", ["save", "poll", "should_load"])
 @pytest.mark.parametrize("form", sorted(FORMS))
 def test_a_method_of_any_form_is_taken_unless_it_is_async_or_a_generator(ours, form, method):
-    """O02: what a call of those would do is dropped, so that nothing would be saved."""
+    """O02: a call of an async or generator method has no effect, so nothing would be saved."""
     kinds = {"Plain": ("", "return None"), "Async": ("async ", "return None"), "Generator": ("", "yield"),
              "AsyncGenerator": ("async ", "yield")}  # fmt: skip
     declared = [
@@ -395,7 +395,7 @@ def test_an_object_that_is_called_is_not_given_the_manager(ours):
 
 
 def test_a_wrapper_has_to_take_what_it_says_that_it_takes_and_may_wait_for_what_is_async(ours):
-    """O02: `functools.wraps` shows the signature of what is wrapped, whatever the wrapper takes."""
+    """O02: `functools.wraps` shows the signature of the wrapped function, whatever the wrapper takes."""
     ours("""
         import asyncio, functools
         async def _load(self, run, decision=None): return run
@@ -411,7 +411,7 @@ def test_a_wrapper_has_to_take_what_it_says_that_it_takes_and_may_wait_for_what_
 
 
 def test_all_signatures_that_are_wrong_are_told_at_once_and_nothing_is_built(ours):
-    """O02: the way it is built included."""
+    """O02: the signature of its constructor is included."""
     ours("""
         class Wrong(Whole):
             built = []
@@ -433,7 +433,7 @@ def test_all_signatures_that_are_wrong_are_told_at_once_and_nothing_is_built(our
 
 
 def test_the_protocol_and_the_calls_that_are_checked_are_the_same():
-    """O01: a method of the one that the other does not know would not be checked."""
+    """O01: a method in only one of the two would not be checked."""
     declared = [name for name in vars(CheckpointManagerLike) if not name.startswith("_")]
     assert declared == list(CALLS)
     for name, calls in CALLS.items():
@@ -478,7 +478,7 @@ def test_each_stage_has_an_error_of_its_own():
 
 
 def test_a_decision_to_load_says_whether_from_where_and_how():
-    """O01: and a manager's own may say more."""
+    """O01: a manager's own decision class may have more fields."""
     yes = LoadDecision(
         can_load=True, checkpoint="step-00000007", step=7, source="peer", how="weights only", reason="asked for"
     )
@@ -494,7 +494,7 @@ def test_a_decision_to_load_says_whether_from_where_and_how():
 
 
 def test_a_decision_follows_the_plan_and_says_what_the_plan_says():
-    """O01: where from, whether exactly, what was passed over, and every reason where it is no."""
+    """O01: the source, whether the load is exact, the skipped checkpoints, and every reason for a refusal."""
     store = MemoryStore()
     no = load_decision(plan(store, like=LIKE))
     assert (no.can_load, no.checkpoint, no.step, no.source) == (False, None, None, "newest")
@@ -512,6 +512,6 @@ def test_a_decision_follows_the_plan_and_says_what_the_plan_says():
 
 
 def test_nothing_is_run_by_importing_what_the_default_allows():
-    """U03: of trainfold itself only its program does something, and that only when it is run."""
+    """U03: within trainfold only the command-line program acts, and only if it is run as a program."""
     with pytest.raises(ManagerIncomplete):
         create_checkpoint_manager(config_of("trainfold.__main__.main"))

@@ -36,7 +36,7 @@ def test_a_run_that_is_not_the_same_is_refused_and_left_as_it_is(change, words):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.SGD, torch.optim.LBFGS])
 def test_optimizers_whose_parameters_have_different_slots_resume_through_the_store(optimizer):
-    """B10: Adafactor keeps other slots for a vector than for a matrix; LBFGS keeps all of them under one parameter."""
+    """B10: Adafactor keeps different slots for vectors and matrices; LBFGS keeps all slots under one parameter."""
 
     def build():
         torch.manual_seed(0)
@@ -70,7 +70,7 @@ def test_optimizers_whose_parameters_have_different_slots_resume_through_the_sto
 
 
 def test_another_base_learning_rate_under_a_scheduler_is_refused():
-    """V08: what the scheduler has made of the rate is not compared; what the script gave it is."""
+    """V08: the script's base rate is compared, not the rate that the scheduler computed from it."""
     store = MemoryStore()
     with CheckpointManager(store, every=3) as manager:
         Job(0).run(manager, 3)
@@ -130,7 +130,7 @@ class HandScheduled:
 
 
 def test_a_loop_that_sets_its_learning_rate_by_hand_resumes_exactly():
-    """V13: without a refusal or a warning, and again after a resume, though the saved rate is not the script's."""
+    """V13: without a refusal or a warning, also after a second resume, although the saved rate is not the script's."""
     with CheckpointManager(MemoryStore()) as manager:
         wanted = HandScheduled(0).run(manager, 9)
     store = MemoryStore()
@@ -194,7 +194,7 @@ def test_a_policy_lets_another_batch_size_pass_where_it_divides():
 
 
 def test_a_component_can_start_anew_on_purpose():
-    """H04: rng is skipped with a reason, and stays what this process has."""
+    """H04: rng is skipped with a reason, and this process's streams stay unchanged."""
     store = MemoryStore()
     with CheckpointManager(store, every=3) as manager:
         Job(0).run(manager, 3)

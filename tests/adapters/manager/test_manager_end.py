@@ -71,7 +71,7 @@ def test_the_last_state_is_saved_exactly_once(mode, options, wanted):
 
 
 def test_a_finished_run_that_is_launched_again_saves_nothing(mode):
-    """A11, M49: not even in place."""
+    """A11, M49: it does not replace its last checkpoint either."""
     store = MemoryStore()
     Job().run(store, mode=mode, every=4)
     before = len(store.effects)
@@ -92,7 +92,7 @@ def test_a_request_is_answered_at_the_boundary_that_follows(mode, request_, want
 
 
 def test_a_stop_that_is_not_to_be_saved_is_not(mode):
-    """A search over settings keeps nothing of a run that was stopped; save_and_stop says otherwise."""
+    """A search over settings keeps nothing of a stopped run, unless the request is save_and_stop."""
     for request_, wanted in (("stop", []), ("save_and_stop", [3])):
         asked = Asked()
         at = lambda step, ask=asked, what=request_: step == 3 and ask.ask(what)
@@ -125,7 +125,7 @@ def test_a_request_inside_a_window_waits_for_the_boundary_that_closes_it():
 
 
 def test_a_signal_during_an_evaluation_is_answered_at_the_next_boundary():
-    """P29: a real signal, in the middle of something long."""
+    """P29: a real signal, in the middle of a long call."""
     job = Job()
 
     def evaluate(step):
@@ -151,7 +151,7 @@ def test_a_file_stops_a_run(tmp_path):
 
 
 def test_seconds_are_a_cadence_too(monkeypatch):
-    """By a monotonic clock; the steps that it hits are those that are due."""
+    """By a monotonic clock: the steps at which the time has passed are due."""
     now = [0.0]
     monkeypatch.setattr("trainfold.adapters.manager.triggers.time.monotonic", lambda: now[0])
     store = MemoryStore()
@@ -197,7 +197,7 @@ def test_the_best_off_the_cadence_is_saved_and_on_it_once(mode):
 
 
 def test_what_a_pointer_of_anybodys_leads_to_is_kept(tmp_path):
-    """E02: a link that a person made is a reason too; the pointer `latest` follows, and protects nothing old."""
+    """E02: a link made by a user protects its target too; the pointer `latest` follows, and protects no old checkpoint."""
     run = tmp_path / "run"
     with CheckpointManager(run, keep_last=1) as manager:
         for step in range(1, 6):
@@ -209,7 +209,7 @@ def test_what_a_pointer_of_anybodys_leads_to_is_kept(tmp_path):
 
 
 def test_what_a_kill_left_of_a_deletion_or_a_save_is_collected_and_nothing_else(tmp_path):
-    """E01, C02: without manual help; newer steps, and directories with anything of a user's, are left alone."""
+    """E01, C02: without manual help; newer steps, and directories with any file of a user, stay unchanged."""
     run = tmp_path / "run"
     with CheckpointManager(run) as manager:
         for step in (1, 2, 3, 9):
@@ -226,7 +226,7 @@ def test_what_a_kill_left_of_a_deletion_or_a_save_is_collected_and_nothing_else(
 
 
 def test_a_run_that_was_aborted_and_is_loaded_again_is_saved_at_its_end():
-    """R02: the next try in the same manager is not aborted."""
+    """R02: the next attempt in the same manager is not aborted."""
     store, asked = MemoryStore(), Asked()
     with CheckpointManager(store, requests=asked) as manager:
         manager.save(TrainState(trainer=Progress(step=1)))

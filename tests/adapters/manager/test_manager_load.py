@@ -43,7 +43,7 @@ def run(tmp_path):
 
 
 def test_a_manager_says_what_it_can_load_and_loads_it(run):
-    """O01: whether it can load, from where, and how; nothing is loaded for the answer."""
+    """O01: whether it can load, from where, and how; the answer loads nothing."""
     with CheckpointManager(run) as manager:
         found = manager.should_load(state_at(0))
         assert (bool(found), found.checkpoint, found.step, found.source) == (True, "step-00000003", 3, "newest")
@@ -57,7 +57,7 @@ def test_a_manager_says_what_it_can_load_and_loads_it(run):
 
 
 def test_what_is_loaded_is_what_was_decided(run):
-    """O01: a decision that is no longer true is refused, and nothing else is loaded in its place."""
+    """O01: an outdated decision is refused, and nothing else is loaded in its place."""
     with CheckpointManager(run) as manager:
         stale, older = manager.should_load(state_at(0)), manager.should_load(state_at(0), step=1)
         manager.load(state_at(0))
@@ -71,7 +71,7 @@ def test_what_is_loaded_is_what_was_decided(run):
 
 
 def test_a_decision_waits_for_the_save_under_way():
-    """O01: else it would be about a run that holds something else a moment later."""
+    """O01: otherwise the run would change right after the decision."""
     with CheckpointManager(MemoryStore(), mode="async") as manager:
         for step in (1, 2):
             manager.save(state_at(step))
@@ -102,7 +102,7 @@ def test_a_live_run_is_written_in_place(tmp_path):
 
 
 def test_the_best_weights_come_back_and_nothing_else(tmp_path):
-    """E15: optimizer, counters, random state stay as they are at the end of the run; it says which step the weights are of."""
+    """E15: optimizer, counters and random state stay as at the end of the run; the result names the step of the weights."""
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -128,7 +128,7 @@ def test_the_best_weights_come_back_and_nothing_else(tmp_path):
 
 
 def test_what_is_damaged_is_passed_over_loudly_and_stays_in_quarantine(run):
-    """P07, V03: the next older one is used, the bad one is not deleted, and not tried again."""
+    """P07, V03: the next older one is used; the bad one is neither deleted nor tried again."""
     damage(run, 3)
     with CheckpointManager(run, keep_last=2) as manager:
         decision = manager.should_load(state_at(0))
@@ -147,7 +147,7 @@ def test_what_is_damaged_is_passed_over_loudly_and_stays_in_quarantine(run):
 
 
 def test_a_quarantined_checkpoint_neither_counts_nor_protects(run):
-    """E01: the budget of two is for two that can be loaded."""
+    """E01: a budget of two means two loadable checkpoints."""
     damage(run, 3)
     with CheckpointManager(run, keep_last=2) as manager:
         with pytest.warns(CheckpointPassedOver):
@@ -180,7 +180,7 @@ def die_in_loading(run):
 
 
 def test_a_checkpoint_that_kills_its_loader_is_given_up_after_three_deaths(run):
-    """P07: the deaths are counted in the run, across processes; the fourth one uses the next older."""
+    """P07: the run counts the deaths across processes; the fourth process uses the next older checkpoint."""
     for _ in range(3):
         with CheckpointManager(run) as manager:
             assert manager.should_load(state_at(0)).step == 3

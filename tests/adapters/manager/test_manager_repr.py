@@ -9,7 +9,7 @@ from trainfold.core.state.state import Progress, TrainState
 
 
 def test_the_repr_of_a_manager_says_what_it_holds(tmp_path):
-    """The run, when and how it saves, what it keeps, what is being saved, what was saved last, and whether it is closed."""
+    """The run, when and how it saves, its retention, the save under way, the last save, and whether it is closed."""
     run = str(tmp_path / "run")
     manager = CheckpointManager(run, mode="async", every=5, keep_last=3, keep=keep_every(100))
     policy = f"CheckpointManager({run!r}, async, every=5, keep: every 100 steps, the last 3"

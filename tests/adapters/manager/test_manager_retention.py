@@ -153,7 +153,7 @@ def test_a_state_can_be_saved_as_it_is():
     ],
 )
 def test_a_manager_that_cannot_be_is_refused_before_it_touches_the_run(tmp_path, arguments, words):
-    """D10, E01: a mode that is not there is an error of the configuration, not a run without checkpoints."""
+    """D10, E01: an unknown mode is a configuration error; it must not give a run without checkpoints."""
     with pytest.raises(InvalidArgument, match=words):
         CheckpointManager(tmp_path / "run", **arguments)
     with pytest.raises(UnsupportedLeaf, match=r"contract\['a'\]"):
@@ -192,7 +192,7 @@ def test_a_manager_takes_a_live_run_and_not_its_model(call):
 
 
 def test_a_contract_is_taken_as_it_was_given():
-    """What the caller does with his dictionary later changes no promise."""
+    """Later changes to the caller's dictionary do not change the contract."""
     store, contract = MemoryStore(), {"tokenizer": ["a"]}
     state = TrainState(trainer=Progress(1))
     with CheckpointManager(store, contract=contract) as manager:
@@ -220,7 +220,7 @@ def test_a_save_by_value_and_a_save_by_the_manager_are_the_same_checkpoint():
 
 
 def test_a_run_saved_by_value_is_resumed_by_a_manager_and_the_other_way_round():
-    """V08: a captured state says of the loop around it what the manager would have said."""
+    """V08: a captured state records the same facts about its loop as the manager."""
     store, job = MemoryStore(), Job(0)
     job.run(DisabledManager(), 2)
     save(job.live.capture(), store)
@@ -253,7 +253,7 @@ def test_what_a_rewind_left_behind_neither_counts_nor_goes():
 
 
 def test_a_tree_behind_two_functions_may_have_grown_since_the_run_began():
-    """B15: its shape is its owner's: a history that got longer, a best score that was None."""
+    """B15: its owner decides its shape: a history may grow, and a best score may have been None."""
     store = MemoryStore()
     kept = {"history": [1.0, 2.0], "best": torch.ones(2)}
     live = attach(nn.Linear(1, 1), extra={"log": (lambda: kept, kept.update)})

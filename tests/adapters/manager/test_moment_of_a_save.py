@@ -22,7 +22,7 @@ from trainfold.core.step.loss import Loss
 
 
 class PausedStore:
-    """Nothing is read or written by the saver while it is paused."""
+    """While paused, it reads and writes nothing for the saver."""
 
     def __init__(self):
         self.inner, self.may_go_on = MemoryStore(), threading.Event()
@@ -37,7 +37,7 @@ class PausedStore:
 
 
 def files(store):
-    """The data files, which must be equal byte for byte; the manifest has a run's id in it."""
+    """The data files, which must be equal byte for byte; the manifest is left out because it contains the run's id."""
     disk = store.inner._disk.files if isinstance(store, PausedStore) else store._disk.files
     return {name: data for name, data in disk.items() if name.startswith("step-") and not name.endswith(MANIFEST)}
 
@@ -55,7 +55,7 @@ def varied(step, scale):
 
 
 def test_an_async_save_has_the_bytes_of_a_sync_one_whatever_leaves_there_are():
-    """D01: whatever leaves there are, and however often it was saved before."""
+    """D01: for any leaves, and any number of earlier saves."""
     stores = {mode: MemoryStore() for mode in ("sync", "async")}
     for mode, store in stores.items():
         with CheckpointManager(store, mode=mode) as manager:
@@ -88,7 +88,7 @@ def test_containers_that_change_after_the_call_are_saved_as_they_were():
 
 
 def test_a_state_that_a_step_consumes_before_anything_is_written_is_saved_as_it_was():
-    """D02: the lease of a donated state ends with the step; the hold is asked before."""
+    """D02: the lease of a donated state ends with the step; the step asks the hold first."""
     store = PausedStore()
     sgd = trainfold.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     model = nn.Linear(3, 2)
@@ -111,7 +111,7 @@ def test_a_state_that_a_step_consumes_before_anything_is_written_is_saved_as_it_
 
 
 def test_what_cannot_be_saved_is_said_in_the_call():
-    """D05: what cannot be saved is said in the call, where it is new."""
+    """D05: the call raises if a new component cannot be saved."""
     store = MemoryStore()
     with CheckpointManager(store, mode="async") as manager:
         manager.save(TrainState(trainer=Progress(step=1), extra={"x": 1}))
@@ -154,7 +154,7 @@ def test_a_live_run_whose_optimizer_gets_slots_has_the_same_bytes():
 
 
 def test_a_leaf_that_was_written_to_once_and_is_gone_is_missed_by_no_later_save():
-    """D02: what was written to unannounced is copied from then on, as long as it is there."""
+    """D02: a leaf with an unannounced write is copied from then on, as long as it exists."""
     store = PausedStore()
     with CheckpointManager(store, mode="async") as manager:
         state = TrainState(
@@ -171,7 +171,7 @@ def test_a_leaf_that_was_written_to_once_and_is_gone_is_missed_by_no_later_save(
 
 
 def test_a_load_waits_until_nothing_is_being_deleted(monkeypatch):
-    """V12: what is being read is not deleted meanwhile."""
+    """V12: a checkpoint is not deleted while it is read."""
     store, real, order = MemoryStore(), Pruner.retain, []
 
     def slow(self, result):

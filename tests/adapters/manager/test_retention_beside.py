@@ -31,7 +31,7 @@ def steps_left(store):
 
 
 def rewound(store, **options):
-    """Steps 1 to 5; step 2 again, and 6 and 7 from there: 3, 4 and 5 are left behind."""
+    """Steps 1 to 5; then a rewind to step 2, and 6 and 7 from there: 3, 4 and 5 are left behind."""
     with CheckpointManager(store, **options) as manager:
         for step in range(1, 6):
             manager.save(state_at(step))
@@ -46,7 +46,7 @@ def rewound(store, **options):
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_what_a_user_puts_beside_a_checkpoint_goes_with_it(mode, tmp_path):
-    """E05: exports and data states in folders of their own; before, such a folder stopped retention after it had taken the manifest."""
+    """E05: exports and data states in their own folders; such a folder once stopped retention after the manifest was deleted."""
     with CheckpointManager(tmp_path / "run", mode=mode, keep_last=1) as manager:
         for step in (1, 2, 3):
             manager.save(state_at(step))
@@ -105,7 +105,7 @@ def test_a_folder_in_a_step_that_is_saved_again_does_not_keep_its_old_files(tmp_
 )
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_left_behind_checkpoints_go_by_a_rule_and_stay_without_one(policy, stays, place, tmp_path):
-    """E16: they count for no other rule, and none of the present lineage goes by this one."""
+    """E16: no other rule counts them, and this rule deletes nothing of the present lineage."""
     if place == "memory":
         clock = iter(float(second) for second in range(1000))
         store = MemoryStore(clock=lambda: next(clock))
@@ -158,7 +158,7 @@ def test_the_rule_for_what_was_left_behind_is_an_argument_and_a_field_of_the_con
 @pytest.mark.parametrize("place", ["memory", "disk"])
 @pytest.mark.parametrize("kept", [None, (BestEntry(0.1, 4), BestEntry(0.2, 5), BestEntry(0.3, 2), BestEntry(0.4, 1))])
 def test_after_a_rewind_the_pointer_leads_to_the_best_that_is_left_or_goes(place, kept, tmp_path, caplog):
-    """E12: people follow it, and scripts that serve it; the file itself says of which timeline it is."""
+    """E12: users and serving scripts follow it; the file itself names its timeline."""
     store = MemoryStore() if place == "memory" else LocalStore(tmp_path / "run")
     with CheckpointManager(store) as manager:
         for step in range(1, 6):

@@ -20,7 +20,7 @@ TWO = {"SIGUSR1": "save", "SIGUSR2": "save_and_stop"}
 
 @pytest.fixture(autouse=True)
 def signals_are_as_before():
-    """What a test leaves behind would be another test's riddle."""
+    """A handler left behind by one test would break another."""
     watched = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT]
     before = [disposition_of(number) for number in watched]
     yield
@@ -28,7 +28,7 @@ def signals_are_as_before():
 
 
 def test_a_signal_during_one_long_call_of_c_is_a_request_after_it(child):
-    """R01, P29: the interpreter does not run in the meantime, as in a compile or a kernel that is waited for."""
+    """R01, P29: the interpreter does not run meanwhile, as in a compile or a wait for a kernel."""
     done = child("""
         import hashlib
         source = SignalRequests()
@@ -86,7 +86,7 @@ def test_a_second_signal_to_stop_ends_the_process(child):
 
 
 def test_a_second_signal_of_another_kind_is_one_too(child):
-    """R01: Ctrl-C after SIGTERM is the KeyboardInterrupt that it would be; the first one alone is a request."""
+    """R01: Ctrl-C after SIGTERM raises KeyboardInterrupt as usual; only the first signal is a request."""
     process = child("""
         source = SignalRequests({"SIGTERM": "save_and_stop", "SIGINT": "stop"}, settle_secs=0)
         say("ready")
@@ -123,7 +123,7 @@ def test_a_signal_that_is_passed_on_as_well_counts_once(child):
 
 
 def test_a_loop_in_a_worker_thread_works_with_and_without_signals(child):
-    """R01: what was made in the main thread is taken in any; made elsewhere, it says that it can do nothing."""
+    """R01: a source made in the main thread works in any thread; made elsewhere, it logs that it has no effect."""
     process = child("""
         main = SignalRequests()
         def loop():
@@ -208,7 +208,7 @@ def test_forks_and_what_they_start_die_of_a_signal_as_ever(child):
 
 
 def test_a_fork_gets_the_handlers_of_its_parents_parent_back(child):
-    """Also where several sources are on top of a handler of the program's own."""
+    """Also if several sources are stacked on a handler of the program."""
     process = child("""
         def own(number, frame): say("own")
         signal.signal(signal.SIGUSR1, own)
@@ -254,7 +254,7 @@ def test_the_workers_of_a_data_loader_are_not_affected(child):
 @settings(max_examples=60)
 @given(st.lists(st.sampled_from(["SIGUSR1", "SIGUSR2", "take"]), max_size=20))
 def test_whatever_comes_when_it_is_taken_once_and_never_lost(events):
-    """R01, P29: beside a set of what waits."""
+    """R01, P29: against a model, the set of pending requests."""
     waiting = {}
     with SignalRequests(TWO, clock=lambda: 0.0) as source:
         for event in [*events, "take"]:
@@ -270,7 +270,7 @@ def test_whatever_comes_when_it_is_taken_once_and_never_lost(events):
 @given(order=st.permutations(range(4)), made=st.integers(1, 4))
 @example(order=[0, 1, 2, 3], made=4)
 def test_several_sources_hear_all_and_are_closed_in_any_order(order, made):
-    """O03: also the handler of the program's own, which is there in the end."""
+    """O03: the program's own handler too, which is installed again at the end."""
     own = []
     before = signal.signal(signal.SIGUSR1, lambda *_: own.append(1))
     mine = disposition_of(signal.SIGUSR1)
@@ -291,7 +291,7 @@ def test_several_sources_hear_all_and_are_closed_in_any_order(order, made):
 
 
 def test_a_closed_source_below_a_living_one_does_not_end_the_process():
-    """It is called as the handler that was there before, and what it had found there was to die."""
+    """The living source calls it as the previous handler, and the handler before it was the default, which ends the process."""
     first, second = SignalRequests(), SignalRequests()
     first.close()
     signal.raise_signal(signal.SIGTERM)
@@ -301,7 +301,7 @@ def test_a_closed_source_below_a_living_one_does_not_end_the_process():
 
 
 def test_a_handler_that_raises_is_heard_and_the_request_is_noted_before():
-    """As `submitit` and others do: what the program wants at a signal still happens."""
+    """As in `submitit` and others: the program's own action at a signal still happens."""
 
     def own(number, frame):
         raise ArithmeticError
@@ -338,7 +338,7 @@ def test_an_ignored_signal_is_ignored_again_afterwards():
 
 
 def test_a_close_is_idempotent_and_says_what_nobody_took(caplog):
-    """D07: what was asked for is forgotten, so that the next attempt in this process begins clean."""
+    """D07: pending requests are dropped, so that the next attempt in this process starts clean."""
     source = SignalRequests()
     signal.raise_signal(signal.SIGUSR1)
     source.close()

@@ -48,7 +48,7 @@ def test_signals_that_cannot_be_are_refused_and_nothing_is_installed(signals, fo
 @settings(max_examples=60)
 @given(st.lists(st.sampled_from(["STOP", "SAVE", "ABORT", "take", "wait"]), max_size=20))
 def test_a_file_asks_once_at_the_first_look_after_it_was_made(tmp_path_factory, events):
-    """R01, R02: beside a set of the files that are there and a clock."""
+    """R01, R02: against a model, the set of existing files and a clock."""
     run = tmp_path_factory.mktemp("run")
     now, there, may_look_at = [0.0], set(), 0.0
     source = StopFile(run, every_secs=1.0, clock=lambda: now[0])
@@ -69,7 +69,7 @@ def test_a_file_asks_once_at_the_first_look_after_it_was_made(tmp_path_factory, 
 
 
 def test_a_file_of_an_earlier_process_does_not_stop_this_one_and_is_reported(tmp_path, caplog):
-    """R01: the process that it was meant for died before it looked."""
+    """R01: the process that it was meant for died before it saw the file."""
     (tmp_path / "STOP").touch()
     source = StopFile(tmp_path, every_secs=0)
     assert source.take() == ()
@@ -92,7 +92,7 @@ def test_a_run_that_is_not_there_yet_and_one_that_vanished_ask_for_nothing(tmp_p
 
 
 def test_a_file_that_cannot_be_removed_counts_once(tmp_path, monkeypatch, caplog):
-    """Else a SAVE would save at each step; touched again, it counts again."""
+    """Otherwise a SAVE file would save at each step; if touched again, it counts again."""
     source = StopFile(tmp_path, every_secs=0)
     (tmp_path / "SAVE").touch()
 
@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_removed_counts_once(tmp_path, monkeypatch, caplog
 
 
 def test_a_disk_that_cannot_be_asked_does_not_end_a_training(tmp_path, monkeypatch, caplog):
-    """A hiccup of a network filesystem; said once, and the file counts when it can be seen again."""
+    """A short failure of a network filesystem is logged once, and the file counts once it is visible again."""
     source = StopFile(tmp_path, every_secs=0)
     (tmp_path / "STOP").touch()
 
@@ -154,7 +154,7 @@ def test_files_that_cannot_be_are_refused(tmp_path, files):
 
 
 def test_the_files_are_nothing_to_the_rest_of_trainfold(tmp_path):
-    """C12: a run is listed, saved and loaded beside them, and may begin where they are; they make no foreign folder."""
+    """C12: a run is listed, saved and loaded beside them, and may start in their folder, which does not count as foreign."""
     for name in FILES:
         (tmp_path / name).touch()
     save(STATE, tmp_path)
@@ -204,7 +204,7 @@ def test_a_run_that_is_asked_to_end_in_an_evaluation_ends_at_the_next_boundary_a
 
 
 def test_every_source_has_the_protocol_and_several_are_one(tmp_path):
-    """R01: what any of them asks for, each once; a close reaches all of them."""
+    """R01: each request of any source arrives once; a close reaches all sources."""
     asked, files = Asked(), StopFile(tmp_path, every_secs=0)
     with SignalRequests() as signals:
         every = Combined(asked, files, signals)

@@ -43,7 +43,7 @@ def step(model, optimizer, scheduler=None):
 
 
 class OwnState(torch.optim.lr_scheduler.LRScheduler):
-    """Its ``state_dict`` says what moves alone, and its setting is private."""
+    """Its ``state_dict`` has only the changing values, and its setting is private."""
 
     def __init__(self, optimizer, total):
         self._total = total
@@ -72,7 +72,7 @@ class OfConfig(OwnState):
 
 
 class Ours:
-    """No scheduler of torch's, as those of timm; what it says of itself is the count alone."""
+    """Not a scheduler of torch, as those of timm; its state has only the count."""
 
     def __init__(self, optimizer, total):
         self._optimizer, self._total, self.count = optimizer, total, 0
@@ -90,7 +90,7 @@ class Ours:
 
 
 class OursInFull(Ours):
-    """It says its setting too."""
+    """Its state has its setting too."""
 
     def state_dict(self):
         return {key: value for key, value in vars(self).items() if key != "_optimizer"}
@@ -115,7 +115,7 @@ def stopped(kind, total, store, steps=3):
 
 
 def test_a_private_setting_outside_of_a_schedulers_own_state_is_refused_and_adapted():
-    """W08: only public attributes were looked at beside the state that the scheduler says."""
+    """W08: besides the scheduler's state, only public attributes used to be compared."""
     store = MemoryStore()
     stopped(OwnState, 12, store)
     *_, live = scheduled(OwnState, 100)
@@ -130,7 +130,7 @@ def test_a_private_setting_outside_of_a_schedulers_own_state_is_refused_and_adap
 
 
 def test_a_setting_in_an_object_that_a_scheduler_holds_is_a_warning():
-    """W08: such an object may hold the values of the day too, so it is said and not refused; a policy may be strict."""
+    """W08: such an object may also hold changing values, so this is a warning, not a refusal; a policy may be strict."""
     store = MemoryStore()
     stopped(OfConfig, 12, store)
     with (
@@ -147,7 +147,7 @@ def test_a_setting_in_an_object_that_a_scheduler_holds_is_a_warning():
 
 @pytest.mark.parametrize("kind", [Ours, OursInFull])
 def test_a_setting_of_a_scheduler_that_is_none_of_torchs_is_refused_once_with_a_policy_that_helps(kind):
-    """W08, R09: it was silent where the object does not say it; else the policy to type was refused next, with two other fixes."""
+    """W08, R09: there was no report if the state lacks the setting; if not, the suggested policy was refused with two other fixes."""
     store = MemoryStore()
     stopped(kind, 12, store)
     for policy in (None, {"scheduler": "adapt"}):
@@ -164,7 +164,7 @@ def test_a_setting_of_a_scheduler_that_is_none_of_torchs_is_refused_once_with_a_
 
 
 def test_a_refusal_of_live_objects_says_once_that_nothing_was_changed():
-    """R09: each reason says how to go on, and the refusal does not say it in another way."""
+    """R09: each reason has its fix, and the refusal does not repeat it in other words."""
     store = MemoryStore()
     model, optimizer = parts()
     live = attach(model, optimizer, scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20))
@@ -295,7 +295,7 @@ def test_a_changed_setting_of_a_submodule_is_said(name, under_extra):
 
 
 def test_a_large_model_has_a_bounded_number_of_settings():
-    """W08: modules that differ by their number share a key, and what is too much is a digest."""
+    """W08: modules that differ only by their number share a key, and settings over the limit become a digest."""
     deep = torch.nn.ModuleDict({"h": torch.nn.ModuleList([Block(0.1) for _ in range(100)])})
     assert settings_of_modules(deep, "m")["m.h.*"] == {"rate": 0.1}
     wide = torch.nn.ModuleDict({f"a{number}": torch.nn.Dropout(0.1) for number in range(400)})
@@ -307,7 +307,7 @@ def test_a_large_model_has_a_bounded_number_of_settings():
 
 @pytest.mark.parametrize("verdict", ["warn", "refuse", "adapt"])
 def test_a_setting_of_an_object_that_is_registered_after_the_restore_is_compared(verdict):
-    """W08, B15: its state waited for it, and its settings did not."""
+    """W08, B15: its state was kept until it was registered, but its settings were not."""
     store = MemoryStore()
     model, _ = parts()
     with CheckpointManager(store) as manager:
@@ -379,7 +379,7 @@ def test_other_samples_to_draw_are_refused_at_an_epochs_end_too(name, several):
 
 
 def test_a_dataset_of_another_length_is_one_reason():
-    """3.4: that its sampler has another length follows from it."""
+    """3.4: the other length of its sampler follows from it."""
     store = MemoryStore()
 
     def run(length):
@@ -449,7 +449,7 @@ def accumulated(store, every, batches, *, length=32, is_cut=True):
 
 @pytest.mark.parametrize("then", [1, 2, 3, 4])
 def test_another_number_of_batches_for_each_step_is_said_once(then, caplog):
-    """G12: no object of the run says it, so it shows in the first step after the resume."""
+    """G12: no object of the run holds this number, so the first step after the resume shows it."""
     store = MemoryStore()
     with caplog.at_level(logging.WARNING):
         accumulated(store, 2, 8)

@@ -29,7 +29,7 @@ def refused(*kinds):
 
 @given(kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=6))
 def test_a_refusal_says_the_policy_to_type_where_one_helps_and_none_where_none_does(kinds):
-    """R09: what it says can be typed, and lets all of that pass which can; what cannot is named, to be put back."""
+    """R09: the policy can be typed, and allows every difference that it can; the others are named, to be reverted."""
     fix = refused(*kinds).fix
     begun_anew = {"optimizer", "dataset_size"}  # moments, and the place in the data
     helped = [kind for kind in kinds if KINDS[kind][1] != {"refuse"} and kind not in begun_anew]
@@ -124,7 +124,7 @@ def told(live, store, *, policy=None):
 
 
 def test_another_optimizer_is_one_reason_whose_fix_works():
-    """3.4: nine lines of hyperparameters came before the cause, and the policy to type was refused next."""
+    """3.4: nine lines of hyperparameters preceded the cause, and the suggested policy was refused next."""
     store = MemoryStore()
     simple(torch.optim.AdamW, store=store)
     error = told(simple(torch.optim.SGD), store)
@@ -167,7 +167,7 @@ def test_a_rate_that_a_scheduler_moves_is_told_in_words():
 
 
 def test_a_pruned_model_is_told_to_be_pruned_before_it_is_attached_and_adapt_says_what_is_lost(caplog):
-    """3.4: the policy to type went on without a word, with a layer that is in no checkpoint."""
+    """3.4: the suggested policy silently continued with a layer that is in no checkpoint."""
     store = MemoryStore()
     live = simple(store=store)
     torch.nn.utils.prune.l1_unstructured(live.modules[0][0], "weight", amount=0.3)
@@ -187,7 +187,7 @@ def test_a_pruned_model_is_told_to_be_pruned_before_it_is_attached_and_adapt_say
 
 
 def test_a_group_that_was_added_as_the_run_went_is_to_be_added_before_attach(caplog):
-    """B10: the policy to type dropped the group of the unfrozen layer without a word."""
+    """B10: the suggested policy silently dropped the group of the unfrozen layer."""
 
     def build(added):
         torch.manual_seed(0)
@@ -225,7 +225,7 @@ def test_a_group_that_was_added_as_the_run_went_is_to_be_added_before_attach(cap
 
 
 def test_a_fix_is_told_once_and_no_older_checkpoint_where_there_is_none(tmp_path):
-    """R09: the fix of a damaged run stood there twice, and named a checkpoint that is not there."""
+    """R09: the fix of a damaged run was printed twice, and named a missing checkpoint."""
     simple(store=tmp_path)
     manifest = tmp_path / "step-00000002" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-40])
