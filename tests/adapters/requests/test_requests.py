@@ -291,7 +291,7 @@ def test_several_sources_hear_all_and_are_closed_in_any_order(order, made):
 
 
 def test_a_closed_source_below_a_living_one_does_not_end_the_process():
-    """The living source calls it as the previous handler, and the handler before it was the default, which ends the process."""
+    """The living source calls the closed one as its previous handler; the handler before both was the default, which kills."""
     first, second = SignalRequests(), SignalRequests()
     first.close()
     signal.raise_signal(signal.SIGTERM)

@@ -88,7 +88,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tensors):
 @settings(max_examples=40, deadline=None)
 @given(tensors=states)
 def test_safetensors_opens_what_was_written_bit_for_bit(tensors):
-    """U01: any safetensors reader opens the files; our header reader says the same about them."""
+    """U01: any safetensors reader opens the files; our header reader returns the same values."""
     store = MemoryStore()
     plan, _, leaves = written(store, tensors)
     data = store.read(f"{DIRECTORY}/{plan.name}")
@@ -200,7 +200,7 @@ def test_an_absurd_request_is_refused_before_memory_is_allocated(changed, error,
 
 @pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
 def test_memory_that_cannot_be_had_is_a_named_error(error, monkeypatch):
-    """U05: a size that agrees with dtype, shape and file, and that no machine has room for."""
+    """U05: a size that agrees with dtype, shape and file, but exceeds the memory of any machine."""
     store = MemoryStore()
     plan, found, leaves = written(store, {"a": torch.arange(9.0)})
 
@@ -216,7 +216,7 @@ def test_memory_that_cannot_be_had_is_a_named_error(error, monkeypatch):
 
 
 def test_more_than_the_machine_has_is_refused_before_any_of_it_is_touched(monkeypatch):
-    """U05: where memory is overcommitted the allocator does not refuse, and the process would be killed."""
+    """U05: if memory is overcommitted, the allocator does not refuse, and the process would be killed."""
 
     class Huge(MemoryStoreLike):
         def size(self, name):
@@ -229,7 +229,7 @@ def test_more_than_the_machine_has_is_refused_before_any_of_it_is_touched(monkey
 
 
 def test_a_shape_that_overflows_without_an_element_is_a_named_error():
-    """U05: its range is of no bytes, so neither the file nor the memory speaks against it."""
+    """U05: its range is empty, so checks against the file and the memory do not reject it."""
     store = MemoryStore()
     plan, _, _ = written(store, {"a": torch.arange(9.0)})
     name = f"{DIRECTORY}/{plan.name}"
@@ -247,7 +247,7 @@ def test_a_shape_that_overflows_without_an_element_is_a_named_error():
     "changed", [{}, {"w": torch.zeros(4)}, {"w": torch.zeros(3, dtype=torch.float64)}, {"w": torch.zeros(3, 1)}]
 )
 def test_a_state_that_is_not_as_planned_fails_the_save_and_leaves_nothing(changed):
-    """C15: what was planned and what is there differ: the leaf is named and the file is gone."""
+    """C15: if a leaf differs from the plan, the error names it and the file is deleted."""
     described, leaves = describe({"w": torch.zeros(3)}, "model")
     (plan,) = plan_save([{"model": described}], step=1).files
     store = MemoryStore()
@@ -333,7 +333,7 @@ def test_a_file_that_ends_in_its_header_is_torn(size):
 
 
 def test_a_header_that_says_more_than_the_file_has_allocates_nothing():
-    """U05: the length is compared with the limit and the file before it is used."""
+    """U05: the header length is compared with the limit and the file before it is used."""
 
     class Watching(MemoryStoreLike):
         def read(self, name, *, start=0, stop=None):
@@ -360,7 +360,7 @@ class MemoryStoreLike:
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_a_damaged_header_is_read_right_or_refused_by_name_and_never_worse(data):
-    """U05: whatever bytes change, the outcome is a named error or ranges that lie in the file without overlap."""
+    """U05: whatever bytes change, the outcome is a named error, or ranges inside the file that do not overlap."""
     good = header_file({"__metadata__": {"format": "pt"}, "a": entry(0, 4), "b": entry(4, 12, [2], "F32")}, b"x" * 12)
     changed = bytearray(good)
     for _ in range(data.draw(st.integers(1, 4))):

@@ -20,7 +20,7 @@ from trainfold.core.errors import SaveFailed
 
 
 def shapes_of_leaves():
-    """Flat ones and others: transposed, strided, conjugated, empty, without a dimension."""
+    """Flat shapes and others: transposed, strided, conjugated, empty, 0-d."""
     return st.lists(
         st.sampled_from(["flat", "transposed", "strided", "conjugated", "empty", "scalar", "large"]),
         min_size=1,
@@ -50,7 +50,7 @@ def exposed_bytes(leaves):
     kinds=shapes_of_leaves(), pieces_before=st.integers(0, 20), room=st.none() | st.integers(0, 4000), data=st.data()
 )
 def test_what_is_read_is_what_was_there_and_the_copies_fit(kinds, pieces_before, room, data):
-    """Law: whatever was read when the update came, and whatever may be copied, the bytes are those of before (D01, D02)."""
+    """Law: whatever was read before the update, and whatever may be copied, the saved bytes are those before it (D01, D02)."""
     leaves = {name_of(i): make_leaf(kind, i) for i, kind in enumerate(kinds)}
     before = {name: bytes_of(leaf) for name, leaf in leaves.items()}
     order = data.draw(st.permutations(list(leaves)))
@@ -129,7 +129,7 @@ def test_with_some_room_the_last_bytes_are_copied_and_the_first_are_waited_for()
 
 
 def test_a_write_that_nobody_announced_fails_the_save_and_names_the_leaf():
-    """P10: a torn leaf is never saved; the error says what to call."""
+    """P10: a torn leaf is never saved; the error names the function to call."""
     leaf = torch.zeros(1024)
     hold = Hold({W: leaf})
     pieces = hold.pieces(W, PIECE)
@@ -159,7 +159,7 @@ def test_small_leaves_that_nobody_answers_for_are_copied_at_once(room):
 
 @pytest.mark.parametrize("end", [lambda hold, name: list(hold.pieces(name, 1 << 20)), lambda hold, _: hold.release()])
 def test_leaves_that_nobody_answers_for_and_that_there_is_no_room_for_are_waited_for(end):
-    """max_extra_bytes: the smallest are copied, as far as it goes; the call ends when the others are read, or the save has failed."""
+    """max_extra_bytes: the smallest are copied within the limit; the call returns once the others are read or the save fails."""
     leaves = {name_of(size): torch.zeros(size << 20, dtype=torch.uint8) for size in (3, 1, 2)}
     hold = Hold(leaves, unannounced=leaves.keys(), max_extra_bytes=4 << 20)
     assert hold.copied_bytes == 3 << 20
@@ -198,7 +198,7 @@ def test_a_leaf_whose_memory_goes_elsewhere_is_read_from_there(monkeypatch, at, 
 
 
 def test_a_leaf_whose_memory_is_freed_and_made_again_fails_the_save():
-    """As fully sharded training frees and gathers parameters: what lies there is not what was saved; an update does not copy it."""
+    """As fully sharded training frees and gathers parameters: the memory has other content; an update does not copy it."""
     leaf = torch.arange(1024.0)
     hold = Hold({W: leaf})
     keeper, storage = [], leaf.untyped_storage()
@@ -256,12 +256,12 @@ def test_a_hold_that_is_over_makes_nobody_wait_and_keeps_nothing():
 
 
 def kernel(leaf, value):
-    """Write as an in-place kernel does until it returns: the version counter stands."""
+    """Write as an in-place kernel does until it returns: the version counter does not change."""
     leaf.numpy()[:] = value
 
 
 def returns(leaf):
-    """The kernel returns: only now does torch move the counter."""
+    """The kernel returns: only now does torch bump the counter."""
     leaf.add_(0.0)
 
 
@@ -276,7 +276,7 @@ def read_across_a_kernel(hold, leaf):
 
 
 def test_a_write_that_ends_after_the_last_piece_was_read_is_found_in_the_end():
-    """P10: what was read is torn, and nothing showed it while it was read."""
+    """P10: the bytes read are torn, and nothing showed it during the read."""
     leaf = torch.zeros(1024)
     hold = Hold({name_of(0): torch.zeros(4), W: leaf})
     assert len(set(read_across_a_kernel(hold, leaf))) > 1
@@ -286,7 +286,7 @@ def test_a_write_that_ends_after_the_last_piece_was_read_is_found_in_the_end():
 
 
 def test_a_write_that_ends_after_the_last_piece_was_read_is_found_by_the_update_too():
-    """After `protect` the counters say nothing any more, so it looks at them, whatever was read by then."""
+    """After `protect` the counters prove nothing, so `protect` itself checks them, whatever was read by then."""
     leaf, other = torch.zeros(1024), torch.zeros(4)
     hold = Hold({W: leaf, name_of(0): other})
     read_across_a_kernel(hold, leaf)
@@ -298,7 +298,7 @@ def test_a_write_that_ends_after_the_last_piece_was_read_is_found_by_the_update_
 
 
 def test_a_write_that_ends_while_the_update_waits_is_found():
-    """Another thread's: the last look of `protect` comes when it has waited."""
+    """A write of another thread: `protect` checks the counters last, after it has waited."""
     leaf = torch.zeros(1024)
     hold = Hold({W: leaf, name_of(0): torch.zeros(1024)}, max_extra_bytes=0)
     kernel(leaf, 7.0)
@@ -316,7 +316,7 @@ def test_a_write_that_ends_while_the_update_waits_is_found():
 
 
 def test_a_kernel_that_outlasts_the_writing_is_waited_for():
-    """P10: all is read and written while it is at work, and its counter stands."""
+    """P10: everything is read and written while the kernel runs, and its counter does not change."""
     leaf, made, told = torch.zeros(1024), [], []
     (is_in_kernel, begin), (may_end, end) = os.pipe(), os.pipe()
     steps = [partial(os.write, begin, b"x"), partial(os.read, may_end, 1), partial(leaf.add_, 1.0)]
@@ -348,7 +348,7 @@ def test_a_kernel_that_outlasts_the_writing_is_waited_for():
 
 
 def test_an_owner_that_waits_or_has_ended_or_never_moves_holds_no_save_up():
-    """A loop that waits for the save cannot move, and one that sits in a call of its own must not put it off for ever."""
+    """A loop that waits for the save cannot continue, and a loop inside a long call must not delay the save for ever."""
     may_end, found, (is_in_call, begin), (reader, writer) = threading.Event(), {}, os.pipe(), os.pipe()
     call = map(operator.call, [partial(os.write, begin, b"x"), partial(os.read, reader, 1)])
 
@@ -379,7 +379,7 @@ def test_an_owner_that_waits_or_has_ended_or_never_moves_holds_no_save_up():
 )
 @settings(deadline=None, max_examples=30)
 def test_writes_after_an_announcement_are_no_failure(read, kinds):
-    """Law: however much has been read before it."""
+    """Law: this holds however much was read before the announcement."""
     leaves = {name_of(i): make_leaf(kind, i) for i, kind in enumerate(kinds)}
     before = {name: bytes_of(leaf) for name, leaf in leaves.items()}
     hold = Hold(leaves)
@@ -397,7 +397,7 @@ def test_writes_after_an_announcement_are_no_failure(read, kinds):
 
 
 def test_leaves_that_are_not_written_here_may_change():
-    """Another rank writes them, and looks at its own."""
+    """Another rank writes these leaves to the checkpoint, and checks them."""
     leaf, other = torch.zeros(4), torch.zeros(4)
     hold = Hold({W: leaf, name_of(0): other})
     hold.read_in_order([W])

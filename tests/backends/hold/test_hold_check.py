@@ -114,7 +114,7 @@ def test_a_writer_that_goes_around_is_found_and_nothing_is_committed(writer, whe
 
 @pytest.mark.parametrize("writer", ["tensor.data", "a fused kernel"])
 def test_without_the_check_such_a_writer_is_not_found(writer):
-    """The other side of the law: this is what the README says is committed torn."""
+    """The other side of the law: the README says that such a leaf is committed torn."""
     live, model, optimizer = make_run()
     before = model[0].weight.detach().clone()
     store = StandingStore()
@@ -143,7 +143,7 @@ def test_a_loop_that_announces_its_updates_is_not_disturbed_by_the_check():
 
 
 class Teacher(nn.Module):
-    """A student, and a teacher that the forward moves as older code does: through ``.data``, which no counter shows."""
+    """A student, and a teacher that the forward updates through ``.data``, as older code does; no counter shows it."""
 
     def __init__(self):
         super().__init__()
@@ -203,7 +203,7 @@ def test_the_check_is_an_argument_and_a_field_of_the_config(tmp_path):
 
 @pytest.mark.parametrize("check", [False, True])
 def test_what_was_written_is_compared_with_what_was_held(check):
-    """W16: the digests of the files, too, and not only the memory at the last look."""
+    """W16: the digests of the files are compared too, not only the memory at the last check."""
     weight = torch.ones(4)
     hold = Hold(
         {("model", "w"): weight, ("model", "copied"): weight.clone()}, unannounced={("model", "copied")}, check=check

@@ -17,7 +17,7 @@ from trainfold.core.errors import SaveFailed
 
 
 def watched_leaf():
-    """A leaf, and a reference to the array whose memory it has: every alias of the leaf keeps that."""
+    """A leaf, and a reference to the array that owns its memory: every alias of the leaf keeps the array alive."""
     memory = np.zeros(1024, dtype=np.float32)
     return torch.from_numpy(memory), weakref.ref(memory)
 
@@ -46,7 +46,7 @@ def test_a_leaf_that_was_read_is_let_go_when_it_needs_no_look_any_more(end):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of other tests' threads, on Python 3.12
 def test_a_forked_child_waits_for_nobody():
-    """Neither for a writer, who is in its parent, nor for a lock that was taken there when it was forked."""
+    """Neither for a writer, which runs in its parent, nor for a lock that the parent held at the fork."""
     hold = Hold({W: torch.zeros(1024)}, max_extra_bytes=0)
     with hold._mutex, hold._protecting:
         pid = os.fork()
@@ -74,7 +74,7 @@ def test_memory_that_was_made_ready_is_used():
 @pytest.mark.parametrize("when", ["before", "meanwhile", "after"])
 @pytest.mark.parametrize("room", [None, 8192])
 def test_memory_for_copies_is_there_once_however_late_it_is_made_ready(monkeypatch, when, ready_bytes, room):
-    """Extra memory is at most the state, or `max_extra_bytes`: a writer that comes late makes nothing ready for what was copied."""
+    """Extra memory is at most the state, or `max_extra_bytes`: a late writer prepares no memory for leaves already copied."""
     made, present = [], []
     leaf, reader_is_done = torch.arange(4096.0), []
     hold = Hold({W: leaf}, max_extra_bytes=room)
@@ -117,7 +117,7 @@ def test_memory_for_copies_is_there_once_however_late_it_is_made_ready(monkeypat
     "look", [lambda t: t.t(), lambda t: t[::2], lambda t: t.view(2, 2, 1024, 512).permute(3, 0, 2, 1), lambda t: t]
 )
 def test_copies_lie_in_memory_that_goes_back_at_once_and_are_made_once(monkeypatch, dtype, how, look):
-    """Extra memory is 0 at rest: malloc keeps what was copied by `clone` or `to`, by tens of megabytes."""
+    """Extra memory is 0 at rest: malloc would keep tens of megabytes of copies by `clone` or `to`."""
     taken, made = [], []
     take = Arena.take
     monkeypatch.setattr(Arena, "take", lambda self, size_bytes: (taken.append(size_bytes), take(self, size_bytes))[1])
@@ -140,7 +140,7 @@ def test_copies_lie_in_memory_that_goes_back_at_once_and_are_made_once(monkeypat
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_leaf_that_is_copied_to_be_read_counts_among_the_extra_bytes(begun):
-    """Its bytes do not lie in order; the writer has a copy of all of it while the update makes its own."""
+    """Its bytes are not contiguous; the writer has a full copy while the update makes its own."""
     leaves = {W: torch.arange(4096.0).view(64, 64).t(), ("model", "flat"): torch.arange(16384.0)}
     expected = {name: bytes_of(leaf) for name, leaf in leaves.items()}
     hold = Hold(leaves, max_extra_bytes=24 << 10)
@@ -196,7 +196,7 @@ def _interrupt(size_bytes):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("room", [None, 0, 100_000_000])
 def test_leaves_on_a_device_are_read_beside_the_computation_and_before_later_writes(room):
-    """D02 on CUDA: reads are ordered before the update by events; what is unread is cloned within the room, or waited for."""
+    """D02 on CUDA: events order reads before the update; unread leaves are cloned within the limit, or waited for."""
     leaves = {name_of(i): torch.full((10_000_000,), float(i), device="cuda") for i in range(8)}
     leaves[name_of(8)] = torch.arange(12.0, device="cuda").view(3, 4).t()
     before = {name: bytes_of(leaf) for name, leaf in leaves.items()}

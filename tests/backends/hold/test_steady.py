@@ -24,14 +24,14 @@ def test_trained_parameters_and_slots_of_announcing_optimizers_are_steady():
 
 
 def test_what_shares_the_memory_of_a_trained_parameter_is_steady():
-    """A leaf of a `state_dict` is another tensor of the same memory."""
+    """A leaf of a `state_dict` is another tensor with the same memory."""
     weight = torch.ones(4)
     leaves = {model("w"): weight.detach(), model("apart"): weight.clone()}
     assert steady_leaves(leaves, [weight]) == {model("w")}
 
 
 def test_a_frozen_parameter_is_copied():
-    """W16: it may be a teacher, which the loop moves and announces nothing."""
+    """W16: it may be a teacher, which the loop updates without an announcement."""
     weight, teacher = torch.ones(2), torch.ones(2)
     leaves = {model("w"): weight, model("t"): teacher}
     assert steady_leaves(leaves, [weight, teacher], frozen=[teacher]) == {model("w")}

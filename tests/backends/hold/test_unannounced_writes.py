@@ -23,7 +23,7 @@ from trainfold.core.state.state import Progress, TrainState
 
 
 class StandingStore:
-    """A store whose writer stands still before its first byte, calls ``during`` within each file and ``after`` behind it."""
+    """A store whose writer pauses before its first byte, calls ``during`` within each file and ``after`` behind it."""
 
     def __init__(self):
         self.inner = MemoryStore()
@@ -50,7 +50,7 @@ class StandingStore:
 
 
 def written_through_a_hold(state, store, world, check=lambda _: None):
-    """Save a state whose leaves are all held; ``check`` comes before what the save looks at in the end."""
+    """Save a state whose leaves are all held; ``check`` runs before the save's final checks."""
     snapshot = describe_state(state)
     hold = Hold(snapshot.named())
     real = hold.check_unchanged
@@ -68,7 +68,7 @@ def state_of(*tensors):
 
 
 def test_a_kernel_that_returns_when_everything_has_been_read_fails_the_save():
-    """P10: torch moves a tensor's counter when its kernel has returned, which may be after the last piece was read."""
+    """P10: torch bumps a tensor's counter after its kernel returns, which may be after the last piece was read."""
     weight, store = torch.zeros(1 << 20), StandingStore()
     store.may_go_on.set()
     store.during = lambda: weight.data.fill_(1.0)  # what the kernel has written by now
@@ -159,7 +159,7 @@ class Renormalised(nn.Module):
 
 
 def test_a_trained_weight_that_the_forward_moves_fails_one_save_and_is_copied_from_then_on():
-    """D01, P10: loudly, and not for ever."""
+    """D01, P10: it fails with an error, and only once."""
     torch.manual_seed(0)
     model = Renormalised()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -211,7 +211,7 @@ def test_leaves_of_a_state_that_were_written_to_are_copied_from_then_on():
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns of threads, which are the point
 def test_a_forked_child_steps_its_optimizer_although_its_parents_save_is_under_way():
-    """The thread that it would wait for is its parent's; its memory is its own."""
+    """The thread that it would wait for exists only in its parent; the child has its own memory."""
     model, store = nn.Linear(8, 8), StandingStore()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live = attach(model, optimizer)

@@ -30,7 +30,7 @@ def state_at(step, value=0.0):
 
 
 def look(store, *states):
-    """The state of the newest whole checkpoint, which has to be one of these; what is passed over has to have no manifest."""
+    """The state of the newest whole checkpoint, which must be one of these; skipped directories must have no manifest."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = load(store, like=state_at(0))
@@ -43,7 +43,7 @@ def look(store, *states):
 
 
 class Life:
-    """Counts what a rank does, and ends before or after the act of a number; a dead rank does nothing any more."""
+    """Counts the acts of a rank, and dies before or after a given one; a dead rank does nothing more."""
 
     def __init__(self, ends_at, *, done):
         self.left, self.done = ends_at, done
@@ -173,7 +173,7 @@ def save_and_die(collectives, folder, victim, point):
 def test_ranks_that_outlive_a_killed_one_delete_no_file_of_a_committed_checkpoint(
     processes, tmp_path, world_size, victim, point, survives
 ):
-    """W25: rank 0 is killed between its commit and the vote, or before; or another rank after its last byte."""
+    """W25: rank 0 is killed before its commit, or between it and the vote; or another rank is killed after its last byte."""
     run = tmp_path / "run"
     ended = processes.outcomes(world_size, save_and_die, str(run), victim, point, collectives=HASTY)
     assert [rank.code for rank in ended] == [-signal.SIGKILL if rank.rank == victim else 1 for rank in ended]

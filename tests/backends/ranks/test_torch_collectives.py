@@ -57,7 +57,7 @@ class Wrapped:
 
 
 def backwards(inner):
-    """Adds in the order of a rank's own choice."""
+    """Adds in an order that depends on the rank."""
 
     def all_sum(tensors):
         rows = [
@@ -145,7 +145,7 @@ def duplicate_again_and_again(collectives):
 
 
 def test_copies_are_made_whichever_ranks_have_let_go_of_earlier_ones(processes):
-    """C07: torch named a group after how many groups the process had: a second async manager hung, or was refused the connection."""
+    """C07: torch named a group by the number of groups in the process: a second async manager hung, or could not connect."""
     assert processes.run(2, duplicate_again_and_again, collectives=HASTY) == [0, 3]
 
 
@@ -194,7 +194,7 @@ def work_until(collectives, how, rank):
     ],
 )
 def test_a_rank_that_ends_is_named_by_all_others_at_once(processes, how, told, store):
-    """C07: in the middle of a run of all_sum, with the word that it left, or by a roll call."""
+    """C07: in the middle of a series of all_sum, with the message that it left, or by a roll call."""
     ended = processes.outcomes(4, work_until, how, 1, collectives=HASTY, store=store)
     for rank in (0, 2, 3):
         text, again, secs = ended[rank].value
@@ -236,7 +236,7 @@ def test_a_rank_that_hangs_is_named_after_the_deadline_and_hears_of_it_when_it_c
 
 
 def test_who_has_given_up_ends_and_does_not_wait_for_the_one_that_hangs(processes):
-    """As a launcher has to see that a rank ended to end the others."""
+    """A launcher must see that a rank has ended before it ends the others."""
     ended = processes.outcomes(
         3, hang, "barrier", 6.0, collectives={"timeout_secs": 60.0, "grace_secs": 0.5}, is_tidy=True
     )
@@ -258,7 +258,7 @@ def raise_all(collectives):
 
 
 def test_a_world_that_failed_ends_with_tracebacks_and_no_crash(processes):
-    """Python and torch take themselves down with an exchange under way: no abort, and each rank prints why it ended."""
+    """Python and torch shut down during an exchange: there is no abort, and each rank prints why it ended."""
     for rank in processes.outcomes(3, raise_all, collectives=PATIENT, is_tidy=True):
         assert rank.code == 1, rank.printed
         assert "lost" in rank.printed
@@ -346,7 +346,7 @@ def train_and_save(collectives, run):
 
 
 def test_processes_train_and_save_as_threads_do(processes, tmp_path):
-    """The steps, the checkpoint and what comes back have the same bits, whatever the ranks are made of."""
+    """The steps, the checkpoint and the loaded state have the same bits, with processes and with threads."""
     threads = run_threads(3, lambda collectives: train_and_save(collectives, str(tmp_path / "threads")))
     real = processes.run(3, train_and_save, str(tmp_path / "processes"), collectives=PATIENT)
     assert threads == real
@@ -355,7 +355,7 @@ def test_processes_train_and_save_as_threads_do(processes, tmp_path):
 
 
 def files_after(collectives, count):
-    """How many file descriptors a process has after it has made so many collectives, as a loop does that evaluates often."""
+    """The file descriptors of a process after it has made many collectives, as a loop with frequent evaluations does."""
     found = []
     for _ in range(count):
         more = TorchCollectives(**PATIENT)

@@ -197,7 +197,7 @@ def test_what_is_cut_added_and_joined_is_the_fold_in_rank_order(world_size, layo
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
 def test_unsigned_integers_add_up_as_any_others_and_wrap_around(dtype):
-    """They are added as signed ones, which have the same bits: torch has no sums of them."""
+    """They are added as signed integers, which have the same bits, because torch cannot sum unsigned ones."""
     most = torch.iinfo(dtype).max
     terms = [torch.tensor([0, 1, most, most // 2 + 1], dtype=dtype), torch.tensor([7, 2, 2, most // 2], dtype=dtype)]
     plan = sum_plan(terms[:1], 2)

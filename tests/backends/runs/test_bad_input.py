@@ -100,7 +100,7 @@ def test_a_flipped_bit_in_the_manifest_is_found(run):
 
 @pytest.mark.parametrize("at", range(8))
 def test_a_flipped_bit_in_a_header_length_is_found_though_no_tensor_needs_it(run, at):
-    """Other readers of the file find its tensors by it."""
+    """Other readers of the file need it to find the tensors."""
     path = run / "step-00000002" / MODEL
     data = bytearray(path.read_bytes())
     data[at] ^= 0x08
@@ -200,7 +200,7 @@ WRONG_KINDS = {
 
 @pytest.mark.parametrize("place", WRONG_KINDS)
 def test_a_field_of_another_kind_is_refused_by_its_place(run, place):
-    """U05: what a reader is about to build or look into is checked first, and no tensor byte is read for it."""
+    """U05: a value is checked before a reader builds from it, and the check reads no tensor bytes."""
     edit_manifest(run / "step-00000002" / "manifest.json", WRONG_KINDS[place])
     error = refused(run, step=2)
     assert names_of(error) == ["CheckpointHostile"]
@@ -215,7 +215,7 @@ def test_a_field_of_another_kind_is_refused_by_its_place(run, place):
     "change", [{"kind": 5}, {"slots": {"w": {}}}, {"masters": "x"}, {"groups": [ParamGroup({}, ())]}]
 )
 def test_what_a_reader_would_refuse_is_not_saved(run, change):
-    """C02: what save has acknowledged can be loaded."""
+    """C02: every acknowledged save can be loaded."""
     state = state_at(3)
     with pytest.raises(errors.InvalidState, match=f"state.optimizer.{next(iter(change))}") as caught:
         trainfold.save(state.evolve(optimizer=attrs.evolve(state.optimizer, **change)), run)
@@ -245,7 +245,7 @@ def test_links_and_special_files_are_refused(run, tmp_path, what):
 
 @contextlib.contextmanager
 def memory_limited(more_bytes):
-    """A process that may have only so much more memory than it has now; anything greedier fails."""
+    """A process with a limit on memory beyond its present use; larger allocations fail."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more_bytes, hard))
@@ -257,7 +257,7 @@ def memory_limited(more_bytes):
 
 @pytest.mark.parametrize("size_bytes", [2**20, 2**40])
 def test_a_manifest_that_is_too_large_is_not_read(run, size_bytes):
-    """U05: bounded memory, measured: what is not a manifest's head, or is over the limit, is not read."""
+    """U05: bounded memory, measured: a file without a manifest's head, or over the limit, is not read."""
     os.truncate(run / "step-00000002" / "manifest.json", size_bytes)
     with memory_limited(64 << 20):
         assert names_of(refused(run, step=2)) == ["CheckpointDamaged" if size_bytes < 2**29 else "CheckpointHostile"]

@@ -70,7 +70,7 @@ def test_all_ranks_pass_over_what_one_of_them_cannot_use(run, monkeypatch):
 
 
 def wrong_place(run, tmp_path, case):
-    """A path that a person might give by mistake, and a part of the fix."""
+    """A path that a user might give by mistake, and part of the fix."""
     other = tmp_path / "other"
     if case == "a step":
         return run / "step-00000001", "the folder above"
@@ -244,7 +244,7 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path):
 
 
 def test_a_read_only_directory_is_named(tmp_path):
-    """C15: permission errors fail the save; what is there can still be loaded."""
+    """C15: permission errors fail the save; the existing checkpoints can still be loaded."""
     place = mounted(tmp_path, "size=8m")
     try:
         trainfold.save(state_at(1), place / "run")

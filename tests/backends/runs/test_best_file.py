@@ -59,7 +59,7 @@ def test_a_run_with_restarts_has_the_best_of_one_without(history, restarts, dire
 
 
 def test_after_a_restart_a_worse_score_does_not_win(store):
-    """E09: the record is that of before, with the run's own id; also where the caller names the id."""
+    """E09: the record is the earlier one, with the run's own id; also if the caller passes the id."""
     save_at(store, 10, 20)
     saved = save_best(store, won(0.5, 10))
     assert saved.run_id == read_inventory(store).run_id
@@ -69,7 +69,7 @@ def test_after_a_restart_a_worse_score_does_not_win(store):
 
 
 def test_a_run_that_was_moved_keeps_its_best(tmp_path):
-    """E09, F43: nothing in the file says where the run is."""
+    """E09, F43: the file does not contain the run's path."""
     save_at(tmp_path / "old", 10)
     saved = save_best(tmp_path / "old", won(0.5, 10))
     shutil.move(tmp_path / "old", tmp_path / "elsewhere" / "new")
@@ -86,7 +86,7 @@ def test_a_run_that_was_moved_keeps_its_best(tmp_path):
     ],
 )
 def test_a_best_about_something_else_is_ignored_with_a_warning(store, wanted, reason):
-    """E09: and the caller begins with the record that it wanted."""
+    """E09: and the caller starts with the record that it asked for."""
     save_at(store, 10)
     save_best(store, won(0.5, 10))
     with pytest.warns(BestIgnored, match=reason):
@@ -135,7 +135,7 @@ def test_where_there_is_no_best_none_is_warned_of(store):
 
 
 def test_a_best_that_a_rewind_left_behind_is_gone_and_one_below_it_stays(store):
-    """E12: once the new timeline is saved; until then a crash goes on from the old one, and from its best."""
+    """E12: once the new timeline is saved; until then a crash continues from the old one, and from its best."""
     save_at(store, 10, 20, 30)
     save_best(store, won(0.5, 20))
     load(store, like=LIKE, step=10)
@@ -169,7 +169,7 @@ def test_after_going_back_a_worse_best_may_be_saved(store):
 
 
 def evaluated(store, record, kept, score, step, n):
-    """What a loop does after an evaluation: saves what won, or is one of the best."""
+    """Act as a loop after an evaluation: save a state that is the best, or one of the best."""
     record = updated(record, {"loss": score}, step=step)
     plan = plan_best(kept, BestEntry(score, step), n=n, direction=record.direction)
     if plan.accepted:
@@ -185,7 +185,7 @@ def evaluated(store, record, kept, score, step, n):
     direction=st.sampled_from(["min", "max"]),
 )
 def test_a_run_with_restarts_has_the_n_best_of_one_without(history, restarts, n, direction):
-    """E09, E11, F43: and exactly their checkpoints are held on to; the pointer leads to the first of them."""
+    """E09, E11, F43: and exactly their checkpoints are kept; the pointer leads to the first of them."""
     store, wanted = MemoryStore(), make_best_record(metric="loss", direction=direction)
     record, kept, model = wanted, (), ()
     for step, score in enumerate(history):
@@ -211,7 +211,7 @@ def test_the_n_best_are_lost_to_no_restart_and_held_by_no_path(store):
 
 
 def test_a_best_that_is_saved_without_the_others_keeps_them(store):
-    """Who forgets to pass the N best does not lose their checkpoints."""
+    """A caller that forgets to pass the N best does not lose their checkpoints."""
     save_at(store, 10, 20, 30)
     kept = (BestEntry(0.3, 20), BestEntry(0.5, 10))
     best = save_best(store, won(0.3, 20), kept=kept)
@@ -223,7 +223,7 @@ def test_a_best_that_is_saved_without_the_others_keeps_them(store):
 
 
 def test_where_one_best_was_saved_it_is_the_only_entry(store):
-    """As in a file of version 1, which such a best still is."""
+    """As in a file of version 1, the format that such a best still has."""
     save_at(store, 10)
     save_best(store, won(0.5, 10))
     assert load_best_n(store, WANTED) == (BestEntry(0.5, 10),)

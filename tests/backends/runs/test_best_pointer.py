@@ -63,7 +63,7 @@ def test_n_best_that_cannot_be_are_refused(store, kept, error, words):
 
 
 def test_retention_keeps_the_n_best_beside_the_last_k(store):
-    """E02, E07: the plan with what best.json holds on to, and why."""
+    """E02, E07: the plan lists the checkpoints that best.json protects, and the reasons."""
     save_at(store, 10, 20, 30, 40, 50)
     save_best(store, won(0.1, 20), kept=[BestEntry(0.1, 20), BestEntry(0.2, 40)])
     saved = [Saved(directory_of(step), step) for step in (10, 20, 30, 40, 50)]
@@ -76,7 +76,7 @@ def test_retention_keeps_the_n_best_beside_the_last_k(store):
 
 
 def test_the_pointer_leads_to_the_best_and_moves_with_it(tmp_path):
-    """E10, E14: relative, replaced in one step, after the file; and made again where a crash has left it behind."""
+    """E10, E14: it is relative, replaced in one step after the file, and made again if a crash left it outdated."""
     run = tmp_path / "run"
     save_at(run, 10, 20)
     best = save_best(run, won(0.5, 10))
@@ -90,7 +90,7 @@ def test_the_pointer_leads_to_the_best_and_moves_with_it(tmp_path):
 
 
 def test_a_pointer_that_cannot_be_is_no_failed_save(tmp_path):
-    """E13: it is a hint, for people; a file of the user's own of that name stays."""
+    """E13: it is a hint for users; a user's own file of that name stays."""
     run = tmp_path / "run"
     save_at(run, 10)
     (run / "best").write_text("my own notes")
@@ -100,7 +100,7 @@ def test_a_pointer_that_cannot_be_is_no_failed_save(tmp_path):
 
 
 def test_a_pointer_that_leads_nowhere_disturbs_nothing(tmp_path):
-    """E13: what counts is the file, and what it names."""
+    """E13: only the file and the checkpoint that it names count."""
     run = tmp_path / "run"
     save_at(run, 10, 20)
     saved = save_best(run, won(0.5, 10))
@@ -139,7 +139,7 @@ def test_a_best_that_nobody_loaded_is_not_lost_to_a_worse_one(store):
 
 
 def test_a_best_without_a_checkpoint_is_refused(store):
-    """The score of a state that is not saved cannot be loaded: the state goes first."""
+    """The state of an unsaved score cannot be loaded, so the state must be saved first."""
     with pytest.raises(InvalidState, match=r"save the state of that step first.*manager\.drain\(\)"):
         save_best(store, won(0.5, 10))
     assert store.list() == []
@@ -177,7 +177,7 @@ def test_saving_an_equal_best_again_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("contents", ["", "{}", "0.5", "\x00" * 100, "x" * 20_000])
 def test_a_best_that_cannot_be_read_is_an_error_and_never_a_fresh_start(tmp_path, contents):
-    """E09: neither loading nor saving takes it for nothing; and its fix works."""
+    """E09: neither loading nor saving treats it as absent; and its fix works."""
     save_at(tmp_path, 10)
     (tmp_path / "best.json").write_text(contents)
     for action in (lambda: load_best(tmp_path, WANTED), lambda: save_best(tmp_path, won(0.5, 10))):
@@ -214,7 +214,7 @@ def test_a_crash_anywhere_in_a_save_leaves_the_old_best_or_the_new_one(keep_unsy
 
 
 def test_the_file_disturbs_nothing_that_reads_a_run(tmp_path, capsys):
-    """Inventory, plan, load, ls, inspect, verify and diff say of a run with a best what they say of one without."""
+    """Inventory, plan, load, ls, inspect, verify and diff give the same results with and without a best."""
 
     def told(run):
         said = []
@@ -260,7 +260,7 @@ def test_the_manager_keeps_the_checkpoint_of_the_best(store):
 
 
 def test_the_manager_deletes_nothing_while_the_best_cannot_be_read(store, caplog):
-    """Which checkpoint it would have named is not known; the save itself goes on."""
+    """It is not known which checkpoint the file names; the save itself continues."""
     with CheckpointManager(store, keep_last=1) as manager:
         for step in (1, 2):
             if step == 2:

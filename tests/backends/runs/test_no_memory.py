@@ -25,7 +25,7 @@ def state_at(step):
 
 
 def dies_before_it_begins(thread):
-    """What `Thread.start` does when the new thread gets no memory to say that it runs: it waits for ever."""
+    """Wait for ever, as `Thread.start` does if the new thread gets no memory to signal that it runs."""
     threading.Lock().acquire()
     thread._started.wait()
 

@@ -25,7 +25,7 @@ def steps_in(run):
 
 
 def told(script, *arguments):
-    """What a process of its own prints, one line each; forks are made there, where there are no threads."""
+    """The lines printed by a separate process; tests fork there, because it has no threads."""
     head = """
         import os, sys
         from pathlib import Path
@@ -161,7 +161,7 @@ def test_a_run_that_was_moved_and_put_back_is_saved_into_again(tmp_path):
 
 
 def test_nothing_is_deleted_in_a_run_that_is_no_longer_ours(tmp_path):
-    """E04: retention, and the cleaning up after a failed save, ask as well."""
+    """E04: retention, and the cleanup after a failed save, check this too."""
     store = LocalStore(tmp_path / "run")
     with store.lock():
         save(at(1), store, lock=False)

@@ -45,7 +45,7 @@ MODEL_ONLY, WEIGHTLESS, WITHOUT_COUNTERS = ["model"], ["optimizer", "trainer", "
 @pytest.mark.parametrize("newest", [MODEL_ONLY, WEIGHTLESS, WITHOUT_COUNTERS])
 @pytest.mark.parametrize("above", [1, 2])
 def test_a_newest_one_without_what_is_asked_for_is_passed_over_and_named(newest, above):
-    """V06, T24: a final export of the weights is not what a full resume picks."""
+    """V06, T24: a full resume does not pick a final export of the weights."""
     store = MemoryStore()
     run_with(store, None, *[newest] * above)
     plan = trainfold.plan(store, like=make_live().capture())
@@ -146,7 +146,7 @@ def test_exports_into_a_run_push_out_no_checkpoint_that_a_resume_needs(keep_last
 
 
 def test_an_export_goes_when_as_many_whole_ones_are_newer(tmp_path):
-    """A whole checkpoint can do all that an export can."""
+    """A whole checkpoint can replace an export."""
     live = make_live()
     with CheckpointManager(tmp_path, components=MODEL_ONLY) as manager:
         train(live, manager)

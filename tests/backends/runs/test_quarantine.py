@@ -286,7 +286,7 @@ def test_a_limit_that_cannot_be_is_refused(store):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_processes_that_are_killed_in_loading_are_counted(tmp_path):
-    """P07: by SIGKILL, as the kernel does it when memory ends; the lock of a manager is held and freed by death."""
+    """P07: by SIGKILL, as the kernel does without memory; a manager's lock is held until its process dies."""
     run = tmp_path / "run"
     save_at(LocalStore(run), 7, 8)
     program = f"""

@@ -188,7 +188,7 @@ def test_what_is_kept_of_the_target_is_not_shared_with_it():
 
 
 def test_tensors_come_back_in_the_memory_layout_of_the_target():
-    """V13: kernels round differently in another layout, so strides are part of an exact resume."""
+    """V13: kernels round differently with other strides, so strides are part of an exact resume."""
     filters = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
     model = ModelState(Leaves({"w": filters, "b": torch.zeros(3)}), Leaves())
     slots = Leaves({"w": {"exp_avg": filters.clone(), "step": torch.tensor(1.0)}})
@@ -288,7 +288,7 @@ def test_at_every_crash_the_pointer_names_a_whole_checkpoint():
 
 
 class LosesFiles:
-    """A store that says that a file is written, and has lost it, or its end, by the time of the commit."""
+    """A store that acknowledges a file, but has lost it, or its end, by the time of the commit."""
 
     def __init__(self, inner, lost, keep):
         self._inner, self._lost, self._keep = inner, lost, keep
@@ -308,7 +308,7 @@ class LosesFiles:
 @pytest.mark.parametrize("lost", ["model-", "optimizer-"])
 @pytest.mark.parametrize("keep", [0, 8, -1], ids=["lost", "header length left", "last byte cut off"])
 def test_a_data_file_that_is_lost_before_the_commit_fails_the_save(lost, keep):
-    """C01: what is committed is whole; a store that loses what it was given is found out before, and says which file."""
+    """C01: a committed checkpoint is whole; if a store loses a file, the save finds it before the commit and names it."""
     disk = saved_run(1)
     with pytest.raises(SaveFailed, match=f"step-00000002/{lost}") as caught:
         save(state_at(2), LosesFiles(disk, lost, keep))

@@ -92,6 +92,6 @@ def save_where_files_are_short(collectives, folder):
 
 
 def test_ranks_that_are_processes_hear_of_a_failed_save_as_of_one(processes, tmp_path):
-    """C07: over gloo, and with an error of the operating system."""
+    """C07: over gloo, with an error of the operating system."""
     found = processes.run(2, save_where_files_are_short, str(tmp_path), collectives={"timeout_secs": 60.0})
     assert found == [["NoSpace", 1] * 2, ["SaveFailedElsewhere", 1] * 2]
