@@ -9,6 +9,7 @@ import attrs
 
 from trainfold.adapters.cli.locate import nothing_complete, open_run
 from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError, size_text
+from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.runs.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
@@ -51,8 +52,8 @@ class Keep:
 def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
     """Delete what no rule keeps, as a manager does after each save.
 
-    The newest complete checkpoint stays, and so does what a pointer or ``best.json`` names. What is left of saves and deletions that
-    did not finish goes.
+    The newest complete checkpoint stays, and so does what a pointer or ``best.json`` names. It is read whole before another one is
+    deleted. What is left of older saves and deletions that did not finish goes; the next save removes a newer one.
 
     Args:
         run: the directory.
@@ -67,6 +68,7 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
         RunEmpty: if nothing in the run is complete.
         RunLocked: while another program may save into the run.
         CheckpointError: the matching subclass, if the directory is not a run, or its ``best.json`` cannot be read.
+        CheckpointDamaged: if the newest checkpoint is damaged, so that it must not be the only one; nothing is deleted.
         SaveFailed: if something cannot be deleted.
     """
     store, inventory = open_run(run)
@@ -79,6 +81,7 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
     with store.lock():
         written = _newest(store, open_run(run)[1])
         plan = pruner.plan(written)
+        _check_newest(run, written, plan)
         sizes = _sizes(store, plan)
         pruner.prune(written, events)
     deleted = tuple(event.checkpoint for event in events if event.checkpoint is not None)
@@ -139,6 +142,16 @@ def _newest(store: Store, inventory: Inventory) -> Saved:
             parts = frozenset(each.name for each in entry.manifest.components) if omitted else None
             return Saved(entry.name, head.step, head.timeline, parts=parts)
     raise nothing_complete(inventory)
+
+
+def _check_newest(run: Path, newest: Saved, plan: Pruning) -> None:
+    """Read the newest checkpoint whole before others are deleted: a manager has just written its newest, but this one may be damaged.
+
+    Raises:
+        CheckpointError: the matching subclass, if it is damaged.
+    """
+    if plan.deleted and (damage := verify_checkpoint(run / newest.name).error) is not None:
+        raise damage
 
 
 def _sizes(store: Store, plan: Pruning) -> dict[str, int]:

@@ -45,16 +45,19 @@ def verify_checkpoint(path: Path) -> Answer:
     checkpoint = open_checkpoint(path)
     problems: list[Problem] = []
     rows = []
+    damaged: set[str] = set()  # components with a damaged file
     with _progress(checkpoint.manifest.size_bytes) as advance:
         for index, file in enumerate(checkpoint.manifest.files):
             found = _verify_file(checkpoint, index, file, advance)
             problems += found
+            damaged |= {file.component} if found else set()
             rows.append((file.name, size_text(file.size_bytes), file.digest, "damaged" if found else "verified"))
     components = []
     for component in checkpoint.manifest.components:
         wrong = _verify_fingerprint(checkpoint, component)
         problems += wrong
-        components.append((component.name, component.fingerprint, "wrong" if wrong else "verified"))
+        status = "wrong" if wrong else "damaged" if component.name in damaged else "verified"
+        components.append((component.name, component.fingerprint, status))
     data = {
         "checkpoint": checkpoint.url,
         "verified": not problems,

@@ -160,6 +160,8 @@ def test_verify_names_the_file_and_the_leaf_of_a_flipped_bit(run, call, answered
     assert error["kind"] == "CheckpointDamaged"
     assert str(model_file(run)) in error["where"]
     assert not found["verified"]
+    assert {each["name"]: each["status"] for each in found["components"]}["model"] == "damaged"
+    assert sum(each["status"] == "damaged" for each in found["components"]) == 1
     leaves = [problem["where"] for problem in found["problems"][1:]]
     assert len(leaves) == (offset == -1)  # the ninth byte is in the header, which belongs to no leaf
     assert all("model.params" in leaf for leaf in leaves)
