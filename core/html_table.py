@@ -7,7 +7,7 @@ from trainfold.core.json_values import shown
 from trainfold.core.printable import printable
 
 MOST_ROWS = 100
-MOST_CHARACTERS = 300  # of a cell
+MOST_CHARACTERS = 480  # of a cell: a whole fix, and no dump of a tensor
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -294,10 +294,6 @@ class OptimizerPart:
         return InvalidState(f"{self.path}.{part}", expected=expected, found=found, fix=fix)
 
 
-def _shape(value: object) -> torch.Size | None:
-    return value.shape if isinstance(value, torch.Tensor) else None
-
-
 def _device_of(key: str, parameter: torch.Tensor, hyper: Mapping[str, Any]) -> torch.device:
     """Return the device on which torch keeps a new slot: a step counter is on the CPU unless the kernels read it."""
     if key == "step" and not (hyper.get("capturable") or hyper.get("fused")):

@@ -10,6 +10,7 @@ from trainfold.backends.runs.save import begin_checkpoint, run_save
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.runs.snapshot import Snapshot, describe_state
 from trainfold.core.history.inventory import Inventory
+from trainfold.core.layout.leaf_spec import diff_specs
 from trainfold.core.resume.drift import Drift
 from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, Target, resume_request
@@ -30,6 +31,7 @@ __all__ = [
     "Target",
     "begin_checkpoint",
     "describe_state",
+    "diff_specs",
     "examined",
     "plan_resume",
     "plan_save",

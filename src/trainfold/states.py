@@ -3,7 +3,7 @@
 The names are re-exports, each documented where it lives.
 """
 
-from trainfold.core.layout.leaf_spec import Difference, LeafSpec, ScalarSpec, diff_specs
+from trainfold.core.layout.leaf_spec import Difference, LeafSpec, ScalarSpec
 from trainfold.core.optim.optimizer import Optimizer
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.masters import refresh_masters
@@ -27,7 +27,6 @@ __all__ = [
     "ParamGroup",
     "ScalarSpec",
     "TrainableState",
-    "diff_specs",
     "make_progress",
     "refresh_masters",
     "spec_of",
