@@ -86,6 +86,7 @@ def first_line(value: object) -> str:
 
 PUBLIC = publics()
 HOMES = homes()
+LINKED = {full.rpartition(".")[2]: full for full in HOMES.values()}
 
 
 def write_reference(_app: Sphinx) -> None:
@@ -201,11 +202,10 @@ def linked(kind: type) -> str:
 
 def link_names(_app: Sphinx, _what: str, name: str, _obj: object, _options: object, lines: list[str]) -> None:
     """Turn `Name` in a docstring into a link where it is public."""
-    public = {word: f"{place}.{word}" for word, place in PUBLIC.items() if f"{place}.{word}" in HOMES.values()}
 
     def link(found: re.Match[str]) -> str:
         word = found[1]
-        return f":py:obj:`{word} <{public[word]}>`" if word in public and not name.endswith(f".{word}") else found[0]
+        return f":py:obj:`{word} <{LINKED[word]}>`" if word in LINKED and not name.endswith(f".{word}") else found[0]
 
     text = "\n".join(lines)
     lines[:] = [re.sub(r"(?<![:`\w])`(\w+)`(?!`)", link, line) for line in text.split("\n")]

@@ -18,7 +18,6 @@ from trainfold.core.format.manifest import (
 from trainfold.core.format.structure.places import Leaf
 from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.layout.shard import Shard
-from trainfold.core.layout.slices import Box
 from trainfold.core.optim.slot_layout import beside_params
 from trainfold.core.resume.reads import plan_reads
 from trainfold.core.resume.regroup import regrouped
@@ -53,9 +52,11 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
         for action in plan.actions
         if action.name in mine and action.verb in ("load", "adopt")
     }
-    reads = without_collecting(plan_reads)(
-        plan, {name: {path: _box_of(leaf) for path, leaf in each.items()} for name, each in targets.items()}
-    )
+    boxes = {
+        name: {path: leaf.box if isinstance(leaf, Shard) else None for path, leaf in each.items()}
+        for name, each in targets.items()
+    }
+    reads = without_collecting(plan_reads)(plan, boxes)
     reader = PlanReader(store, plan.checkpoint, plan.manifest)
     found: dict[str, Any] = {}
     for action in plan.actions:
@@ -147,13 +148,6 @@ def _loaded(
 def _cast(value: torch.Tensor, dtype: str | None, *, as_numpy: bool) -> Any:
     value = value if dtype is None else value.to(torch_dtype(dtype))
     return value.numpy() if as_numpy else value
-
-
-def _box_of(leaf: Any) -> Box | None:
-    """The slice of the global tensor held by a leaf of this run; None for all of it."""
-    if not isinstance(leaf, Shard):
-        return None
-    return tuple((start, start + size) for start, size in zip(leaf.starts, leaf.tensor.shape, strict=True))
 
 
 def _of_this_run(

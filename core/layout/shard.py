@@ -6,6 +6,7 @@ import attrs
 import torch
 
 from trainfold.core.errors import InvalidState
+from trainfold.core.layout.slices import Box
 
 
 @final
@@ -22,6 +23,11 @@ class Shard:
     tensor: torch.Tensor
     shape: tuple[int, ...]
     starts: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """The slice, as one (start, stop) pair a dimension."""
+        return tuple((start, start + size) for start, size in zip(self.starts, self.tensor.shape, strict=True))
 
 
 def make_shard(tensor: torch.Tensor, *, shape: tuple[int, ...], starts: tuple[int, ...]) -> Shard:

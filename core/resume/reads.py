@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeAlias, final
 import attrs
 
 from trainfold.core.format.manifest import TensorRecord
-from trainfold.core.format.structure.describe import Described
 from trainfold.core.format.structure.places import Leaf, places
 from trainfold.core.layout.slices import Box, intersect
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
@@ -131,8 +130,8 @@ def plan_reads(plan: ResumePlan, targets: Mapping[str, Boxes]) -> ReadPlan:
 
     Args:
         plan: the resume, as decided.
-        targets: component -> the leaves of this rank's state. `boxes_of` makes them from a description. Leaves that hold no tensor may
-            be in it or not.
+        targets: component -> the leaves of this rank's state and the slice of each that it holds, None for the whole tensor. Leaves
+            that hold no tensor may be in it or not.
 
     Returns:
         The reads of this rank.
@@ -159,20 +158,6 @@ def plan_reads(plan: ResumePlan, targets: Mapping[str, Boxes]) -> ReadPlan:
             needed = _needed(action, leaves, targets.get(action.name, {}))
             components[action.name] = ComponentReads(leaves, _tensor_reads(saved.tensors[action.part], needed))
     return ReadPlan(plan.checkpoint, tuple(file.name for file in manifest.files), components)
-
-
-def boxes_of(described: Described) -> dict[str, Box | None]:
-    """The leaves of one rank's component and the slice of each that it holds, for `plan_reads`.
-
-    Examples:
-        >>> import torch
-        >>> from trainfold.core.format.structure.describe import describe
-        >>> from trainfold.core.layout.shard import make_shard
-        >>> mine = {"w": make_shard(torch.zeros(2), shape=(8,), starts=(4,)), "n": torch.zeros(3)}
-        >>> boxes_of(describe(mine, "ema")[0])
-        {"ema['w']": ((4, 6),), "ema['n']": None}
-    """
-    return {path: spec.slices[0] if spec.slices else None for path, spec in described.tensors.items()}
 
 
 def _needed(action: ComponentAction, leaves: Mapping[str, Leaf], boxes: Boxes) -> dict[int, tuple[str, Box | None]]:

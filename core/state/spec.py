@@ -40,8 +40,7 @@ def leaf_spec(leaf: Any, path: str) -> AnySpec:
     if isinstance(leaf, torch.Tensor):
         return _shared_spec(dtype_name(leaf.dtype), tuple(leaf.shape))
     if isinstance(leaf, Shard):
-        box = tuple((start, start + size) for start, size in zip(leaf.starts, leaf.tensor.shape, strict=True))
-        return LeafSpec(dtype_name(leaf.tensor.dtype), leaf.shape, (box,))
+        return LeafSpec(dtype_name(leaf.tensor.dtype), leaf.shape, (leaf.box,))
     if isinstance(leaf, np.ndarray):
         return _array_spec(leaf.dtype, leaf.shape)
     if isinstance(leaf, LeafSpec | ScalarSpec):
