@@ -1,21 +1,17 @@
 """`BestRecord`: the best result of a run so far, and whether a new one beats it.
 
-The direction is explicit and never guessed from the name, a score that is missing or not finite never wins, and all ranks take rank
-0's decision.
+The direction is explicit and never guessed from the name, and a score that is missing or not finite never wins.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar, final
+from collections.abc import Collection, Mapping
+from typing import Any, final
 
 import attrs
 
 from trainfold.core.best.score import Direction, beats, checked_direction, checked_step, finite_given
 from trainfold.core.checks import positive
-from trainfold.core.errors import InvalidArgument, RankFailed, error_text
+from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
-from trainfold.core.layout.world import Collectives
-
-_T = TypeVar("_T")
 
 
 @final
@@ -116,56 +112,6 @@ def updated(record: BestRecord, result: Mapping[str, Any], *, step: int) -> Best
     """
     checked_step(step)
     return attrs.evolve(record, score=score_of(record, result), step=step) if is_better(record, result) else record
-
-
-def decide_best(
-    record: BestRecord, result: Mapping[str, Any], *, step: int, collectives: Collectives | None = None
-) -> tuple[BestRecord, bool]:
-    """Decide on rank 0 and broadcast the decision once, so that all ranks act alike, whatever record each of them has.
-
-    Args:
-        record: the best so far; rank 0's counts.
-        result: what ``evaluate`` returned; rank 0's counts.
-        step: the optimizer step that was evaluated.
-        collectives: the ranks, all of which call; None for a single process.
-
-    Returns:
-        The record from now on, and whether the result won.
-
-    Raises:
-        InvalidArgument: as `updated`; on rank 0.
-        RankFailed: on the other ranks, if rank 0 raised.
-
-    Examples:
-        >>> record, won = decide_best(make_best_record(metric="loss", direction="min"), {"loss": 0.0}, step=5)
-        >>> won, record.score
-        (True, 0.0)
-    """
-
-    def decide() -> tuple[BestRecord, bool]:
-        new = updated(record, result, step=step)
-        return new, new is not record
-
-    return told_by_rank_zero(decide, collectives)
-
-
-def told_by_rank_zero(decide: Callable[[], _T], collectives: Collectives | None) -> _T:
-    """Rank 0's decision on every rank, in one broadcast, also if rank 0 fails."""
-    if collectives is None:
-        return decide()
-    verdict: tuple[_T | None, str] = (None, "")
-    failure: Exception | None = None
-    if collectives.rank == 0:
-        try:
-            verdict = (decide(), "")
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for the broadcast
-            failure, verdict = error, (None, error_text(error))
-    decided, problem = collectives.broadcast(verdict)
-    if failure is not None:
-        raise failure
-    if decided is None:
-        raise RankFailed("rank 0", expected="a decision on the best", found=problem, fix="fix it there")
-    return decided
 
 
 def carried_best(

@@ -5,12 +5,11 @@ from typing import Any, TypeVar, final
 
 import attrs
 
-from trainfold.core.best.record import BestRecord, score_of, told_by_rank_zero, updated
+from trainfold.core.best.record import BestRecord, score_of, updated
 from trainfold.core.best.score import Direction, checked_direction, checked_step, finite_given
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
-from trainfold.core.layout.world import Collectives
 
 _Kept = TypeVar("_Kept", BestRecord, "tuple[BestEntry, ...]")
 
@@ -84,50 +83,25 @@ def plan_best(kept: Iterable[BestEntry], newcomer: BestEntry, *, n: int, directi
     return BestPlan(staying, dropped, accepted=any(entry is fresh for entry in staying))
 
 
-def decide_best_n(  # noqa: PLR0913 - keywords
-    record: BestRecord,
-    kept: Iterable[BestEntry],
-    result: Mapping[str, Any],
-    *,
-    step: int,
-    n: int,
-    collectives: Collectives | None = None,
+def updated_n(
+    record: BestRecord, kept: Iterable[BestEntry], result: Mapping[str, Any], *, step: int, n: int
 ) -> tuple[BestRecord, BestPlan]:
-    """Decide on the best and on the N best at once, on rank 0, and broadcast the decision once.
+    """The record and the plan for the N best after one more evaluation.
 
-    Law: the decision is that of `updated` and `plan_best` on rank 0; a winner is among the N best, unless its step was already.
+    Law: the decision is that of `updated` and `plan_best`; a winner is among the N best, unless its step was already.
 
     Args:
-        record: the best so far; rank 0's counts, as of all the others.
+        record: the best so far.
         kept: the N best until now.
         result: what ``evaluate`` returned, or a dict.
         step: the optimizer step that was evaluated.
         n: how many to keep, >= 1.
-        collectives: the ranks, all of which call; None for a single process.
-
-    Returns:
-        The record from now on, and the plan for the N best: ``save_best(run, record, kept=plan.kept)`` if ``plan.accepted``.
 
     Raises:
-        InvalidArgument: as `updated` and `plan_best`; on rank 0.
-        RankFailed: on the other ranks, if rank 0 raised.
-
-    Examples:
-        >>> from trainfold.retention import make_best_record
-        >>> record, kept = make_best_record(metric="loss", direction="min"), ()
-        >>> for step, loss in [(10, 0.5), (20, 0.3), (30, 0.4)]:
-        ...     record, plan = decide_best_n(record, kept, {"loss": loss}, step=step, n=2)
-        ...     kept = plan.kept
-        >>> record.step, [entry.step for entry in kept]
-        (20, [20, 30])
+        InvalidArgument: as `updated` and `plan_best`.
     """
-
-    def decide() -> tuple[BestRecord, BestPlan]:
-        new = updated(record, result, step=step)
-        newcomer = BestEntry(score_of(record, result), step)
-        return new, plan_best(kept, newcomer, n=n, direction=record.direction)
-
-    return told_by_rank_zero(decide, collectives)
+    new = updated(record, result, step=step)
+    return new, plan_best(kept, BestEntry(score_of(record, result), step), n=n, direction=record.direction)
 
 
 def rewound(best: _Kept, step: int) -> _Kept:

@@ -11,12 +11,13 @@ from torch import nn
 import trainfold
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.ranks.decide_best import decide_best
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.best_file import save_best
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.best.record import decide_best, make_best_record
+from trainfold.core.best.record import make_best_record
 from trainfold.core.errors import CheckpointDamaged, InvalidArgument, InvalidState, ResumeRefused
 from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.state.state import Progress, TrainState
