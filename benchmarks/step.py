@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 from _targets import Target, finish, machine, make_parser
 
-from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss
+from trainfold.core.step.optimizer import optimizer
 from trainfold.core.step.step import make_step
 
 HYPER = {"lr": 3e-4, "weight_decay": 0.1, "fused": True}

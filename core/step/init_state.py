@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.optim.optimizer import Optimizer, OptimizerLike, pair_of
 from trainfold.core.optim.schedule import ScheduleFunction, describe
 from trainfold.core.rng import make_key
 from trainfold.core.state.aliasing import check_apart
 from trainfold.core.state.fqn import NamedTensors, canonical_name, check_real
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainableState
+from trainfold.core.step.optimizer import Optimizer, OptimizerLike, pair_of
 
 
 def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names for the rest)

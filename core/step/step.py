@@ -12,7 +12,6 @@ from trainfold.core.checks import count, real_given
 from trainfold.core.errors import InvalidArgument, NonFinite
 from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.world import Collectives
-from trainfold.core.optim.optimizer import Optimizer, OptimizerLike, pair_of
 from trainfold.core.optim.schedule import ScheduleFunction, check_same, describe
 from trainfold.core.rng import Key, fold_in, forked_rng
 from trainfold.core.state.contract import STEP_PREFIX, checked_contract, noted_settings, settings_at_risk
@@ -25,6 +24,7 @@ from trainfold.core.step.gradients import LossFunction, WindowResult, judge, run
 from trainfold.core.step.loss import Totals
 from trainfold.core.step.microbatch import split
 from trainfold.core.step.next_state import Metrics, check_updated, consume, next_state, skipped_state, step_metrics
+from trainfold.core.step.optimizer import Optimizer, OptimizerLike, pair_of
 from trainfold.core.step.reduce import exchange
 from trainfold.core.step.state_checks import check_contract, check_trainable, factor_of, key_of
 

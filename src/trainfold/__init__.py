@@ -60,7 +60,7 @@ _MODULE_OF = {  # ``__init__.pyi`` says the same to type checkers
         "trainfold.backends.stores.local": ("LocalStore",),
         "trainfold.core.errors": ("RestoreRefused", "ResumeRefused", "SaveFailed", "TrainfoldError"),
         "trainfold.core.format.fingerprint": ("fingerprint",),
-        "trainfold.core.optim.optimizer": ("optimizer",),
+        "trainfold.core.step.optimizer": ("optimizer",),
         "trainfold.core.resume.resume_plan": ("Refusal", "ResumePlan"),
         "trainfold.core.state.components": ("merge", "select"),
         "trainfold.core.state.leaves": ("Leaves",),

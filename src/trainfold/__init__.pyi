@@ -34,7 +34,7 @@ from trainfold.core.errors import (
     TrainfoldError as TrainfoldError,
 )
 from trainfold.core.format.fingerprint import fingerprint as fingerprint
-from trainfold.core.optim.optimizer import optimizer as optimizer
+from trainfold.core.step.optimizer import optimizer as optimizer
 from trainfold.core.resume.resume_plan import Refusal as Refusal, ResumePlan as ResumePlan
 from trainfold.core.state.components import merge as merge, select as select
 from trainfold.core.state.leaves import Leaves as Leaves

@@ -4,7 +4,6 @@ The names are re-exports, each documented where it lives.
 """
 
 from trainfold.core.layout.leaf_spec import Difference, LeafSpec, ScalarSpec
-from trainfold.core.optim.optimizer import Optimizer
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.spec import spec_of
@@ -16,6 +15,7 @@ from trainfold.core.state.state import (
     TrainableState,
     make_progress,
 )
+from trainfold.core.step.optimizer import Optimizer
 
 __all__ = [
     "Difference",

@@ -25,13 +25,13 @@ from trainfold.backends.stores.record_file import RecordFile
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import fingerprint
-from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.optim.schedule import horizon, wsd
 from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.save.events import Event
 from trainfold.core.state.state import TrainState
 from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss
+from trainfold.core.step.optimizer import optimizer
 from trainfold.core.step.step import make_step
 
 _LEARNING_RATE = 1e-3

@@ -10,12 +10,12 @@ from typing import Any, final
 import torch
 
 from trainfold.core import tree
-from trainfold.core.optim.optimizer import Optimizer
 from trainfold.core.state.aliasing import check_apart
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 from trainfold.core.step.engine.grad_norm import Norm
 from trainfold.core.step.engine.module_template import ModuleSpec
+from trainfold.core.step.optimizer import Optimizer
 
 _FIX = "give each leaf its own storage (clone one of them), or make the step with donate=False"
 

@@ -14,9 +14,9 @@ from trainfold.backends.runs.api import save
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.evaluate.suite import Tally
 from trainfold.core.exact.sum import exact_zero
-from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.state.state import Progress
 from trainfold.core.step.init_state import init_state
+from trainfold.core.step.optimizer import optimizer
 
 UNWANTED = ("torch", "optree", "hypothesis", "matplotlib", "numpy")
 PROGRAM = (

@@ -18,9 +18,9 @@ from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import InvalidArgument, RankFailed
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.layout.world import Collectives
-from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss
+from trainfold.core.step.optimizer import optimizer
 from trainfold.core.step.step import make_step
 from trainfold.properties.contracts import ContractBroken, check_collectives
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.core.errors import BatchNotDivisible, IncompleteWindow, InvalidArgument
-from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.step.accumulation import accumulation_steps, check_plan, windows
 from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss
+from trainfold.core.step.optimizer import optimizer
 from trainfold.core.step.step import make_step
 
 counts = st.integers(0, 30)

@@ -11,13 +11,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, SharedStorage, StateDonated
-from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.state.components import select
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ParamGroup
 from trainfold.core.step.bind import bind_model
 from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss
+from trainfold.core.step.optimizer import optimizer
 from trainfold.core.step.step import make_step
 
 FUSED = optimizer(torch.optim.AdamW, lr=0.01, fused=True)

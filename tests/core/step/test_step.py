@@ -11,11 +11,11 @@ from kit.core.step_cases import adamw, assert_same_bits, make_batch, make_net, n
 
 from trainfold.core import tree
 from trainfold.core.optim import schedule as schedules
-from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.rng import fold_in, forked_rng
 from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss
 from trainfold.core.step.microbatch import split
+from trainfold.core.step.optimizer import optimizer
 from trainfold.core.step.step import make_step
 
 

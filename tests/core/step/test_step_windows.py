@@ -25,10 +25,10 @@ from trainfold.core.errors import (
 )
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.optim import schedule as schedules
-from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss
 from trainfold.core.step.microbatch import split
+from trainfold.core.step.optimizer import optimizer
 from trainfold.core.step.step import make_step
 
 

@@ -12,10 +12,10 @@ from trainfold.adapters.cli import main
 from trainfold.adapters.cli.schema import names, schema_of
 from trainfold.backends.runs.api import save
 from trainfold.core.data.cursor import make_cursor
-from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.optim.schedule import wsd
 from trainfold.core.state.state import Progress
 from trainfold.core.step.init_state import init_state
+from trainfold.core.step.optimizer import optimizer
 
 EXPLAINED = ("expected", "found", "fix")
 

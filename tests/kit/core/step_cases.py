@@ -3,8 +3,8 @@
 import torch
 
 from trainfold.core import tree
-from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.step.loss import Loss
+from trainfold.core.step.optimizer import optimizer
 
 
 class Net(torch.nn.Module):

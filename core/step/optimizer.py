@@ -9,11 +9,11 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, UnsupportedOptimizer
-from trainfold.core.optim.bound import BoundOptimizer, group_hyper
 from trainfold.core.optim.param_groups import GroupRule, Matcher, assign, check_hyper, matcher
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.masters import make_masters, refresh_masters
 from trainfold.core.state.state import OptimizerState, ParamGroup
+from trainfold.core.step.engine.bound_optimizer import BoundOptimizer, group_hyper
 
 __all__ = ["Optimizer", "optimizer", "refresh_masters"]
 

@@ -8,12 +8,12 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, MastersRebuilt, UnsupportedOptimizer
-from trainfold.core.optim import bound as bound_optimizer
-from trainfold.core.optim.optimizer import optimizer
 from trainfold.core.optim.param_groups import check_cover
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.state import ParamGroup
+from trainfold.core.step.engine import bound_optimizer
+from trainfold.core.step.optimizer import optimizer
 
 SHAPES = {"h.0.weight": (5, 3), "h.0.scale": (3,), "h.1.weight": (4, 5), "never": (2, 2), "late": (3, 2)}
 MATRICES = {name: shape for name, shape in SHAPES.items() if len(shape) == 2}
