@@ -16,15 +16,14 @@ from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.history.inventory import Inventory, lineage
+from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.save.events import Event
-from trainfold.core.save.pruning import Pruning
+from trainfold.core.save.pruning import UNFINISHED, Pruning, newest_complete, newest_to_examine
 from trainfold.core.save.retention import Retention, Saved, keep_best, keep_every, keep_last, keep_newer
 
 _COMMAND: Final = "trainfold prune"
 _WRITTEN: Final = "just written"  # as a plan calls the newest, which a manager has just saved
-_TORN: Final = "a save or a deletion did not finish"
 
 
 @final
@@ -53,7 +52,8 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
     """Delete what no rule keeps, as a manager does after each save.
 
     The newest complete checkpoint stays, and so does what a pointer or ``best.json`` names. It is read whole before another one is
-    deleted. What is left of older saves and deletions that did not finish goes; the next save removes a newer one.
+    deleted. What is left of older saves and deletions that did not finish goes. A newer one stays, because it may be a save under way.
+    What no rule counts, such as a damaged checkpoint, stays, and is in the answer with the reason.
 
     Args:
         run: the directory.
@@ -128,20 +128,18 @@ def _rule(option: str, make: Callable[[Any], Retention], value: Any) -> Retentio
 
 
 def _newest(store: Store, inventory: Inventory) -> Saved:
-    """The newest checkpoint that has all its files: a torn one must not protect itself and let the complete ones go.
+    """The newest checkpoint that has all its files.
 
     Raises:
         RunEmpty: if there is none.
     """
     inventory = with_quarantined(inventory, quarantined(store))
-    while found := lineage(inventory):
-        inventory = examine(store, inventory, found[0].name)
-        entry = inventory.entry(found[0].name)
-        if entry is not None and entry.problem is None and entry.manifest is not None:
-            head, omitted = entry.manifest.head, entry.manifest.omitted
-            parts = frozenset(each.name for each in entry.manifest.components) if omitted else None
-            return Saved(entry.name, head.step, head.timeline, parts=parts)
-    raise nothing_complete(inventory)
+    while (name := newest_to_examine(inventory)) is not None:
+        inventory = examine(store, inventory, name)
+    found = newest_complete(inventory)
+    if found is None:
+        raise nothing_complete(inventory)
+    return found
 
 
 def _check_newest(run: Path, newest: Saved, plan: Pruning) -> None:
@@ -170,7 +168,8 @@ def _answer(
     verb = "goes" if dry_run else "gone"
     rows = [(name, "stays", "", "; ".join(why)) for name, why in kept.items()]
     rows += [(name, verb, size_text(sizes[name]), "nothing keeps it") for name in deleted]
-    rows += [(name, verb, size_text(sizes[name]), _TORN) for name in plan.torn]
+    rows += [(name, verb, size_text(sizes[name]), UNFINISHED) for name in plan.torn]
+    rows += [(name, "stays", "", why) for name, why in plan.left_alone.items()]
     freed = sum(sizes[name] for name in (*deleted, *plan.torn))
     title = f"{inventory.run}: {'would free' if dry_run else 'freed'} {size_text(freed)}"
     data = {
@@ -179,6 +178,7 @@ def _answer(
         "kept": [{"name": name, "why": why} for name, why in kept.items()],
         "deleted": [{"name": name, "size_bytes": sizes[name]} for name in deleted],
         "torn": [{"name": name, "size_bytes": sizes[name]} for name in plan.torn],
+        "left_alone": [{"name": name, "why": why} for name, why in plan.left_alone.items()],
         "freed_bytes": freed,
     }
     return Answer(data, (Table(title, ("checkpoint", "what", "size", "why"), tuple(rows)),))

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, final
 
 from trainfold.backends.runs.best_lock import best_json_lock
@@ -20,8 +20,9 @@ from trainfold.core.digest import digest_of
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.history.inventory import Entry, Inventory
 from trainfold.core.history.quarantine import with_quarantined
+from trainfold.core.problem import Problem
 from trainfold.core.save.events import Event
-from trainfold.core.save.pruning import Pruning, best_still_there, may_be_torn, plan_pruning, to_prove
+from trainfold.core.save.pruning import Pruning, best_still_there, may_be_torn, parts_of, plan_pruning, to_prove
 from trainfold.core.save.retention import Retention, Saved
 
 if TYPE_CHECKING:  # it imports torch, and `trainfold prune` needs none
@@ -58,7 +59,7 @@ class Pruner:
             An event for each checkpoint that was deleted.
         """
         events: list[Event] = []
-        parts = self._parts[result.checkpoint] = _parts(result.fingerprints, result.omitted)
+        parts = self._parts[result.checkpoint] = parts_of(result.fingerprints, result.omitted)
         try:
             self.prune(Saved(result.checkpoint, result.step, result.timeline, parts=parts), events)
         except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule: the checkpoint is committed all the same
@@ -134,8 +135,9 @@ class Pruner:
     def _plan(self, written: Saved, inventory: Inventory, best: BestFile | None) -> Pruning:
         """Look at what the decision needs, and decide."""
         names = to_prove(inventory, written, with_left_behind=self._left_behind is not None)
-        whole = [name for name in names if self._is_whole(inventory, name)]
-        entries = [entry for name in (*whole, written.name) if (entry := inventory.entry(name)) is not None]
+        problems = {name: problem for name in names if (problem := self._problem(inventory, name)) is not None}
+        whole = (*(name for name in names if name not in problems), written.name)
+        entries = [entry for name in whole if (entry := inventory.entry(name)) is not None]
         pointed = {target: f"the pointer {name}" for name, target in self._store.pointers().items()}
         return plan_pruning(
             inventory,
@@ -145,6 +147,7 @@ class Pruner:
             policy=self._policy,
             left_behind=self._left_behind,
             protected={**pointed, **(best.names if best is not None else {})},
+            problems=problems,
         )
 
     def _saved(self, entries: Iterable[Entry], scores: Mapping[tuple[str, int], float]) -> list[Saved]:
@@ -160,19 +163,15 @@ class Pruner:
             found.append(Saved(entry.name, entry.head.step, entry.head.timeline, score, age_secs, parts))
         return found
 
-    def _is_whole(self, inventory: Inventory, name: str) -> bool:
-        """Whether a checkpoint has all its files now: other programs delete too, and a checkpoint that lost a file protects nothing."""
+    def _problem(self, inventory: Inventory, name: str) -> Problem | None:
+        """Why a checkpoint does not have all its files now: other programs delete too, and one that lost a file protects nothing."""
         sizes = self._proved.get(name)
         if sizes is None or any(self._store.size(f"{name}/{file}") != size for file, size in sizes.items()):
             self._proved.pop(name, None)
             entry = examine(self._store, inventory, name).entry(name)
-            if entry is None or entry.problem is not None or entry.manifest is None:
-                return False
+            assert entry is not None  # the plan asks for entries only
+            if entry.manifest is None or entry.problem is not None:
+                return entry.problem
             self._proved[name] = {file.name: file.size_bytes for file in entry.manifest.files}
-            self._parts[name] = _parts((each.name for each in entry.manifest.components), entry.manifest.omitted)
-        return True
-
-
-def _parts(components: Iterable[str], omitted: Collection[str]) -> frozenset[str] | None:
-    """The components of a checkpoint that was saved without others; None for a whole one."""
-    return frozenset(components) if omitted else None
+            self._parts[name] = parts_of((each.name for each in entry.manifest.components), entry.manifest.omitted)
+        return None

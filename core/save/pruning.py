@@ -4,15 +4,18 @@ An interpreter asks in two steps, because a proof costs reads: `to_prove` and `m
 decides with what it found.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import final
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, final
 
 import attrs
 
 from trainfold.core.best.best_json import BestFile
 from trainfold.core.format.file_names import directory_of, is_data_file, step_of
 from trainfold.core.history.inventory import Entry, Inventory, lineage
+from trainfold.core.problem import Problem
 from trainfold.core.save.retention import Retention, RetentionPlan, Saved, plan_left_behind, plan_retention
+
+UNFINISHED: Final = "a save or a deletion did not finish"
 
 
 @final
@@ -24,11 +27,13 @@ class Pruning:
         lineage: the checkpoints of the present lineage.
         left_behind: those that rewinds have left behind.
         torn: the directories of saves and deletions that did not finish.
+        left_alone: name -> why it stays although no rule counts it: it is damaged, in quarantine, left behind, or may be a save under way.
     """
 
     lineage: RetentionPlan
     left_behind: RetentionPlan
     torn: tuple[str, ...]
+    left_alone: Mapping[str, str] = attrs.field(factory=dict)
 
     @property
     def deleted(self) -> tuple[str, ...]:
@@ -37,7 +42,36 @@ class Pruning:
 
     def __str__(self) -> str:
         tables = [str(plan) for plan in (self.lineage, self.left_behind) if plan.kept or plan.deleted]
-        return "\n".join([*tables, *(f"{name}  goes   a save or a deletion did not finish" for name in self.torn)])
+        torn = [f"{name}  goes   {UNFINISHED}" for name in self.torn]
+        return "\n".join([*tables, *torn, *(f"{name}  stays  {why}" for name, why in self.left_alone.items())])
+
+
+def newest_to_examine(inventory: Inventory) -> str | None:
+    """The checkpoint whose manifest must be read before `newest_complete` can answer, or None if enough is known."""
+    newest = next(iter(lineage(inventory)), None)
+    return newest.name if newest is not None and newest.manifest is None else None
+
+
+def newest_complete(inventory: Inventory) -> Saved | None:
+    """The newest checkpoint that has all its files: a torn one must not protect itself and let the complete ones go.
+
+    Args:
+        inventory: the run, with what is in quarantine, and with the manifests that `newest_to_examine` asked for.
+
+    Returns:
+        The checkpoint, to take the place of the one just written in `plan_pruning`; None if there is none.
+    """
+    newest = next(iter(lineage(inventory)), None)
+    if newest is None or newest.manifest is None:
+        return None
+    manifest = newest.manifest
+    parts = parts_of((each.name for each in manifest.components), manifest.omitted)
+    return Saved(newest.name, manifest.head.step, manifest.head.timeline, parts=parts)
+
+
+def parts_of(components: Iterable[str], omitted: Collection[str]) -> frozenset[str] | None:
+    """The components of a checkpoint that was saved without others; None for a whole one."""
+    return frozenset(components) if omitted else None
 
 
 def to_prove(inventory: Inventory, written: Saved, *, with_left_behind: bool) -> tuple[str, ...]:
@@ -71,11 +105,13 @@ def plan_pruning(  # noqa: PLR0913 - keywords
     policy: Retention,
     left_behind: Retention | None = None,
     protected: Mapping[str, str] | None = None,
+    problems: Mapping[str, Problem] | None = None,
 ) -> Pruning:
     """Say what may be deleted after a commit.
 
     Laws: only checkpoints that were proved are deleted, and only directories in which every file has a name that a save gives are torn.
-    The checkpoint just written stays, and so do the protected ones. Planning again after the deletion deletes nothing.
+    The checkpoint just written stays, and so do the protected ones. A directory that may be a save under way stays. Each directory of the run
+    is in the plan once, with the reason. Planning again after the deletion deletes nothing.
 
     Args:
         inventory: the run, with what is in quarantine.
@@ -85,6 +121,7 @@ def plan_pruning(  # noqa: PLR0913 - keywords
         policy: what to keep of the present lineage.
         left_behind: what to keep of the checkpoints that rewinds have left behind; None for all.
         protected: name -> why it stays, such as the best.
+        problems: name -> what is wrong with it, for each checkpoint of `to_prove` that was not proved.
 
     Examples:
         >>> from trainfold.core.format.manifest import Head
@@ -107,8 +144,14 @@ def plan_pruning(  # noqa: PLR0913 - keywords
     others = (
         RetentionPlan({}, ()) if left_behind is None else plan_left_behind(left, policy=left_behind, protected=kept)
     )
-    torn = (name for name in may_be_torn(inventory, written) if _is_torn(files.get(name, ())))
-    return Pruning(mine, others, tuple(torn))
+    torn = tuple(name for name in may_be_torn(inventory, written) if _is_torn(files.get(name, ())))
+    planned = {*mine.kept, *mine.deleted, *others.kept, *others.deleted, *torn}
+    alone = {
+        entry.name: _why_alone(entry, entry.problem or (problems or {}).get(entry.name), written, files.get(entry.name))
+        for entry in inventory.entries
+        if entry.name not in planned
+    }
+    return Pruning(mine, others, torn, alone)
 
 
 def best_still_there(inventory: Inventory, best: BestFile) -> str | None:
@@ -140,3 +183,16 @@ def _left_behind(inventory: Inventory, written: Saved) -> list[Entry]:
 def _is_torn(files: Collection[str]) -> bool:
     """Whether a directory without a readable manifest holds nothing but data files; an empty one may be about to be filled."""
     return bool(files) and all(is_data_file(name) for name in files)
+
+
+def _why_alone(entry: Entry, problem: Problem | None, written: Saved, files: Collection[str] | None) -> str:
+    """Why a directory stays that no rule counts."""
+    if problem is None:
+        is_behind = entry.head is not None and entry.head.timeline < written.timeline
+        return "left behind by a rewind, and no rule is for these" if is_behind else "not of the present lineage"
+    if entry.head is not None or problem.error != "CheckpointTorn":
+        return f"{problem.error}: expected {problem.expected}, found {problem.found}; no rule counts it"
+    if files is None:
+        return "a save that is under way or did not finish: the next save removes what did not finish"
+    others = [name for name in files if not is_data_file(name)]
+    return f"no manifest, and {'no file' if not files else f'{others[0]}, which no save writes'}: no rule counts it"

@@ -149,6 +149,40 @@ def test_what_a_killed_save_has_left_goes(run, answered):
     assert not torn.exists()
 
 
+def test_what_may_be_a_save_under_way_stays_and_is_listed_with_the_reason(run, call, answered):
+    """C12: a directory newer than every complete checkpoint may be one that ranks still write into."""
+    torn = run / "step-00000060"
+    torn.mkdir()
+    (torn / "model-00000-of-00001.safetensors").write_bytes(b"half")
+    for options in (["--dry-run"], []):
+        found, _ = answered("prune", run, "--keep-last", "1", *options)
+        assert [each["name"] for each in found["left_alone"]] == ["step-00000060"]
+        assert "the next save removes what did not finish" in found["left_alone"][0]["why"]
+        assert torn.exists()
+    out, _ = call("prune", run, "--keep-last", "1")
+    assert [line.split()[:2] for line in out.splitlines()[2:]] == [
+        ["step-00000050", "stays"],
+        ["step-00000060", "stays"],
+    ]
+    small_run(run, 70)
+    assert answered("prune", run, "--keep-last", "1")[0]["torn"] == [{"name": "step-00000060", "size_bytes": 4}]
+
+
+def test_a_damaged_checkpoint_that_no_rule_counts_is_listed_with_what_is_wrong(run, answered):
+    """E05: it stays, and nobody has to guess why."""
+    next((run / "step-00000050").glob("manifest.json")).write_bytes(b"{}")
+    save(state_at(60), run)
+    next((run / "step-00000060").glob("model-*")).unlink()
+    for _ in range(LIMIT):
+        begin_attempt(LocalStore(run), "step-00000040")
+    found, _ = answered("prune", run, "--keep-last", "1", "--dry-run")
+    why = {each["name"]: each["why"].partition(":")[0] for each in found["left_alone"]}
+    assert why["step-00000040"] == "CheckpointQuarantined"
+    assert why["step-00000060"] == "CheckpointTorn"
+    assert set(why) == {"step-00000040", "step-00000050", "step-00000060"}
+    assert [each["name"] for each in found["kept"]] == ["step-00000030"]
+
+
 def test_checkpoints_that_a_rewind_has_left_behind_stay_without_a_rule_for_them(run, answered):
     """E16: the present lineage is pruned; the others have their own rules."""
     with CheckpointManager(run) as manager:

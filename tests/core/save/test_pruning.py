@@ -1,6 +1,7 @@
 """`plan_pruning`: it deletes only proved, unprotected checkpoints, whatever the run contains, and keeps the newest."""
 
 import attrs
+import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
@@ -8,10 +9,17 @@ from trainfold.core.best.best_json import BestFile
 from trainfold.core.best.record import BestRecord
 from trainfold.core.best.top_n import BestEntry
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.format.manifest import Head
+from trainfold.core.format.manifest import Head, Manifest
 from trainfold.core.history.inventory import Entry, Inventory, lineage
 from trainfold.core.problem import Problem
-from trainfold.core.save.pruning import best_still_there, may_be_torn, plan_pruning, to_prove
+from trainfold.core.save.pruning import (
+    best_still_there,
+    may_be_torn,
+    newest_complete,
+    newest_to_examine,
+    plan_pruning,
+    to_prove,
+)
 from trainfold.core.save.retention import Saved, keep_every, keep_last
 
 QUARANTINED = Problem("CheckpointQuarantined", "r", "one that loads", "none", "", 16)
@@ -79,6 +87,8 @@ def test_what_goes_is_proved_and_unprotected_and_planning_again_deletes_nothing(
         assert name < written.name
     assert all(name in plan.torn for name, each in files.items() if set(each) == {DATA})
     gone = {*plan.deleted, *plan.torn}
+    told = [*plan.lineage.kept, *plan.left_behind.kept, *plan.left_alone, *gone]
+    assert sorted(told) == [entry.name for entry in run.entries], "each directory is in the plan once"
     after = attrs.evolve(run, entries=tuple(entry for entry in run.entries if entry.name not in gone))
     again = planned(after)
     assert (again.deleted, again.torn) == ((), ())
@@ -96,6 +106,49 @@ def test_only_what_can_be_loaded_is_proved_and_the_written_one_needs_no_proof(ca
     assert len(asked) == len(set(asked))
     mine = {entry.name for entry in lineage(run)} - {written.name}
     assert set(to_prove(run, written, with_left_behind=False)) == mine
+
+
+TORN = Problem("CheckpointTorn", "r", "manifest.json", "none: a save that did not finish", "", 13)
+
+
+@pytest.mark.parametrize(
+    ("entry", "files", "said"),
+    [
+        (Entry("step-00000030", None, problem=TORN), None, "a save that is under way or did not finish"),
+        (Entry("step-00000010", None, problem=TORN), [], "no file"),
+        (Entry("step-00000010", None, problem=TORN), [DATA, "notes.txt"], "notes.txt, which no save writes"),
+        (Entry("step-00000030", Head("r", 30), problem=QUARANTINED), None, "CheckpointQuarantined"),
+        (Entry("step-00000010", Head("r", 10)), None, "CheckpointDamaged"),  # found when it was looked at
+    ],
+)
+def test_what_stays_although_no_rule_counts_it_is_listed_with_the_reason(entry, files, said):
+    """A user who wonders why a directory is still there reads why, and the table prints it."""
+    newest = Entry("step-00000020", Head("r", 20))
+    plan = plan_pruning(
+        Inventory("runs/a", "r", tuple(sorted((entry, newest), key=lambda each: each.name))),
+        written=saved_of(newest),
+        proved={newest.name: saved_of(newest)},
+        files={} if files is None else {entry.name: files},
+        policy=keep_last(1),
+        problems={"step-00000010": Problem("CheckpointDamaged", "r", "a digest", "another", "", 14)},
+    )
+    assert list(plan.left_alone) == [entry.name]
+    assert said in plan.left_alone[entry.name]
+    assert f"{entry.name}  stays  {plan.left_alone[entry.name]}" in str(plan)
+
+
+def test_the_newest_complete_checkpoint_is_found_by_asking_for_one_manifest_after_another():
+    """E05: without a store. Each answer of the interpreter is a manifest or a problem."""
+    run = Inventory("r", "r", tuple(Entry(f"step-{step:08d}", Head("r", step)) for step in (10, 20, 30)))
+    assert (newest_to_examine(run), newest_complete(run)) == ("step-00000030", None)
+    run = run.with_entry(attrs.evolve(run.entries[2], problem=TORN))
+    assert newest_to_examine(run) == "step-00000020"
+    whole = Manifest(Head("r", 20), 1, (), ("rng",), {}, {}, ())
+    run = run.with_entry(attrs.evolve(run.entries[1], manifest=whole))
+    assert newest_to_examine(run) is None
+    assert newest_complete(run) == Saved("step-00000020", 20, 0, parts=frozenset())
+    nothing = attrs.evolve(run, entries=(attrs.evolve(run.entries[0], problem=TORN),))
+    assert (newest_to_examine(nothing), newest_complete(nothing)) == (None, None)
 
 
 @given(case=runs(), data=st.data())
