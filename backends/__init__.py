@@ -1,1 +1,1 @@
-"""Effects: storage, ranks and time. Interpreters of plans, and storage formats."""
+"""Effects: where bytes, ranks and time are; interpreters of the plans of `core`, which decide nothing. May import `core` alone."""

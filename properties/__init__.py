@@ -1,1 +1,4 @@
-"""Hypothesis strategies, laws and contracts, for this project's tests and for users' own."""
+"""Laws, contracts and Hypothesis strategies, for this project's tests and for users' own.
+
+May import `core`, and of `backends` what needs no files: the protocols, the store in memory and the interpreters of plans.
+"""

@@ -1,1 +1,1 @@
-"""Formats of checkpoints, one room each. May import `stores`."""
+"""Formats of checkpoints, one room each. May import `stores` and the ground floor of `backends`, and not `ranks`."""

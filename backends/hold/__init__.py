@@ -1,1 +1,1 @@
-"""A background reader of leaves that an update may overtake. May import the ground floor of `backends`."""
+"""A background reader of leaves that an update may overtake. May import the protocol of `stores` and the ground floor of `backends`."""
