@@ -1,6 +1,6 @@
 """Every error of trainfold. Each says where it happened, what was expected, what was found, and how to fix it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
 from trainfold.core.printable import printable
@@ -22,6 +22,8 @@ class _Refused(Protocol):
 
     @property
     def fix(self) -> str: ...
+
+    def about_optional(self, optional: Collection[str]) -> tuple[str, ...]: ...
 
 
 class TrainfoldError(Exception):

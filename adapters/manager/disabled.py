@@ -11,11 +11,11 @@ import attrs
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.config import CheckpointConfig
 from trainfold.adapters.manager.protocol import LoadDecision, Restored
-from trainfold.adapters.manager.triggers import Boundary, SaveTriggers
+from trainfold.adapters.manager.triggers import SaveTriggers
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.core.layout.world import Collectives
-from trainfold.core.save.triggers import Verdict, make_triggers
+from trainfold.core.save.triggers import Boundary, Verdict, make_triggers
 from trainfold.core.state.state import TrainState
 
 

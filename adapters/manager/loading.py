@@ -1,7 +1,7 @@
 """`RunLoader`: loads a run's checkpoints into a live run or a state; `LoadRunner`: does so for a manager."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, final
 
 import attrs
@@ -25,9 +25,8 @@ from trainfold.core.checks import mapping_given
 from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused
 from trainfold.core.format.file_names import step_of
 from trainfold.core.layout.world import Collectives
-from trainfold.core.resume.drift import Drift, DriftAction
+from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.request import resume_request
-from trainfold.core.state.audit import component_of
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.descent import Descent
 from trainfold.core.state.state import TrainState
@@ -79,7 +78,7 @@ class RunLoader:
         try:
             loaded = self._loaded(like, names, step, reset)
         except ResumeRefused as refused:
-            owing = _optional_alone(refused.refusal.reasons, run.optional if isinstance(run, Live) else frozenset())
+            owing = refused.refusal.about_optional(run.optional if isinstance(run, Live) else ())
             if not owing:
                 raise
             for name in owing:
@@ -240,9 +239,3 @@ class LoadRunner:
     def _restored(self, live: Live, *, is_fresh: bool = False) -> Restored:
         self.asked.watch(live)
         return Restored(self.loader.store.url, live.progress.step, is_fresh=is_fresh)
-
-
-def _optional_alone(reasons: Sequence[Any], optional: frozenset[str]) -> list[str]:
-    """The optional components that a refusal is about; empty if there is another reason as well."""
-    names = [component_of(each.where) if isinstance(each, Drift) else "" for each in reasons]
-    return sorted(set(names)) if set(names) <= optional else []

@@ -289,9 +289,7 @@ class SaveRunner:
                 return SaveOutcome("skipped", step)
             self._collect_into(failures)
         self._saved_in = run.saved_in if isinstance(run, Live) else {}
-        last = self._due.last_saved
-        if self.descends_from is not None and last is not None and last < self.descends_from.step:
-            self.descends_from = attrs.evolve(self.descends_from, step=last)  # the loop went back in memory
+        self.descends_from = None if self.descends_from is None else self.descends_from.at(self._due.last_saved)
         try:
             return self._stage(run, step) if self._options.is_async else self._write(run, step)
         finally:

@@ -11,11 +11,19 @@ import attrs
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.event_log import EventLog
 from trainfold.backends.ranks.all_ranks import on_all_ranks
-from trainfold.core.errors import RanksDisagree
 from trainfold.core.layout.world import Collectives
-from trainfold.core.save.auto_cadence import FIRST_SAVE_SECS, choose_cadence, describe_cadence
+from trainfold.core.save.auto_cadence import choose_cadence, describe_cadence
 from trainfold.core.save.requests import StopRequest, merge_requests
-from trainfold.core.save.triggers import Triggers, Verdict, decide
+from trainfold.core.save.triggers import (
+    Boundary,
+    Triggers,
+    Verdict,
+    agreed_boundary,
+    decide,
+    last_saved_after_failure,
+    last_saved_at,
+    with_chosen_cadence,
+)
 
 _REMEMBERED: Final = 64
 
@@ -85,28 +93,6 @@ class AutoCadence:
 def auto_cadence(events: EventLog, world: Collectives) -> AutoCadence:
     """A cadence reported on rank 0 and followed by the other ranks; it does not keep the manager alive."""
     return AutoCadence(lambda detail: events.report("cadence", detail=detail) if world.rank == 0 else None)
-
-
-@final
-@attrs.frozen
-class Boundary:
-    """What one rank knows at a boundary; or what all ranks have agreed on, as `SaveTriggers.agreed` returns it.
-
-    Attributes:
-        step: optimizer steps done.
-        is_last: whether the run ends here, on any rank.
-        is_best: whether this state is the best so far, on any rank.
-        has_ended: whether the save under way has ended, on every rank.
-        secs_since_save: by rank 0's clock.
-        every: the cadence that rank 0 has chosen; None before it has.
-    """
-
-    step: int
-    is_last: bool
-    is_best: bool
-    has_ended: bool
-    secs_since_save: float = 0.0
-    every: int | None = None
 
 
 @final
@@ -183,19 +169,7 @@ class SaveTriggers:
 
         found = on_all_ranks(self._world, take)
         self._asked = merge_requests([asked for asked, _ in found])
-        all_of = [each for _, each in found]
-        steps = [each.step for each in all_of]
-        if len(set(steps)) > 1:
-            raise RanksDisagree("the step", expected="the same on every rank", found=f"{steps}, by rank",
-                                fix="call the manager at the same boundaries on every rank")  # fmt: skip
-        return Boundary(
-            mine.step,
-            secs_since_save=all_of[0].secs_since_save,
-            every=all_of[0].every,
-            is_last=any(each.is_last for each in all_of),
-            is_best=any(each.is_best for each in all_of),
-            has_ended=all(each.has_ended for each in all_of),
-        )
+        return agreed_boundary([each for _, each in found])
 
     def _take_requests(self) -> None:
         if self._requests is not None:
@@ -210,7 +184,7 @@ class SaveTriggers:
         self.see(boundary.step)
         verdict = decide(
             boundary.step,
-            triggers=self._triggers if self.auto is None else self._chosen(boundary),
+            triggers=self._triggers if self.auto is None else with_chosen_cadence(self._triggers, boundary.every),
             last_saved=self.last_saved,
             secs_since_save=boundary.secs_since_save,
             requests=self._asked,
@@ -221,21 +195,13 @@ class SaveTriggers:
         self.is_aborted = self.is_aborted or "abort" in verdict.reasons
         return verdict
 
-    def _chosen(self, boundary: Boundary) -> Triggers:
-        """The triggers with the chosen cadence; before there is one, the first save is due by the clock."""
-        if boundary.every is None:
-            return attrs.evolve(self._triggers, every_secs=FIRST_SAVE_SECS)
-        return attrs.evolve(self._triggers, every=boundary.every)
-
     def answered(self) -> None:
         """Drop the requests: they are answered without a save."""
         self._asked = ()
 
     def see(self, step: int) -> None:
         """Notice a step before one already seen."""
-        has_gone_back = self._seen is not None and step < self._seen
-        if has_gone_back and self.last_saved is not None and step <= self.last_saved:
-            self.last_saved = step - 1
+        self.last_saved = last_saved_at(step, seen=self._seen, last_saved=self.last_saved)
         self._seen = step
 
     def before(self, step: int) -> Before:
@@ -254,10 +220,7 @@ class SaveTriggers:
 
     def undone(self, before: Before) -> None:
         """Note that the save failed: what it was for is due again."""
-        earlier, now = before.last_saved, self.last_saved
-        went_before_it = now is not None and earlier is not None and now < min(earlier, before.step)
-        if not went_before_it:
-            self.last_saved = earlier
+        self.last_saved = last_saved_after_failure(self.last_saved, before=before.last_saved, failed=before.step)
         self._saved_at = before.saved_at
         self._asked = merge_requests([self._asked, before.asked])
 

@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import attrs
 
@@ -16,22 +16,28 @@ from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.runs.snapshot import full_contract
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import (
-    CheckpointError,
     CheckpointUnreadable,
     HiddenState,
     RankFailed,
-    RanksDisagree,
     ResumeRefused,
     TrainfoldError,
     place,
 )
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.history.inventory import Inventory
-from trainfold.core.history.quarantine import Outcome, outcome_of, with_quarantined, worst_outcome
+from trainfold.core.history.quarantine import Outcome, outcome_of, with_quarantined
 from trainfold.core.layout.world import Collectives
 from trainfold.core.printable import printable
-from trainfold.core.problem import Problem, problem_of
+from trainfold.core.problem import Problem
 from trainfold.core.resume.choose import next_to_examine
+from trainfold.core.resume.fall_back import (
+    after_failure,
+    decided,
+    disagreement,
+    failure_of,
+    lists_again,
+    outcome_of_all,
+)
 from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
@@ -41,8 +47,6 @@ from trainfold.core.state.descent import Descent
 from trainfold.core.state.state import TrainState
 
 _LOG: Final = logging.getLogger("trainfold")
-_RELISTINGS: Final = 5
-_Failed: TypeAlias = tuple[Problem, bool, Outcome]
 
 
 class CheckpointPassedOver(UserWarning):
@@ -126,30 +130,33 @@ def load_run(  # noqa: PLR0913 - keywords
         _agree(outcome, store, world)
         if isinstance(outcome, Refusal):
             relisted = read_inventory(store)
-            if relistings < _RELISTINGS and any(world.gather(relisted != listed)):
-                inventory, listed, relistings = relisted, relisted, relistings + 1
-                continue  # another process saved or deleted: there may be a newer checkpoint now
-            raise ResumeRefused(store.url, outcome)
+            if not lists_again(relistings, world.gather(relisted != listed)):
+                raise ResumeRefused(store.url, outcome)
+            inventory, listed, relistings = relisted, relisted, relistings + 1
+            continue
         if quarantine is not None:
             quarantine.begin(store, world, outcome.checkpoint)
         try:
             state, failure = _attempt(outcome, like, store)
-            failed = [each for each in world.gather(None if failure is None else _failed(failure)) if each is not None]
+            failures = [
+                each for each in world.gather(None if failure is None else failure_of(failure)) if each is not None
+            ]
         except BaseException as error:
             if quarantine is not None:
                 quarantine.leave(store, world, outcome.checkpoint, error)
             raise
         if quarantine is not None:
-            quarantine.end(store, world, outcome.checkpoint, worst_outcome(how for _, _, how in failed))
-        if not failed and state is not None:
+            quarantine.end(store, world, outcome.checkpoint, outcome_of_all(failures))
+        if not failures and state is not None:
             _warn(outcome)
             head = outcome.manifest.head
             return Loaded(state, Descent(head.timeline, head.step, head.forks))
-        if request.step is not None or not all(may_fall_back for _, may_fall_back, _ in failed):
-            reason = failure or _elsewhere(store, failed[0][0])
+        without = after_failure(inventory, request, outcome.checkpoint, failures)
+        if without is None:
+            reason = failure or _elsewhere(store, failures[0].problem)
             place(reason, step=outcome.step, rank=world.rank if failure is not None and world.world_size > 1 else None)
             raise reason
-        inventory = _without(inventory, outcome.checkpoint, failed[0][0])
+        inventory = without
 
 
 def passed_over(store: Store, request: ResumeRequest, world: Collectives) -> Mapping[str, Problem]:
@@ -202,31 +209,10 @@ def examined(store: Store, inventory: Inventory, request: ResumeRequest, wanted:
 
 
 def _agree(outcome: ResumePlan | Refusal, store: Store, world: Collectives) -> None:
-    """Raise unless all ranks made the same decision. If one rank refuses, it raises its reasons, and the others name that rank."""
-    if isinstance(outcome, Refusal):
-        decided, reasons = f"refused:\n{outcome}", "; ".join(map(str, outcome.reasons)) if outcome.checkpoint else ""
-    else:
-        decided, reasons = outcome.digest(), ""
-    decisions = world.gather((decided, outcome.checkpoint, reasons))
-    odd = [rank for rank, (each, _, _) in enumerate(decisions) if each != decisions[0][0]]
-    if not odd:
-        return
-    refusing = next((rank for rank, (_, _, each) in enumerate(decisions) if each), None)
-    if refusing is None or len({checkpoint for _, checkpoint, _ in decisions}) > 1:
-        raise RanksDisagree(
-            store.url,
-            expected="the same plan on every rank",
-            found=f"another one on ranks {odd} than on rank 0",
-            fix="let every rank see the same files (no node-local or stale copies), and build the same state",
-        )
-    if isinstance(outcome, Refusal):
-        raise ResumeRefused(store.url, outcome)
-    raise RankFailed(
-        f"rank {refusing}",
-        expected="every rank to resume",
-        found=f"reasons against {outcome.checkpoint} on it: {decisions[refusing][2]}",
-        fix="do what the error of that rank says, on every rank",
-    )
+    """Raise unless all ranks made the same decision."""
+    error = disagreement(store.url, world.gather(decided(outcome)), outcome)
+    if error is not None:
+        raise error
 
 
 def _attempt(outcome: ResumePlan, like: TrainState, store: Store) -> tuple[TrainState | None, TrainfoldError | None]:
@@ -241,18 +227,8 @@ def _attempt(outcome: ResumePlan, like: TrainState, store: Store) -> tuple[Train
         return None, CheckpointUnreadable(where, expected="files that can be read", found=error, fix=fix)
 
 
-def _failed(failure: TrainfoldError) -> _Failed:
-    """The report to the other ranks: the problem, whether an older checkpoint may be free of it, and the outcome of the attempt."""
-    return problem_of(failure), isinstance(failure, CheckpointError), outcome_of(failure)
-
-
 def _elsewhere(store: Store, problem: Problem) -> RankFailed:
     return RankFailed(store.url, expected="every rank to load its part", found=problem, fix=problem.fix)
-
-
-def _without(inventory: Inventory, name: str, problem: Problem | None) -> Inventory:
-    entry = inventory.entry(name)
-    return inventory if entry is None else inventory.with_entry(attrs.evolve(entry, problem=problem))
 
 
 def _warn(outcome: ResumePlan) -> None:

@@ -26,7 +26,7 @@ from trainfold.core.history.quarantine import (
     is_quarantined,
     only_present,
     outcome_of,
-    quarantine_problem,
+    quarantine_problems,
 )
 from trainfold.core.history.quarantine_json import (
     QUARANTINE_FILE,
@@ -77,8 +77,7 @@ def quarantined(store: Store, *, limit: int = LIMIT) -> dict[str, Problem]:
         warnings.warn(f"{store.url}/{QUARANTINE_FILE} is not used: {found.error}", QuarantineIgnored, stacklevel=2)
     records = [record for record in found.attempts.records if is_quarantined(record, limit=limit)]
     now = {record.checkpoint: _manifest_digest(store, record.checkpoint) for record in records}
-    same = [record for record in records if now[record.checkpoint] == record.digest]
-    return {record.checkpoint: quarantine_problem(record, store.url) for record in same}
+    return quarantine_problems(records, now, store.url)
 
 
 def begin_attempt(store: Store, name: str) -> None:

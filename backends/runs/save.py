@@ -21,7 +21,7 @@ from trainfold.backends.hold.held_leaf import HeldLeaf
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.runs.replicas import check_copies
-from trainfold.backends.runs.scan import check_place, read_inventory, read_run_id, run_document
+from trainfold.backends.runs.scan import check_place, read_inventory, read_run_id
 from trainfold.backends.runs.snapshot import Snapshot
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
 from trainfold.backends.stores.protocol import Store
@@ -31,6 +31,7 @@ from trainfold.core.format.codec import as_tensor
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import HEAD_LIMIT_BYTES, Head, Manifest, encode_manifest
 from trainfold.core.format.manifest_reader import decode_head, decode_manifest
+from trainfold.core.format.run_file import run_document
 from trainfold.core.format.structure.describe import Described
 from trainfold.core.format.structure.validate import check_kinds
 from trainfold.core.history.next_checkpoint import next_checkpoint
@@ -38,7 +39,7 @@ from trainfold.core.json_values import Json
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.replicas import Proof, absent_optional, summary
 from trainfold.core.save.save_plan import SavePlan, plan_save
-from trainfold.core.save.written import WrittenFile, manifest_of
+from trainfold.core.save.written import WrittenFile, manifest_of, stale_files, wrong_size
 from trainfold.core.state.descent import Descent
 
 T = TypeVar("T")
@@ -295,7 +296,10 @@ def run_save(  # noqa: PLR0913 - keywords
     def commit() -> None:
         nonlocal data
         with named_failures(f"{store.url}/{plan.directory}"):
-            _check_sizes(plan, store)
+            sizes = {file.name: store.size(f"{plan.directory}/{file.name}") for file in plan.files}
+            error = wrong_size(plan, f"{store.url}/{plan.directory}", sizes)
+            if error is not None:
+                raise error
         data = _proved_bytes(manifest, plan.directory)
         store.commit(f"{plan.directory}/{MANIFEST}", data, replaces=None if replaces is None else digest_of(replaces))
         _after_commit(manifest, plan, store)
@@ -342,23 +346,9 @@ def _after_commit(manifest: Manifest, plan: SavePlan, store: Store) -> None:
     """Point `latest` to the checkpoint and delete stale files. The checkpoint is durable, so failures here are ignored."""
     with suppress(TrainfoldError, OSError):
         store.point("latest", plan.directory)
-        named = {MANIFEST, *(file.name for file in manifest.files)}
-        for stale in store.list(plan.directory):
-            if stale not in named:
-                with suppress(TrainfoldError, OSError):  # a sidecar's directory, which is deleted with the checkpoint
-                    store.delete(f"{plan.directory}/{stale}")
-
-
-def _check_sizes(plan: SavePlan, store: Store) -> None:
-    for file in plan.files:
-        size = store.size(f"{plan.directory}/{file.name}")
-        if size != file.size_bytes:
-            raise SaveFailed(
-                f"{store.url}/{plan.directory}/{file.name}",
-                expected=f"{file.size_bytes} bytes before the commit",
-                found="no file" if size is None else f"{size} bytes",
-                fix="check that all ranks write to the same filesystem",
-            )
+        for stale in stale_files(manifest, store.list(plan.directory)):
+            with suppress(TrainfoldError, OSError):  # a sidecar's directory, which is deleted with the checkpoint
+                store.delete(f"{plan.directory}/{stale}")
 
 
 @without_collecting

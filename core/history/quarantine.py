@@ -198,6 +198,23 @@ def quarantine_problem(tried: Tried, run: str) -> Problem:
     return problem_of(error)
 
 
+def quarantine_problems(records: Iterable[Tried], digests: Mapping[str, str | None], run: str) -> dict[str, Problem]:
+    """The problem of each quarantined checkpoint. One whose step was saved again since has another manifest, and is free.
+
+    Args:
+        records: those that are quarantined.
+        digests: checkpoint -> the digest of its manifest now; None if it has none.
+        run: its location.
+
+    Examples:
+        >>> tried = [Tried("step-00000007", "old", 3), Tried("step-00000008", "old", 3)]
+        >>> list(quarantine_problems(tried, {"step-00000007": "old", "step-00000008": "new"}, "runs/a"))
+        ['step-00000007']
+    """
+    same = (record for record in records if digests[record.checkpoint] == record.digest)
+    return {record.checkpoint: quarantine_problem(record, run) for record in same}
+
+
 def with_quarantined(inventory: Inventory, problems: Mapping[str, Problem]) -> Inventory:
     """The inventory with a problem for each quarantined checkpoint, which is then neither loaded nor counted as kept.
 

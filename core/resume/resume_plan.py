@@ -1,6 +1,6 @@
 """`ResumePlan`: what a resume does with every component. `Refusal`: every reason why it cannot. Both are values that print."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Literal, TypeAlias, final
 
 import attrs
@@ -12,7 +12,7 @@ from trainfold.core.json_values import Json
 from trainfold.core.printable import printable
 from trainfold.core.problem import Problem
 from trainfold.core.resume.drift import GROUPS, Drift, recipes_of
-from trainfold.core.state.audit import not_restored, not_restored_text
+from trainfold.core.state.audit import component_of, not_restored, not_restored_text
 from trainfold.core.state.contract_kinds import OF_RANK_ZERO
 
 _SHOWN: Final = 3
@@ -181,6 +181,15 @@ class Refusal:
         none_there = isinstance(first, Problem) and first.error in {"RunEmpty", "CheckpointMissing"}
         unfinished = all(isinstance(each, Problem) and each.error == "CheckpointTorn" for each in others)
         return isinstance(first, Problem) and none_there and unfinished and first.where == self.run
+
+    def about_optional(self, optional: Collection[str]) -> tuple[str, ...]:
+        """The optional components that all reasons are about, so that a resume without them is possible; empty if there is another reason.
+
+        Args:
+            optional: components that the run can do without.
+        """
+        names = {component_of(each.where) if isinstance(each, Drift) else "" for each in self.reasons}
+        return tuple(sorted(names)) if names <= set(optional) else ()
 
     @property
     def fix(self) -> str:

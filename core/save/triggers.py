@@ -3,14 +3,15 @@
 `should_save` is the part that depends on the step alone.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, final
 
 import attrs
 
 from trainfold.core.checks import count, positive
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.json_values import shown
+from trainfold.core.save.auto_cadence import FIRST_SAVE_SECS
 from trainfold.core.save.requests import StopRequest, merge_requests
 
 _MEANING: Final = {
@@ -154,6 +155,99 @@ def decide(  # noqa: PLR0913 - one keyword for each source
     wants = "abort" not in asked and any(name in _SAVING and name not in ending for name in reasons)
     listed = (*reasons, "saved") if wants and not is_new else reasons
     return Verdict(wants and is_new, not _STOPPING.isdisjoint(reasons), listed)
+
+
+@final
+@attrs.frozen
+class Boundary:
+    """What one rank knows at a boundary; or what all ranks have agreed on, as `agreed_boundary` returns it.
+
+    Attributes:
+        step: optimizer steps done.
+        is_last: whether the run ends here, on any rank.
+        is_best: whether this state is the best so far, on any rank.
+        has_ended: whether the save under way has ended, on every rank.
+        secs_since_save: by rank 0's clock.
+        every: the cadence that rank 0 has chosen; None before it has.
+    """
+
+    step: int
+    is_last: bool
+    is_best: bool
+    has_ended: bool
+    secs_since_save: float = 0.0
+    every: int | None = None
+
+
+def agreed_boundary(ranks: Sequence[Boundary]) -> Boundary:
+    """What all ranks act on: rank 0's clock and cadence, the end and the best of any rank, and a save that has ended on every rank.
+
+    Args:
+        ranks: the boundary of each rank.
+
+    Raises:
+        RanksDisagree: if the ranks are at different steps.
+
+    Examples:
+        >>> agreed_boundary([Boundary(7, False, False, True, 9.0), Boundary(7, True, False, False, 8.0)])
+        Boundary(step=7, is_last=True, is_best=False, has_ended=False, secs_since_save=9.0, every=None)
+    """
+    steps = [each.step for each in ranks]
+    if len(set(steps)) > 1:
+        raise RanksDisagree("the step", expected="the same on every rank", found=f"{steps}, by rank",
+                            fix="call the manager at the same boundaries on every rank")  # fmt: skip
+    return attrs.evolve(
+        ranks[0],
+        is_last=any(each.is_last for each in ranks),
+        is_best=any(each.is_best for each in ranks),
+        has_ended=all(each.has_ended for each in ranks),
+    )
+
+
+def with_chosen_cadence(triggers: Triggers, every: int | None) -> Triggers:
+    """The triggers of ``every="auto"``; before there is a cadence, the first save is due by the clock.
+
+    Args:
+        triggers: what the user gave.
+        every: the cadence that was chosen; None until then.
+
+    Examples:
+        >>> with_chosen_cadence(Triggers(), 50).every, with_chosen_cadence(Triggers(), None).every_secs == FIRST_SAVE_SECS
+        (50, True)
+    """
+    return attrs.evolve(triggers, every_secs=FIRST_SAVE_SECS) if every is None else attrs.evolve(triggers, every=every)
+
+
+def last_saved_at(step: int, *, seen: int | None, last_saved: int | None) -> int | None:
+    """The last saved step for a loop that is at a step now. If it went back in memory, what it trains again is not saved yet.
+
+    Args:
+        step: the step now.
+        seen: the step at the boundary before; None at the first.
+        last_saved: the step of the newest checkpoint until now.
+
+    Examples:
+        >>> last_saved_at(5, seen=4, last_saved=4), last_saved_at(3, seen=6, last_saved=5), last_saved_at(5, seen=6, last_saved=2)
+        (4, 2, 2)
+    """
+    went_back = seen is not None and step < seen
+    return step - 1 if went_back and last_saved is not None and step <= last_saved else last_saved
+
+
+def last_saved_after_failure(now: int | None, *, before: int | None, failed: int) -> int | None:
+    """The last saved step after a save has failed: that before it, unless the loop went back further in memory meanwhile.
+
+    Args:
+        now: the last saved step until now, which counts the failed save.
+        before: the last saved step when that save began.
+        failed: the step of that save.
+
+    Examples:
+        >>> last_saved_after_failure(6, before=3, failed=6), last_saved_after_failure(1, before=3, failed=6)
+        (3, 1)
+    """
+    went_before_it = now is not None and before is not None and now < min(before, failed)
+    return now if went_before_it else before
 
 
 def should_save(step: int, *, every: int | None, last_saved: int | None = None, events: Collection[str] = ()) -> bool:

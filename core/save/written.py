@@ -1,10 +1,12 @@
-"""`manifest_of`: the manifest of a save, from its plan and the digests of the files written by all ranks."""
+"""`manifest_of`: the manifest of a save, from its plan and the digests of the files written by all ranks; and what its directory must hold."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import final
 
 import attrs
 
+from trainfold.core.errors import SaveFailed
+from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import recorded_fingerprint
 from trainfold.core.format.manifest import ComponentRecord, FileRecord, Head, Manifest, ShardRecord, TensorRecord
 from trainfold.core.json_values import Json
@@ -61,6 +63,39 @@ def manifest_of(  # noqa: PLR0913 - keywords, one for each part of a manifest
             shards.setdefault((file.component, part, placed.path), []).append(record)
     components = tuple(_component_record(component, shards) for component in plan.components)
     return Manifest(head, plan.world_size, components, omitted, contract, versions, tuple(files))
+
+
+def wrong_size(plan: SavePlan, url: str, sizes: Mapping[str, int | None]) -> SaveFailed | None:
+    """The error for a file that is not there in its planned size before the commit, or None if all are.
+
+    Args:
+        plan: the plan of the save.
+        url: the checkpoint, for the message.
+        sizes: file name -> its size; None if there is no file.
+    """
+    for file in plan.files:
+        if (size := sizes[file.name]) != file.size_bytes:
+            found = "no file" if size is None else f"{size} bytes"
+            return SaveFailed(f"{url}/{file.name}", expected=f"{file.size_bytes} bytes before the commit", found=found,
+                              fix="check that all ranks write to the same filesystem")  # fmt: skip
+    return None
+
+
+def stale_files(manifest: Manifest, present: Iterable[str]) -> tuple[str, ...]:
+    """What may be deleted in the directory of a checkpoint that was committed: what its manifest does not name.
+
+    Args:
+        manifest: of the checkpoint.
+        present: what the directory holds.
+
+    Examples:
+        >>> file = FileRecord("ema-00000-of-00001.r1.safetensors", "ema", 0, 8, "xxh3:")
+        >>> manifest = Manifest(Head("r", 7), 1, (), (), {}, {}, (file,))
+        >>> stale_files(manifest, ["manifest.json", file.name, "ema-00000-of-00001.safetensors"])
+        ('ema-00000-of-00001.safetensors',)
+    """
+    named = {MANIFEST, *(file.name for file in manifest.files)}
+    return tuple(name for name in present if name not in named)
 
 
 def _component_record(

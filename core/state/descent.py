@@ -21,6 +21,18 @@ class Descent:
     step: int
     forks: tuple[tuple[int, int], ...] = ()
 
+    def at(self, last_saved: int | None) -> "Descent":
+        """The descent of a loop that may have gone back in memory, to a step below the checkpoint.
+
+        Args:
+            last_saved: the last saved step that its state goes through; None if unknown.
+
+        Examples:
+            >>> Descent(0, 20).at(15).step, Descent(0, 20).at(20).step, Descent(0, 20).at(None).step
+            (15, 20, 20)
+        """
+        return self if last_saved is None or last_saved >= self.step else attrs.evolve(self, step=last_saved)
+
 
 BEGINNING: Final = Descent(-1, -1)
 """The descent of a state that was never saved: it descends from no checkpoint of the run."""

@@ -12,7 +12,7 @@ from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.lease import raise_after
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.manager.triggers import Boundary, SaveTriggers
+from trainfold.adapters.manager.triggers import SaveTriggers
 from trainfold.adapters.requests.sources import Asked, SignalRequests
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads, thread_outcomes
 from trainfold.backends.runs.api import load
@@ -27,7 +27,7 @@ from trainfold.core.errors import (
     UnsupportedLeaf,
 )
 from trainfold.core.history.inventory import lineage
-from trainfold.core.save.triggers import make_triggers
+from trainfold.core.save.triggers import Boundary, make_triggers
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import Progress, TrainState
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from trainfold.adapters.live.attach import attach
-from trainfold.backends.runs.scan import run_document
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.format.file_names import RUN_FILE
+from trainfold.core.format.run_file import run_document
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),

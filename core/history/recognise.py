@@ -1,0 +1,181 @@
+"""What is torn and what is foreign: decided from names, sizes and heads. The interpreter looks at the store and asks.
+
+Nothing here is raised: an error is the answer, and None means that nothing is wrong.
+"""
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final, final
+
+import attrs
+
+from trainfold.core.errors import CheckpointDamaged, CheckpointError, CheckpointForeign, CheckpointTorn
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
+from trainfold.core.format.manifest import Head, Manifest
+from trainfold.core.format.run_file import run_document
+from trainfold.core.history.inventory import OLDER, Entry
+
+HEADER_LENGTH_BYTES: Final = 8  # the first bytes of a safetensors file: the length of its header
+_OTHER_FORMATS: Final = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin.index.json",
+    ".distcp",
+    ".pt",
+    ".pth",
+    ".ckpt",
+)
+_OLDER: Final = f"{OLDER} of the run"
+
+
+def no_manifest(where: str) -> CheckpointTorn:
+    """The error for a checkpoint without a manifest, which is the record of its commit.
+
+    Args:
+        where: the checkpoint's directory.
+    """
+    return CheckpointTorn(where, expected=MANIFEST, found="none: a save that did not finish", fix=_OLDER)
+
+
+def misplaced(head: Head, name: str, run_id: str | None, where: str) -> CheckpointForeign | None:
+    """The error for a checkpoint that belongs to another run, or to another step than its directory says.
+
+    Args:
+        head: of its manifest.
+        name: its directory.
+        run_id: of the run that holds it; None if the run file is lost, so that any run's may be there.
+        where: for the message.
+
+    Examples:
+        >>> misplaced(Head("a1", 7), "step-00000007", "a1", "runs/a/step-00000007")
+        >>> print(misplaced(Head("b2", 7), "step-00000007", "a1", "runs/a/step-00000007").found)
+        step 7 of run b2
+    """
+    if head.step == step_of(name) and (run_id is None or head.run_id == run_id):
+        return None
+    return CheckpointForeign(
+        where,
+        expected=f"step {step_of(name)} of run {run_id}",
+        found=f"step {head.step} of run {head.run_id}",
+        fix="it was copied here from elsewhere: move it back",
+    )
+
+
+@final
+@attrs.frozen
+class FileCheck:
+    """What an interpreter looks at to see whether a file of a checkpoint is the one that was written.
+
+    Attributes:
+        name: the file.
+        size_bytes: what the manifest lists.
+        header_bytes: the length of the header, from which other readers find the tensors; None for a file without tensors.
+    """
+
+    name: str
+    size_bytes: int
+    header_bytes: int | None
+
+    def torn(self, url: str, size_bytes: int | None) -> CheckpointTorn | None:
+        """The error for a file that is missing or has another size.
+
+        Args:
+            url: the checkpoint, for the message.
+            size_bytes: the size that the file has; None if there is no file.
+        """
+        if size_bytes == self.size_bytes:
+            return None
+        found = "no such file" if size_bytes is None else f"{size_bytes} bytes"
+        return CheckpointTorn(f"{url}/{self.name}", expected=f"{self.size_bytes} bytes", found=found, fix=_OLDER)
+
+    def damaged(self, url: str, start: bytes) -> CheckpointDamaged | None:
+        """The error for a file whose header has another length.
+
+        Args:
+            url: the checkpoint, for the message.
+            start: the first `HEADER_LENGTH_BYTES` of the file.
+        """
+        found = int.from_bytes(start, "little")
+        if self.header_bytes in (None, found):
+            return None
+        expected = f"a header of {self.header_bytes} bytes"
+        return CheckpointDamaged(f"{url}/{self.name}", expected=expected, found=f"one of {found}", fix=_OLDER)
+
+
+def file_checks(manifest: Manifest) -> tuple[FileCheck, ...]:
+    """The files of a checkpoint, in the order of the manifest, and what each must be like."""
+    first: dict[int, int] = {}  # file -> where its first tensor starts
+    for component in manifest.components:
+        for record in itertools.chain.from_iterable(component.tensors):
+            for shard in record.shards:
+                first[shard.file] = min(shard.start, first.get(shard.file, shard.start))
+    return tuple(
+        FileCheck(file.name, file.size_bytes, first[index] - HEADER_LENGTH_BYTES if index in first else None)
+        for index, file in enumerate(manifest.files)
+    )
+
+
+def not_a_place_for_a_run(
+    url: str, names: Collection[str], entries: Iterable[Entry], runs: Collection[str]
+) -> CheckpointError | None:
+    """The error for a directory without a run file that holds what a user may have meant as a run, or as something else.
+
+    A folder with a user's logs and configs may become a run. Checkpoints whose run file is lost, one checkpoint, a folder of runs, and weights of
+    another format may not.
+
+    Args:
+        url: the directory.
+        names: what is in it.
+        entries: its step directories, with the heads of their manifests.
+        runs: those of the names that are runs themselves.
+
+    Examples:
+        >>> not_a_place_for_a_run("runs/a", ["events.log", "config.yaml"], (), ())
+        >>> print(not_a_place_for_a_run("runs", ["a", "b"], (), ["a", "b"]).fix)
+        name one of them, such as a
+    """
+    entries = tuple(entries)
+    if any(entry.head is not None for entry in entries):
+        return CheckpointForeign(url, expected=RUN_FILE, found="checkpoints without it", fix=run_file_fix(entries))
+    if MANIFEST in names:
+        return CheckpointForeign(url, expected="a run", found=f"one checkpoint, with its {MANIFEST}",
+                                 fix="name the run, which is the folder above it, and the step with step=")  # fmt: skip
+    if runs:
+        return CheckpointForeign(url, expected="one run", found=f"a folder of {len(runs)}: {list(runs)[:8]}",
+                                 fix=f"name one of them, such as {next(iter(runs))}")  # fmt: skip
+    others = [name for name in names if name.endswith(_OTHER_FORMATS) or _is_torch_weights(name)]
+    if others:
+        return CheckpointForeign(url, expected="a trainfold run", found=f"another format: {others[:4]}",
+                                 fix="use another folder for the run; load these weights into the model yourself")  # fmt: skip
+    return None
+
+
+def run_file_fix(entries: Iterable[Entry]) -> str:
+    """The fix for a lost or damaged run file: a copy of it, or the file that the manifests imply."""
+    ids = {entry.head.run_id for entry in entries if entry.head is not None}
+    if len(ids) != 1:
+        return f"restore {RUN_FILE} from a copy of the run, or save into another folder"
+    document = run_document(ids.pop()).decode()
+    return f"restore {RUN_FILE} from a copy of the run, or write {document} into it: the id is that of its manifests"
+
+
+def lost_checkpoint(names: Collection[str], pointers: Mapping[str, str], *, best_file: str) -> str | None:
+    """Evidence that a run without a manifest had a committed checkpoint. A first save that was killed leaves none.
+
+    Args:
+        names: what the run holds.
+        pointers: name -> what it points to.
+        best_file: the name of the record of the best, which is written after a commit.
+
+    Examples:
+        >>> lost_checkpoint([], {"latest": "step-00000120"}, best_file="best.json"), lost_checkpoint([], {}, best_file="best.json")
+        ('latest names step-00000120', None)
+    """
+    for name, target in sorted(pointers.items(), reverse=True):  # latest before best
+        if name in ("latest", "best") and step_of(target) is not None:
+            return f"{name} names {target}"
+    return f"there is a {best_file}" if best_file in names else None
+
+
+def _is_torch_weights(name: str) -> bool:
+    return name.startswith("pytorch_model") and name.endswith(".bin")

@@ -1,0 +1,129 @@
+"""Whether all ranks have decided the same, and what follows a load that failed: another list, an older checkpoint, or the error."""
+
+from collections.abc import Collection, Sequence
+from typing import Final, final
+
+import attrs
+
+from trainfold.core.errors import CheckpointError, RankFailed, RanksDisagree, ResumeRefused, TrainfoldError
+from trainfold.core.history.inventory import Inventory
+from trainfold.core.history.quarantine import Outcome, outcome_of, worst_outcome
+from trainfold.core.problem import Problem, problem_of
+from trainfold.core.resume.request import ResumeRequest
+from trainfold.core.resume.resume_plan import Refusal, ResumePlan
+
+RELISTINGS: Final = 5  # another process that saves or deletes all the time must not hold a resume for ever
+
+
+@final
+@attrs.frozen
+class Decided:
+    """What one rank has decided, for the comparison with the other ranks.
+
+    Attributes:
+        digest: equal on ranks that decide the same.
+        checkpoint: the checkpoint that the decision is about; None if there is none.
+        refused: the reasons of a refusal of that checkpoint; empty for a plan, and if no checkpoint was found.
+    """
+
+    digest: str
+    checkpoint: str | None
+    refused: str = ""
+
+
+def decided(outcome: ResumePlan | Refusal) -> Decided:
+    """What a rank reports of its plan or refusal."""
+    if isinstance(outcome, ResumePlan):
+        return Decided(outcome.digest(), outcome.checkpoint)
+    reasons = "; ".join(map(str, outcome.reasons)) if outcome.checkpoint else ""
+    return Decided(f"refused:\n{outcome}", outcome.checkpoint, reasons)
+
+
+def disagreement(
+    run: str, decisions: Sequence[Decided], mine: ResumePlan | Refusal
+) -> RanksDisagree | RankFailed | ResumeRefused | None:
+    """The error that a rank raises because the ranks decided differently, or None if all decided the same.
+
+    Ranks that decided about different checkpoints, or that have different plans, see different files or have built different states. If some
+    refuse the checkpoint that the others would load, they raise their reasons, and the others name the first of them.
+
+    Args:
+        run: its location.
+        decisions: by rank.
+        mine: the outcome of this rank.
+    """
+    odd = [rank for rank, each in enumerate(decisions) if each.digest != decisions[0].digest]
+    if not odd:
+        return None
+    refusing = next((rank for rank, each in enumerate(decisions) if each.refused), None)
+    if refusing is None or len({each.checkpoint for each in decisions}) > 1:
+        return RanksDisagree(
+            run,
+            expected="the same plan on every rank",
+            found=f"another one on ranks {odd} than on rank 0",
+            fix="let every rank see the same files (no node-local or stale copies), and build the same state",
+        )
+    if isinstance(mine, Refusal):
+        return ResumeRefused(run, mine)
+    return RankFailed(
+        f"rank {refusing}",
+        expected="every rank to resume",
+        found=f"reasons against {decisions[refusing].checkpoint} on it: {decisions[refusing].refused}",
+        fix="do what the error of that rank says, on every rank",
+    )
+
+
+def lists_again(relistings: int, changed: Collection[bool]) -> bool:
+    """Whether the run is listed again after a refusal: another process saved or deleted, so that there may be a usable checkpoint now.
+
+    Args:
+        relistings: how often this load has listed it again already.
+        changed: by rank, whether the run holds something else than when it was listed.
+    """
+    return relistings < RELISTINGS and any(changed)
+
+
+@final
+@attrs.frozen
+class Failure:
+    """How the attempt of one rank failed, as the other ranks learn of it.
+
+    Attributes:
+        problem: the error.
+        may_fall_back: whether an older checkpoint may be free of it.
+        outcome: what the quarantine records.
+    """
+
+    problem: Problem
+    may_fall_back: bool
+    outcome: Outcome
+
+
+def failure_of(error: TrainfoldError) -> Failure:
+    """What a rank reports of its error: only a problem of the checkpoint may be absent from an older one."""
+    return Failure(problem_of(error), isinstance(error, CheckpointError), outcome_of(error))
+
+
+def outcome_of_all(failures: Sequence[Failure]) -> Outcome:
+    """What the quarantine records of an attempt: the worst of all ranks."""
+    return worst_outcome(each.outcome for each in failures)
+
+
+def after_failure(
+    inventory: Inventory, request: ResumeRequest, checkpoint: str, failures: Sequence[Failure]
+) -> Inventory | None:
+    """The inventory to plan with next, in which the checkpoint has the problem that was found, or None to raise the error.
+
+    An older checkpoint is tried only if this step was not asked for, and if every rank that failed met a problem of the checkpoint. A failure
+    of anything else, such as a state that does not fit, would repeat itself with the older one.
+
+    Args:
+        inventory: what the plan was made from.
+        request: what was asked for.
+        checkpoint: the one that did not load.
+        failures: of the ranks that failed, at least one.
+    """
+    entry = inventory.entry(checkpoint)
+    if request.step is not None or entry is None or not all(each.may_fall_back for each in failures):
+        return None
+    return inventory.with_entry(attrs.evolve(entry, problem=failures[0].problem))

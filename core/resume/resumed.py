@@ -1,0 +1,187 @@
+"""What a resumed state takes from the checkpoint, and what it keeps of the run: leaves, groups, hyperparameters, contract and origin."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from trainfold.core.format.structure.places import Leaf
+from trainfold.core.optim.slot_layout import beside_params
+from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
+from trainfold.core.state.contract import noted_settings, run_contract
+from trainfold.core.state.descent import Descent
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.notes import RATES, notes_of, settings_of_later, without_notes
+from trainfold.core.state.state import OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState
+
+
+def leaf_sources(action: ComponentAction, saved: Mapping[str, Leaf], wanted: Iterable[str]) -> dict[str, Leaf | None]:
+    """Where each leaf of a loaded component comes from: its saved leaf, or None if the run keeps its own value.
+
+    Args:
+        action: of the plan.
+        saved: leaf path -> the saved leaf.
+        wanted: the leaf paths of the run's component.
+
+    Examples:
+        >>> step = Leaf("t.step", None, 7)
+        >>> found = leaf_sources(ComponentAction("t", "load", kept=("t.lr",)), {"t.step": step, "t.lr": step}, ["t.step", "t.lr", "t.new"])
+        >>> found["t.step"].value, found["t.lr"], found["t.new"]
+        (7, None, None)
+    """
+    kept = frozenset(action.kept)
+    return {path: None if path in kept else saved.get(path) for path in wanted}
+
+
+def resumed_origin(plan: ResumePlan, mine: Origin) -> Origin:
+    """The origin of the resumed state: it descends from the checkpoint if it continues its counts.
+
+    Args:
+        plan: the resume.
+        mine: the origin of the state that resumes.
+    """
+    head = plan.manifest.head
+    continues = any(each.name == "trainer" and each.verb not in ("keep", "reset") for each in plan.actions)
+    runs = {head.run_id: Descent(head.timeline, head.step, head.forks)} if continues else {}
+    return Origin({**mine.runs, **runs}, frozenset(drift.where for drift in plan.drifts if drift.adapts_a_scheduler))
+
+
+def resumed_contract(plan: ResumePlan, like: TrainState, optimizer: Any) -> dict[str, Any]:
+    """The contract of the resumed state. Of a key that several name, the later of these wins.
+
+    They are: the checkpoint's settings of objects that the run has not attached yet; what the run records of itself; the settings of its
+    optimizer, if the checkpoint's groups have others; the first learning rates that the checkpoint lists; what the plan says the next step
+    must fit; and the notes of the checkpoint.
+
+    Args:
+        plan: the resume.
+        like: the state that resumes.
+        optimizer: the optimizer component of the resumed state; None without one.
+    """
+    saved = plan.manifest.contract
+    return {
+        **settings_of_later(saved, like.contract),
+        **without_notes(run_contract(like.contract)),
+        **noted_settings(like, optimizer),
+        **{key: value for key, value in saved.items() if key == RATES},
+        **plan.contract,
+        **notes_of(saved),
+    }
+
+
+def resumed_optimizer(
+    saved: Any,
+    wanted: Any,
+    params: Mapping[str, torch.Tensor] | None,
+    kept: Collection[str],
+    *,
+    prefix: str = "optimizer",
+) -> Any:
+    """The saved state of an optimizer, and of the optimizers inside of it, for the parameters of this run; anything else unchanged.
+
+    Args:
+        saved: the component as it was saved.
+        wanted: the component of the run.
+        params: the parameters of the run, beside which the slots are placed; None if it has no model.
+        kept: the keys of the contract whose values the run keeps, such as ``optimizer.groups['w'].lr``.
+        prefix: what the keys of this optimizer begin with.
+    """
+    if isinstance(saved, OwnOptimizerState):
+        theirs = wanted.held if isinstance(wanted, OwnOptimizerState) else {}
+        return attrs.evolve(
+            saved,
+            base=resumed_optimizer(saved.base, wanted, params, kept, prefix=prefix),
+            held={
+                name: resumed_optimizer(each, theirs.get(name), params, kept, prefix=f"{prefix}.held[{name!r}]")
+                for name, each in saved.held.items()
+            },
+        )
+    if not isinstance(saved, OptimizerState):
+        return saved
+    placed = saved if params is None else beside_params(saved, params)
+    target = wanted.base if isinstance(wanted, OwnOptimizerState) else wanted
+    if not isinstance(target, OptimizerState):
+        return placed
+    return with_kept_hyper(regrouped(placed, target), target, kept, prefix=prefix)
+
+
+def with_kept_hyper(
+    saved: OptimizerState, wanted: OptimizerState, kept: Collection[str], *, prefix: str = "optimizer"
+) -> OptimizerState:
+    """The saved state with the run's value of each hyperparameter that the policy keeps, and the saved value of all others.
+
+    A kept hyperparameter that the script has removed, such as the base rate of a removed scheduler, is dropped.
+
+    Args:
+        saved: the optimizer of the checkpoint.
+        wanted: the optimizer of the run.
+        kept: keys of the contract.
+        prefix: what the keys of this optimizer begin with.
+
+    Examples:
+        >>> def state(**hyper):
+        ...     return OptimizerState("k", Leaves(), (ParamGroup(hyper, ("w",)),))
+        >>> kept = ["optimizer.groups['w'].lr", "optimizer.groups['w'].initial_lr"]
+        >>> dict(with_kept_hyper(state(lr=0.1, initial_lr=0.1, eps=1), state(lr=0.5, eps=2), kept).groups[0].hyper)
+        {'lr': 0.5, 'eps': 1}
+    """
+    if not kept:
+        return saved
+    by_fqn = {fqn: group for group in wanted.groups for fqn in group.params}
+
+    def fix(group: ParamGroup) -> ParamGroup:
+        label = min(group.params, default="")
+        ours = by_fqn.get(label)
+        if ours is None:
+            return group
+
+        def is_kept(name: str) -> bool:
+            return f"{prefix}.groups[{label!r}].{name}" in kept
+
+        theirs = {name: value for name, value in group.hyper.items() if name in ours.hyper or not is_kept(name)}
+        return attrs.evolve(
+            group, hyper={**theirs, **{name: value for name, value in ours.hyper.items() if is_kept(name)}}
+        )
+
+    return attrs.evolve(saved, groups=tuple(fix(group) for group in saved.groups))
+
+
+def regrouped(saved: OptimizerState, wanted: OptimizerState) -> OptimizerState:
+    """The saved optimizer with the parameters of the run: new parameters start without slots, and removed ones are left out.
+
+    A parameter that both have stays in its saved group, with the saved hyperparameters. A new parameter joins the saved group of the
+    parameters that share its group in the run; without such parameters its own group is added.
+
+    Examples:
+        >>> def state(*groups):
+        ...     return OptimizerState("k", Leaves(), tuple(ParamGroup({"lr": lr}, names) for lr, *names in groups))
+        >>> found = regrouped(state((0.1, "a", "b")), state((0.5, "a", "b", "c"), (0.2, "d")))
+        >>> [(group.hyper["lr"], *group.params) for group in found.groups]
+        [(0.1, 'a', 'b', 'c'), (0.2, 'd')]
+    """
+    have = {name for group in saved.groups for name in group.params}
+    want = {name for group in wanted.groups for name in group.params}
+    if have == want:
+        return saved
+    joining: dict[int, list[str]] = {}
+    brought: list[ParamGroup] = []
+    for group in wanted.groups:
+        new = [name for name in group.params if name not in have]
+        home = next((n for n, each in enumerate(saved.groups) if set(each.params) & set(group.params)), None)
+        if new and home is None:
+            brought.append(group)
+        elif new and home is not None:
+            joining.setdefault(home, []).extend(new)
+    kept = [
+        attrs.evolve(group, params=(*(name for name in group.params if name in want), *joining.get(number, ())))
+        for number, group in enumerate(saved.groups)
+    ]
+    masters = saved.masters
+    return attrs.evolve(
+        saved,
+        groups=(*(group for group in kept if group.params), *brought),
+        slots=Leaves({name: slots for name, slots in saved.slots.items() if name in want}),
+        masters=None if masters is None else Leaves({name: each for name, each in masters.items() if name in want}),
+        with_grad=tuple(name for name in saved.with_grad if name in want),
+    )

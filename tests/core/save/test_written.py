@@ -1,0 +1,32 @@
+"""What the directory of a checkpoint must hold before its commit, and what may go after it: decided from names and sizes."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainfold.core.format.file_names import MANIFEST
+from trainfold.core.format.manifest import FileRecord, Head, Manifest
+from trainfold.core.format.structure.describe import describe
+from trainfold.core.save.save_plan import plan_save
+from trainfold.core.save.written import stale_files, wrong_size
+
+NAMES = st.sampled_from([MANIFEST, "a.safetensors", "a.r1.safetensors", "b.safetensors", "sidecar"])
+
+
+@given(named=st.sets(NAMES), present=st.sets(NAMES))
+def test_only_what_no_manifest_names_is_stale_and_never_the_manifest(named, present):
+    files = tuple(FileRecord(name, "a", 0, 8, "xxh3:") for name in sorted(named - {MANIFEST}))
+    manifest = Manifest(Head("r", 7), 1, (), (), {}, {}, files)
+    assert set(stale_files(manifest, sorted(present))) == present - named - {MANIFEST}
+
+
+def test_a_file_that_is_not_there_in_its_size_stops_the_commit_and_is_named():
+    """Ranks that write to different filesystems are the usual cause."""
+    plan = plan_save([{"ema": describe({"w": torch.ones(2)}, "ema")[0]}], step=3)
+    sizes = {file.name: file.size_bytes for file in plan.files}
+    assert sizes
+    assert wrong_size(plan, "runs/a/step-00000003", sizes) is None
+    for name, size in sizes.items():
+        assert "no file" in str(wrong_size(plan, "runs/a/step-00000003", {**sizes, name: None}))
+        error = wrong_size(plan, "runs/a/step-00000003", {**sizes, name: size + 1})
+        assert name in error.where
