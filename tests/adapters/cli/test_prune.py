@@ -169,7 +169,7 @@ def test_what_may_be_a_save_under_way_stays_and_is_listed_with_the_reason(run, c
 
 
 def test_a_damaged_checkpoint_that_no_rule_counts_is_listed_with_what_is_wrong(run, answered):
-    """E05: it stays, and nobody has to guess why."""
+    """E05: it stays, and the reason is listed."""
     next((run / "step-00000050").glob("manifest.json")).write_bytes(b"{}")
     save(state_at(60), run)
     next((run / "step-00000060").glob("model-*")).unlink()
