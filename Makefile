@@ -4,7 +4,7 @@ BIN := .venv/bin
 DEMO := .venv/demo.stamp
 DEV := .venv/dev.stamp
 PYTEST := $(BIN)/python -m pytest -q
-export PYTHONDONTWRITEBYTECODE = 1
+unexport PYTHONDONTWRITEBYTECODE  # without its cache, each of the hundred programs that tests start compiles the package again
 
 .PHONY: help demo test check format docs look bench resume laws soak crash oracle constraints clean
 .NOTPARALLEL:
@@ -63,6 +63,7 @@ constraints: $(DEV)  ## write constraints.txt from what is installed
 
 clean:  ## remove .venv and everything that was built
 	rm -rf .venv docs/_build docs/reference/generated build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
 
