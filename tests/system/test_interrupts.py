@@ -37,7 +37,7 @@ def interrupted(at, kind):
         caller = frame.f_back if code.co_filename in HELPERS else frame
         if event not in ("call", "c_return") or not caller.f_code.co_filename.startswith(OURS):
             return
-        places.append(f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}, {event}")
+        places.append((code, frame.f_lineno, event))
         if len(places) == at:
             sys.setprofile(None)
             raise kind
@@ -48,6 +48,12 @@ def interrupted(at, kind):
             yield places
     finally:
         sys.setprofile(None)
+
+
+def said(place):
+    """A place as text; making the text of each place would take longer than what is interrupted."""
+    code, line, event = place
+    return f"{Path(code.co_filename).name}:{line} in {code.co_name}, {event}"
 
 
 class Loop:
@@ -113,6 +119,7 @@ SCENES = {
 }
 
 
+@pytest.mark.slow(1)
 # Python reports an interrupt in a generator that is being closed, and continues
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeIsUp])
@@ -141,7 +148,7 @@ def interrupt_once(scene, mode, room, kind, at):
     prepare(loop)
     with interrupted(at, kind) as places:
         call(loop)
-    where = f"{scene} interrupted at {at}: {places[-1]}"
+    where = f"{scene} interrupted at {at}: {said(places[-1])}"
     if call is Loop.update:
         if len(places) == at:
             loop.update()
@@ -173,7 +180,7 @@ def test_an_interrupt_while_a_manager_lets_go_leaves_no_lock(tmp_path, kind):
         try:
             CheckpointManager(tmp_path).close()
         except RunLocked:
-            pytest.fail(f"locked, after an interrupt at {at}: {places[-1]}")
+            pytest.fail(f"locked, after an interrupt at {at}: {said(places[-1])}")
         at += 1
     assert at > 10
 
