@@ -2,6 +2,7 @@
 
 import contextlib
 import doctest
+import gc
 import io
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -114,14 +116,39 @@ def called(arguments: list[str]) -> tuple[int, str]:
     return code, out.getvalue() + err.getvalue()
 
 
+def costs(items: list[pytest.Item]) -> Counter[Path]:
+    """About how many seconds each file takes: those that its tests say, and a little for each test."""
+    found: Counter[Path] = Counter()
+    for item in items:
+        found[item.path] += 0.05 + sum(mark.args[0] for mark in item.iter_markers("slow"))
+    return found
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Scale the examples; keep the blocks of a page in their order, even if pytest-randomly has shuffled the tests."""
+    """Scale the examples; run the longest file first, or one process would be busy with it when the others have ended.
+
+    The blocks of a page stay in their order, even if pytest-randomly has shuffled the tests.
+    """
     scale_examples(items)
-    pages = [item for item in items if isinstance(item, SybilItem)]
-    pages.sort(key=lambda item: (str(item.path), item.example.start))
-    rest = [item for item in items if not isinstance(item, SybilItem)]
-    items[:] = [*rest, *pages]
+    cost = costs(items)
+
+    def place(item: pytest.Item) -> tuple[float, str, int]:
+        return -cost[item.path], str(item.path), item.example.start if isinstance(item, SybilItem) else 0
+
+    items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is there now out of all later garbage collections: tests, and the processes that they fork, make many."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let xdist keep the order of the files; it would start those with the most tests first."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
 
 
 def enter_folder(namespace: dict[str, Any]) -> None:

@@ -166,6 +166,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("how", ["thread", "thread without close", "process", "atexit"])
 def test_the_last_state_is_saved_wherever_the_loop_runs_and_however_it_ends(tmp_path, how):
     """A14, P11: in a thread that outlives the main one, in a process of multiprocessing, from atexit."""

@@ -47,6 +47,7 @@ def drive(first, cases, folder):
     return last
 
 
+@pytest.mark.slow(25)
 @pytest.mark.timeout(0 if IS_LONG else 280)
 def test_whatever_a_signed_checkpoint_says_no_reader_fails_in_a_way_of_its_own():
     """W20, W23, U01, U04, U05: readers raise only trainfold's own errors, in bounded time and memory.

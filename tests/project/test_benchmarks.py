@@ -58,7 +58,7 @@ def targets(root):
     return SimpleNamespace(**runpy.run_path(str(root / "benchmarks" / "_targets.py")))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(6)
 @pytest.mark.parametrize("name", sorted(KEYS))
 def test_a_benchmark_prints_json_with_every_target_and_leaves_nothing_behind(root, tmp_path, name):
     found = run_benchmark(root, tmp_path, name)
@@ -74,7 +74,7 @@ def test_a_benchmark_prints_json_with_every_target_and_leaves_nothing_behind(roo
     check_bits(found)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 def test_the_comparison_of_resumes_tells_an_exact_one_from_one_that_differs(root, tmp_path):
     """V13: it kills the same task in the middle of an epoch, once under trainfold and once saved as in tutorials."""
     names, cases = ["trainfold", "by hand, tutorial"], ["in an epoch", *(["a flipped bit"] if IS_DEEP else [])]

@@ -99,6 +99,7 @@ def inventory(tmp_path_factory) -> str:
     return InventoryFile.loads((out / "objects.inv").read_bytes(), uri="")
 
 
+@pytest.mark.slow(20)
 @pytest.mark.timeout(600)
 def test_every_public_name_is_in_the_reference(inventory):
     """The build is strict (-W -n), and the reference has every public name under the name that a user types."""

@@ -393,7 +393,7 @@ sys.exit(train.main())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(12)
 def test_the_real_thing_ends_with_the_same_bits(tmp_path):
     """The demo with a tiny model and real kills, and then the commands that a user would run."""
     settings = make_settings(steps=30, seed=14, tiny=True)
@@ -432,7 +432,7 @@ def test_an_evaluation_that_depends_on_its_batch_size_makes_the_demo_fail():
     assert rows["loss, recomputed"][-1] == "yes"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 def test_a_real_resume_that_bends_one_parameter_by_one_bit_makes_the_demo_fail(tmp_path):
     script = tmp_path / "sabotaged.py"
     script.write_text(SABOTAGED_RUN)

@@ -33,7 +33,7 @@ def results(lines):
     return dict(line.split(": ", 1) for line in lines[-4:])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 def test_an_evaluation_that_is_killed_goes_on_and_ends_with_the_same_bits(tmp_path):
     """Q01, P30: it is killed in the middle and continues on another number of ranks with another batch size."""
     whole = run_example(tmp_path / "whole")

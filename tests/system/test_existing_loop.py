@@ -80,6 +80,7 @@ def whole(example, tmp_path_factory):
     return folder, finish(example, folder)
 
 
+@pytest.mark.slow(7)
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(example, whole, tmp_path):
     """V13, G01: 4 epochs of 19 steps, with a kill in the first epoch, and another in the third epoch after a resume."""
     kill_after(example, tmp_path, 13)

@@ -22,7 +22,7 @@ def run_example(run, *, kill_after=None):
     return lines
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 def test_the_loop_of_functions_survives_a_kill_and_ends_with_the_same_bits(tmp_path):
     whole = run_example(tmp_path / "whole")
     assert whole[0] == "starting after step 0"

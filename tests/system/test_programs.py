@@ -22,6 +22,7 @@ PROGRAMS = {
 EXAMPLES = {"existing_loop": [], "functional_loop": ["{run}"], "evaluate": ["{run}", "--batch-size", "7"]}
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_is_killed_ends_with_the_bits_of_one_that_was_not(name, seed, root, warm_python, tmp_path):

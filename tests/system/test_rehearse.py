@@ -94,6 +94,7 @@ def test_a_disk_without_room_ends_a_rehearsal_after_the_first_save(rehearse, tmp
     assert not (tmp_path / "rehearsal" / "again").exists()
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_a_program_with_hidden_state_is_caught(rehearse, kind, tmp_path):
     """W15: a rehearsal finds hidden state by its difference, or because the attach refuses it."""

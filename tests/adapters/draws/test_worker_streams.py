@@ -161,6 +161,7 @@ def check(make, *, epochs=2, chains):
         assert seen == whole, chain
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resume_at_every_batch_gives_the_samples_of_the_plain_loop(name, workers):
@@ -195,6 +196,7 @@ def test_workers_of_any_shape_are_resumed_exactly(shape, name, kills):
     check(partial(LOADERS[name], **shape), epochs=2, chains=[kills])
 
 
+@pytest.mark.slow(6)
 def test_workers_that_are_spawned_are_resumed_exactly():
     """W01: everything sent to a worker can be pickled, and the bits are those of forked workers."""
     make = partial(LOADERS["whole batches"], num_workers=2, persistent_workers=True)

@@ -204,6 +204,7 @@ def launched(script, ranks):
     return done.stdout
 
 
+@pytest.mark.slow(5)
 def test_the_script_of_the_page_runs_under_torchrun_and_prints_the_rounded_fraction(root, tmp_path):
     page = (root / "docs" / "how-to" / "evaluate-on-several-ranks.md").read_text()
     (text,) = re.findall(r"<!--- skip: next -->\n\n```python\n(.*?)```", page, re.DOTALL)

@@ -135,6 +135,7 @@ def test_it_comes_next_however_often_the_run_is_killed_in_an_epoch_and_over_epoc
     check_resumes_everywhere(LOADERS[name], 11, [kills])
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("name", WORKERS)
 def test_it_comes_next_from_worker_processes_too(name):
     """G01: workers have prefetched batches that were not trained on."""

@@ -182,6 +182,7 @@ def work_until(collectives, how, rank):
     return "went on"
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("store", ["file", "tcp"])
 @pytest.mark.parametrize(
     ("how", "told"),
@@ -228,6 +229,7 @@ def hang(collectives, call, secs):
     return "went on"
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(("call", "timeout_secs"), [("all_sum", 0.5), ("barrier", 60.0)])
 def test_a_rank_that_hangs_is_named_after_the_deadline_and_hears_of_it_when_it_comes(processes, call, timeout_secs):
     told = processes.run(3, hang, call, 3.0, collectives={"timeout_secs": timeout_secs, "grace_secs": 0.5})
@@ -235,6 +237,7 @@ def test_a_rank_that_hangs_is_named_after_the_deadline_and_hears_of_it_when_it_c
     assert told[0].startswith("rank 1: expected every rank to take part, found no sign of it within 0.5 s")
 
 
+@pytest.mark.slow(6)
 def test_who_has_given_up_ends_and_does_not_wait_for_the_one_that_hangs(processes):
     """A launcher must see that a rank has ended before it ends the others."""
     ended = processes.outcomes(
@@ -376,6 +379,7 @@ def slow(collectives):
     return collectives.gather(collectives.rank)
 
 
+@pytest.mark.slow(7)
 def test_a_rank_that_is_late_is_named_and_the_fix_is_more_time(processes):
     """A share that takes longer than the ranks' timeout is not a network failure."""
     for ended in processes.outcomes(3, slow, collectives={"timeout_secs": 2.0, "grace_secs": 2.0}):

@@ -138,6 +138,7 @@ if sys.argv[2] == "raise":
 """
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     ("end", "code", "which"),
     [
