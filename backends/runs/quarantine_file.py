@@ -5,8 +5,8 @@ Nothing here can stop a load. If the file cannot be read or written, a warning i
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import final
 
 import attrs
@@ -25,7 +25,6 @@ from trainfold.core.history.quarantine import (
     check_limit,
     is_quarantined,
     only_present,
-    outcome_of,
     quarantine_problems,
 )
 from trainfold.core.history.quarantine_json import (
@@ -106,24 +105,6 @@ def end_attempt(store: Store, name: str, outcome: Outcome = Outcome("loaded")) -
     if outcome.ending == "damaged":
         _LOG.warning("%s/%s is quarantined until it is saved again: %s", store.url, name, outcome.reason)
     _change(store, lambda attempts: after_outcome(attempts, name, digest, outcome))
-
-
-@contextmanager
-def attempting(store: Store, name: str) -> Iterator[None]:
-    """An attempt as a block, for a single process. An error in it is recorded and raised.
-
-    Examples:
-        >>> from trainfold.stores import MemoryStore
-        >>> with attempting(MemoryStore(), "step-00000120"):
-        ...     pass
-    """
-    begin_attempt(store, name)
-    try:
-        yield
-    except BaseException as error:
-        end_attempt(store, name, outcome_of(error))
-        raise
-    end_attempt(store, name)
 
 
 @final

@@ -150,29 +150,6 @@ def lost_fraction(  # noqa: PLR0913 - keywords
     return _choice(every_steps, _checked(save_secs, step_secs, mtbf_secs, restart_secs, write_secs)).lost_fraction
 
 
-def young_interval_secs(*, save_secs: float, mtbf_secs: float) -> float:
-    """Young's first-order optimum of the work between two saves: ``sqrt(2 C M)``. It is good if C is far below M.
-
-    Examples:
-        >>> round(young_interval_secs(save_secs=0.2, mtbf_secs=43200), 2)
-        131.45
-    """
-    return math.sqrt(2 * save_secs * mtbf_secs)
-
-
-def daly_interval_secs(*, save_secs: float, mtbf_secs: float) -> float:
-    """Daly's higher-order optimum of the work between two saves; M if a save takes 2 M or more.
-
-    Examples:
-        >>> round(daly_interval_secs(save_secs=0.2, mtbf_secs=43200), 2)
-        131.32
-    """
-    if save_secs >= 2 * mtbf_secs:
-        return mtbf_secs
-    root = math.sqrt(save_secs / (2 * mtbf_secs))
-    return young_interval_secs(save_secs=save_secs, mtbf_secs=mtbf_secs) * (1 + root / 3 + root * root / 9) - save_secs
-
-
 def _best_work_secs(costs: _Costs) -> float:
     """The work between two saves that loses least: the one root below M of ``w / M = 1 - exp(-(w + C) / M)``."""
     save, mtbf = costs.save, costs.mtbf

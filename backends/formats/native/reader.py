@@ -19,9 +19,7 @@ from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.tensor_memory import tensor_bytes
 
-__all__ = [
-    "FileHeader", "HeaderEntry", "OpensFiles", "ReadRequest", "fresh_tensor", "read_header", "read_tensor", "read_tensors",
-]  # fmt: skip
+__all__ = ["FileHeader", "HeaderEntry", "OpensFiles", "ReadRequest", "fresh_tensor", "read_header", "read_tensors"]
 
 PIECE_BYTES: Final = 512 << 10  # hashed while it is still in the core's own cache
 _THREADS: Final = 2
@@ -65,23 +63,6 @@ class ReadRequest:
     digest: str
     path: str = ""
     out: torch.Tensor | None = None
-
-
-def read_tensor(  # noqa: PLR0913 - keywords, one for each column of a manifest
-    store: Store,
-    name: str,
-    *,
-    start: int,
-    stop: int,
-    dtype: str,
-    stored: str,
-    shape: tuple[int, ...],
-    digest: str,
-    path: str = "",
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Read and verify one tensor; see `ReadRequest` for the arguments and `read_tensors` for the errors."""
-    return read_tensors(store, [ReadRequest(name, start, stop, dtype, stored, shape, digest, path, out)])[0]
 
 
 def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.formats.native.reader import ReadRequest, read_header, read_tensor, read_tensors
+from trainfold.backends.formats.native.reader import ReadRequest, read_header, read_tensors
 from trainfold.backends.formats.native.writer import write_file
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
@@ -195,7 +195,7 @@ def test_an_absurd_request_is_refused_before_memory_is_allocated(changed, error,
     }  # fmt: skip
     monkeypatch.setattr(torch, "empty", lambda *a, **k: pytest.fail("memory was allocated"))
     with pytest.raises(error):
-        read_tensor(store, f"{DIRECTORY}/{plan.name}", **{**given, **changed})
+        read_tensors(store, [ReadRequest(f"{DIRECTORY}/{plan.name}", **{**given, **changed})])
 
 
 @pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
@@ -233,11 +233,9 @@ def test_a_shape_that_overflows_without_an_element_is_a_named_error():
     store = MemoryStore()
     plan, _, _ = written(store, {"a": torch.arange(9.0)})
     name = f"{DIRECTORY}/{plan.name}"
+    request = ReadRequest(name, 8, 8, "uint8", "U8", (1 << 62, 1 << 62, 1 << 62, 0), "xxh3:" + "0" * 32)
     with pytest.raises(CheckpointHostile):
-        read_tensor(
-            store, name, start=8, stop=8, dtype="uint8", stored="U8", shape=(1 << 62, 1 << 62, 1 << 62, 0),
-            digest="xxh3:" + "0" * 32,
-        )  # fmt: skip
+        read_tensors(store, [request])
 
 
 # --- the writer ------------------------------------------------------------------------------------------------------

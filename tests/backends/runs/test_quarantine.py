@@ -19,7 +19,6 @@ from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.quarantine_file import (
-    attempting,
     begin_attempt,
     end_attempt,
     quarantined,
@@ -220,8 +219,7 @@ def test_a_load_that_succeeds_leaves_nothing_behind(store):
     """P07: neither in the record nor in the run's directory."""
     names = store.list()
     die(store, EIGHT, times=LIMIT - 1)
-    with attempting(store, EIGHT):
-        load(store, like=TrainState(trainer=Progress()), step=8)
+    load(store, like=TrainState(trainer=Progress()), step=8)
     assert store.list() == names
     die(store, EIGHT, times=LIMIT - 1)
     assert usable(store) == [EIGHT, SEVEN]
@@ -269,9 +267,9 @@ def test_what_is_known_of_a_deleted_checkpoint_goes_with_the_next_change(store):
 @pytest.mark.parametrize(
     "error", [ValueError("x"), KeyboardInterrupt(), CheckpointDamaged("a", expected="", found="", fix="")]
 )
-def test_what_is_raised_in_an_attempt_is_raised_and_noted(store, error):
-    with pytest.raises(type(error)), attempting(store, EIGHT):
-        raise error
+def test_what_ended_an_attempt_is_recorded_unless_it_was_interrupted(store, error):
+    begin_attempt(store, EIGHT)
+    end_attempt(store, EIGHT, outcome_of(error))
     ending = outcome_of(error).ending
     recorded = QUARANTINE_FILE in store.list() and quarantine_from_json(store.read(QUARANTINE_FILE)).records
     assert bool(recorded) == (ending != "interrupted")

@@ -11,7 +11,6 @@ from kit.backends.quarantine_cases import DAMAGED, EIGHT, SEVEN, SOME, die, docu
 
 from trainfold.backends.runs.quarantine_file import (
     QuarantineIgnored,
-    attempting,
     begin_attempt,
     end_attempt,
     quarantined,
@@ -114,8 +113,8 @@ def test_a_disk_that_cannot_be_written_is_said_and_nothing_is_raised(caplog):
     store = MemoryStore()
     save_at(store, 7)
     store._fault = read_only
-    with attempting(store, SEVEN):
-        pass
+    begin_attempt(store, SEVEN)
+    end_attempt(store, SEVEN)
     assert "an attempt to load is not recorded" in caplog.text
     assert QUARANTINE_FILE not in store.list()
 
@@ -166,15 +165,15 @@ def test_a_record_that_is_a_link_a_folder_or_absurd_stops_nothing(tmp_path, capl
         with pytest.warns(QuarantineIgnored):
             assert usable(store) == [SEVEN]
         caplog.clear()
-        with attempting(store, SEVEN):
-            pass
+        begin_attempt(store, SEVEN)
+        end_attempt(store, SEVEN)
         assert "not recorded" in caplog.text
     assert outside.read_bytes() == quarantine_to_json(SOME)
     folder = LocalStore(tmp_path / "folder")
     save_at(folder, 7)
     (tmp_path / "folder" / QUARANTINE_FILE).mkdir()
-    with attempting(folder, SEVEN):
-        pass
+    begin_attempt(folder, SEVEN)
+    end_attempt(folder, SEVEN)
     assert usable(folder) == [SEVEN]
 
 

@@ -12,7 +12,7 @@ from trainfold.adapters.cli import main
 from trainfold.adapters.cli.terminal.duration import duration_text, seconds_of
 from trainfold.backends.runs.api import save
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.save.cadence import advise_cadence, daly_interval_secs, lost_fraction, young_interval_secs
+from trainfold.core.save.cadence import advise_cadence, lost_fraction
 from trainfold.core.state.state import Progress, TrainState
 
 costs = st.fixed_dictionaries(
@@ -66,6 +66,17 @@ def test_no_other_number_of_steps_loses_less(given_costs):
     assert advice.lost_fraction == lost_fraction(advice.every_steps, **given_costs)
 
 
+def young_interval_secs(save_secs, mtbf_secs):
+    """Young's first-order optimum of the work between two saves."""
+    return math.sqrt(2 * save_secs * mtbf_secs)
+
+
+def daly_interval_secs(save_secs, mtbf_secs):
+    """Daly's higher-order optimum, for a save that takes less than twice the time between failures."""
+    root = math.sqrt(save_secs / (2 * mtbf_secs))
+    return young_interval_secs(save_secs, mtbf_secs) * (1 + root / 3 + root * root / 9) - save_secs
+
+
 @given(
     save_secs=st.floats(1e-4, 100),
     mtbf_secs=st.floats(1, 1e7),
@@ -74,21 +85,15 @@ def test_the_advice_is_dalys_where_his_formula_holds_and_youngs_where_saves_are_
     """Daly within 1 % of the work between saves and 1e-5 of the time lost, for C <= M / 2; Young within 5 % for C <= M / 100."""
     if save_secs > mtbf_secs / 2:
         return
-    step_secs = (
-        young_interval_secs(save_secs=save_secs, mtbf_secs=mtbf_secs) / 10_000
-    )  # so fine that rounding does not matter
+    step_secs = young_interval_secs(save_secs, mtbf_secs) / 10_000  # so fine that rounding does not matter
     advice = advise_cadence(save_secs=save_secs, step_secs=step_secs, mtbf_secs=mtbf_secs)
     work_secs = advice.every_steps * step_secs
-    daly_secs = daly_interval_secs(save_secs=save_secs, mtbf_secs=mtbf_secs)
+    daly_secs = daly_interval_secs(save_secs, mtbf_secs)
     assert work_secs == pytest.approx(daly_secs, rel=1e-2)
     at_daly = lost_fraction(round(daly_secs / step_secs), save_secs=save_secs, step_secs=step_secs, mtbf_secs=mtbf_secs)
     assert advice.lost_fraction <= at_daly <= advice.lost_fraction + 1e-5
     if save_secs <= mtbf_secs / 100:
-        assert work_secs == pytest.approx(young_interval_secs(save_secs=save_secs, mtbf_secs=mtbf_secs), rel=5e-2)
-
-
-def test_dalys_formula_ends_where_a_save_takes_twice_the_time_between_failures():
-    assert daly_interval_secs(save_secs=20.0, mtbf_secs=10.0) == 10.0
+        assert work_secs == pytest.approx(young_interval_secs(save_secs, mtbf_secs), rel=5e-2)
 
 
 @given(given_costs=costs)
