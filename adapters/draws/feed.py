@@ -24,8 +24,8 @@ OPENED = object()  # the first item of `Feed.batches`: the loader's iterator has
 Generators = dict[str, torch.Tensor]
 
 
-class Feed(Protocol):
-    """A loader with a position; also a `ComponentAdapter`, of the component ``dataset``.
+class Position(Protocol):
+    """Where the loop is in a loader.
 
     Attributes:
         policy: what the next or the latest restore does about differences that only the feed sees.
@@ -43,6 +43,10 @@ class Feed(Protocol):
 
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Follow the components under ``extra`` that batches may be drawn from."""
+
+
+class Feed(Position, Protocol):
+    """A loader with a position; also a `ComponentAdapter`, of the component ``dataset``."""
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
         """Yield batches from the position on, epoch after epoch, until ``epochs`` are over or ``done()`` is true.
@@ -82,6 +86,40 @@ class Feed(Protocol):
 
     def write(self, saved: Any) -> Undo:
         """Move the loader to a position."""
+
+
+class AtPosition:
+    """The part of a feed that its position answers.
+
+    Args:
+        position: of the loader, or the feed of the loader that is read.
+    """
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+
+    @property
+    def policy(self) -> Mapping[str, DriftAction]:
+        """What the last or the next restore does about differences that only a feed sees."""
+        return self._position.policy
+
+    @policy.setter
+    def policy(self, policy: Mapping[str, DriftAction]) -> None:
+        self._position.policy = policy
+
+    @property
+    def epoch(self) -> int:
+        """Epochs whose samples were all consumed."""
+        return self._position.epoch
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a batch of the epoch was consumed, and the epoch is not over."""
+        return self._position.is_inside
+
+    def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
+        """Keep track of the components under ``extra`` that batches may be drawn from."""
+        self._position.attend(extra)
 
 
 @attrs.frozen

@@ -1,6 +1,6 @@
 """`MapIterators`: opens iterators of a map-style DataLoader at a position."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, final
 
 from trainfold.adapters.components.component import kind_of
@@ -16,7 +16,6 @@ from trainfold.adapters.loaders.map_position import MapPosition
 from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.adapters.streams.stream_reader import Streams
 from trainfold.core.errors import DataPositionMismatch
-from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import Opaque
 
 
@@ -35,7 +34,6 @@ class MapIterators:
 
     def __init__(self, position: MapPosition, *, sets_epoch: bool) -> None:
         loader = position.loader
-        self.policy: Mapping[str, DriftAction] = {}
         self._at = position
         self._sets_epoch = sets_epoch
         self.counts = loader.batch_sampler is not None
@@ -159,7 +157,7 @@ class MapIterators:
     # --- the data probe -----------------------------------------------------------------------------------------------
 
     def _probes(self) -> bool:
-        return self._probe_due and is_wanted(self.policy)
+        return self._probe_due and is_wanted(self._at.policy)
 
     def _compared(
         self, iterator: Iterator[Any], lasts: tuple[Last, ...], kept: KeptBeside
@@ -179,7 +177,7 @@ class MapIterators:
                 continue  # it was reported already
             drawn: Drawn = made[1]
             drew_from = [] if drawn.digest == last.digest else sorted(kept.drawn_from())
-            error = compared(last, drawn, self.policy, drew_from=drew_from)
+            error = compared(last, drawn, self._at.policy, drew_from=drew_from)
             if error is not None:
                 return error
             others += drawn.digest != last.digest

@@ -6,6 +6,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader
 
+from trainfold.adapters.components.component import ComponentAdapter
 from trainfold.adapters.draws.beside import KEY, Beside, streams_only
 from trainfold.adapters.draws.draws import Draws, plain
 from trainfold.adapters.draws.feed import (
@@ -40,11 +41,21 @@ class MapPosition:
         self.loader = loader
         self.generators = generators_of(loader)
         self.beside = Beside(loader)
+        self.policy: Mapping[str, DriftAction] = {}
         self.draws = Draws(loader.num_workers, persistent=bool(loader.num_workers and loader.persistent_workers))
         self.deliveries = Deliveries()
         self.epoch = self.samples = self.batches = 0
         self.orders: dict[int, Opaque] = {}  # epoch that batches are read from -> what its order was drawn from
         self.worker_seeds: dict[int, Opaque] = {}  # epoch -> what the seed of its workers was drawn from
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a batch of the epoch was consumed, and the epoch is not over."""
+        return self.samples > 0
+
+    def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
+        """Keep track of the components under ``extra`` that batches may be drawn from."""
+        self.beside.attend(extra)
 
     def count(self, taken: Iterable[Delivery]) -> int:
         """Count batches as consumed; return their samples."""
@@ -119,7 +130,7 @@ class MapPosition:
             self.worker_seeds[self.epoch], self.draws.born = self.draws.born, None
         set_generators(self.generators, value["generators"])
 
-    def problems(self, saved: Any, policy: Mapping[str, DriftAction]) -> list[TrainfoldError]:
+    def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every way in which a saved position does not fit this loader."""
         found = position_problems(saved, "map", ("epoch", "samples", "batches"), versions=(1, 2))
         if found:
@@ -135,7 +146,7 @@ class MapPosition:
         draws = value.get("draws") if value["version"] > 1 else None
         if value["version"] > 1 and draws is None:
             found.append(mismatch("state.dataset.draws", "a record of how the batches were drawn", "none", OTHER))
-        found.extend(self.draws.problems(draws, self.generators, policy, inside=inside, beside=self.beside))
+        found.extend(self.draws.problems(draws, self.generators, self.policy, inside=inside, beside=self.beside))
         found.extend(generator_problems(self.generators, value.get("generators"), "state.dataset.generators"))
         return found
 

@@ -1,23 +1,22 @@
 """`MapFeed`: the feed for an ordinary DataLoader over a map-style dataset, with a position in samples."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import attrs
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.components.component import ComponentAdapter, Undo, copied, kind_of
-from trainfold.adapters.draws.feed import END, OPENED, Delivery, length_of, mismatch, stale, warn_if_old
+from trainfold.adapters.components.component import Undo, copied, kind_of
+from trainfold.adapters.draws.feed import END, OPENED, AtPosition, Delivery, length_of, mismatch, stale, warn_if_old
 from trainfold.adapters.draws.sampler_tap import unfollowed
 from trainfold.adapters.loaders.map_iterators import MapIterators, present
 from trainfold.adapters.loaders.map_position import MapPosition
 from trainfold.core.errors import InvalidArgument, TrainfoldError
-from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import Opaque
 
 
 @final
-class MapFeed:
+class MapFeed(AtPosition):
     """An ordinary ``DataLoader`` over a map-style dataset, positioned in samples.
 
     The order of an epoch comes from the random streams, the loader's generators and ``set_epoch``, as they were at the
@@ -32,6 +31,7 @@ class MapFeed:
     def __init__(self, loader: "DataLoader[Any]", *, sets_epoch: bool = True) -> None:
         self._loader = loader
         self._at = MapPosition(loader)
+        super().__init__(self._at)
         self._iterators = MapIterators(self._at, sets_epoch=sets_epoch)
         self._deliveries = self._at.deliveries
         self._draws = self._at.draws
@@ -40,29 +40,6 @@ class MapFeed:
         self._drawing = 0  # the epoch that batches are read from
         self._run = 0
         self._living: Iterator[Any] | None = None  # the iterator of persistent workers, inside an epoch
-
-    @property
-    def policy(self) -> Mapping[str, DriftAction]:
-        """What the last or the next restore does about differences that only a feed sees."""
-        return self._iterators.policy
-
-    @policy.setter
-    def policy(self, policy: Mapping[str, DriftAction]) -> None:
-        self._iterators.policy = policy
-
-    def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
-        """Keep track of the components under ``extra`` that batches may be drawn from."""
-        self._at.beside.attend(extra)
-
-    @property
-    def epoch(self) -> int:
-        """Epochs whose samples were all consumed."""
-        return self._at.epoch
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether a batch of the epoch was consumed, and the epoch is not over."""
-        return self._at.samples > 0
 
     def undelivered(self) -> int:
         """How many batches were handed out and not consumed."""
@@ -209,7 +186,7 @@ class MapFeed:
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every way in which a position does not fit this loader."""
-        return self._at.problems(saved, self.policy)
+        return self._at.problems(saved)
 
     def write(self, saved: Any) -> Undo:
         """Take a position; the loader's iterator is made when the batches are asked for."""

@@ -1,18 +1,17 @@
 """`PreparedFeed`: the feed for a loader that wraps a DataLoader, as accelerate's does, and moves batches to a device one batch ahead."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from trainfold.adapters.components.component import ComponentAdapter, Undo
-from trainfold.adapters.draws.feed import END, OPENED, OTHER, mismatch
+from trainfold.adapters.components.component import Undo
+from trainfold.adapters.draws.feed import END, OPENED, OTHER, AtPosition, mismatch
 from trainfold.adapters.loaders.map_style import MapFeed
 from trainfold.core.errors import InvalidArgument, TrainfoldError
-from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import Opaque
 
 
 @final
-class PreparedFeed:
+class PreparedFeed(AtPosition):
     """A loader that reads its ``base_dataloader`` ahead of the batches that it yields.
 
     The loop gets what the outer loader makes of each batch. The position is that of the inner loader, after the batches
@@ -25,33 +24,11 @@ class PreparedFeed:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._inner = MapFeed(loader.base_dataloader, sets_epoch=not hasattr(loader, "set_epoch"))
+        super().__init__(self._inner)
         self._handed = 0  # batches that the loop has received and not counted
         self._run = 0
         self._iteration = _iteration(loader)
         self._at = 0  # the epoch in which it was read
-
-    @property
-    def policy(self) -> Mapping[str, DriftAction]:
-        """The policy of the inner feed."""
-        return self._inner.policy
-
-    @policy.setter
-    def policy(self, policy: Mapping[str, DriftAction]) -> None:
-        self._inner.policy = policy
-
-    def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
-        """Pass the components under ``extra`` to the inner feed."""
-        self._inner.attend(extra)
-
-    @property
-    def epoch(self) -> int:
-        """Epochs whose samples were all consumed."""
-        return self._inner.epoch
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether a batch of the epoch was consumed, and the epoch is not over."""
-        return self._inner.is_inside
 
     def undelivered(self) -> int:
         """How many batches the loop has received and not counted."""

@@ -1,17 +1,17 @@
 """`StatefulFeed`: the feed for a loader that knows its own position, such as torchdata's StatefulDataLoader."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import attrs
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.components.component import ComponentAdapter, Undo, copied, kind_of
+from trainfold.adapters.components.component import Undo, copied, kind_of
 from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
 from trainfold.adapters.draws.beside import KEY
 from trainfold.adapters.draws.draw_batches import unpaired
 from trainfold.adapters.draws.draws import Drawn
-from trainfold.adapters.draws.feed import END, OPENED, Delivery, length_of, mismatch, stale, warn_if_old
+from trainfold.adapters.draws.feed import END, OPENED, AtPosition, Delivery, length_of, mismatch, stale, warn_if_old
 from trainfold.adapters.draws.hand_out import HandedOut, Mark, Unreported
 from trainfold.adapters.draws.pull_watch import PullWatch, is_foreign
 from trainfold.adapters.draws.sampler_tap import capture_order, restore_order
@@ -19,12 +19,11 @@ from trainfold.adapters.loaders.iterable import torchdatas
 from trainfold.adapters.loaders.stateful_iterators import StatefulIterators
 from trainfold.adapters.loaders.stateful_position import StatefulPosition
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, TrainfoldError
-from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import Opaque
 
 
 @final
-class StatefulFeed:
+class StatefulFeed(AtPosition):
     """A loader that knows its own position; it is asked for its state between two batches.
 
     An iterable dataset without a state leaves nothing of itself in the loader's state. Then the position is the number of
@@ -40,34 +39,12 @@ class StatefulFeed:
         workers = loader.num_workers if _is_traced(loader) else 0
         self._loader = loader
         self._at = StatefulPosition(loader, workers)
+        super().__init__(self._at)
         self._iterators = StatefulIterators(self._at)
         self._deliveries = self._at.deliveries
         self._watch = PullWatch(kind_of(loader.sampler), is_ahead=True) if workers and is_foreign(loader) else None
         self._total: int | None = None  # batches of an epoch
         self._run = 0
-
-    @property
-    def policy(self) -> Mapping[str, DriftAction]:
-        """What the last or the next restore does about differences that only a feed sees."""
-        return self._iterators.policy
-
-    @policy.setter
-    def policy(self, policy: Mapping[str, DriftAction]) -> None:
-        self._iterators.policy = policy
-
-    def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
-        """Keep track of the components under ``extra`` that batches may be drawn from."""
-        self._at.beside.attend(extra)
-
-    @property
-    def epoch(self) -> int:
-        """Epochs whose batches were all consumed."""
-        return self._at.epoch
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether a batch of the epoch was consumed, and the epoch is not over."""
-        return self._at.batches > 0
 
     def undelivered(self) -> int:
         """How many batches were handed out and not consumed."""
@@ -263,7 +240,7 @@ class StatefulFeed:
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every way in which a position does not fit this loader."""
-        return self._at.problems(saved, self.policy)
+        return self._at.problems(saved)
 
     def write(self, saved: Any) -> Undo:
         """Give the loader its state; it moves when the batches are asked for."""

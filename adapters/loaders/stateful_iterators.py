@@ -21,7 +21,6 @@ from trainfold.adapters.loaders.stateful_position import StatefulPosition
 from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.adapters.streams.stream_reader import StreamReader, set_streams
 from trainfold.core.errors import DataPositionMismatch
-from trainfold.core.resume.drift import DriftAction
 
 
 @final
@@ -34,7 +33,6 @@ class StatefulIterators:
 
     def __init__(self, position: StatefulPosition) -> None:
         loader, workers = position.loader, position.draws.workers
-        self.policy: Mapping[str, DriftAction] = {}
         self._at = position
         self._loader = loader
         self.probe_due = False  # since a restore
@@ -181,7 +179,7 @@ class StatefulIterators:
 
     def _lasts_to_compare(self) -> tuple[Last, ...]:
         """The last batch of each worker; empty if they cannot be drawn again."""
-        if not self.probe_due or not is_wanted(self.policy):
+        if not self.probe_due or not is_wanted(self._at.policy):
             return ()
         lasts = self._at.draws.lasts
         if not lasts or not self._at.states_before.back(len(lasts)):
@@ -200,7 +198,7 @@ class StatefulIterators:
 
     def _warn_uncompared(self, why: str) -> None:
         self.probe_due = False
-        warn_uncompared(kind_of(self._loader), why, self.policy)
+        warn_uncompared(kind_of(self._loader), why, self._at.policy)
 
     def _compared(
         self, iterator: Iterator[Any], lasts: tuple[Last, ...], kept: KeptBeside
@@ -223,7 +221,7 @@ class StatefulIterators:
             if others or (drawn is not None and drawn.digest == last.digest):
                 continue
             others += 1
-            error = compared(last, drawn, self.policy, drew_from=sorted(set(kept.drawn_from()) - set(held)))
+            error = compared(last, drawn, self._at.policy, drew_from=sorted(set(kept.drawn_from()) - set(held)))
             if error is not None:
                 return error
         return None

@@ -6,7 +6,7 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.components.component import copied, copied_containers, kind_of
+from trainfold.adapters.components.component import ComponentAdapter, copied, copied_containers, kind_of
 from trainfold.adapters.draws.beside import Beside
 from trainfold.adapters.draws.draws import Draws
 from trainfold.adapters.draws.feed import (
@@ -44,6 +44,7 @@ class StatefulPosition:
         self.loader = loader
         self.generators = generators_of(loader)
         self.beside = Beside(loader)
+        self.policy: Mapping[str, DriftAction] = {}
         self.draws = Draws(workers, persistent=bool(workers and loader.persistent_workers))
         self.deliveries = Deliveries()
         self.states_before = StatesBefore(loader, workers)
@@ -58,6 +59,15 @@ class StatefulPosition:
         self.began: Any = None  # the loader's state at the start of the epoch, if it has one
         self.again: deque[Opaque] = deque()  # for batches to be delivered again: everything that they were drawn from
         self.again_ends = False  # whether the last of them is the last of its epoch
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a batch of the epoch was consumed, and the epoch is not over."""
+        return self.batches > 0
+
+    def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
+        """Keep track of the components under ``extra`` that batches may be drawn from."""
+        self.beside.attend(extra)
 
     def count(self, taken: list[Delivery]) -> None:
         """Count batches as consumed."""
@@ -173,7 +183,7 @@ class StatefulPosition:
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
-    def problems(self, saved: Any, policy: Mapping[str, DriftAction]) -> list[TrainfoldError]:
+    def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every way in which a saved position does not fit this loader."""
         found = position_problems(saved, "stateful", ("epoch", "batches"), versions=(1, 2))
         if found:
@@ -201,7 +211,7 @@ class StatefulPosition:
         if value.get("order") is not None or (digest is not None and value["batches"]):
             found.extend(order_problems(value.get("order"), self.generators, self.beside))
         found.extend(self._ahead_problems(value))
-        found.extend(self._draws_problems(value, policy))
+        found.extend(self._draws_problems(value))
         found.extend(generator_problems(self.generators, value.get("generators"), "state.dataset.generators"))
         return found
 
@@ -221,7 +231,7 @@ class StatefulPosition:
             found.extend(order_problems(order, self.generators, self.beside, where=f"state.dataset.again[{number}]"))
         return found
 
-    def _draws_problems(self, value: dict[str, Any], policy: Mapping[str, DriftAction]) -> list[TrainfoldError]:
+    def _draws_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
         saved = value.get("draws")
         moved = isinstance(saved, dict) and saved.get("moved") is True
         behind = steps_since_snapshot(value.get("state"))
@@ -234,4 +244,4 @@ class StatefulPosition:
                     "make the loader with snapshot_every_n_steps=1, and resume from the end of an epoch",
                 )
             ]
-        return self.draws.problems(saved, {}, policy, inside=bool(value["batches"]), tied=True, beside=self.beside)
+        return self.draws.problems(saved, {}, self.policy, inside=bool(value["batches"]), tied=True, beside=self.beside)
