@@ -10,7 +10,6 @@ import attrs
 import torch
 import xxhash
 
-from trainfold.backends.formats.native.header import FileHeader, HeaderEntry, read_header
 from trainfold.backends.helpers import Helpers, Task
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import DIGEST_PREFIX
@@ -19,7 +18,7 @@ from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.tensor_memory import tensor_bytes
 
-__all__ = ["FileHeader", "HeaderEntry", "OpensFiles", "ReadRequest", "fresh_tensor", "read_header", "read_tensors"]
+__all__ = ["OpensFiles", "ReadRequest", "fresh_tensor", "read_tensors"]
 
 PIECE_BYTES: Final = 512 << 10  # hashed while it is still in the core's own cache
 _THREADS: Final = 2

@@ -14,9 +14,7 @@ from kit.backends import bad_input_cases
 from kit.backends.bad_input_cases import names_of, refused, says_all, state_at
 
 import trainfold
-from trainfold.backends.formats.native.reader import read_header
 from trainfold.backends.runs.load import CheckpointPassedOver
-from trainfold.backends.stores.local import LocalStore
 from trainfold.core import errors
 from trainfold.core.digest import digest_of
 from trainfold.core.format.file_names import RUN_FILE
@@ -279,8 +277,6 @@ def test_a_header_that_claims_to_be_huge_is_found_by_its_length_alone(run, size_
     path.write_bytes(size_bytes.to_bytes(8, "little") + path.read_bytes()[8:])
     with memory_limited(64 << 20):
         assert names_of(refused(run, step=2)) == ["CheckpointDamaged"]
-        with pytest.raises((errors.CheckpointHostile, errors.CheckpointTorn)):
-            read_header(LocalStore(run), f"step-00000002/{MODEL}")
 
 
 def claim_terabytes(run, size_bytes):

@@ -94,20 +94,48 @@ def test_a_flipped_bit_in_a_header_is_found_by_a_load(at, tmp_path):
     assert found.trainer.step == 1
 
 
-def test_a_header_of_another_writer_is_read_where_the_files_digest_fits(tmp_path):
-    """The format is open: another key order and other spaces are not damage."""
-    state, file = saved(tmp_path)
+def write_header(tmp_path, file, text):
+    """Write another header of the same length into a file, with a manifest that has the digest of the new file."""
     data = file.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
-    document = json.loads(data[8:size])
-    text = json.dumps({key: document[key] for key in reversed(document)}, separators=(", ", ": ")).encode()
-    file.write_bytes(data[:8] + text + b" " * (size - 8 - len(text)) + data[size:])
-    path = tmp_path / "step-00000001" / "manifest.json"
-    store = LocalStore(tmp_path)
-    manifest = read_manifest(store, "step-00000001")
+    file.write_bytes(data[:8] + text.ljust(size - 8) + data[size:])
+    manifest = read_manifest(LocalStore(tmp_path), "step-00000001")
     files = tuple(
         attrs.evolve(each, digest=digest_of(file.read_bytes())) if each.name == file.name else each
         for each in manifest.files
     )
-    path.write_bytes(encode_manifest(attrs.evolve(manifest, files=files)))
+    (tmp_path / "step-00000001" / "manifest.json").write_bytes(encode_manifest(attrs.evolve(manifest, files=files)))
+
+
+def test_a_header_of_another_writer_is_read_where_the_files_digest_fits(tmp_path):
+    """The format is open: another key order and other spaces are not damage."""
+    state, file = saved(tmp_path)
+    data = file.read_bytes()
+    document = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    reordered = {key: document[key] for key in reversed(document)}
+    write_header(tmp_path, file, json.dumps(reordered, separators=(", ", ": ")).encode())
     assert load(tmp_path, like=state).extra["w"]["a"].tolist() == [1.0] * 5
+
+
+HOSTILE = {
+    "overlapping offsets": b'{"a":{"dtype":"F32","shape":[5],"data_offsets":[0,20]},"b":{"dtype":"F32","shape":[2],"data_offsets":[16,24]}}',
+    "duplicate keys": b'{"a":{"dtype":"F32","shape":[5],"data_offsets":[0,20]},"a":{"dtype":"F32","shape":[5],"data_offsets":[0,20]}}',
+    "an unknown dtype": b'{"a":{"dtype":"PICKLE","shape":[5],"data_offsets":[0,20]}}',
+    "an absurd shape": b'{"a":{"dtype":"F32","shape":[4611686018427387904,4611686018427387904],"data_offsets":[0,20]}}',
+    "a further field": b'{"a":{"dtype":"F32","shape":[5],"data_offsets":[0,20],"file":"/etc/passwd"}}',
+    "depth": b"[" * 2_000,
+    "deep objects": b'{"a":' * 700,
+    "no object": b"[]",
+    "no JSON": b"\x80\x04pickle",
+    "NaN": b'{"a": NaN}',
+    "long digits": b'{"a": ' + b"9" * 2_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_a_hostile_header_is_refused_even_if_the_files_digest_fits(name, tmp_path):
+    """U05: corrupt or hostile headers fail cleanly."""
+    state, file = saved(tmp_path)
+    write_header(tmp_path, file, HOSTILE[name])
+    with pytest.raises(CheckpointDamaged, match=r"w-00000.*its header.*another"):
+        load(tmp_path, like=state, step=1)
