@@ -11,7 +11,7 @@ import attrs
 from trainfold.adapters.cli.locate import nothing_complete, open_run
 from trainfold.adapters.cli.terminal.duration import duration_text
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
-from trainfold.backends.runs.best_reader import best_checkpoints
+from trainfold.backends.runs.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine
 from trainfold.backends.stores.protocol import Store
@@ -96,10 +96,10 @@ def _names(store: Store) -> dict[str, tuple[str, ...]]:
     for pointer, target in sorted(store.pointers().items()):
         found[target] = (*found.get(target, ()), pointer)
     try:
-        best = best_checkpoints(store)
+        best = read_best(store)
     except CheckpointError:
         return found
-    for target, why in best.items():
+    for target, why in ({} if best is None else best.names).items():
         name = why.removeprefix("the ")
         found[target] = tuple(dict.fromkeys((*found.get(target, ()), name)))
     return found

@@ -2,10 +2,9 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import attrs
 
@@ -13,22 +12,10 @@ from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.runs.api import Run, open_store
 from trainfold.backends.runs.best_lock import best_json_lock
-from trainfold.backends.runs.best_reader import (
-    BEST_POINTER,
-    best_bytes,
-    best_checkpoint,
-    best_checkpoints,
-    best_scores,
-    carried_n,
-    carried_one,
-    heads_at,
-    parsed_best,
-    present,
-    read_best,
-)
+from trainfold.backends.runs.best_reader import BEST_POINTER, best_bytes, carried, parsed_best, read_best, timelines_at
 from trainfold.backends.runs.scan import read_run_id
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.best.best_json import BEST_FILE, BestFile, best_to_json
+from trainfold.core.best.best_json import BEST_FILE, BestFile, Placed, best_to_json
 from trainfold.core.best.record import BestRecord
 from trainfold.core.best.score import beats
 from trainfold.core.best.top_n import BestEntry, ranked
@@ -37,11 +24,6 @@ from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState,
 from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
-
-__all__ = ["BEST_POINTER", "BestIgnored", "best_checkpoint", "best_checkpoints", "best_scores", "load_best", "load_best_n",
-           "save_best"]  # fmt: skip
-
-_T = TypeVar("_T")
 
 
 class BestIgnored(UserWarning):
@@ -130,7 +112,9 @@ def load_best(run: Run, wanted: BestRecord, *, collectives: Collectives | None =
         >>> load_best(MemoryStore(), make_best_record(metric="loss", direction="min")).score is None
         True
     """
-    return _loaded(run, wanted, carried_one, collectives)
+    meant, there = _loaded(run, wanted, lambda file: (file.best,), collectives)
+    score, step = (there[0].score, there[0].step) if there else (None, None)
+    return attrs.evolve(meant, score=score, step=step)
 
 
 def load_best_n(run: Run, wanted: BestRecord, *, collectives: Collectives | None = None) -> tuple[BestEntry, ...]:
@@ -157,28 +141,31 @@ def load_best_n(run: Run, wanted: BestRecord, *, collectives: Collectives | None
         >>> load_best_n(MemoryStore(), make_best_record(metric="loss", direction="min"))
         ()
     """
-    return _loaded(run, wanted, carried_n, collectives)
+    return _loaded(run, wanted, lambda file: file.entries, collectives)[1]
 
 
 def _loaded(
     run: Run,
     wanted: BestRecord,
-    carried: Callable[[Store, BestFile | None, BestRecord], tuple[_T, tuple[str, ...]]],
+    entries: Callable[[BestFile], Sequence[Placed]],
     collectives: Collectives | None,
-) -> _T:
+) -> tuple[BestRecord, tuple[BestEntry, ...]]:
+    """The wanted record with its run, and those of the entries with which the run continues."""
     if not isinstance(wanted, BestRecord):
         raise InvalidArgument("wanted", expected="a BestRecord", found=shown(wanted),
                               fix="make it with make_best_record(metric=..., direction=...)")  # fmt: skip
     store, world = open_store(run), world_given(collectives, os.environ, where="load_best.collectives")
 
-    def load() -> tuple[_T, tuple[str, ...]]:
+    def load() -> tuple[BestRecord, tuple[BestEntry, ...], tuple[str, ...]]:
         meant = attrs.evolve(wanted, run_id=read_run_id(store)) if wanted.run_id is None else wanted
-        return carried(store, read_best(store), meant)
+        file = read_best(store)
+        there, reasons = ((), ()) if file is None else carried(store, file, entries(file), meant)
+        return meant, tuple(entry for entry, _ in there), reasons
 
-    found, reasons = on_rank_zero(world, load)
+    meant, there, reasons = on_rank_zero(world, load)
     if reasons:
         warnings.warn(f"{store.url}/{BEST_FILE} is not used: {'; '.join(reasons)}", BestIgnored, stacklevel=3)
-    return found
+    return meant, there
 
 
 def _save(store: Store, record: BestRecord, places: tuple[BestEntry, ...] | None, *, takes_lock: bool) -> BestRecord:
@@ -189,8 +176,8 @@ def _save(store: Store, record: BestRecord, places: tuple[BestEntry, ...] | None
 def _save_locked(store: Store, record: BestRecord, places: tuple[BestEntry, ...] | None) -> BestRecord:
     own = read_run_id(store)
     named = {_step(record), *(entry.step for entry in places or ())}
-    heads = {} if own is None else heads_at(store, named)
-    if own is None or (missing := sorted(named - heads.keys())):
+    timelines = {} if own is None else timelines_at(store, named)
+    if own is None or (missing := sorted(named - timelines.keys())):
         steps = ", ".join(map(str, missing if own is not None else sorted(named)))
         raise InvalidState(f"{store.url}/{BEST_FILE}", expected=f"a checkpoint of step {steps} in the run", found="none",
                            fix="save the state of that step first, and then the best; "
@@ -202,13 +189,13 @@ def _save_locked(store: Store, record: BestRecord, places: tuple[BestEntry, ...]
     old = best_bytes(store)
     was = None if old is None else parsed_best(store, old)
     if places is None:
-        kept = present(store, was, mine)[0] if was is not None and was.kept else ()
+        kept = carried(store, was, was.kept, mine)[0] if was is not None else ()
     else:
-        kept = tuple((entry, heads[entry.step].timeline) for entry in places)
-    data = best_to_json(mine, timeline=heads[_step(mine)].timeline, kept=kept)
+        kept = tuple((entry, timelines[entry.step]) for entry in places)
+    data = best_to_json(mine, timeline=timelines[_step(mine)], kept=kept)
     if old != data:
-        _check_no_better(store, was, mine)
-        _check_none_lost(store, was, mine, kept)
+        if was is not None:
+            _check_none_lost(store, was, mine, [entry for entry, _ in kept])
         _make_durable(store, named - {entry.step for entry, _ in (was.entries if was is not None else ())})
     # also if the bytes are equal: they may not be durable yet
     store.commit(BEST_FILE, data, replaces=None if old is None else digest_of(old))
@@ -231,34 +218,26 @@ def _make_durable(store: Store, steps: Iterable[int]) -> None:
             store.commit(name, data, replaces=digest_of(data))
 
 
-def _check_no_better(store: Store, old: BestFile | None, mine: BestRecord) -> None:
-    """Refuse to overwrite a better score of an earlier step that still exists: the caller has not loaded it."""
-    found, _ = carried_one(store, old, mine)
-    if found.score is None or _step(mine) <= _step(found):
-        return
+def _check_none_lost(store: Store, was: BestFile, mine: BestRecord, kept: list[BestEntry]) -> None:
+    """Refuse to replace a better score of an earlier step that still exists: no plan does this, so the caller has not loaded it."""
+    (best, _), step = was.best, _step(mine)
+    assert best.score is not None
     assert mine.score is not None
-    if beats(found.score, mine.score, direction=mine.direction):
+    is_better = best.step < step and beats(best.score, mine.score, direction=mine.direction)
+    if is_better and carried(store, was, [was.best], mine)[0]:
         raise InvalidState(
             f"{store.url}/{BEST_FILE}",
             expected=f"no better {mine.metric} than {mine.score!r}",
-            found=f"{found.score!r} at step {found.step}",
+            found=f"{best.score!r} at step {best.step}",
             fix="start with load_best after a restart; if the measure has changed, remove the file or rename the metric",
         )
-
-
-def _check_none_lost(
-    store: Store, old: BestFile | None, mine: BestRecord, kept: tuple[tuple[BestEntry, int], ...]
-) -> None:
-    """Refuse to drop an entry for a worse one of a later step: no plan does this, so the caller has not loaded the better one."""
-    if old is None or not kept:
-        return
-    new, newest = [entry for entry, _ in kept], max(entry.step for entry, _ in kept)
-    for entry, _ in present(store, old, mine)[0]:
-        lost = entry.step < newest and all(entry.step != one.step for one in new)
-        if lost and ranked([entry, new[-1]], direction=mine.direction)[0] == entry:
+    steps = {entry.step for entry in kept}
+    for entry, _ in carried(store, was, was.entries, mine)[0] if kept else ():
+        is_dropped = entry.step < max(steps) and entry.step not in steps
+        if is_dropped and ranked([entry, kept[-1]], direction=mine.direction)[0] == entry:
             raise InvalidState(
                 f"{store.url}/{BEST_FILE}",
-                expected=f"the N best without one that is worse than a dropped one, such as {new[-1].score!r} at step {new[-1].step}",
+                expected=f"the N best without one that is worse than a dropped one, such as {kept[-1].score!r} at step {kept[-1].step}",
                 found=f"{entry.score!r} at step {entry.step}, which would be dropped",
                 fix="start with load_best_n after a restart, and pass the kept of a plan_best that had it",
             )

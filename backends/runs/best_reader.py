@@ -1,37 +1,21 @@
 """Reads a run's ``best.json``: the checkpoints that it names, and which of them can still be loaded."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.best.best_json import BEST_FILE, BEST_LIMIT_BYTES, BestFile, best_file_from_json
-from trainfold.core.best.record import BestRecord, carried_best
-from trainfold.core.best.top_n import BestEntry
+from trainfold.core.best.best_json import BEST_FILE, BEST_LIMIT_BYTES, BestFile, Placed, best_file_from_json
+from trainfold.core.best.record import BestRecord
 from trainfold.core.errors import InvalidState
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import lineage
 
 BEST_POINTER: Final = "best"
 
 
-def best_checkpoint(store: Store) -> str | None:
-    """The name of the checkpoint that the run's best names, whether it exists or not; None without a best.
-
-    Raises:
-        CheckpointError: if there is a best that cannot be read.
-
-    Examples:
-        >>> from trainfold.stores import MemoryStore
-        >>> best_checkpoint(MemoryStore()) is None
-        True
-    """
-    return next(iter(best_checkpoints(store)), None)
-
-
 def measured_best(store: Store) -> str | None:
-    """As `best_checkpoint`, if that checkpoint is the measured one; a missing or damaged one counts as measured.
+    """The checkpoint that the run's best names, if it is the measured one; a missing or damaged one counts as measured.
 
     Raises:
         CheckpointError: if there is a best that cannot be read.
@@ -54,69 +38,15 @@ def measured_best(store: Store) -> str | None:
     return file.name
 
 
-def best_checkpoints(store: Store) -> dict[str, str]:
-    """The checkpoints that the run's ``best.json`` keeps, whether they exist or not: name -> why, the best one first.
-
-    Raises:
-        CheckpointError: if there is a best that cannot be read.
-
-    Examples:
-        >>> from trainfold.stores import MemoryStore
-        >>> best_checkpoints(MemoryStore())
-        {}
-    """
-    file = read_best(store)
-    return {} if file is None else file.names
+def carried(
+    store: Store, file: BestFile, entries: Sequence[Placed], wanted: BestRecord
+) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
+    """The entries that the run continues with, and why others are not among them; see `BestFile.carried`."""
+    return file.carried(entries, wanted, timelines=timelines_at(store, [entry.step for entry, _ in entries]))
 
 
-def best_scores(store: Store) -> dict[tuple[str, int], float]:
-    """The scores in ``best.json``: (checkpoint, timeline) -> score. A step trained again is on another timeline.
-
-    Raises:
-        CheckpointError: if there is a best that cannot be read.
-
-    Examples:
-        >>> from trainfold.stores import MemoryStore
-        >>> best_scores(MemoryStore())
-        {}
-    """
-    file = read_best(store)
-    return {} if file is None else file.scores
-
-
-def carried_one(store: Store, file: BestFile | None, wanted: BestRecord) -> tuple[BestRecord, tuple[str, ...]]:
-    """The record that the run continues with, and why the file's is not used; see `carried_best`."""
-    if file is None:
-        return carried_best(None, wanted, steps_present=())
-    head = heads_at(store, [file.step]).get(file.step)
-    there = () if head is None or head.timeline != file.timeline else (head.step,)
-    return carried_best(file.record, wanted, steps_present=there)
-
-
-def carried_n(store: Store, file: BestFile | None, wanted: BestRecord) -> tuple[tuple[BestEntry, ...], tuple[str, ...]]:
-    """The N best that the run continues with, and why other entries of the file are not among them."""
-    if file is None:
-        return (), ()
-    kept, reasons = present(store, file, wanted)
-    return tuple(entry for entry, _ in kept), reasons
-
-
-def present(
-    store: Store, file: BestFile, wanted: BestRecord
-) -> tuple[tuple[tuple[BestEntry, int], ...], tuple[str, ...]]:
-    """The N best whose checkpoints can be loaded, if run, metric and direction are the wanted ones; and why others are not."""
-    _, reasons = carried_best(file.record, wanted, steps_present=[file.step])
-    if reasons:
-        return (), reasons
-    heads = heads_at(store, [entry.step for entry, _ in file.entries])
-    timelines = {step: head.timeline for step, head in heads.items()}
-    gone = [entry.step for entry, of in file.entries if timelines.get(entry.step) != of]
-    there = tuple((entry, of) for entry, of in file.entries if entry.step not in gone)
-    return there, tuple(f"the checkpoint of step {step} is not there any more" for step in gone)
-
-
-def heads_at(store: Store, steps: Iterable[int]) -> dict[int, Head]:
-    """Step -> head of its checkpoint, for steps with a whole checkpoint in the run's lineage."""
+def timelines_at(store: Store, steps: Iterable[int]) -> dict[int, int]:
+    """Step -> timeline of its checkpoint, for steps with a whole checkpoint in the run's lineage."""
     inventory = read_inventory(store)
     usable = {entry.name for entry in lineage(inventory)}
     found = {}
@@ -124,7 +54,7 @@ def heads_at(store: Store, steps: Iterable[int]) -> dict[int, Head]:
         if (name := directory_of(step)) in usable:
             entry = examine(store, inventory, name).entry(name)
             if entry is not None and entry.problem is None and entry.head is not None:
-                found[step] = entry.head
+                found[step] = entry.head.timeline
     return found
 
 

@@ -1,8 +1,8 @@
 """A `BestFile` as the bytes of a run's ``best.json``: strict, versioned, and ending with the digest of what precedes it."""
 
 import math
-from collections.abc import Iterable
-from typing import Any, final
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias, final
 
 import attrs
 
@@ -19,6 +19,7 @@ BEST_FORMAT = "trainfold-best"
 BEST_VERSION = 2
 BEST_LIMIT_BYTES = 2**16  # 200 characters of a metric's name, each escaped, 200 of a run id, and the N best
 MOST_KEPT = 500
+Placed: TypeAlias = tuple[BestEntry, int]  # with the timeline of its checkpoint
 _FIELDS = {
     **SEAL,
     "run_id": single_name,
@@ -45,38 +46,73 @@ class BestFile:
 
     record: BestRecord
     timeline: int = 0
-    kept: tuple[tuple[BestEntry, int], ...] = ()
+    kept: tuple[Placed, ...] = ()
+
+    @property
+    def best(self) -> Placed:
+        """The best as an entry, with its timeline."""
+        assert self.record.step is not None  # a record with a score has a step
+        return BestEntry(self.record.score, self.record.step), self.timeline
+
+    @property
+    def entries(self) -> tuple[Placed, ...]:
+        """The N best, or the only one."""
+        return self.kept or (self.best,)
 
     @property
     def name(self) -> str:
         """The checkpoint of the best."""
-        return directory_of(self.step)
-
-    @property
-    def step(self) -> int:
-        """The step of the best."""
-        assert self.record.step is not None  # a record with a score has a step
-        return self.record.step
+        return directory_of(self.best[0].step)
 
     @property
     def names(self) -> dict[str, str]:
-        """The checkpoints that stay -> why, the best one first."""
+        """The checkpoints that stay, whether they exist or not -> why, the best one first."""
         others = {directory_of(entry.step): f"one of the best {len(self.kept)}" for entry, _ in self.kept}
         return {self.name: "the best", **{name: why for name, why in others.items() if name != self.name}}
 
     @property
     def scores(self) -> dict[tuple[str, int], float]:
         """(checkpoint, timeline) -> score, for every entry; a step trained again is on another timeline."""
-        entries = (*self.entries, (BestEntry(self.record.score, self.step), self.timeline))
+        entries = (*self.entries, self.best)
         return {(directory_of(entry.step), of): entry.score for entry, of in entries if entry.score is not None}
 
-    @property
-    def entries(self) -> tuple[tuple[BestEntry, int], ...]:
-        """The N best, or the only one."""
-        return self.kept or ((BestEntry(self.record.score, self.step), self.timeline),)
+    def carried(
+        self, entries: Iterable[Placed], wanted: BestRecord, *, timelines: Mapping[int, int]
+    ) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
+        """The entries that a run continues with, and why the others do not count: one clause for each reason.
+
+        They count if run, metric and direction are the wanted ones, and if their checkpoints can be loaded.
+
+        Args:
+            entries: the best, or the N best.
+            wanted: the record that the run would start with.
+            timelines: step -> timeline, for the checkpoints that can be loaded.
+
+        Examples:
+            >>> from trainfold.retention import updated
+            >>> wanted = make_best_record(run_id="a1", metric="loss", direction="min")
+            >>> file = BestFile(updated(wanted, {"loss": 0.5}, step=10))
+            >>> file.carried(file.entries, wanted, timelines={10: 0, 20: 0})
+            (((BestEntry(score=0.5, step=10), 0),), ())
+            >>> file.carried(file.entries, wanted, timelines={20: 0})
+            ((), ('the checkpoint of step 10 is not there any more',))
+        """
+        names = {"run_id": "run", "metric": "metric", "direction": "direction"}
+        other = [
+            f"it is of {called} {was!r}, not {now!r}"
+            for name, called in names.items()
+            if (was := getattr(self.record, name)) != (now := getattr(wanted, name))
+        ]
+        there = tuple((entry, of) for entry, of in entries if timelines.get(entry.step) == of)
+        gone = [
+            f"the checkpoint of step {entry.step} is not there any more"
+            for entry, of in entries
+            if (entry, of) not in there
+        ]
+        return () if other else there, (*other, *gone)
 
 
-def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[tuple[BestEntry, int]] = ()) -> bytes:
+def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[Placed] = ()) -> bytes:
     """The file's bytes, in version 1 if only one is kept, so that an older trainfold reads it too.
 
     Law: ``best_file_from_json(best_to_json(record, timeline=t, kept=k)) == BestFile(record, t, k)`` for a ranked ``k``; equal
@@ -93,7 +129,7 @@ def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[tuple[
     Examples:
         >>> from trainfold.retention import updated
         >>> record = updated(make_best_record(run_id="a1", metric="loss", direction="min"), {"loss": 0.5}, step=10)
-        >>> best_from_json(best_to_json(record)) == (record, 0)
+        >>> best_file_from_json(best_to_json(record)) == BestFile(record)
         True
     """
     if record.score is None or record.step is None or record.run_id is None or not math.isfinite(record.score):
@@ -117,12 +153,6 @@ def best_to_json(record: BestRecord, *, timeline: int = 0, kept: Iterable[tuple[
             "record", expected=error.expected, found=error.found, fix="make it with make_best_record and updated"
         ) from None
     return data
-
-
-def best_from_json(data: bytes, where: str = BEST_FILE) -> tuple[BestRecord, int]:
-    """The record in a file's bytes, and the timeline of its step; raises as `best_file_from_json`."""
-    file = best_file_from_json(data, where)
-    return file.record, file.timeline
 
 
 def best_file_from_json(data: bytes, where: str = BEST_FILE) -> BestFile:

@@ -3,7 +3,7 @@
 The direction is explicit and never guessed from the name, and a score that is missing or not finite never wins.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 import attrs
@@ -112,42 +112,6 @@ def updated(record: BestRecord, result: Mapping[str, Any], *, step: int) -> Best
     """
     checked_step(step)
     return attrs.evolve(record, score=score_of(record, result), step=step) if is_better(record, result) else record
-
-
-def carried_best(
-    found: BestRecord | None, wanted: BestRecord, *, steps_present: Collection[int]
-) -> tuple[BestRecord, tuple[str, ...]]:
-    """Choose the record that a run continues with: the persisted one if run, metric and direction agree and its checkpoint exists.
-
-    Args:
-        found: the persisted record; None without one.
-        wanted: the record that the run would start with.
-        steps_present: the steps whose checkpoints can be loaded, of the timeline that the persisted one belongs to.
-
-    Returns:
-        The record, with the ``min_delta`` of ``wanted``, and why the persisted one is not used: one clause for each reason, empty
-        if it is used or there was no score.
-
-    Examples:
-        >>> wanted = make_best_record(run_id="a1", metric="loss", direction="min")
-        >>> found = updated(wanted, {"loss": 0.5}, step=10)
-        >>> carried_best(found, wanted, steps_present=[10, 20])[0].score
-        0.5
-        >>> carried_best(found, wanted, steps_present=[20])[1]
-        ('the checkpoint of step 10 is not there any more',)
-    """
-    fresh = attrs.evolve(wanted, score=None, step=None)
-    if found is None or found.score is None:
-        return fresh, ()
-    names = {"run_id": "run", "metric": "metric", "direction": "direction"}
-    reasons = [
-        f"it is of {called} {was!r}, not {now!r}"
-        for name, called in names.items()
-        if (was := getattr(found, name)) != (now := getattr(wanted, name))
-    ]
-    if found.step not in steps_present:
-        reasons.append(f"the checkpoint of step {found.step} is not there any more")
-    return (fresh, tuple(reasons)) if reasons else (attrs.evolve(found, min_delta=wanted.min_delta), ())
 
 
 def score_of(record: BestRecord, result: Mapping[str, Any]) -> float | None:

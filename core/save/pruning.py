@@ -162,8 +162,7 @@ def best_still_there(inventory: Inventory, best: BestFile) -> str | None:
         best: the best and the N best, each with its timeline.
     """
     present = {(entry.name, entry.head.timeline) for entry in lineage(inventory) if entry.head is not None}
-    first = [] if best.record.step is None else [(directory_of(best.record.step), best.timeline)]
-    ranked = [*first, *((directory_of(entry.step), timeline) for entry, timeline in best.kept)]
+    ranked = [(directory_of(entry.step), timeline) for entry, timeline in (best.best, *best.kept)]
     return next((name for name, timeline in ranked if (name, timeline) in present), None)
 
 

@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kit.backends.best_file_cases import best_name
 from kit.laws.manager_machine_cases import (
     COMPONENTS,
     PAUSE,
@@ -26,7 +27,7 @@ from kit.laws.manager_machine_cases import (
 )
 
 from trainfold.backends.runs.api import load
-from trainfold.backends.runs.best_file import BestIgnored, best_checkpoint, load_best, save_best
+from trainfold.backends.runs.best_file import BestIgnored, load_best, save_best
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import read_inventory
@@ -293,7 +294,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
         except (SaveFailed, SimulatedCrash) as error:
             if self.finished(error if self.is_dead else None):
                 return
-            if best_checkpoint(self.store) == directory_of(step):
+            if best_name(self.store) == directory_of(step):
                 self.best = (step, score)
                 self.best_perhaps = None if old is None else directory_of(old[0])
         self.bury()

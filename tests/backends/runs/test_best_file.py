@@ -11,14 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.backends import best_file_cases
-from kit.backends.best_file_cases import LIKE, WANTED, save_at, won
+from kit.backends.best_file_cases import LIKE, WANTED, best_name, best_names, best_scores, save_at, won
 
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.runs.best_file import (
     BestIgnored,
-    best_checkpoint,
-    best_checkpoints,
-    best_scores,
     load_best,
     load_best_n,
     save_best,
@@ -66,6 +63,14 @@ def test_after_a_restart_a_worse_score_does_not_win(store):
     again = load_best(store, WANTED)
     assert again == saved == load_best(store, attrs.evolve(WANTED, run_id=saved.run_id))
     assert not is_better(again, {"loss": 0.6})
+
+
+def test_another_min_delta_does_not_forget_the_best(store):
+    """P24: min_delta sets how much better the next result must be; it does not change the current best."""
+    save_at(store, 10)
+    save_best(store, won(0.5, 10))
+    found = load_best(store, attrs.evolve(WANTED, min_delta=0.1))
+    assert (found.score, found.step, found.min_delta) == (0.5, 10, 0.1)
 
 
 def test_a_run_that_was_moved_keeps_its_best(tmp_path):
@@ -128,7 +133,7 @@ def test_where_there_is_no_best_none_is_warned_of(store):
         assert load_best(store, WANTED) == WANTED
         save_at(store, 10)
         assert load_best(store, WANTED).score is None
-    assert best_checkpoint(store) is None
+    assert best_name(store) is None
 
 
 # --- rewinds ---------------------------------------------------------------------------------------------------------
@@ -195,7 +200,7 @@ def test_a_run_with_restarts_has_the_n_best_of_one_without(history, restarts, n,
         record, kept = evaluated(store, record, kept, score, step, n)
         model = plan_best(model, BestEntry(score, step), n=n, direction=direction).kept
     assert kept == model == load_best_n(store, wanted)
-    assert list(best_checkpoints(store)) == [directory_of(entry.step) for entry in model]
+    assert list(best_names(store)) == [directory_of(entry.step) for entry in model]
     assert best_scores(store) == {(directory_of(entry.step), 0): entry.score for entry in model}
     assert store.point_target("best") == (directory_of(model[0].step) if model else None)
 
@@ -206,8 +211,8 @@ def test_the_n_best_are_lost_to_no_restart_and_held_by_no_path(store):
     save_best(store, won(0.3, 20), kept=kept[::-1])  # in any order
     assert load_best_n(store, WANTED) == kept
     assert load_best(store, WANTED).step == 20
-    assert best_checkpoints(store) == {directory_of(20): "the best", directory_of(10): "one of the best 2"}
-    assert best_checkpoint(store) == directory_of(20)
+    assert best_names(store) == {directory_of(20): "the best", directory_of(10): "one of the best 2"}
+    assert best_name(store) == directory_of(20)
 
 
 def test_a_best_that_is_saved_without_the_others_keeps_them(store):
@@ -217,7 +222,7 @@ def test_a_best_that_is_saved_without_the_others_keeps_them(store):
     best = save_best(store, won(0.3, 20), kept=kept)
     save_best(store, won(0.1, 30, best))
     assert load_best_n(store, WANTED) == kept
-    assert set(best_checkpoints(store)) == {directory_of(step) for step in (10, 20, 30)}
+    assert set(best_names(store)) == {directory_of(step) for step in (10, 20, 30)}
     save_best(store, won(0.1, 30, best), kept=())
     assert load_best_n(store, WANTED) == (BestEntry(0.1, 30),)
 

@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 from kit.backends import best_file_cases
-from kit.backends.best_file_cases import LIKE, WANTED, save_at, won
+from kit.backends.best_file_cases import LIKE, WANTED, best_name, best_names, save_at, won
 
 from trainfold.adapters.cli import main
 from trainfold.adapters.live.attach import attach
@@ -18,8 +18,6 @@ from trainfold.backends.ranks.decide_best import decide_best
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.runs.api import load, plan, save
 from trainfold.backends.runs.best_file import (
-    best_checkpoint,
-    best_checkpoints,
     load_best,
     save_best,
 )
@@ -68,7 +66,7 @@ def test_retention_keeps_the_n_best_beside_the_last_k(store):
     save_at(store, 10, 20, 30, 40, 50)
     save_best(store, won(0.1, 20), kept=[BestEntry(0.1, 20), BestEntry(0.2, 40)])
     saved = [Saved(directory_of(step), step) for step in (10, 20, 30, 40, 50)]
-    plan = plan_retention(saved, policy=keep_last(2), written=saved[-1], protected=best_checkpoints(store))
+    plan = plan_retention(saved, policy=keep_last(2), written=saved[-1], protected=best_names(store))
     assert plan.deleted == (directory_of(10),)
     assert plan.kept[directory_of(40)] == ("one of the best 2",)
 
@@ -255,7 +253,7 @@ def test_the_manager_keeps_the_checkpoint_of_the_best(store):
             manager.step(live)
             if is_better(best, {"loss": loss}):
                 best = save_best(store, updated(best, {"loss": loss}, step=live.progress.step))
-            assert best_checkpoint(store) == directory_of(best.step)
+            assert best_name(store) == directory_of(best.step)
             assert load_best(store, WANTED) == best
     assert [entry.head.step for entry in read_inventory(store).entries] == [5, 6]
 
@@ -325,7 +323,7 @@ def test_a_best_whose_last_sync_failed_is_made_durable_by_the_next_try():
         save_best(store, record)
     store._fault = None
     save_best(store, record)
-    assert best_checkpoint(store.after_crash(len(store.effects))) == "step-00000001"
+    assert best_name(store.after_crash(len(store.effects))) == "step-00000001"
 
 
 def test_what_a_best_names_is_made_durable_before_it():
@@ -361,7 +359,7 @@ def test_what_an_earlier_best_names_goes_only_when_the_new_one_is_durable():
         manager._saves._pruner.retain(result)
         assert len(store.effects) == begun  # and it is made so once
     after = store.after_crash(len(store.effects))
-    assert best_checkpoint(store) == "step-00000002"
+    assert best_name(store) == "step-00000002"
     assert [entry.name for entry in read_inventory(store).entries] == ["step-00000002"]
     assert load_best(after, WANTED).step == 2
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 import attrs
 import pytest
 import torch
+from kit.backends.best_file_cases import best_scores
 
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.live.live import Live
@@ -15,7 +16,7 @@ from trainfold.adapters.manager.loading import RunLoader
 from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads
 from trainfold.backends.runs.api import load
-from trainfold.backends.runs.best_file import BestIgnored, best_scores, load_best, load_best_n, save_best
+from trainfold.backends.runs.best_file import BestIgnored, load_best, load_best_n, save_best
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt, quarantined
 from trainfold.backends.runs.save import save_snapshot

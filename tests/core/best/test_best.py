@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainfold.core.best.best_json import BestFile, best_file_from_json, best_from_json, best_to_json
-from trainfold.core.best.record import BestRecord, carried_best, is_better, make_best_record, updated
+from trainfold.core.best.best_json import BestFile, best_file_from_json, best_to_json
+from trainfold.core.best.record import BestRecord, is_better, make_best_record, updated
 from trainfold.core.best.top_n import BestEntry, plan_best, ranked, rewound, updated_n
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
@@ -83,10 +83,9 @@ def test_a_restart_anywhere_in_a_history_changes_no_verdict(history, cut, direct
     wanted = make_best_record(run_id="a", metric="m", direction=direction, min_delta=min_delta)
     first = fold(wanted, history[:cut])
     if first.score is not None:
-        found, _ = best_from_json(best_to_json(first))
-        again, reasons = carried_best(found, wanted, steps_present=[first.step])
-        assert (again, reasons) == (first, ())
-        first = again
+        file = best_file_from_json(best_to_json(first))
+        assert file.carried([file.best], wanted, timelines={first.step: 0}) == ((file.best,), ())
+        first = file.record
     assert fold(first, history[cut:], start=len(history[:cut])) == fold(wanted, history)
 
 
@@ -322,8 +321,9 @@ def test_a_persisted_best_that_is_about_something_else_is_left_with_a_reason(cha
     """E09: a mismatch of run id, metric or direction is enough."""
     wanted = make_best_record(run_id="a", metric="m", direction="min")
     found = updated(wanted, {"m": 0.5}, step=10)
-    record, reasons = carried_best(found, attrs.evolve(wanted, **change), steps_present=[10])
-    assert record == attrs.evolve(wanted, **change)
+    file = BestFile(found)
+    there, reasons = file.carried(file.entries, attrs.evolve(wanted, **change), timelines={10: 0})
+    assert there == ()
     assert len(reasons) == 1
     assert reason in reasons[0]
 
@@ -332,21 +332,18 @@ def test_every_reason_is_told_at_once():
     """E09: including the missing checkpoint."""
     found = updated(make_best_record(run_id="a", metric="m", direction="min"), {"m": 0.5}, step=10)
     wanted = make_best_record(run_id="b", metric="n", direction="max", min_delta=0.1)
-    assert len(carried_best(found, wanted, steps_present=[])[1]) == 4
+    file = BestFile(found)
+    assert len(file.carried(file.entries, wanted, timelines={})[1]) == 4
+    assert len(file.carried(file.entries, wanted, timelines={10: 1})[1]) == 4  # a step that was trained again
 
 
-def test_another_min_delta_does_not_forget_the_best():
-    """P24: min_delta sets how much better the next result must be; it does not change the current best."""
-    found = updated(make_best_record(run_id="a", metric="m", direction="min"), {"m": 0.5}, step=10)
-    wanted = make_best_record(run_id="a", metric="m", direction="min", min_delta=0.1)
-    record, reasons = carried_best(found, wanted, steps_present=[10])
-    assert (record.score, record.step, record.min_delta, reasons) == (0.5, 10, 0.1, ())
-
-
-def test_where_nothing_was_persisted_there_is_nothing_to_tell():
-    wanted = make_best_record(metric="m", direction="min")
-    assert carried_best(None, wanted, steps_present=[]) == (wanted, ())
-    assert carried_best(wanted, wanted, steps_present=[]) == (wanted, ())
+def test_an_entry_whose_checkpoint_is_gone_takes_no_other_with_it():
+    """E09: and the order stays."""
+    record = updated(make_best_record(run_id="a", metric="m", direction="min"), {"m": 0.3}, step=20)
+    kept = ((BestEntry(0.3, 20), 1), (BestEntry(0.4, 30), 1), (BestEntry(0.5, 10), 0))
+    there, reasons = BestFile(record, 1, kept).carried(kept, record, timelines={20: 1, 30: 2, 10: 0})
+    assert there == (kept[0], kept[2])
+    assert reasons == ("the checkpoint of step 30 is not there any more",)
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -367,8 +364,8 @@ records = st.builds(
 def test_a_record_comes_back_from_its_bytes(record, timeline):
     """E09: the score is restored bit for bit."""
     data = best_to_json(record, timeline=timeline)
-    assert best_from_json(data) == (record, timeline)
-    assert math.copysign(1, best_from_json(data)[0].score) == math.copysign(1, record.score)
+    assert best_file_from_json(data) == BestFile(record, timeline)
+    assert math.copysign(1, best_file_from_json(data).record.score) == math.copysign(1, record.score)
     assert json.loads(data)["format"] == "trainfold-best"
 
 
@@ -389,7 +386,6 @@ def test_the_n_best_come_back_from_their_bytes_with_the_best_one_first(record, t
     wanted = BestFile(record, timeline, tuple((entry, timelines[entry.step]) for entry in ordered))
     assert best_file_from_json(data) == wanted
     assert best_to_json(record, timeline=timeline, kept=kept[::-1]) == data
-    assert best_from_json(data) == (record, timeline)
     assert json.loads(data)["version"] == (2 if kept else 1)
     assert wanted.entries == (wanted.kept or ((BestEntry(record.score, record.step), timeline),))
 
@@ -421,7 +417,7 @@ def test_no_byte_of_a_record_can_change_unseen(at):
     altered = BEST[:at] + bytes([BEST[at] ^ 1]) + BEST[at + 1 :]
     for data in (altered, BEST[:at]):
         with pytest.raises(CheckpointDamaged, match=r"restore best\.json from a copy of the run, or remove it"):
-            best_from_json(data)
+            best_file_from_json(data)
 
 
 def sealed(text: str) -> bytes:
@@ -466,11 +462,13 @@ def test_a_sealed_record_that_cannot_be_is_refused(old, new, error):
     """E09: duplicate keys, wrong types, NaN, foreign and future versions, each with a matching digest."""
     assert old in WHOLE
     with pytest.raises(error) as caught:
-        best_from_json(sealed(WHOLE.replace(old, new)))
+        best_file_from_json(sealed(WHOLE.replace(old, new)))
     assert "remove it" in caught.value.fix or error is FutureVersion
 
 
-KEPT = best_to_json(best_from_json(BEST)[0], timeline=1, kept=[(BestEntry(0.5, 10), 1), (BestEntry(0.25, 5), 0)])
+KEPT = best_to_json(
+    best_file_from_json(BEST).record, timeline=1, kept=[(BestEntry(0.5, 10), 1), (BestEntry(0.25, 5), 0)]
+)
 
 
 def test_the_bytes_of_version_2_never_change():
@@ -507,13 +505,13 @@ def test_a_sealed_file_of_n_best_that_cannot_be_is_refused(old, new):
 @given(data=st.binary(max_size=300))
 def test_other_bytes_are_refused_by_name(data):
     with pytest.raises(CheckpointError):
-        best_from_json(data)
+        best_file_from_json(data)
 
 
 @pytest.mark.parametrize(
     "change", [{"score": None, "step": None}, {"run_id": None}, {"run_id": "../a"}, {"score": math.inf}]
 )
 def test_what_could_not_be_read_again_is_not_written(change):
-    record = attrs.evolve(best_from_json(BEST)[0], **change)
+    record = attrs.evolve(best_file_from_json(BEST).record, **change)
     with pytest.raises(InvalidArgument, match="record"):
         best_to_json(record)

@@ -3,6 +3,7 @@
 import pytest
 
 from trainfold.backends.runs.api import save
+from trainfold.backends.runs.best_reader import read_best
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.best.record import make_best_record, updated
@@ -21,6 +22,23 @@ def save_at(run, *steps):
 
 def won(score, step, record=WANTED):
     return updated(record, {"loss": score}, step=step)
+
+
+def best_names(store):
+    """The checkpoints that the run's best.json keeps -> why, the best one first."""
+    file = read_best(store)
+    return {} if file is None else file.names
+
+
+def best_name(store):
+    """The checkpoint of the best; None without one."""
+    return next(iter(best_names(store)), None)
+
+
+def best_scores(store):
+    """(checkpoint, timeline) -> score."""
+    file = read_best(store)
+    return {} if file is None else file.scores
 
 
 @pytest.fixture(params=["memory", "disk"])

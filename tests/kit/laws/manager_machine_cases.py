@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import trainfold
+from kit.backends.best_file_cases import best_name
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked
-from trainfold.backends.runs.best_file import best_checkpoint
 from trainfold.backends.stores.memory import CrashAt, Effect, ErrorAt, MemoryStore, SimulatedCrash
 from trainfold.core import tree
 from trainfold.core.best.record import make_best_record
@@ -403,7 +403,7 @@ class DiskModel:
         self.undead.clear()
         self.outside.clear()
         self.bury()
-        best = best_checkpoint(self.store)
+        best = best_name(self.store)
         known = None if self.best is None else directory_of(self.best[0])
         assert best in {known, self.best_perhaps}
         self.best = None if best is None else (int(best.removeprefix("step-")), None)
