@@ -42,15 +42,7 @@ def first_difference(one: TrainState, other: TrainState) -> tuple[str, str] | No
     """
     if fingerprint(one) == fingerprint(other):
         return None
-    mine, theirs = _leaves(one), _leaves(other)
-    for path in [*mine, *(path for path in theirs if path not in mine)]:
-        if path not in mine or path not in theirs:
-            return path, "only one of the two has it"
-        if str(leaf_spec(mine[path], path)) != str(leaf_spec(theirs[path], path)):
-            return path, f"{leaf_spec(mine[path], path)} against {leaf_spec(theirs[path], path)}"
-        if leaf_digest(mine[path], path) != leaf_digest(theirs[path], path):
-            return path, values_of(mine[path], theirs[path])
-    return "state", "the fingerprints differ, but no leaf does"
+    return first_beyond(one, other, [""]) or ("state", "the fingerprints differ, but no leaf does")
 
 
 def first_beyond(

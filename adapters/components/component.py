@@ -6,7 +6,7 @@ from typing import Any, Protocol, final, runtime_checkable
 
 import attrs
 
-from trainfold.adapters.own_state.read_back import first_difference
+from trainfold.adapters.own_state.read_back import first_difference, unlike_saved
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.json_values import SCALARS
@@ -115,12 +115,10 @@ class ObjectPart:
         difference = first_difference(saved, found, self.path)
         if difference is None or first_difference(found, self.target.state_dict(), self.path) is not None:
             return  # a state that differs at each read, such as a clock, cannot be compared
-        where, was, now = difference
         kind = type(self.target).__qualname__
-        raise InvalidState(
-            where,
-            expected=f"{was}, as it was saved",
-            found=f"{now}, after load_state_dict() of {kind}",
+        raise unlike_saved(
+            difference,
+            after=f"load_state_dict() of {kind}",
             fix=f"fix the pair of methods of {kind}, whose load_state_dict() does not restore its state_dict(); or attach a pair of functions",
         )
 

@@ -17,7 +17,7 @@ from trainfold.adapters.components.held_optimizers import (
 from trainfold.adapters.components.optimizer_state import NOT_HYPER, base_of, capture_optimizer, names_of
 from trainfold.adapters.components.slot_checks import fits, group_problems, slot_problems
 from trainfold.adapters.own_state.plain_form import from_plain, to_plain
-from trainfold.adapters.own_state.read_back import first_difference
+from trainfold.adapters.own_state.read_back import first_difference, unlike_saved
 from trainfold.adapters.own_state.remembered import remember
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
@@ -213,12 +213,10 @@ class OptimizerPart:
     def _check_read_back(self, saved: OptimizerState | OwnOptimizerState) -> None:
         found = first_difference(_without_hyper(saved), _without_hyper(self.capture()), self.path)
         if found is not None:
-            where, was, now = found
             kind = type(self.optimizer).__qualname__
-            raise InvalidState(
-                where,
-                expected=f"{was}, as it was saved",
-                found=f"{now}, after load_state_dict() of {kind}",
+            raise unlike_saved(
+                found,
+                after=f"load_state_dict() of {kind}",
                 fix=f"fix the pair of methods of {kind}, whose load_state_dict() does not restore its state_dict(); or train with another class",
             )
 

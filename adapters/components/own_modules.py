@@ -9,7 +9,7 @@ import torch
 
 from trainfold.adapters.components.component import Undo, copied, wrong_kind
 from trainfold.adapters.own_state.plain_form import from_plain, to_plain
-from trainfold.adapters.own_state.read_back import first_difference
+from trainfold.adapters.own_state.read_back import first_difference, unlike_saved
 from trainfold.adapters.own_state.remembered import remember
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.state.fqn import canonical_name, named_tensors
@@ -80,12 +80,10 @@ class OwnModulePart:
             raise
         if difference is not None:
             undo()
-            where, was, now = difference
             kinds = ", ".join(sorted({type(each).__qualname__ for each in self.owners.values()}))
-            raise InvalidState(
-                where,
-                expected=f"{was}, as it was saved",
-                found=f"{now}, after the load of {kinds}",
+            raise unlike_saved(
+                difference,
+                after=f"the load of {kinds}",
                 fix="fix the pair of methods or hooks, so that the second restores what the first saves",
             )
         return undo

@@ -22,7 +22,7 @@ def check_whole_module(module: torch.nn.Module, where: str) -> None:
         >>> check_whole_module(torch.nn.Linear(2, 1), "attach.model")
     """
     for name, each in module.named_modules():
-        if _is_a(each, "FullyShardedDataParallel"):
+        if is_a(each, "FullyShardedDataParallel"):
             raise _sharded(
                 where,
                 f"a FullyShardedDataParallel{f' at {name!r}' if name else ''}: its flat parameters are this rank's part of the whole",
@@ -40,7 +40,7 @@ def check_whole_module(module: torch.nn.Module, where: str) -> None:
                 where,
                 f"a flat parameter of FullyShardedDataParallel at {name!r}: its flat parameters are this rank's part of the whole",
             )
-        if _is_a(parameter, "DTensor") or _is_a(parameter.data, "DTensor"):
+        if is_a(parameter, "DTensor") or is_a(parameter.data, "DTensor"):
             raise _sharded(
                 where,
                 f"a DTensor at {name!r}, as fully_shard (FSDP2) and tensor parallelism make it: this rank has its part of the whole",
@@ -56,7 +56,7 @@ def check_whole_optimizer(optimizer: torch.optim.Optimizer, where: str) -> None:
     Examples:
         >>> check_whole_optimizer(torch.optim.SGD([torch.ones(1)]), "attach.optimizer")
     """
-    if _is_a(optimizer, "ZeroRedundancyOptimizer"):
+    if is_a(optimizer, "ZeroRedundancyOptimizer"):
         raise InvalidArgument(
             where,
             expected="an optimizer that has the slots of all its parameters on every rank",
@@ -86,12 +86,13 @@ def wheres(model: object, optimizer: object, extra: Mapping[str, object]) -> lis
 
 def _states_of_hooks(module: torch.nn.Module) -> list[object]:
     """Return the states of a DDP wrapper's communication hooks; a process group does not count."""
-    hooks = getattr(module, "_comm_hooks", None) if _is_a(module, "DistributedDataParallel") else None
+    hooks = getattr(module, "_comm_hooks", None) if is_a(module, "DistributedDataParallel") else None
     states = [hook[-1] for hook in hooks or () if isinstance(hook, tuple) and hook]
-    return [state for state in states if state is not None and not any(_is_a(state, name) for name in _STATELESS)]
+    return [state for state in states if state is not None and not any(is_a(state, name) for name in _STATELESS)]
 
 
-def _is_a(target: object, name: str) -> bool:
+def is_a(target: object, name: str) -> bool:
+    """Whether a class of this name is among the object's, without importing it."""
     return any(kind.__name__ == name for kind in type(target).__mro__)
 
 

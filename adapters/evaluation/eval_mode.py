@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainfold.adapters.components.sharded import is_a
 from trainfold.adapters.evaluation.reachability import reachable
 from trainfold.adapters.streams.rng_streams import bound_device, preserved_rng
 
@@ -46,7 +47,7 @@ def undisturbed(
         if callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None)):
             stack.callback(data.load_state_dict, copy.deepcopy(data.state_dict()))  # type: ignore[attr-defined]
         for part in parts:
-            if _is_a(part, "FSDPModule"):
+            if is_a(part, "FSDPModule"):
                 stack.callback(_reshard, part)
         with _LOCK:
             modes = _held(parts)
@@ -84,7 +85,7 @@ def communicate(modules: Sequence[torch.nn.Module]) -> bool:
     """Whether a forward call of a module is known to wait for other ranks: FSDP, DDP that sends buffers, DTensors."""
     for module in modules:
         for part in module.modules():
-            if any(_is_a(part, name) for name in _SHARDED):
+            if any(is_a(part, name) for name in _SHARDED):
                 return True
             if isinstance(part, torch.nn.parallel.DistributedDataParallel) and part.will_sync_module_buffers():  # type: ignore[no-untyped-call]
                 return True
@@ -125,7 +126,3 @@ def _restore_modes(parts: Sequence[torch.nn.Module]) -> None:
 def _reshard(part: Any) -> None:
     """Shard the parameters again that FSDP2 leaves gathered after a forward in evaluation mode, where the optimizer does not see them."""
     part.reshard()
-
-
-def _is_a(part: Any, name: str) -> bool:
-    return any(kind.__name__ == name for kind in type(part).__mro__)

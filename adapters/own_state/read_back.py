@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from trainfold.core import tree
+from trainfold.core.errors import InvalidState
 from trainfold.core.format.codec import as_tensor, is_tensor_leaf
 from trainfold.core.json_values import shown
 from trainfold.core.leaf_path import join
@@ -41,6 +42,12 @@ def first_difference(saved: Any, found: Any, path: str) -> Difference | None:
         if difference is not None:
             return difference
     return None
+
+
+def unlike_saved(difference: Difference, *, after: str, fix: str) -> InvalidState:
+    """The error for an object that does not return what was written into it."""
+    where, was, now = difference
+    return InvalidState(where, expected=f"{was}, as it was saved", found=f"{now}, after {after}", fix=fix)
 
 
 def _same_counts(saved: Any, found: Any) -> bool:

@@ -23,13 +23,12 @@ _MORE_ROOM = (
 )
 
 
-def save_failure(error: OSError, where: str, *, needed: str = "the planned bytes to be written") -> SaveFailed:
+def save_failure(error: OSError, where: str) -> SaveFailed:
     """The named error for an `OSError` that stopped a write.
 
     Args:
         error: the error of the operating system.
         where: the file or run.
-        needed: what the caller was trying to do.
 
     Examples:
         >>> print(save_failure(OSError(errno.ENOSPC, "No space left on device"), "runs/a"))
@@ -49,7 +48,7 @@ def save_failure(error: OSError, where: str, *, needed: str = "the planned bytes
         kind, fix = NotWritable, "give this user the right to write there, or save elsewhere"
     else:
         kind, fix = SaveFailed, "look at the device and its log; earlier checkpoints are intact"
-    return kind(where, expected=needed, found=error, fix=fix)
+    return kind(where, expected="the planned bytes to be written", found=error, fix=fix)
 
 
 @contextmanager
