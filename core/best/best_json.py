@@ -1,7 +1,7 @@
 """A `BestFile` as the bytes of a run's ``best.json``: strict, versioned, and ending with the digest of what precedes it."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import attrs
@@ -77,7 +77,7 @@ class BestFile:
         return {(directory_of(entry.step), of): entry.score for entry, of in entries if entry.score is not None}
 
     def carried(
-        self, entries: Iterable[Placed], wanted: BestRecord, *, timelines: Mapping[int, int]
+        self, entries: Sequence[Placed], wanted: BestRecord, *, timelines: Mapping[int, int]
     ) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
         """The entries that a run continues with, and why the others do not count: one clause for each reason.
 
@@ -107,7 +107,7 @@ class BestFile:
         gone = [
             f"the checkpoint of step {entry.step} is not there any more"
             for entry, of in entries
-            if (entry, of) not in there
+            if timelines.get(entry.step) != of
         ]
         return () if other else there, (*other, *gone)
 
