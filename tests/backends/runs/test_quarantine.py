@@ -219,7 +219,9 @@ def test_a_load_that_succeeds_leaves_nothing_behind(store):
     """P07: neither in the record nor in the run's directory."""
     names = store.list()
     die(store, EIGHT, times=LIMIT - 1)
+    begin_attempt(store, EIGHT)
     load(store, like=TrainState(trainer=Progress()), step=8)
+    end_attempt(store, EIGHT)
     assert store.list() == names
     die(store, EIGHT, times=LIMIT - 1)
     assert usable(store) == [EIGHT, SEVEN]
