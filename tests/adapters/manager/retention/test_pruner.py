@@ -1,4 +1,4 @@
-"""The keeper counts checkpoints that are whole now, even if they were different when they were saved."""
+"""The pruner counts checkpoints that are whole now, even if they were different when they were saved."""
 
 import pytest
 import torch
