@@ -22,7 +22,7 @@ from trainfold.core.save.save_plan import plan_save
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import strategies
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @given(
