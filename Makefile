@@ -55,7 +55,7 @@ crash: $(DEV)  ## every disk that a crash may leave of a save, 200 power cuts, e
 	HYPOTHESIS_PROFILE=soak $(PYTEST) -n 2 --dist load --timeout 0 -rP tests/crash
 
 oracle: $(DEV)  ## a million random evaluations and 1e5 of Hypothesis against fractions (an hour)
-	TRAINFOLD_RANDOM_CASES=1000000 TRAINFOLD_EXAMPLES=100000 $(PYTEST) -n 2 tests/core/exact/test_evaluation_oracle.py
+	TRAINFOLD_RANDOM_CASES=1000000 TRAINFOLD_EXAMPLES=100000 $(PYTEST) -n 2 tests/core/evaluate/test_evaluation_oracle.py
 
 constraints: $(DEV)  ## write constraints.txt from what is installed
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//' | grep -v '^#' | sort -f; } \
