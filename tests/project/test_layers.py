@@ -140,6 +140,60 @@ def test_a_room_that_is_full_or_silent_and_a_name_that_is_there_twice_are_found(
         assert problem in said
 
 
+def mirror_problems(tree: Path) -> list[str]:
+    """Where the folders of tests differ from the rooms.
+
+    A folder of tests has the path of a room. Where a room has more than 12 test files, those of one module may lie in a folder that has
+    the module's name.
+    """
+    found = []
+    for package in PACKAGES:
+        tests = tree / "tests" / package
+        folders = {path.parent for path in tests.rglob("test_*.py")}
+        for folder in sorted(folders):
+            place, files = folder.relative_to(tree / "tests"), len(list(folder.glob("test_*.py")))
+            if not ((tree / place / "__init__.py").exists() or (tree / place).with_suffix(".py").exists()):
+                found.append(f"tests/{place}: there is no room or module {place}")
+            if files > HOLDS:
+                found.append(f"tests/{place}: {files} test files")
+        for init in (tree / package).rglob("__init__.py"):
+            room = init.parent.relative_to(tree)
+            tested = any(folder.is_relative_to(tree / "tests" / room) for folder in folders)
+            if len(list(init.parent.glob("*.py"))) > 1 and not tested:
+                found.append(f"{room}: no tests in tests/{room}")
+    found += [
+        f"{path.relative_to(tree)}: a test of core imports the adapters"
+        for path in sorted((tree / "tests" / "core").rglob("test_*.py"))
+        if "trainfold.adapters" in path.read_text()
+    ]
+    return found
+
+
+def test_the_folders_of_tests_mirror_the_rooms(root):
+    """A newcomer finds the tests of a room where the room is, and a room without tests is noticed."""
+    assert mirror_problems(root) == []
+
+
+def test_a_folder_without_a_room_a_full_one_and_a_room_without_tests_are_found(copy_of_tree):
+    for place, count in (
+        ("core/exact", HOLDS + 1), ("core/exact/limbs", 1), ("core/metrics", 1), ("core/metrics/f1", 1),
+    ):  # fmt: skip
+        (copy_of_tree / "tests" / place).mkdir(parents=True)
+        for number in range(count):
+            (copy_of_tree / "tests" / place / f"test_{number}.py").write_text("")
+    (copy_of_tree / "tests" / "core" / "metrics" / "test_0.py").write_text("import trainfold.adapters.live\n")
+    said = mirror_problems(copy_of_tree)
+    for problem in (
+        "tests/core/exact: 13 test files",
+        "tests/core/metrics/f1: there is no room or module core/metrics/f1",
+        "core/step/engine: no tests in tests/core/step/engine",
+        "tests/core/metrics/test_0.py: a test of core imports the adapters",
+    ):
+        assert problem in said
+    about = "\n".join(each for each in said if "exact" in each or "metrics" in each)
+    assert about.count("\n") == 2, f"a folder with a room, or with the name of a module in it, is right: {about}"
+
+
 def test_no_test_file_has_more_than_600_lines(root):
     """Tests are read as often as code: a file that grows past a screenful of screens holds two subjects."""
     lines = {path: len(path.read_text().splitlines()) for path in (root / "tests").rglob("*.py")}
